@@ -1,0 +1,82 @@
+# Every target sets up what it needs; `make help` lists them.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+# The first Python of 3.11 or newer that can make a virtual environment.
+find_python = for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done
+PYTHON_BASE ?= $(shell $(find_python))
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+EXTRAS := dev,peft,wandb
+WORKERS ?= 2
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS)
+FAST := not learning and not slow and not distributed
+
+# Tests that read ../shared/data skip where it is absent, except in CI: there its absence is a failure.
+export REQUIRE_SHARED_DATA ?= $(if $(filter true,$(CI)),1,0)
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+check test test-learning test-distributed test-oldest fast: export OMP_NUM_THREADS = 1
+
+.PHONY: help install format lint fast check test test-learning test-distributed test-oldest demo docs clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+install: $(VENV)/installed ## Make .venv with everything that development needs
+
+format: install ## Format the code and apply the safe fixes
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+lint: install ## Formatting, lint and types
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright
+
+fast: install ## The fast tests alone
+	$(PYTEST) -m "$(FAST)"
+
+check: lint fast ## Lint, types and the fast tests: a few minutes
+
+test: check ## Everything: check, then the learning, distributed and slow tests
+	$(PYTEST) -m "not ($(FAST))"
+
+test-learning: install ## Training runs that must reach a reward
+	$(PYTEST) -m learning
+
+test-distributed: install ## Runs with several processes
+	$(PYTEST) -m distributed
+
+test-oldest: $(VENV)-oldest/installed ## The fast tests with the oldest supported transformers
+	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) -m "$(FAST)"
+
+demo: install ## Train a language model, a reward model and a PPO policy from scratch, with no hub
+	$(PYTHON) examples/demo.py
+
+docs: $(VENV)/installed-docs ## Build the documentation into site/
+	$(PYTHON) -m mkdocs build --strict
+
+clean: ## Remove the environments and what was built
+	rm -rf $(VENV) $(VENV)-oldest site dist .pytest_cache .ruff_cache
+
+# torch goes first and pinned, so that nothing that is installed after it can choose another build.
+define make_venv
+	@test -n "$(PYTHON_BASE)" || { echo "No Python >= 3.11 with venv found; name one with PYTHON_BASE=..."; exit 1; }
+	$(PYTHON_BASE) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet -c $(2) torch
+	$(1)/bin/python -m pip install --quiet -c $(2) -e ".[$(EXTRAS)]"
+	@touch $@
+endef
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(call make_venv,$(VENV),constraints.txt)
+
+$(VENV)-oldest/installed: pyproject.toml constraints-oldest.txt
+	$(call make_venv,$(VENV)-oldest,constraints-oldest.txt)
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(PYTHON) -m pip install --quiet -c constraints.txt -e ".[docs]"
+	@touch $@
