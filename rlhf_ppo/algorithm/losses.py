@@ -1,0 +1,141 @@
+"""PPO's clipped losses, token by token, and how tokens are averaged.
+
+The losses know no mask: hand them the trained model's log-probabilities and values through `zero_outside`, so that
+padding gets no gradient whatever it holds, and average with `token_mean`, which drops it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_ppo.algorithm.masked import ReduceSum, masked_var, zero_outside
+
+
+class PolicyLoss(NamedTuple):
+    """What `clipped_policy_loss` knows of each token.
+
+    Attributes:
+        loss: To minimise, float32 `(..., T)`, in the advantage's unit.
+        ratio: Importance ratio, new probability over old, float32 `(..., T)`.
+        clipped: Whether the clipped branch is the larger loss, so that the token has no gradient, bool `(..., T)`.
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+class ValueLoss(NamedTuple):
+    """What `clipped_value_loss` knows of each token.
+
+    Attributes:
+        loss: To minimise, float32 `(..., T)`, in the reward's unit squared.
+        clipped: Whether the clipped branch is the larger loss, so that the token has no gradient, bool `(..., T)`.
+    """
+
+    loss: Tensor
+    clipped: Tensor
+
+
+def clipped_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float) -> PolicyLoss:
+    """Reward a better token until its probability has moved by the clip range; a worse one without that mercy.
+
+        rho = exp(logprob - old_logprob)
+        loss = max(-A rho, -A clip(rho, 1 - cliprange, 1 + cliprange))
+
+    PPO, 1707.06347, section 3 (eq. 7, negated).
+
+    Args:
+        logprobs: Of the sampled tokens under the policy being trained, nats, `(..., T)`.
+        old_logprobs: The same under the policy that sampled them, nats, `(..., T)`.
+        advantages: `(..., T)`, in standard deviations once whitened.
+        cliprange: How far the ratio may go from 1 and still be rewarded.
+
+    Returns:
+        Loss, ratio and clip flag of each token; meaningless outside the response mask.
+    """
+    advantages = advantages.float()
+    ratio = (logprobs.float() - old_logprobs.float()).exp()
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return PolicyLoss(torch.maximum(unclipped_loss, clipped_loss), ratio, clipped_loss > unclipped_loss)
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> ValueLoss:
+    """Pull values to the returns, but no further than the clip range from where they were.
+
+        loss = 0.5 max((V - R)^2, (clip(V, V_old - cliprange_value, V_old + cliprange_value) - R)^2)
+
+    Not in the PPO paper; from its authors' code, as in N+ implementation details, 2403.17031, section 7.
+
+    Args:
+        values: Estimates of the value model being trained, `(..., T)`, in the reward's unit.
+        old_values: Estimates when the response was sampled, `(..., T)`.
+        returns: What to fit, `(..., T)`, in the reward's unit.
+        cliprange_value: In the reward's unit; inf turns clipping off.
+
+    Returns:
+        Loss and clip flag of each token; meaningless outside the response mask.
+    """
+    values, old_values, returns = values.float(), old_values.float(), returns.float()
+    nearby_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
+    unclipped_loss = 0.5 * (values - returns).square()
+    clipped_loss = 0.5 * (nearby_values - returns).square()
+    return ValueLoss(torch.maximum(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss)
+
+
+def token_mean(per_token: Tensor, mask: Tensor, num_tokens: float) -> Tensor:
+    """Give this part's share of a mean over tokens: `sum_i m_i x_i / num_tokens`.
+
+    The denominator is one for the whole mini-batch: its parts, cut in any way over micro-batches and ranks, add up to
+    the same mean, and their gradients to the same gradient.
+
+    Args:
+        per_token: `(..., T)`, any unit.
+        mask: True on real tokens, bool, same shape.
+        num_tokens: Real tokens of the whole mini-batch on all ranks.
+
+    Returns:
+        float32 scalar, in the unit of `per_token`.
+
+    Raises:
+        ValueError: `num_tokens` is not positive.
+    """
+    if num_tokens <= 0:
+        raise ValueError(f"num_tokens={num_tokens} is not positive; count the real tokens of the whole mini-batch")
+    return zero_outside(per_token, mask).sum() / num_tokens
+
+
+def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Estimate how far the policy has moved since it sampled, per token: `0.5 (logprob - old_logprob)^2`.
+
+    Schulman's k2 (*Approximating KL Divergence*, 2020): biased, but never negative and of low variance near 0.
+
+    Args:
+        logprobs: Under the policy being trained, nats, `(..., T)`.
+        old_logprobs: Under the policy that sampled, nats, `(..., T)`.
+
+    Returns:
+        Nats, float32 `(..., T)`; meaningless outside the response mask.
+    """
+    return 0.5 * (logprobs.float() - old_logprobs.float()).square()
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce_sum: ReduceSum | None = None) -> Tensor:
+    """Say how much of the returns' variance the values foresee: `1 - Var(R - V) / Var(R)`.
+
+    Args:
+        values: Value estimates, `(B, T)`, in the reward's unit.
+        returns: `(B, T)`, in the reward's unit.
+        mask: True on real tokens, bool `(B, T)`.
+        reduce_sum: Sums over all ranks, each of which must make the same call; None when there is one process.
+
+    Returns:
+        float32 scalar: 1 for perfect values, 0 for constant ones, below 0 for worse; 0 where the returns do not vary.
+    """
+    residual_var = masked_var(returns.float() - values.float(), mask, reduce_sum)
+    returns_var = masked_var(returns, mask, reduce_sum)
+    return torch.where(returns_var > 0, 1 - residual_var / returns_var, 0.0)

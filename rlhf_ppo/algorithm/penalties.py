@@ -1,0 +1,90 @@
+"""From one score per response to one reward per token: KL penalty, missing stop token, where the score lands."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_ppo.algorithm.masked import zero_outside
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Estimate `KL(policy || reference)` per token from the sampled token alone.
+
+    With `d = logprob - ref_logprob` of the sampled token:
+
+        k1 = d                       unbiased; a single token's may be negative
+        k3 = exp(-d) - 1 + d         unbiased and never negative, of lower variance while the policies are close
+
+    J. Schulman, *Approximating KL Divergence* (2020, joschu.net/blog/kl-approx.html).
+
+    Args:
+        logprobs: Log-probabilities of the sampled tokens under the policy that sampled them, nats, `(B, T)`.
+        ref_logprobs: The same under the reference, nats, `(B, T)`.
+        estimator: "k1" or "k3".
+
+    Returns:
+        Nats, float32 `(B, T)`; meaningless outside the response mask, which `token_rewards` applies.
+
+    Raises:
+        ValueError: Any other estimator.
+    """
+    log_ratio = logprobs.float() - ref_logprobs.float()
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k3":
+        # expm1: near d = 0, where training starts, exp(-d) - 1 would round k3 (about d^2 / 2) away.
+        return torch.expm1(-log_ratio) + log_ratio
+    raise ValueError(
+        f"kl_estimator={estimator!r} is unknown; use 'k1' (the log-ratio) or 'k3' (never negative, lower variance), "
+        "the two that are unbiased"
+    )
+
+
+def penalize_missing_eos(scores: Tensor, stopped: Tensor, penalty: float | None) -> Tensor:
+    """Take the penalty off the score of every response that never stopped: `score - penalty * [not stopped]`.
+
+    A softer form of the *EOS trick* (N+ implementation details, 2403.17031, section 7), which replaces the score.
+
+    Args:
+        scores: `(B,)`, in the reward's unit.
+        stopped: Whether the response holds the stop token, bool `(B,)`.
+        penalty: Positive, in the reward's unit; None leaves the scores as they are.
+
+    Returns:
+        float32 `(B,)`.
+    """
+    scores = scores.float()
+    return scores if penalty is None else torch.where(stopped, scores, scores - penalty)
+
+
+def token_rewards(kl: Tensor, scores: Tensor, response_mask: Tensor, kl_coef: float) -> tuple[Tensor, Tensor]:
+    """Charge each token its KL and pay the score at the last real token.
+
+        non_score_reward_t = -kl_coef * kl_t
+        reward_t = non_score_reward_t + score * [t is the response's last real token]
+
+    Ziegler et al., 1909.08593, section 2 (eq. 2), spread over tokens as in 2403.17031, section 7.
+
+    Args:
+        kl: KL estimate per token, nats, `(B, T)`.
+        scores: One per response, after the missing-EOS penalty, `(B,)`, in the reward's unit.
+        response_mask: True on real tokens, the stop token included, bool `(B, T)`.
+        kl_coef: Reward per nat.
+
+    Returns:
+        `(non_score_reward, rewards)`, float32 `(B, T)`, 0 outside the mask.
+
+    Raises:
+        ValueError: A response has no real token to pay its score at.
+    """
+    empty = ~response_mask.any(dim=1)
+    if empty.any():
+        raise ValueError(
+            f"response_mask has no real token in row {int(empty.nonzero()[0])}; every response needs at least one, "
+            "the stop token if nothing else"
+        )
+    non_score_reward = zero_outside(-kl_coef * kl.float(), response_mask)
+    num_tokens_left = response_mask.flip(1).cumsum(dim=1).flip(1)
+    is_last = response_mask & (num_tokens_left == 1)
+    return non_score_reward, non_score_reward + zero_outside(scores[:, None].expand_as(kl), is_last)
