@@ -13,17 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-
-
-class _Rows:
-    """Row selection shared by the batches: `batch[index]` takes the same rows of every tensor."""
-
-    def __len__(self) -> int:
-        return getattr(self, dataclasses.fields(self)[0].name).shape[0]  # pyright: ignore[reportArgumentType]
-
-    def _take(self, index: Any) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore
-        return {name: value[index] if isinstance(value, Tensor) else value for name, value in values.items()}
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -72,38 +62,29 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Rollout(_Rows):
-    """Responses of the current policy with everything that was known when they were sampled.
+class Responses:
+    """Responses behind their prompts, with the one mask that everything later reads.
 
     Attributes:
         query_responses: Prompt and response ids, long `(B, C + T)`: left-padded prompt, right-padded response.
         attention_mask: True on real tokens of either part, bool `(B, C + T)`.
         response_mask: True on the response's real tokens, the stop token included, bool `(B, T)`.
-        stopped: Whether the response holds the stop token, bool `(B,)`.
-        logprobs: Log-probabilities of the response tokens under the sampling policy, nats, float32 `(B, T)`.
-        ref_logprobs: The same under the reference policy.
-        values: Value estimates before each response token, float32 `(B, T)`.
-        final_values: Value estimate after the last real token, float32 `(B,)`; used when a cut response bootstraps.
-        scores: Score of each response, before the missing-EOS penalty, float32 `(B,)`.
     """
 
     query_responses: Tensor
     attention_mask: Tensor
     response_mask: Tensor
-    stopped: Tensor
-    logprobs: Tensor
-    ref_logprobs: Tensor
-    values: Tensor
-    final_values: Tensor
-    scores: Tensor
 
     def __post_init__(self) -> None:
-        rows, length = self.response_mask.shape
         _check_shape("attention_mask", self.attention_mask, tuple(self.query_responses.shape))
-        for name in ("logprobs", "ref_logprobs", "values"):
-            _check_shape(name, getattr(self, name), (rows, length))
-        for name in ("stopped", "final_values", "scores"):
-            _check_shape(name, getattr(self, name), (rows,))
+        if self.response_mask.shape[0] != len(self) or self.context_length < 1:
+            raise ValueError(
+                f"response_mask {tuple(self.response_mask.shape)} does not fit query_responses "
+                f"{tuple(self.query_responses.shape)}"
+            )
+
+    def __len__(self) -> int:
+        return self.query_responses.shape[0]
 
     @property
     def context_length(self) -> int:
@@ -115,36 +96,77 @@ class Rollout(_Rows):
         """Response ids, long `(B, T)`."""
         return self.query_responses[:, self.context_length :]
 
+    def __getitem__(self, rows: Tensor | slice) -> Self:
+        return dataclasses.replace(self, **{name: value[rows] for name, value in self._tensors().items()})
+
+    def parts(self, max_rows: int) -> list[Self]:
+        """Cut into parts of at most `max_rows` rows, each trimmed to its longest real prompt and response."""
+        return [self[start : start + max_rows].trimmed() for start in range(0, len(self), max_rows)]
+
+    def trimmed(self) -> Self:
+        """Drop the columns that are padding in every row, left of the prompts and right of the responses."""
+        context, length = self.context_length, int(self.response_mask.sum(dim=1).max())
+        left = padding_columns(self.attention_mask[:, :context])
+        columns = {self.query_responses.shape[1]: slice(left, context + length), self.responses.shape[1]: slice(length)}
+        cut = {
+            name: value[:, columns[value.shape[1]]] for name, value in self._tensors().items() if value.dim() == 2
+        }
+        return dataclasses.replace(self, **cut)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
 
 @dataclass(frozen=True)
-class Experience(_Rows):
+class Rollout(Responses):
+    """Responses of the current policy with everything that was known when they were sampled.
+
+    Attributes:
+        stopped: Whether the response holds the stop token, bool `(B,)`.
+        logprobs: Log-probabilities of the response tokens under the sampling policy, nats, float32 `(B, T)`.
+        ref_logprobs: The same under the reference policy.
+        values: Value estimate before each response token, float32 `(B, T)`.
+        final_values: Value estimate after the last real token, float32 `(B,)`; used when a cut response bootstraps.
+        scores: Score of each response before the missing-EOS penalty, float32 `(B,)`.
+        source_scores: What each reward source gave, unweighted, float32 `(S, B)`; NaN where it gave none.
+    """
+
+    stopped: Tensor
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    final_values: Tensor
+    scores: Tensor
+    source_scores: Tensor
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("logprobs", "ref_logprobs", "values"):
+            _check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
+        for name in ("stopped", "final_values", "scores"):
+            _check_shape(name, getattr(self, name), (len(self),))
+
+
+@dataclass(frozen=True)
+class Experience(Responses):
     """What the policy and value losses read.
 
     Attributes:
-        query_responses: Prompt and response ids, long `(B, C + T)`.
-        attention_mask: True on real tokens, bool `(B, C + T)`.
-        response_mask: True on real response tokens, bool `(B, T)`.
         logprobs: Log-probabilities under the sampling policy, nats, float32 `(B, T)`.
         values: Value estimates when sampled, float32 `(B, T)`.
         advantages: Whitened advantages, float32 `(B, T)`, 0 outside the mask.
         returns: Advantages before whitening plus values, float32 `(B, T)`, 0 outside the mask.
     """
 
-    query_responses: Tensor
-    attention_mask: Tensor
-    response_mask: Tensor
     logprobs: Tensor
     values: Tensor
     advantages: Tensor
     returns: Tensor
 
     def __post_init__(self) -> None:
-        _check_shape("attention_mask", self.attention_mask, tuple(self.query_responses.shape))
+        super().__post_init__()
         for name in ("logprobs", "values", "advantages", "returns"):
             _check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
-
-    def __getitem__(self, index: Tensor | slice) -> Self:
-        return type(self)(**self._take(index))
 
     def shuffled_minibatches(self, num_mini_batches: int, generator: torch.Generator) -> Iterator[Self]:
         """Yield `num_mini_batches` disjoint parts of equal size, in an order drawn from `generator`."""
@@ -152,26 +174,24 @@ class Experience(_Rows):
         for rows in order.chunk(num_mini_batches):
             yield self[rows.to(self.query_responses.device)]
 
-    def microbatches(self, max_rows: int) -> list[Self]:
-        """Cut into parts of at most `max_rows` rows, each trimmed to its longest real prompt and response."""
-        return [self[start : start + max_rows].trimmed() for start in range(0, len(self), max_rows)]
-
-    def trimmed(self) -> Self:
-        """Drop the columns that are padding in every row, left of the prompts and right of the responses."""
-        context = self.query_responses.shape[1] - self.response_mask.shape[1]
-        left, length = padding_columns(self.attention_mask[:, :context]), int(self.response_mask.sum(dim=1).max())
-        cut = {
-            name: value[:, left : context + length]
-            if name in ("query_responses", "attention_mask")
-            else value[:, :length]
-            for name, value in self._take(slice(None)).items()
-        }
-        return type(self)(**cut)
-
 
 def padding_columns(left_padded_mask: Tensor) -> int:
     """Count the leading columns of a bool `(B, C)` mask that are False in every row."""
     return int((~left_padded_mask.any(dim=0)).long().cumprod(dim=0).sum())
+
+
+def pad_right(parts: list[Tensor], width: int | None = None, padding_value: float = 0) -> Tensor:
+    """Stack `(b_i, T_i)` tensors into `(sum b_i, T)`, padded on the right.
+
+    Args:
+        parts: Tensors with equal dtype.
+        width: `T`; the longest part's when None.
+        padding_value: What fills the shorter ones.
+    """
+    width = max(part.shape[1] for part in parts) if width is None else width
+    return torch.cat(
+        [functional.pad(part, (0, width - part.shape[1]), value=padding_value) for part in parts]
+    )
 
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:

@@ -1,0 +1,106 @@
+"""Sampling responses with transformers' `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from rlhf_ppo.batch import Prompts, pad_right
+from rlhf_ppo.models.inputs import transformers_model
+
+if TYPE_CHECKING:
+    from rlhf_ppo.config import PPOConfig
+
+
+def sampling_config(args: PPOConfig, stop_token_id: int | None) -> GenerationConfig:
+    """Build the sampling distribution of the rollout from the arguments alone.
+
+    Args:
+        args: Gives `response_length`, `temperature`, `top_k`, `top_p` and `min_p`.
+        stop_token_id: Where a row ends; generation ends when every row has.
+
+    Returns:
+        A configuration in which nothing is left for the model's own generation_config to fill in.
+    """
+    return GenerationConfig(
+        max_new_tokens=args.response_length,
+        do_sample=True,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        use_cache=True,
+        eos_token_id=stop_token_id,
+        pad_token_id=_valid_padding(stop_token_id),
+    )
+
+
+def greedy_config(args: PPOConfig, stop_token_id: int | None) -> GenerationConfig:
+    """Build the configuration of sample tables: the most likely token at each step."""
+    return GenerationConfig(
+        max_new_tokens=args.response_length,
+        do_sample=False,
+        use_cache=True,
+        eos_token_id=stop_token_id,
+        pad_token_id=_valid_padding(stop_token_id),
+    )
+
+
+def _valid_padding(stop_token_id: int | None) -> int:
+    # What `generate` feeds to finished rows must be in the vocabulary, which an added "[PAD]" need not be;
+    # everything after the stop token is masked afterwards.
+    return 0 if stop_token_id is None else stop_token_id
+
+
+@contextmanager
+def own_generation_config_hidden(policy: nn.Module) -> Iterator[Any]:
+    """Hide the model's generation_config, from which `generate` fills every field that it is not given.
+
+    A repetition penalty or a list of EOS tokens stored with the model would otherwise sample from a distribution that
+    the log-probabilities do not describe.
+
+    Args:
+        policy: A causal language model, or a `PeftModel` around one.
+
+    Yields:
+        The transformers model to call `generate` on.
+    """
+    model = transformers_model(policy)
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield cast(Any, model)
+    finally:
+        model.generation_config = own
+
+
+@torch.no_grad()
+def sample_responses(
+    policy: nn.Module, prompts: Prompts, config: GenerationConfig, rows_per_call: int
+) -> Tensor:
+    """Generate a response for each prompt.
+
+    Args:
+        policy: A causal language model, or a `PeftModel` around one.
+        prompts: `B` left-padded prompts; ids under the mask are ignored.
+        config: The sampling distribution and the length limit.
+        rows_per_call: How many prompts are generated from at once.
+
+    Returns:
+        Sampled ids, long `(B, T)` with `T <= max_new_tokens`; anything after a row's stop token is filling.
+    """
+    was_training = policy.training
+    policy.eval()  # activation checkpointing, active in training mode, forbids the KV cache
+    ids, mask = prompts.input_ids.masked_fill(~prompts.attention_mask, 0), prompts.attention_mask.long()
+    with own_generation_config_hidden(policy) as model:
+        parts = [
+            model.generate(input_ids=part, attention_mask=part_mask, generation_config=config)[:, ids.shape[1] :]
+            for part, part_mask in zip(ids.split(rows_per_call), mask.split(rows_per_call), strict=True)
+        ]
+    policy.train(was_training)
+    return pad_right(parts, padding_value=cast(int, config.pad_token_id))

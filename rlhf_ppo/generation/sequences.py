@@ -1,0 +1,73 @@
+"""Where a response ends: truncation at the stop token and the mask that everything later reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_ppo.batch import Prompts, Responses
+
+
+def response_mask(responses: Tensor, stop_token_id: int | None) -> Tensor:
+    """Mark each response's tokens up to and including its first stop token.
+
+    Args:
+        responses: Sampled ids, long `(B, T)`.
+        stop_token_id: The stop token, or None: every token is real.
+
+    Returns:
+        Bool `(B, T)`.
+    """
+    if stop_token_id is None:
+        return torch.ones_like(responses, dtype=torch.bool)
+    stops = (responses == stop_token_id).long()
+    return stops.cumsum(dim=1) - stops == 0
+
+
+def truncate_response(stop_token_id: int, pad_token_id: int, responses: Tensor) -> Tensor:
+    """Replace what follows the first stop token by PAD; the stop token itself stays.
+
+    Args:
+        stop_token_id: The token after which a response is cut.
+        pad_token_id: What fills the rest; may equal the stop token.
+        responses: Sampled ids, long `(B, T)`.
+
+    Returns:
+        Long `(B, T)`.
+    """
+    return responses.masked_fill(~response_mask(responses, stop_token_id), pad_token_id)
+
+
+def join_responses(prompts: Prompts, sampled: Tensor, stop_token_id: int | None, pad_token_id: int) -> Responses:
+    """Truncate sampled responses, put them behind their prompts and make the masks.
+
+    Args:
+        prompts: `B` left-padded prompts.
+        sampled: Sampled ids, long `(B, T)`.
+        stop_token_id: The stop token, or None.
+        pad_token_id: What follows the stop token.
+
+    Returns:
+        The truncated responses, without columns that no response reaches.
+    """
+    mask = response_mask(sampled, stop_token_id)
+    mask = mask[:, : int(mask.sum(dim=1).max())]
+    responses = sampled[:, : mask.shape[1]].masked_fill(~mask, pad_token_id)
+    return Responses(
+        torch.cat((prompts.input_ids, responses), dim=1), torch.cat((prompts.attention_mask, mask), dim=1), mask
+    )
+
+
+def contains_token(responses: Responses, token_id: int | None) -> Tensor:
+    """Tell which responses hold a token among their real tokens.
+
+    Args:
+        responses: `B` responses.
+        token_id: The token, or None: no response holds it.
+
+    Returns:
+        Bool `(B,)`.
+    """
+    if token_id is None:
+        return torch.zeros(len(responses), dtype=torch.bool, device=responses.response_mask.device)
+    return ((responses.responses == token_id) & responses.response_mask).any(dim=1)

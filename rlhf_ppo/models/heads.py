@@ -1,0 +1,103 @@
+"""Scalar heads: a value for every token (value model) or for the last one (reward model)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_ppo.models.inputs import backbone, hidden_states, is_sharded, probe_ids, transformers_model
+
+
+def scalar_head(model: nn.Module) -> nn.Module | None:
+    """Return the linear layer that maps one hidden state to one number, or None if the model has no such layer."""
+    base = transformers_model(model)
+    if isinstance(head := getattr(base, "score", None), nn.Module):
+        return head
+    body = backbone(model)
+    linear = [
+        child for child in base.children() if child is not body and getattr(child, "out_features", None) is not None
+    ]
+    return linear[0] if len(linear) == 1 else None
+
+
+def check_one_label(model: nn.Module, argument: str) -> None:
+    """Check that a sequence-classification model has exactly one output.
+
+    Raises:
+        ValueError: It has several labels, or it is no sequence-classification model.
+    """
+    base = transformers_model(model)
+    labels = getattr(base.config, "num_labels", None)
+    if base.get_output_embeddings() is not None and scalar_head(model) is None:
+        raise ValueError(
+            f"{argument} is a {type(base).__name__}, a language model without a scalar head; load it with "
+            "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
+        )
+    if labels != 1:
+        raise ValueError(
+            f"{argument} has num_labels={labels}; a {argument} gives one number per text: load it with "
+            "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
+        )
+
+
+@torch.no_grad()
+def reads_last_token(model: nn.Module) -> bool:
+    """Tell whether the model's score is its head applied to the last token's hidden state.
+
+    True for causal models (`score(h_last)`); False for encoders that pool (BERT's `classifier(pooler(h_0))`).
+    """
+    if scalar_head(model) is None:
+        return False
+    if is_sharded(model):
+        return True
+    ids = probe_ids(model)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    was_training = model.training
+    model.eval()
+    ours = last_token_score(model, ids, mask)
+    base = transformers_model(model)
+    pad_token_id, base.config.pad_token_id = base.config.pad_token_id, -1  # or a probe id that is PAD ends the text
+    theirs = base(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()
+    base.config.pad_token_id = pad_token_id
+    model.train(was_training)
+    return torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3)
+
+
+def token_values(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, last: int) -> Tensor:
+    """Apply the scalar head to the last `last` positions.
+
+    Args:
+        model: A model with a per-token scalar head.
+        input_ids: Token ids, long `(B, L)`.
+        attention_mask: True on real tokens, bool `(B, L)`.
+        last: How many positions, counted from the right.
+
+    Returns:
+        One number per position, float32 `(B, last)`.
+    """
+    states = hidden_states(model, input_ids, attention_mask)[:, -last:]
+    return _apply_head(model, states)
+
+
+def last_token_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Apply the scalar head to each row's last real token, found from the mask, never from ids.
+
+    Args:
+        model: A model with a per-token scalar head.
+        input_ids: Token ids, long `(B, L)`, padded on either side or both.
+        attention_mask: True on real tokens, bool `(B, L)`.
+
+    Returns:
+        One score per row, float32 `(B,)`.
+    """
+    length = attention_mask.shape[1]
+    last = length - 1 - attention_mask.flip(1).to(torch.int8).argmax(dim=1)
+    states = hidden_states(model, input_ids, attention_mask)
+    return _apply_head(model, states[torch.arange(len(states), device=states.device), last])
+
+
+def _apply_head(model: nn.Module, states: Tensor) -> Tensor:
+    head = scalar_head(model)
+    if head is None:
+        raise ValueError(f"{type(transformers_model(model)).__name__} has no linear head with one output")
+    return head(states).squeeze(-1).float()

@@ -1,0 +1,105 @@
+"""What every forward pass shares: the bare transformers model, its backbone, masked ids and explicit positions."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Tell whether `model` is a `peft.PeftModel` (False where PEFT is not installed)."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        return False
+    return isinstance(model, PeftModel)
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model inside a `PeftModel` (adapters stay injected), or `model` itself."""
+    return cast("PreTrainedModel", cast(Any, model).get_base_model() if is_peft_model(model) else model)
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """Return the part of `model` below its head, the one that produces hidden states."""
+    return transformers_model(model).base_model
+
+
+@functools.lru_cache(maxsize=32)
+def _takes(model_class: type, argument: str) -> bool:
+    return argument in inspect.signature(model_class.forward).parameters  # pyright: ignore
+
+
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """Number the real tokens of each row from 0, whatever the padding: `position_t = sum_{s<=t} mask_s - 1`.
+
+    Args:
+        attention_mask: True on real tokens, `(B, L)`.
+
+    Returns:
+        Positions, long `(B, L)`; 0 on left padding.
+    """
+    return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Run the backbone once and return its last hidden states.
+
+    Ids under the mask are replaced by 0: a padding id outside the vocabulary, or equal to EOS, changes nothing.
+
+    Args:
+        model: Any transformers model with a backbone, or a `PeftModel` around one.
+        input_ids: Token ids, long `(B, L)`.
+        attention_mask: True on real tokens, bool `(B, L)`.
+
+    Returns:
+        Hidden states `(B, L, H)` in the model's dtype.
+    """
+    body = backbone(model)
+    positions = {"position_ids": position_ids(attention_mask)} if _takes(type(body), "position_ids") else {}
+    output = body(
+        input_ids=input_ids.masked_fill(~attention_mask, 0),
+        attention_mask=attention_mask.long(),
+        use_cache=False,
+        return_dict=True,
+        **positions,
+    )
+    return output.last_hidden_state
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Turn off every dropout of `model`: modules, and the rates that layers pass to functional dropout.
+
+    With dropout the sampling policy and the policy of the first optimizer step would differ, and the importance ratio
+    would not start at 1. Leaving the model in eval mode instead would switch off activation checkpointing.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("dropout" in name or "layerdrop" in name or name.endswith("pdrop")):
+                setattr(module, name, 0.0)
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """Put `model` in eval mode, without gradients."""
+    return model.eval().requires_grad_(False)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether DeepSpeed ZeRO-3 has taken the parameters apart (they are empty outside its hooks)."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def probe_ids(model: nn.Module) -> Tensor:
+    """Return a tiny valid input for one-off checks of a model, long `(1, 3)`."""
+    device = next(model.parameters()).device
+    vocabulary = transformers_model(model).config.get_text_config().vocab_size
+    return torch.tensor([[1, 2, 3]], device=device) % vocabulary

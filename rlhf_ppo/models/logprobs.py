@@ -1,0 +1,135 @@
+"""Log-probabilities and entropy of response tokens, without a `(batch, time, vocabulary)` tensor.
+
+The backbone runs once; the head is applied to the response's real tokens only, a chunk of tokens at a time. While
+training, a chunk's logits are recomputed in the backward pass instead of kept.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rlhf_ppo.models.inputs import hidden_states, is_sharded, probe_ids, transformers_model
+
+MAX_CHUNK_ELEMENTS = 2**24
+"""Logits computed at once, tokens x vocabulary: 64 MiB in float32."""
+
+
+class ResponseLogprobs(NamedTuple):
+    """What the policy says about the tokens of a response.
+
+    Attributes:
+        logprobs: Log-probability of each response token, nats, float32 `(B, T)`, 0 outside the mask.
+        entropy: Entropy of the whole next-token distribution, nats, float32 `(B, T)`, 0 outside the mask, no gradient.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def response_logprobs(
+    policy: nn.Module, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor, temperature: float
+) -> ResponseLogprobs:
+    r"""Compute `log softmax(z_t / temperature)[y_t]` for every real response token.
+
+    The temperature is that of sampling: PPO's ratio compares the distributions that were sampled from (N+
+    Implementation Details, arXiv 2403.17031, section 3.1). Top-k and top-p are not applied: both sides of the ratio
+    are full distributions.
+
+    Args:
+        policy: A causal language model, or a `PeftModel` around one.
+        query_responses: Token ids, long `(B, C + T)`.
+        attention_mask: True on real tokens, bool `(B, C + T)`.
+        response_mask: True on real response tokens, bool `(B, T)`.
+        temperature: Sampling temperature, above 0.
+
+    Returns:
+        Log-probabilities and entropy, both float32 `(B, T)`.
+    """
+    length = response_mask.shape[1]
+    before_token = hidden_states(policy, query_responses, attention_mask)[:, -length - 1 : -1]
+    logprobs, entropy = token_logprobs(
+        policy, before_token[response_mask], query_responses[:, -length:][response_mask], temperature
+    )
+    zeros = torch.zeros(response_mask.shape, device=logprobs.device)
+    return ResponseLogprobs(
+        zeros.masked_scatter(response_mask, logprobs), zeros.masked_scatter(response_mask, entropy)
+    )
+
+
+def token_logprobs(policy: nn.Module, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Apply the head to `N` hidden states, chunk by chunk.
+
+    Args:
+        policy: The model whose head reads the states.
+        states: Hidden states before each token `(N, H)`.
+        targets: The tokens that followed, long `(N,)`.
+        temperature: Sampling temperature.
+
+    Returns:
+        Log-probabilities and entropies in nats, float32 `(N,)` each.
+    """
+    vocabulary = transformers_model(policy).config.get_text_config().vocab_size
+    chunk = max(1, MAX_CHUNK_ELEMENTS // vocabulary)
+    recompute = torch.is_grad_enabled() and len(states) > chunk
+
+    def one_chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        log_distribution = (logits(policy, states) / temperature).log_softmax(dim=-1)
+        with torch.no_grad():
+            entropy = -(log_distribution.exp() * log_distribution).nan_to_num(0.0).sum(dim=-1)
+        return log_distribution.gather(1, targets[:, None]).squeeze(1), entropy
+
+    parts = [
+        checkpoint(one_chunk, *part, use_reentrant=False) if recompute else one_chunk(*part)
+        for part in zip(states.split(chunk), targets.split(chunk), strict=True)
+    ]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def logits(policy: nn.Module, states: Tensor) -> Tensor:
+    """Apply the language-model head, with the scalings that some architectures put after it.
+
+    Args:
+        policy: The model whose head reads the states.
+        states: Hidden states `(..., H)`.
+
+    Returns:
+        Logits before the temperature, float32 `(..., V)`.
+    """
+    model = transformers_model(policy)
+    config = model.config.get_text_config()
+    result = model.get_output_embeddings()(states).float()
+    if scale := getattr(config, "logit_scale", None):  # Cohere
+        result = result * scale
+    if divisor := getattr(config, "logits_scaling", None):  # Granite
+        result = result / divisor
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        result = cap * torch.tanh(result / cap)
+    return result
+
+
+@torch.no_grad()
+def check_logits(policy: nn.Module) -> None:
+    """Check once that head(backbone(ids)) is what the model itself calls its logits.
+
+    Raises:
+        ValueError: The architecture does something to its logits that `logits` does not know.
+    """
+    if is_sharded(policy):
+        return
+    ids = probe_ids(policy)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    was_training = policy.training
+    policy.eval()
+    ours = logits(policy, hidden_states(policy, ids, mask))
+    theirs = transformers_model(policy)(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits.float()
+    policy.train(was_training)
+    if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
+        raise ValueError(
+            f"{type(transformers_model(policy)).__name__} changes its logits after the head (they differ from "
+            f"head(backbone(ids)) by {float((ours - theirs).abs().max()):.3g}), in a way rlhf_ppo does not know; add "
+            "its scaling to rlhf_ppo.models.logprobs.logits"
+        )

@@ -1,0 +1,104 @@
+"""Policy and value model as one module, so that one `prepare`, one optimizer and one backward serve both."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from rlhf_ppo.models.heads import token_values
+from rlhf_ppo.models.inputs import transformers_model
+from rlhf_ppo.models.logprobs import response_logprobs
+
+
+class PolicyAndValueOutput(NamedTuple):
+    """One forward pass of both models over a response.
+
+    Attributes:
+        logprobs: Log-probabilities of the response tokens, nats, float32 `(B, T)`, 0 outside the mask.
+        entropy: Entropy of the next-token distributions, nats, float32 `(B, T)`, no gradient.
+        values: Value estimate before each response token, float32 `(B, T)`, 0 outside the mask.
+        final_values: Value estimate after the last real token, float32 `(B,)`.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor
+    final_values: Tensor
+
+
+class PolicyAndValue(nn.Module):
+    """Holds the two trained models; the rollout and the optimizer steps call the same `forward`.
+
+    Args:
+        policy: The causal language model that is trained, or a `PeftModel` around it.
+        value_model: A model with a per-token scalar head.
+        temperature: Sampling temperature that divides the logits.
+    """
+
+    _keys_to_ignore_on_save = None
+    supports_gradient_checkpointing = True
+
+    def __init__(self, policy: nn.Module, value_model: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.policy = policy
+        self.value_model = value_model
+        self.temperature = temperature
+        self.generation_config = getattr(transformers_model(policy), "generation_config", None)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The policy's configuration; Trainer and its integrations read it."""
+        return transformers_model(self.policy).config
+
+    @property
+    def _no_split_modules(self) -> list[str]:
+        names = {
+            name for model in (self.policy, self.value_model) for name in transformers_model(model)._no_split_modules or ()
+        }
+        return sorted(names)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy's parameters are."""
+        return next(self.policy.parameters()).device
+
+    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+        """Recompute activations in the backward pass, in both models."""
+        for model in (self.policy, self.value_model):
+            transformers_model(model).gradient_checkpointing_enable(**kwargs)
+
+    def activation_checkpointing_enable(self, **kwargs: Any) -> None:
+        """Recompute activations in the backward pass, in both models (the name since transformers 5.2x)."""
+        for model in (self.policy, self.value_model):
+            cast(Any, transformers_model(model)).activation_checkpointing_enable(**kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations instead of recomputing them."""
+        for model in (self.policy, self.value_model):
+            transformers_model(model).gradient_checkpointing_disable()
+
+    def forward(self, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor) -> PolicyAndValueOutput:
+        """Evaluate both models on responses.
+
+        Args:
+            query_responses: Token ids, long `(B, C + T)`.
+            attention_mask: True on real tokens, bool `(B, C + T)`.
+            response_mask: True on real response tokens, bool `(B, T)`.
+
+        Returns:
+            Log-probabilities, entropy and values of the response tokens.
+        """
+        logprobs, entropy = response_logprobs(
+            self.policy, query_responses, attention_mask, response_mask, self.temperature
+        )
+        values = token_values(self.value_model, query_responses, attention_mask, last=response_mask.shape[1] + 1)
+        after_last = response_mask.sum(dim=1, keepdim=True)
+        return PolicyAndValueOutput(
+            logprobs,
+            entropy,
+            values[:, :-1].masked_fill(~response_mask, 0.0),
+            values.gather(1, after_last).squeeze(1),
+        )
