@@ -1,0 +1,94 @@
+import pytest
+import transformers
+from huggingface_hub import ModelCard
+
+from rlhf_ppo.reporting.model_card import final_metrics, hyperparameters, installed_versions, model_card
+
+VALUES = {
+    "model_name": "tldr-ppo",
+    "base_model": "EleutherAI/pythia-160m",
+    "dataset": "trl-lib/tldr",
+    "reward_sources": ["acme/reward", "length_bonus"],
+    "hyperparameters": {"kl_coef": 0.05, "learning_rate": 3e-06},
+    "metrics": {"objective/scores": 1.23456, "objective/kl": 0.5},
+    "versions": {"transformers": "5.17.0"},
+}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A function that makes a card, writes it as README.md and reads it back as the hub does."""
+
+    def write_and_load(**changes):
+        model_card(**{**VALUES, **changes}).save(tmp_path / "README.md")
+        return ModelCard.load(tmp_path / "README.md")
+
+    return write_and_load
+
+
+def test_metadata_survives_the_file(saved):
+    data = saved(tags=["tiny"], license="apache-2.0", language="en").data
+
+    assert data.base_model == "EleutherAI/pythia-160m"
+    assert data.datasets == "trl-lib/tldr"
+    assert data.tags == ["generated_from_trainer", "rlhf_ppo", "ppo", "tiny"]
+    assert (data.library_name, data.license, data.language) == ("transformers", "apache-2.0", "en")
+    assert data.model_name == "tldr-ppo"
+
+
+def test_the_text_names_everything_that_made_the_model(saved):
+    text = saved().text
+
+    for name in ("tldr-ppo", "EleutherAI/pythia-160m", "trl-lib/tldr", "`acme/reward`", "`length_bonus`"):
+        assert name in text
+    for row in ("| kl_coef | 0.05 |", "| learning_rate | 3e-06 |", "| objective/scores | 1.235 |"):
+        assert row in text
+    assert "| transformers | 5.17.0 |" in text
+    for paper in ("1707.06347", "2403.17031", "1909.08593"):
+        assert f"arXiv:{paper}" in text
+
+
+def test_local_paths_stay_private(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "sft").mkdir(parents=True)
+
+    card = saved(base_model="models/sft", dataset=str(tmp_path / "prompts.jsonl"), reward_sources=["/secret/rm/"])
+
+    assert card.data.base_model is None
+    assert card.data.get("datasets") is None
+    assert "`sft`" in card.text and "`prompts.jsonl`" in card.text and "- `rm`" in card.text
+    assert "secret" not in card.text and str(tmp_path) not in card.text
+
+
+def test_a_run_without_metrics_or_data_set_says_so(saved):
+    text = saved(metrics={}, base_model=None, dataset=None, reward_sources=[]).text
+
+    assert "None logged." in text and "None named." in text and "None`" not in text
+
+
+def test_final_metrics_are_the_last_logged_of_each_without_timings():
+    log = [
+        {"step": 1, "epoch": 0.5, "objective/kl": 0.1, "loss/value_avg": 2.0, "time/rollout": 3.0, "lr": 1e-6},
+        {"step": 1, "eval_objective/scores": 0.4, "eval_runtime": 1.0, "eval_samples_per_second": 2.0},
+        {"step": 2, "epoch": 1.0, "objective/kl": 0.2},
+        {"step": 2, "train_runtime": 9.0},
+    ]
+
+    found = final_metrics(log)
+
+    assert list(found.items()) == [("eval_objective/scores", 0.4), ("loss/value_avg", 2.0), ("objective/kl", 0.2)]
+
+
+def test_hyperparameters_are_those_of_the_configuration(tmp_path):
+    from rlhf_ppo.config import PPOConfig
+
+    found = hyperparameters(PPOConfig(output_dir=str(tmp_path), kl_coef=0.125, seed=7, lr_scheduler_type="cosine"))
+
+    assert found["kl_coef"] == 0.125 and found["seed"] == 7 and found["num_ppo_epochs"] == 4
+    assert found["lr_scheduler_type"] == "cosine"  # the word, not the enumeration's repr
+    assert "missing_eos_penalty" not in found and "stop_token_id" not in found
+
+
+def test_installed_versions_are_the_imported_ones():
+    assert installed_versions()["transformers"] == transformers.__version__
+    assert "rlhf_ppo" in installed_versions()

@@ -1,0 +1,131 @@
+import json
+
+import numpy as np
+import pytest
+from matplotlib.collections import PolyCollection
+from transformers import TrainerState
+
+from rlhf_ppo.reporting.plots import PANELS, mean_curve, plot_metrics, read_log
+
+LOG = [
+    {"step": 1, "episode": 8, "objective/kl": 0.0, "objective/scores": -1.5},
+    {"step": 2, "episode": 16, "objective/kl": 0.25, "objective/scores": 0.5},
+    {"step": 2, "eval_objective/scores": 7.0},
+    {"step": 3, "episode": 24, "objective/kl": 0.75, "objective/scores": 1.0},
+    {"step": 3, "train_runtime": 12.0},
+]
+SECOND = [
+    {**entry, **({"objective/kl": entry["objective/kl"] + 1.0} if "objective/kl" in entry else {})} for entry in LOG
+]
+
+
+def write_state(path, log):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"log_history": log}))
+
+
+def panel(figure, metric):
+    (found,) = [axes for axes in figure.axes if axes.get_title(loc="left") == metric]
+    return found
+
+
+def lines(axes):
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+
+
+def test_a_panel_shows_what_was_logged(tmp_path):
+    figure = plot_metrics([LOG], tmp_path / "new" / "curves.png")
+
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["objective/scores", "objective/kl"]
+    assert lines(panel(figure, "objective/kl")) == {"run 1": ([8, 16, 24], [0.0, 0.25, 0.75])}
+    assert lines(panel(figure, "objective/scores")) == {"run 1": ([8, 16, 24], [-1.5, 0.5, 1.0])}
+    assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_default_panels_are_drawn_in_their_order(tmp_path):
+    log = [{"step": 1, "episode": 8, **{name: 0.5 for name in reversed(PANELS)}}]
+
+    figure = plot_metrics([log], tmp_path / "curves.png")
+
+    assert [axes.get_title(loc="left") for axes in figure.axes] == list(PANELS)
+
+
+def test_several_runs_lie_over_each_other(tmp_path):
+    figure = plot_metrics([LOG, SECOND], tmp_path / "curves.svg", metrics=["objective/kl"], x="step")
+
+    drawn = lines(panel(figure, "objective/kl"))
+    assert drawn == {"run 1": ([1, 2, 3], [0.0, 0.25, 0.75]), "run 2": ([1, 2, 3], [1.0, 1.25, 1.75])}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["run 1", "run 2"]
+
+
+def test_evaluation_metrics_are_drawn_over_steps(tmp_path):
+    figure = plot_metrics([LOG], tmp_path / "curves.png", metrics=["eval_objective/scores"], x="step")
+
+    assert lines(figure.axes[0]) == {"run 1": ([2], [7.0])}
+
+
+def test_seeds_become_their_mean_and_a_band_of_one_standard_deviation(tmp_path):
+    figure = plot_metrics({"ours": [LOG, SECOND], "alone": [LOG]}, tmp_path / "c.png", metrics=["objective/kl"])
+
+    axes = panel(figure, "objective/kl")
+    assert lines(axes) == {"ours": ([8, 16, 24], [0.5, 0.75, 1.25]), "alone": ([8, 16, 24], [0.0, 0.25, 0.75])}
+    (band,) = [drawn for drawn in axes.collections if isinstance(drawn, PolyCollection)]
+    vertices = band.get_paths()[0].vertices
+    deviation = 0.5 * 2**0.5  # of {v, v + 1} with n - 1 below
+    heights = sorted(set(np.round(vertices[vertices[:, 0] == 8][:, 1], 12)))
+    np.testing.assert_allclose(heights, [0.5 - deviation, 0.5 + deviation])
+
+
+def test_mean_curve_counts_only_the_runs_that_logged_a_point():
+    shorter = SECOND[:2]
+
+    points, means, deviations = mean_curve([LOG, shorter], "objective/kl")
+
+    np.testing.assert_array_equal(points, [8, 16, 24])
+    np.testing.assert_allclose(means, [0.5, 0.75, 0.75])
+    np.testing.assert_allclose(deviations, [0.5**0.5, 0.5**0.5, 0.0])
+
+
+def test_a_run_is_read_from_wherever_trainer_left_its_state(tmp_path):
+    write_state(tmp_path / "done" / "trainer_state.json", LOG)
+    write_state(tmp_path / "done" / "checkpoint-3" / "trainer_state.json", LOG[:1])
+    write_state(tmp_path / "killed" / "checkpoint-9" / "trainer_state.json", LOG[:1])
+    write_state(tmp_path / "killed" / "checkpoint-10" / "trainer_state.json", LOG[:2])
+    (tmp_path / "killed" / "checkpoint-11").mkdir()
+
+    assert read_log(tmp_path / "done") == LOG
+    assert read_log(str(tmp_path / "done" / "checkpoint-3" / "trainer_state.json")) == LOG[:1]
+    assert read_log(tmp_path / "killed") == LOG[:2]
+    state = TrainerState()
+    state.log_history = LOG
+    assert read_log(state) == LOG
+
+
+def test_runs_are_named_by_directory_and_by_path_where_names_repeat(tmp_path):
+    for folder in ("a/out", "b/out", "c"):
+        write_state(tmp_path / folder / "trainer_state.json", LOG)
+
+    figure = plot_metrics([tmp_path / "a/out", tmp_path / "c"], tmp_path / "1.png", metrics=["objective/kl"])
+    assert list(lines(figure.axes[0])) == ["out", "c"]
+
+    figure = plot_metrics([tmp_path / "a/out", tmp_path / "b/out"], tmp_path / "2.png", metrics=["objective/kl"])
+    assert list(lines(figure.axes[0])) == [str(tmp_path / "a/out"), str(tmp_path / "b/out")]
+
+
+def test_a_directory_without_a_state_is_an_error_that_says_what_to_do(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"save_state\(\)"):
+        plot_metrics([tmp_path], tmp_path / "curves.png")
+
+
+@pytest.mark.parametrize("single", ["runs/out", TrainerState(), {"ours": "runs/out"}, LOG])
+def test_a_single_run_is_refused(single, tmp_path):
+    with pytest.raises(TypeError, match=r"list of runs|list of log entries"):
+        plot_metrics(single, tmp_path / "curves.png")
+
+
+def test_a_metric_that_no_run_logged_is_an_error_that_lists_the_others(tmp_path):
+    with pytest.raises(ValueError, match=r"objective/klx.*logged: .*objective/kl"):
+        plot_metrics([LOG], tmp_path / "curves.png", metrics=["objective/klx"])
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plot_metrics([[{"step": 1, "loss": 2.0}]], tmp_path / "curves.png", x="step")
+    assert not (tmp_path / "curves.png").exists()
