@@ -107,14 +107,16 @@ class Responses:
         """Drop the columns that are padding in every row, left of the prompts and right of the responses."""
         context, length = self.context_length, int(self.response_mask.sum(dim=1).max())
         left = padding_columns(self.attention_mask[:, :context])
-        columns = {self.query_responses.shape[1]: slice(left, context + length), self.responses.shape[1]: slice(length)}
-        cut = {
-            name: value[:, columns[value.shape[1]]] for name, value in self._tensors().items() if value.dim() == 2
+        columns = {
+            self.query_responses.shape[1]: slice(left, context + length),
+            self.responses.shape[1]: slice(length),
         }
+        cut = {name: value[:, columns[value.shape[1]]] for name, value in self._tensors().items() if value.dim() == 2}
         return dataclasses.replace(self, **cut)
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Rollout(Responses):
         values: Value estimate before each response token, float32 `(B, T)`.
         final_values: Value estimate after the last real token, float32 `(B,)`; used when a cut response bootstraps.
         scores: Score of each response before the missing-EOS penalty, float32 `(B,)`.
-        source_scores: What each reward source gave, unweighted, float32 `(S, B)`; NaN where it gave none.
+        scores_by_source: What each reward source gave, unweighted, float32 `(B,)` each; NaN where it gave none.
     """
 
     stopped: Tensor
@@ -137,7 +139,7 @@ class Rollout(Responses):
     values: Tensor
     final_values: Tensor
     scores: Tensor
-    source_scores: Tensor
+    scores_by_source: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,9 +191,7 @@ def pad_right(parts: list[Tensor], width: int | None = None, padding_value: floa
         padding_value: What fills the shorter ones.
     """
     width = max(part.shape[1] for part in parts) if width is None else width
-    return torch.cat(
-        [functional.pad(part, (0, width - part.shape[1]), value=padding_value) for part in parts]
-    )
+    return torch.cat([functional.pad(part, (0, width - part.shape[1]), value=padding_value) for part in parts])
 
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:

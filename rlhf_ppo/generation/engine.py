@@ -80,9 +80,7 @@ def own_generation_config_hidden(policy: nn.Module) -> Iterator[Any]:
 
 
 @torch.no_grad()
-def sample_responses(
-    policy: nn.Module, prompts: Prompts, config: GenerationConfig, rows_per_call: int
-) -> Tensor:
+def sample_responses(policy: nn.Module, prompts: Prompts, config: GenerationConfig, rows_per_call: int) -> Tensor:
     """Generate a response for each prompt.
 
     Args:

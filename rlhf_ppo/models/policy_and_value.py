@@ -56,7 +56,9 @@ class PolicyAndValue(nn.Module):
     @property
     def _no_split_modules(self) -> list[str]:
         names = {
-            name for model in (self.policy, self.value_model) for name in transformers_model(model)._no_split_modules or ()
+            name
+            for model in (self.policy, self.value_model)
+            for name in transformers_model(model)._no_split_modules or ()
         }
         return sorted(names)
 

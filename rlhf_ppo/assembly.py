@@ -1,0 +1,232 @@
+"""What the trainer's constructor puts together, and the checks that stop a wrong run before it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from accelerate.logging import get_logger
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.models.inputs import disable_dropout, freeze, is_peft_model, transformers_model
+from rlhf_ppo.models.loading import (
+    check_value_model,
+    load_policy,
+    load_scalar_model,
+    low_precision_parameters,
+    make_value_model,
+    prepare_trainable,
+)
+from rlhf_ppo.models.logprobs import check_logits
+from rlhf_ppo.models.reference import Reference, make_reference
+
+logger = get_logger(__name__)
+
+ModelOrPath = nn.Module | str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The token ids that generation and truncation need.
+
+    Attributes:
+        pad: Fills short prompts and the rest of a response after its stop token; may equal `stop`, may lie outside the
+            model's vocabulary.
+        stop: The token after which a response is cut, or None: every response has full length.
+        end: The token whose absence `missing_eos_penalty` punishes: the stop token, or EOS where there is none.
+    """
+
+    pad: int
+    stop: int | None
+    end: int | None
+
+
+def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
+    """Read the special tokens off the arguments and the tokenizer.
+
+    Raises:
+        TypeError: `processing_class` is no tokenizer.
+        ValueError: The tokenizer has neither PAD nor EOS, or lacks the EOS that an argument asks for.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(f"processing_class must be a tokenizer, got {type(tokenizer).__name__}; pass AutoTokenizer's")
+    eos = cast("int | None", tokenizer.eos_token_id)
+    pad = cast("int | None", tokenizer.pad_token_id)
+    if pad is None and eos is None:
+        raise ValueError(
+            "processing_class has neither a pad_token nor an eos_token; set tokenizer.pad_token to a token that "
+            "prompts do not use"
+        )
+    if eos is None and args.stop_token == "eos":
+        raise ValueError("stop_token='eos', but processing_class has no eos_token; set stop_token_id instead")
+    stop = eos if args.stop_token == "eos" else args.stop_token_id
+    end = eos if stop is None else stop
+    if end is None and args.missing_eos_penalty is not None:
+        raise ValueError(
+            f"missing_eos_penalty={args.missing_eos_penalty} needs a stop token; set stop_token_id, or an eos_token"
+        )
+    if stop is None and eos is not None:
+        logger.warning_once(
+            "No stop token is set, so every response has response_length tokens, whatever follows an EOS; set "
+            "stop_token='eos' to end responses at EOS."
+        )
+    return SpecialTokens(pad=cast(int, eos if pad is None else pad), stop=stop, end=end)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The four models, checked and prepared.
+
+    Attributes:
+        policy: The trained language model.
+        value_model: The trained value model.
+        reference: What the KL penalty compares with.
+        reward_model: The frozen reward model, or None.
+    """
+
+    policy: nn.Module
+    value_model: nn.Module
+    reference: Reference
+    reward_model: nn.Module | None
+
+
+def assemble_models(
+    args: PPOConfig,
+    model: ModelOrPath,
+    ref_model: ModelOrPath | None,
+    reward_model: ModelOrPath | None,
+    value_model: ModelOrPath | None,
+    peft_config: Any,
+) -> Models:
+    """Load what is given by path, make what is not given, freeze what is not trained.
+
+    Raises:
+        ValueError: Two arguments are the same object, or a model cannot serve in its role.
+    """
+    _check_distinct(model=model, ref_model=ref_model, reward_model=reward_model, value_model=value_model)
+    policy = load_policy(model, "model")
+    reference_model = None if ref_model is None else load_policy(ref_model, "ref_model")
+    scorer_model = None if reward_model is None else load_scalar_model(reward_model, "reward_model")
+    if value_model is None:
+        critic = make_value_model(policy, scorer_model)
+    else:
+        critic = load_scalar_model(value_model, "value_model")
+    check_value_model(critic)
+    if peft_config is not None:
+        policy = _add_adapter(policy, peft_config)
+    elif is_peft_model(policy):
+        _activate_adapter(policy, args.model_adapter_name)
+    elif args.model_adapter_name is not None:
+        raise ValueError(
+            f"model_adapter_name={args.model_adapter_name!r}, but model is no PeftModel; pass peft_config"
+        )
+    check_logits(policy)
+    reference = make_reference(policy, reference_model, args.ref_adapter_name, adapter_is_new=peft_config is not None)
+    prepare_trainable(policy, critic)
+    if scorer_model is not None:
+        disable_dropout(scorer_model)
+        freeze(scorer_model)
+    if low := low_precision_parameters(policy):
+        logger.warning(
+            f"{len(low)} trainable tensors of the policy are stored in 16 bits (the first is {low[0]}), where most of "
+            f"an update at learning_rate={args.learning_rate} is rounded away; load the policy in float32 and set "
+            "bf16=True for 16-bit arithmetic."
+        )
+    return Models(policy, critic, reference, scorer_model)
+
+
+def _check_distinct(**models: Any) -> None:
+    given = [(name, model) for name, model in models.items() if isinstance(model, nn.Module)]
+    for index, (name, model) in enumerate(given):
+        for other_name, other in given[index + 1 :]:
+            if model is other:
+                raise ValueError(
+                    f"{name} and {other_name} are the same object, so training one would change the other; load the "
+                    f"model twice, or pass {other_name}=None to have a copy made"
+                )
+
+
+def _add_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
+    from peft import PeftConfig, get_peft_model
+
+    if not isinstance(peft_config, PeftConfig):
+        raise TypeError(f"peft_config must be a peft.PeftConfig such as LoraConfig, got {type(peft_config).__name__}")
+    if is_peft_model(policy):
+        raise ValueError(
+            "model is already a PeftModel and peft_config is given too; call model.merge_and_unload() first, or leave "
+            "peft_config out to go on training the adapter"
+        )
+    if peft_config.is_prompt_learning:
+        raise ValueError(
+            f"peft_config is a {type(peft_config).__name__}; prompt learning changes the sequence itself, use a LoRA-like "
+            "method"
+        )
+    return get_peft_model(cast(Any, policy), peft_config)
+
+
+def _activate_adapter(policy: nn.Module, name: str | None) -> None:
+    adapters = list(cast(Any, policy).peft_config)
+    if name is not None and name not in adapters:
+        raise ValueError(f"model_adapter_name={name!r} is no adapter of the policy, which has {adapters}")
+    active = cast(Any, policy).active_adapter if name is None else name
+    cast(Any, policy).set_adapter(active)
+    if not any(parameter.requires_grad for parameter in policy.parameters()):
+        raise ValueError(
+            f"no parameter of the adapter {active!r} is trainable; load it with "
+            "PeftModel.from_pretrained(..., is_trainable=True)"
+        )
+
+
+def max_positions(models: Models) -> int | None:
+    """Return the longest sequence that every model can place, in tokens, or None if none of them states a limit."""
+    given = [models.policy, models.value_model, models.reference.model, models.reward_model]
+    limits = [
+        getattr(transformers_model(model).config.get_text_config(), "max_position_embeddings", None)
+        for model in given
+        if model is not None
+    ]
+    return min((limit for limit in limits if limit), default=None)
+
+
+def check_vocabularies(models: Models, tokenizer: PreTrainedTokenizerBase, tokens: SpecialTokens) -> None:
+    """Check that every model can read every token that the tokenizer makes; PAD is always masked and may lie outside.
+
+    Raises:
+        ValueError: A model's vocabulary is too small.
+    """
+    largest = max(token_id for token_id in tokenizer.get_vocab().values() if token_id != tokens.pad)
+    vocabulary = vocab_size(models.policy)
+    if tokens.pad >= vocabulary:
+        logger.info(
+            f"The PAD token {tokens.pad} lies outside the policy's vocabulary; it is masked and never embedded."
+        )
+    roles = {"model": models.policy, "value_model": models.value_model, "reward_model": models.reward_model}
+    for name, model in roles.items():
+        if model is not None and vocab_size(model) <= min(largest, vocabulary - 1):
+            raise ValueError(
+                f"{name} has {vocab_size(model)} token ids, but processing_class makes ids up to {largest}: it was "
+                "trained with another tokenizer; call model.resize_token_embeddings(len(tokenizer)), or pass such a "
+                "reward model as one of reward_funcs"
+            )
+
+
+def vocab_size(model: nn.Module) -> int:
+    """Return the number of token ids that a model embeds."""
+    return transformers_model(model).get_input_embeddings().weight.shape[0]  # pyright: ignore
+
+
+def as_functions(reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> list[Callable[..., Any]]:
+    """Return reward functions as a list.
+
+    Raises:
+        TypeError: One of them cannot be called.
+    """
+    functions = [] if reward_funcs is None else [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+    for function in functions:
+        if not callable(function):
+            raise TypeError(f"reward_funcs holds {function!r}, which cannot be called; pass Python functions")
+    return functions

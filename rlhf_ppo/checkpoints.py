@@ -1,0 +1,160 @@
+"""What a checkpoint holds beyond Trainer's files, and how a half-written one is told from a whole one.
+
+`trainer_state.json` is the last file of a checkpoint and appears in one piece: where it is, everything else is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from accelerate.logging import get_logger
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+logger = get_logger(__name__)
+
+PROGRESS_NAME = "ppo_state.json"
+VALUE_MODEL_DIR = "value_model"
+
+
+class PPOTrainerState(TrainerState):
+    """Trainer's state, with the number of episodes, written in one piece.
+
+    Attributes:
+        episode: Episodes generated so far, on all ranks.
+    """
+
+    episode: int = 0
+
+    @classmethod
+    def of(cls, state: TrainerState, episode: int = 0) -> Self:
+        """Take over another state's fields."""
+        own = cls(**{item.name: getattr(state, item.name) for item in dataclasses.fields(state)})
+        own.episode = episode
+        return own
+
+    def save_to_json(self, json_path: str) -> None:
+        """Write the state to a temporary file and move it into place."""
+        temporary = f"{json_path}.tmp"
+        super().save_to_json(temporary)
+        os.replace(temporary, json_path)
+
+
+@dataclass
+class Progress:
+    """Where the loop stands, beyond what Trainer keeps.
+
+    Attributes:
+        episode: Episodes generated so far, on all ranks.
+        epoch: Index of the current pass over the data.
+        batches_in_epoch: Batches taken from that pass.
+        loss: Sum of the losses since the last log.
+        last_logged_step: Update at which the last log was written.
+        pending_metrics: Metrics of the updates since the last log.
+    """
+
+    episode: int = 0
+    epoch: int = 0
+    batches_in_epoch: int = 0
+    loss: float = 0.0
+    last_logged_step: int = 0
+    pending_metrics: list[dict[str, float]] = field(default_factory=list)
+
+    def save(self, directory: str) -> None:
+        """Write `ppo_state.json`."""
+        Path(directory, PROGRESS_NAME).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: str) -> Self:
+        """Read `ppo_state.json`."""
+        return cls(**json.loads(Path(directory, PROGRESS_NAME).read_text(encoding="utf-8")))
+
+
+def start_checkpoint(directory: str) -> None:
+    """Make the directory, and make sure that it counts as unfinished until its last file is written."""
+    os.makedirs(directory, exist_ok=True)
+    Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
+
+
+def what_is_missing(directory: str) -> str | None:
+    """Tell why a directory is no whole checkpoint, or None if it is one."""
+    for name in (TRAINER_STATE_NAME, PROGRESS_NAME):
+        path = Path(directory, name)
+        if not path.is_file():
+            return f"it has no {name}"
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            return f"its {name} is cut off"
+    if not Path(directory, VALUE_MODEL_DIR).is_dir():
+        return f"it has no {VALUE_MODEL_DIR}/"
+    return None
+
+
+def last_whole_checkpoint(output_dir: str) -> str | None:
+    """Find the newest checkpoint that was written to its end; warn about newer ones that were not.
+
+    Args:
+        output_dir: The run's directory.
+
+    Returns:
+        The checkpoint's directory, or None if there is none.
+    """
+    folders = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    for folder in sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True):
+        reason = what_is_missing(str(folder))
+        if reason is None:
+            return str(folder)
+        logger.warning(f"Skipping {folder}: {reason}, so the run stopped while writing it.")
+    return None
+
+
+def check_fits(model: nn.Module, directory: str) -> None:
+    """Check that the safetensors files in `directory` hold the parameters of `model`, by name and shape.
+
+    Args:
+        model: The model that is about to be loaded into.
+        directory: A checkpoint's directory, or its `value_model/`.
+
+    Raises:
+        ValueError: A parameter is missing, unknown, or of another shape.
+    """
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    saved = dict(_saved_shapes(directory))
+    if not saved:
+        return  # no safetensors here: adapters and sharded engines are checked by what loads them
+    for name, shape in saved.items():
+        if name not in own or own[name] != shape:
+            here = f"has shape {own[name]}" if name in own else "does not exist"
+            raise ValueError(
+                f"resume_from_checkpoint={directory!r} is of another model: its {name} has shape {shape}, which in "
+                f"the model that was passed {here}; pass the model that the run was started with"
+            )
+    missing = own.keys() - saved.keys() - _tied_names(model, saved.keys())
+    if missing:
+        raise ValueError(
+            f"resume_from_checkpoint={directory!r} is of another model: it lacks {sorted(missing)[:3]}; pass the "
+            "model that the run was started with"
+        )
+
+
+def _saved_shapes(directory: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for path in Path(directory).glob("model*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, tuple(file.get_slice(name).get_shape())
+
+
+def _tied_names(model: nn.Module, saved: Any) -> set[str]:
+    state: dict[str, Tensor] = model.state_dict()
+    storages = {state[name].data_ptr() for name in saved}
+    return {name for name, value in state.items() if value.data_ptr() in storages}

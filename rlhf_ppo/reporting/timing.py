@@ -1,0 +1,34 @@
+"""Seconds spent in the phases of an update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class PhaseTimer:
+    """Adds up the wall-clock seconds of named phases.
+
+    Attributes:
+        seconds: Seconds by phase since the last `drain`.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block's time under `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def drain(self) -> dict[str, float]:
+        """Return `time/<phase>` in seconds and start anew."""
+        result = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        self.seconds = {}
+        return result

@@ -1,0 +1,43 @@
+"""Random numbers that evaluation and sample tables draw without disturbing those of training."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from accelerate.utils import set_seed
+
+
+@contextmanager
+def isolated_rng(seed: int) -> Iterator[None]:
+    """Seed every generator inside the block, differently on each rank, and restore them all after it.
+
+    Args:
+        seed: Base seed; the rank is added.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        set_seed(seed, device_specific=True)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def shuffling_generator(seed: int, update: int, rank: int) -> torch.Generator:
+    """Make the generator that shuffles one update's mini-batches.
+
+    It is a function of its arguments alone, so nothing of it needs saving.
+
+    Args:
+        seed: The run's seed.
+        update: Index of the PPO update.
+        rank: Index of the process.
+    """
+    words = np.random.SeedSequence([seed, update, rank]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(words[0]) >> 1)

@@ -1,0 +1,377 @@
+"""What Trainer is told about PPO: data loading, counting, checkpoints and logging.
+
+The algorithm is in `trainer.py`; everything here overrides a hook of `transformers.Trainer` and does the least that
+makes Trainer's own code right for a model of two parts and a step that is a whole rollout.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from accelerate import PartialState, skip_first_batches
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.optimization import GreedyLR
+from transformers.trainer_utils import has_length
+
+from rlhf_ppo.batch import Prompts
+from rlhf_ppo.checkpoints import (
+    VALUE_MODEL_DIR,
+    PPOTrainerState,
+    Progress,
+    check_fits,
+    last_whole_checkpoint,
+    start_checkpoint,
+    what_is_missing,
+)
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.models.inputs import is_peft_model
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.reporting.metrics import MetricWindow
+from rlhf_ppo.reporting.timing import PhaseTimer
+
+logger = get_logger(__name__)
+
+
+class PPOSeams(Trainer):
+    """Trainer with the hooks that PPO needs."""
+
+    args: PPOConfig
+    state: PPOTrainerState
+    model: PolicyAndValue
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.state = PPOTrainerState.of(self.state)
+        self._progress = Progress()
+        self._window = MetricWindow()
+        self._timer = PhaseTimer()
+        self._metrics: dict[str, float] = {}
+        self._num_response_tokens = 0
+        self._updates_per_epoch = 1
+        self._writing_checkpoint = False  # the value model belongs into checkpoints, not into what save_model writes
+        if self.is_deepspeed_enabled and "scheduler" in self.accelerator.state.deepspeed_plugin.deepspeed_config:
+            raise ValueError(
+                "the DeepSpeed configuration has a `scheduler`, which DeepSpeed would step at every optimizer step; "
+                "remove it and set lr_scheduler_type and warmup_steps, which count PPO updates"
+            )
+
+    # ---- Data ----
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return a loader whose every batch is this rank's prompts for one update."""
+        return self._get_dataloader(
+            dataset=self.train_dataset,
+            description="Training",
+            batch_size=cast(int, self.args.local_batch_size),
+            sampler_fn=self._get_train_sampler,
+            is_training=True,
+        )
+
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+        # Rollouts are full batches (dataloader_drop_last); evaluation covers every row.
+        self.args.dataloader_drop_last = is_training
+        try:
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = True
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            columns = ["input_ids", "attention_mask"]
+            if self._reward_functions_read_columns():
+                columns += [name for name in _column_names(self.train_dataset) if name not in columns]
+                for dataset in _datasets(self.eval_dataset):
+                    columns += [name for name in _column_names(dataset) if name not in columns]
+            self._signature_columns = columns
+
+    def _reward_functions_read_columns(self) -> bool:
+        raise NotImplementedError
+
+    # ---- Counting: one step is one PPO update ----
+
+    def set_initial_training_values(
+        self, args: PPOConfig, dataloader: DataLoader
+    ) -> tuple[int, int, int, int, int, int | None, int]:
+        """Count epochs, steps and samples in PPO updates."""
+        num_updates, batch_size = cast(int, args.num_total_batches), cast(int, args.batch_size)
+        if has_length(dataloader):
+            per_epoch = len(dataloader)
+            num_epochs, num_examples = math.ceil(num_updates / per_epoch), self.num_examples(dataloader)
+        else:
+            per_epoch, num_epochs, num_examples = num_updates, sys.maxsize, num_updates * batch_size
+        return num_epochs, per_epoch, num_examples, num_updates * batch_size, batch_size, per_epoch, num_updates
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        self._progress = Progress() if resume_from_checkpoint is None else Progress.load(resume_from_checkpoint)
+        self._window = MetricWindow(self._progress.pending_metrics)
+        self.state = PPOTrainerState.of(self.state, self._progress.episode)
+        skipped = 0 if self.args.ignore_data_skip else self._progress.batches_in_epoch
+        return self._progress.epoch, skipped
+
+    # ---- The loop's bookkeeping ----
+
+    def _set_up_training(
+        self, resume_from_checkpoint: str | None, trial: Any
+    ) -> tuple[torch.nn.Module, DataLoader, Iterable[int], int]:
+        """Prepare model, optimizer, scheduler, data and state as Trainer does.
+
+        Returns:
+            The prepared model, the loader, the epochs to run, and how many batches of the first one were done before.
+        """
+        self.accelerator.free_memory()
+        self.args.fill_derived(num_processes(self.args), _length(self.train_dataset))
+        loader = self.get_train_dataloader()
+        num_epochs, per_epoch, _, _, _, _, max_steps = self.set_initial_training_values(self.args, loader)
+        self._updates_per_epoch = per_epoch
+        first_epoch, num_skipped = self._init_training_state(
+            cast(int, max_steps), per_epoch, num_epochs, resume_from_checkpoint, trial
+        )
+        model, loader = self._prepare_for_training(max_steps, loader, resume_from_checkpoint)
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._initial_global_step = self.state.global_step
+        self._tr_loss = torch.tensor(self._progress.loss, device=self.args.device)
+        self._total_loss_scalar = 0.0
+        self._globalstep_last_logged = self._progress.last_logged_step
+        if callable(getattr(self.optimizer, "train", None)):
+            cast(Any, self.optimizer).train()
+        model.zero_grad()
+        return model, loader, range(first_epoch, num_epochs), num_skipped
+
+    def _rollout_prompts(
+        self, loader: DataLoader, epoch: int, num_skipped: int, resume_from_checkpoint: str | None
+    ) -> Iterator[Prompts]:
+        """Yield this rank's prompts for each update of an epoch, going on where a checkpoint was written.
+
+        The random state is restored where it was saved: before an epoch's loader is started, or after it was
+        fast-forwarded.
+        """
+        restore = resume_from_checkpoint
+        if num_skipped > 0:
+            loader = skip_first_batches(loader, num_skipped)
+        elif restore is not None:
+            self._load_rng_state(restore)
+            restore = None
+        if hasattr(loader, "set_epoch"):
+            cast(Any, loader).set_epoch(epoch)
+        num_batches = num_skipped
+        for batch in loader:
+            if restore is not None:
+                self._load_rng_state(restore)
+                restore = None
+            if len(batch["input_ids"]) == self.args.local_batch_size:  # a stream may end in a part of a batch
+                num_batches += 1
+                yield Prompts.from_collated(batch, self.args.device)
+        if restore is not None:
+            self._load_rng_state(restore)
+        if num_batches == 0:
+            logger.warning(f"The data gave no full batch in pass {epoch}; training stops.")
+            self.control.should_training_stop = True
+
+    def _advance_step(self, learning_rate: float, since: tuple[float, int]) -> None:
+        """Count one update, step the scheduler, and keep the update's metrics for the next log.
+
+        Args:
+            learning_rate: The rate that the update used.
+            since: Time and number of episodes at the start of this call of `train`.
+        """
+        args, state = self.args, self.state
+        if not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR):
+            cast(Any, self.lr_scheduler).step()
+        state.global_step += 1
+        state.epoch = state.global_step / self._updates_per_epoch
+        self._progress.batches_in_epoch += 1
+        self._progress.episode += cast(int, args.batch_size)
+        state.episode = self._progress.episode
+        seconds = self._timer.drain()
+        self._window.add(
+            self._metrics
+            | seconds
+            | {
+                "time/tokens_per_second": self._num_response_tokens / sum(seconds.values()),
+                "eps": (state.episode - since[1]) / (time.time() - since[0]),
+                "lr": learning_rate,
+                "episode": state.episode,
+            }
+        )
+        self._metrics = {}
+        if args.torch_empty_cache_steps is not None and state.global_step % args.torch_empty_cache_steps == 0:
+            clear_device_cache()
+
+    def _advance_epoch(self, epoch: int) -> None:
+        self._progress.epoch, self._progress.batches_in_epoch = epoch + 1, 0
+
+    def _count_input_tokens(self, attention_mask: Tensor) -> None:
+        counted = self.args.include_num_input_tokens_seen
+        if counted != "no":
+            tokens = attention_mask.sum() if counted == "non_padding" else torch.tensor(attention_mask.numel())
+            self.state.num_input_tokens_seen += int(self.accelerator.reduce(tokens.to(self.args.device)))  # pyright: ignore
+
+    def _gradient_sync(self, model: torch.nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+        """Exchange gradients with the last micro-batch only; DeepSpeed keeps its own account."""
+        if is_last or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return nullcontext()
+        return self.accelerator.no_sync(model)
+
+    def _backward(self, loss: Tensor) -> None:
+        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        self.accelerator.backward(loss, **({"scale_wrt_gas": False} if is_deepspeed else {}))
+
+    def _optimizer_step(self, model: torch.nn.Module) -> float | Tensor:
+        """Clip, step and clear the gradients; return their norm before clipping."""
+        clipped = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
+        grad_norm = self._get_grad_norm(model, grad_norm=clipped)
+        self._fire("on_pre_optimizer_step")
+        cast(Any, self.optimizer).step()
+        self._fire("on_optimizer_step")
+        model.zero_grad()
+        return grad_norm
+
+    def _add_to_logged_loss(self, loss: Tensor) -> None:
+        """Add a micro-batch's loss to the mean over the update's optimizer steps that Trainer logs."""
+        if self.args.logging_nan_inf_filter and not loss.isfinite():
+            loss = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        else:
+            loss = loss / (self.args.num_ppo_epochs * self.args.num_mini_batches)
+        self._tr_loss += loss
+
+    def _fire(self, event: str) -> None:
+        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
+
+    def _unwrapped(self, model: torch.nn.Module) -> PolicyAndValue:
+        return cast(PolicyAndValue, self.accelerator.unwrap_model(model, keep_torch_compile=False))
+
+    def _evaluation_batches(self) -> Iterator[Mapping[str, Any]]:
+        names = list(self.eval_dataset) if isinstance(self.eval_dataset, dict) else [None]
+        for name in names:
+            yield from self.get_eval_dataloader(name)
+
+    # ---- Checkpoints ----
+
+    def _resolve_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """Turn what the user said about resuming into the directory of a whole checkpoint, or None."""
+        wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        if isinstance(wanted, str) and wanted.lower() in ("true", "false"):
+            wanted = wanted.lower() == "true"
+        if wanted is None or wanted is False:
+            return None
+        if wanted is True:
+            found = last_whole_checkpoint(cast(str, self.args.output_dir))
+            if found is None:
+                raise ValueError(
+                    f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} holds no whole checkpoint; "
+                    "leave it out to start a new run"
+                )
+            return found
+        reason = what_is_missing(wanted)
+        if reason is not None:
+            raise ValueError(
+                f"resume_from_checkpoint={wanted!r} is no whole checkpoint: {reason}; pass another directory, or True "
+                "for the newest whole one"
+            )
+        return wanted
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        directory = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        if self.args.should_save:
+            start_checkpoint(directory)
+            self._progress.loss = float(self._tr_loss)
+            self._progress.last_logged_step = self._globalstep_last_logged
+            self._progress.pending_metrics = self._window.updates
+            self._progress.save(directory)
+            self.create_model_card()
+        self.accelerator.wait_for_everyone()
+        self._writing_checkpoint = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._writing_checkpoint = False
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # every rank's files are there before trainer_state.json says so
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        directory = cast(str, self.args.output_dir if output_dir is None else output_dir)
+        if not self.args.should_save:
+            return
+        wrapper = self._unwrapped(self.model)
+        parts = [("policy", wrapper.policy, directory)]
+        if self._writing_checkpoint:
+            parts.append(("value_model", wrapper.value_model, os.path.join(directory, VALUE_MODEL_DIR)))
+        for prefix, part, part_directory in parts:
+            part_state = None if state_dict is None else _with_prefix(state_dict, f"{prefix}.")
+            adapters = {"selected_adapters": [cast(Any, part).active_adapter]} if is_peft_model(part) else {}
+            cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
+        if self.processing_class is not None:
+            cast(Any, self.processing_class).save_pretrained(directory)
+        torch.save(self.args, os.path.join(directory, "training_args.bin"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        wrapper = self._unwrapped(self.model)
+        value_directory = os.path.join(resume_from_checkpoint, VALUE_MODEL_DIR)
+        for part, directory in ((wrapper.policy, resume_from_checkpoint), (wrapper.value_model, value_directory)):
+            if not is_peft_model(part):
+                check_fits(part, directory)
+        super()._load_from_checkpoint(resume_from_checkpoint, wrapper.policy)
+        super()._load_from_checkpoint(value_directory, wrapper.value_model)
+
+    def _load_best_model(self) -> None:
+        logger.info(f"Loading the best model from {self.state.best_model_checkpoint} ({self.state.best_metric}).")
+        self._load_from_checkpoint(cast(str, self.state.best_model_checkpoint))
+
+    # ---- Logging ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, and add the PPO metrics of the updates since the last training log.
+
+        Args:
+            logs: What Trainer logs; `loss` among it marks a training log.
+            start_time: When training started.
+        """
+        if "loss" in logs:
+            logs.update(self._window.drain())
+        super().log(logs, start_time)
+
+
+def num_processes(args: PPOConfig) -> int:
+    """Count the processes of the run, starting the process group if need be."""
+    args._setup_devices  # noqa: B018  the property starts it
+    return PartialState().num_processes
+
+
+def _length(dataset: Any) -> int | None:
+    return len(dataset) if has_length(dataset) else None
+
+
+def _with_prefix(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+
+
+def _datasets(dataset: Any) -> list[Any]:
+    return [] if dataset is None else list(dataset.values()) if isinstance(dataset, dict) else [dataset]
+
+
+def _column_names(dataset: Any) -> list[str]:
+    return list(getattr(dataset, "column_names", None) or [])

@@ -1,0 +1,156 @@
+"""Shared fixtures: tiny models, a tiny tokenizer, the shared data, and a trainer factory."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from rlhf_ppo import PPOConfig, PPOTrainer
+
+torch.set_num_threads(1)
+
+WORDS = [f"w{index}" for index in range(29)]
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data beside the checkout; tests that need it are skipped without it, except in CI."""
+    folder = Path(__file__).parents[1].parent / "shared" / "data"
+    if not folder.is_dir():
+        reason = "the folder ../shared/data is not there"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    return folder
+
+
+def make_tokenizer(padding_side: str = "left", pad_token: str | None = "<pad>") -> PreTrainedTokenizerFast:
+    """A word-level tokenizer: <pad>=0, <eos>=1, <bos>=2, then w0, w1, ..."""
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", "<bos>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad_token,
+        eos_token="<eos>",
+        bos_token="<bos>",
+        padding_side=padding_side,
+    )
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A fresh tiny tokenizer with distinct PAD and EOS, padding on the left."""
+    return make_tokenizer()
+
+
+def tiny_config(**overrides: Any) -> LlamaConfig:
+    """A two-layer Llama of width 32 over 32 tokens."""
+    values = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**{**values, **overrides})
+
+
+def tiny_policy(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
+    """A randomly initialised tiny language model."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(tiny_config(**overrides))
+
+
+def tiny_scorer(seed: int = 1, num_labels: int = 1, **overrides: Any) -> LlamaForSequenceClassification:
+    """A randomly initialised tiny sequence classifier."""
+    torch.manual_seed(seed)
+    return LlamaForSequenceClassification(tiny_config(num_labels=num_labels, **overrides))
+
+
+def prompt_rows(count: int, seed: int = 0, longest: int = 6) -> list[dict[str, list[int]]]:
+    """Random prompts of 1 to `longest` words, as ids."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(3, 32, (length,), generator=generator).tolist()} for length in lengths]
+
+
+def count_w4(prompts: Any, completions: Any, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Reward: how much of the response is the token w4 (id 7)."""
+    return [ids.count(7) / len(ids) for ids in completion_ids]
+
+
+@pytest.fixture
+def make_args(tmp_path: Path) -> Callable[..., PPOConfig]:
+    """Factory of arguments for fast runs on the CPU."""
+
+    def make(**overrides: Any) -> PPOConfig:
+        values: dict[str, Any] = {
+            "output_dir": str(tmp_path / "run"),
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "num_ppo_epochs": 2,
+            "num_mini_batches": 2,
+            "total_episodes": 16,
+            "response_length": 8,
+            "stop_token": "eos",
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "num_sample_generations": 0,
+            "seed": 3,
+        }
+        return PPOConfig(**{**values, **overrides})
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(make_args: Callable[..., PPOConfig]) -> Iterator[Callable[..., PPOTrainer]]:
+    """Factory of trainers over tiny models; keyword arguments of either PPOTrainer or PPOConfig."""
+    trainer_arguments = {
+        "processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model", "data_collator",
+        "eval_dataset", "optimizers", "callbacks", "peft_config", "reward_funcs",
+    }  # fmt: skip
+
+    def make(trainer_class: type[PPOTrainer] = PPOTrainer, **overrides: Any) -> PPOTrainer:
+        given = {name: overrides.pop(name) for name in trainer_arguments & overrides.keys()}
+        values: dict[str, Any] = {
+            "processing_class": make_tokenizer(),
+            "model": tiny_policy(),
+            "value_model": tiny_scorer(seed=2),
+            "train_dataset": Dataset.from_list(prompt_rows(32)),
+        }
+        if "reward_funcs" not in given and "reward_model" not in given:
+            values["reward_funcs"] = count_w4
+        return trainer_class(args=make_args(**overrides), **{**values, **given})
+
+    yield make
