@@ -1,0 +1,1 @@
+"""Evaluation: what the policy says to held-out prompts."""

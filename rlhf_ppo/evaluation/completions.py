@@ -1,0 +1,123 @@
+"""Sample tables: what the policy answered and what it scored, in the terminal and in the experiment trackers."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers.integrations.integration_utils import TensorBoardCallback
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def completions_table(
+    queries: Sequence[str],
+    responses: Sequence[str],
+    scores: Sequence[float],
+    by_source: Mapping[str, Sequence[float]],
+) -> pd.DataFrame:
+    """Put samples into a table.
+
+    Args:
+        queries: The prompts' texts.
+        responses: The responses' texts.
+        scores: The total score of each response.
+        by_source: Each reward source's scores, NaN where it gave none.
+
+    Returns:
+        The columns `query`, `model response`, `score`, and one per reward source where there are several (called
+        `<name> reward` where the source has one of the first three names).
+    """
+    numbers = {"score": scores}
+    if len(by_source) > 1:
+        taken = ("query", "model response", "score")
+        numbers |= {f"{name} reward" if name in taken else name: values for name, values in by_source.items()}
+    table: dict[str, list[Any]] = {"query": list(queries), "model response": list(responses)}
+    return pd.DataFrame(table | {name: [float(value) for value in values] for name, values in numbers.items()})
+
+
+def print_table(df: pd.DataFrame, num_rows: int = 5) -> None:
+    """Print the first `num_rows` samples in the terminal."""
+    table = Table(show_lines=True)
+    for column in df.columns:
+        table.add_column(Text(str(column)))
+    for row in df.head(num_rows).itertuples(index=False):
+        # A plain string would be read as markup, and "[/INST]" is no markup.
+        table.add_row(*[Text(_cell(value)) for value in row])
+    Console().print(table)
+
+
+def report_table(df: pd.DataFrame, trainer: Trainer) -> None:
+    """Send the samples to the experiment trackers in `args.report_to` that have an active run.
+
+    They are called `completions` in W&B and Trackio (a table) and TensorBoard (a text), `completions.csv` in Comet.
+    A tracker without an active run, as on ranks other than 0 and before training begins, is passed over.
+
+    Args:
+        df: The samples.
+        trainer: The trainer, for its arguments, step and callbacks.
+    """
+    for tracker in trainer.args.report_to or ():
+        if tracker in _REPORTS:
+            _REPORTS[tracker](df, trainer)
+
+
+def _to_wandb(df: pd.DataFrame, trainer: Trainer) -> None:
+    import wandb
+
+    if wandb.run is not None:
+        wandb.log({"completions": wandb.Table(dataframe=df), "train/global_step": trainer.state.global_step})
+
+
+def _to_tensorboard(df: pd.DataFrame, trainer: Trainer) -> None:
+    for callback in trainer.callback_handler.callbacks:
+        writer = getattr(callback, "tb_writer", None) if isinstance(callback, TensorBoardCallback) else None
+        if writer is not None:
+            writer.add_text("completions", _markdown(df), trainer.state.global_step)
+            writer.flush()
+
+
+def _to_trackio(df: pd.DataFrame, trainer: Trainer) -> None:
+    import trackio  # pyright: ignore[reportMissingImports]
+
+    if trackio.context_vars.current_run.get() is not None:
+        trackio.log({"completions": trackio.Table(dataframe=df), "train/global_step": trainer.state.global_step})
+
+
+def _to_comet(df: pd.DataFrame, trainer: Trainer) -> None:
+    import comet_ml  # pyright: ignore[reportMissingImports]
+
+    experiment = comet_ml.get_running_experiment()
+    if experiment is not None:
+        experiment.log_table("completions.csv", tabular_data=df, step=trainer.state.global_step)
+
+
+_REPORTS: dict[str, Callable[[pd.DataFrame, Trainer], None]] = {
+    "wandb": _to_wandb,
+    "tensorboard": _to_tensorboard,
+    "trackio": _to_trackio,
+    "comet_ml": _to_comet,
+}
+
+
+def _markdown(df: pd.DataFrame) -> str:
+    lines = [list(map(str, df.columns)), ["---"] * len(df.columns)]
+    lines += [[_markdown_cell(value) for value in row] for row in df.itertuples(index=False)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _markdown_cell(value: Any) -> str:
+    return html.escape(_cell(value), quote=False).replace("|", "&#124;").replace("\n", "<br>")
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return "not scored" if math.isnan(value) else f"{value:.3f}"

@@ -1,0 +1,221 @@
+"""Python functions as reward sources, with the calling convention of TRL's `GRPOTrainer`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TrainerState
+
+from rlhf_ppo.prompts import is_conversation
+from rlhf_ppo.rewards.scorer import ScoringBatch
+
+# GRPO hands these over under other names, or not at all.
+_NOT_PASSED = ("prompt", "completion", "completion_ids")
+
+
+class RewardFunction:
+    """Scores responses with a function `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+
+    The convention is `GRPOTrainer`'s, so that the same functions serve both. Where the column `prompt` holds
+    conversations, `prompts` are lists of messages and `completions` are `[{"role": "assistant", "content": text}]`;
+    else both are texts, without special tokens. `completion_ids` are the responses' ids, the stop token included. The
+    data set's other columns come as lists, besides `trainer_state`, `log_extra(column, values)` and
+    `log_metric(name, value)`. A function without `**kwargs` gets only what it names. None means: not scored.
+
+    Args:
+        function: The function, sync or async: a function, `functools.partial` or callable object.
+        tokenizer: The policy's tokenizer, which decodes.
+        trainer_state_getter: Returns the trainer's current state.
+        log_metric: Takes the metrics that the function logs; None drops them.
+        name: Name in metrics and errors; None takes the function's.
+        log_extra: Takes the columns that the function adds to the sample table; None drops them.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        tokenizer: PreTrainedTokenizerBase,
+        trainer_state_getter: Callable[[], TrainerState],
+        log_metric: Callable[[str, float], None] | None = None,
+        name: str | None = None,
+        log_extra: Callable[[str, list[Any]], None] | None = None,
+    ) -> None:
+        if not callable(function):
+            raise TypeError(f"reward_funcs holds {function!r}, which cannot be called; pass a function")
+        self.function, self.tokenizer, self.trainer_state_getter = function, tokenizer, trainer_state_getter
+        self.log_metric, self.log_extra = log_metric or _drop, log_extra or _drop
+        self.name = name or function_name(function)
+        self.is_async = _is_async(function)
+
+    def __call__(self, batch: ScoringBatch) -> Tensor:
+        """Score every response and wait for the result.
+
+        Args:
+            batch: `B` prompts and truncated responses.
+
+        Returns:
+            Scores, float32 `(B,)`; NaN where the function returned None.
+
+        Raises:
+            TypeError: The function returned a string, one number or nothing.
+            ValueError: It returned another number of scores, or one that is not finite, or it asks for a column that
+                the data set does not have. What the function itself raises comes through, with a note that names it.
+        """
+        if self.is_async:
+            return self.submit(batch).result()
+        arguments = self.arguments(batch)
+        with _naming(self.name), torch.no_grad():
+            returned = self.function(**arguments)
+        return check_scores(returned, self.name, len(batch)).to(batch.query_responses.device)
+
+    def submit(self, batch: ScoringBatch) -> Future[Tensor]:
+        """Start an async function and return its future, so that several can run side by side."""
+        return asyncio.run_coroutine_threadsafe(self._score_async(batch, self.arguments(batch)), _event_loop())
+
+    async def _score_async(self, batch: ScoringBatch, arguments: Mapping[str, Any]) -> Tensor:
+        with _naming(self.name):
+            returned = await self.function(**arguments)
+        return check_scores(returned, self.name, len(batch)).to(batch.query_responses.device)
+
+    def arguments(self, batch: ScoringBatch) -> dict[str, Any]:
+        """Return the keyword arguments for the function.
+
+        Raises:
+            ValueError: The function requires an argument that is no column of the data set.
+        """
+        completion_ids = batch.response_ids()
+        texts = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        prompts = batch.columns.get("prompt")
+        if prompts is None:
+            prompts = self.tokenizer.batch_decode(batch.prompt_ids(), skip_special_tokens=True)
+        offered: dict[str, Any] = {
+            **{key: values for key, values in batch.columns.items() if key not in _NOT_PASSED},
+            "prompts": list(prompts),
+            "completions": [
+                [{"role": "assistant", "content": text}] if is_conversation(prompt) else text
+                for prompt, text in zip(prompts, texts, strict=True)
+            ],
+            "completion_ids": completion_ids,
+            "trainer_state": self.trainer_state_getter(),
+            "log_extra": self.log_extra,
+            "log_metric": self.log_metric,
+        }
+        required, accepted = _parameters(self.function)
+        missing = sorted(required - offered.keys())
+        if missing:
+            raise ValueError(
+                f"the reward function {self.name!r} requires the arguments {missing}, but is offered only "
+                f"{sorted(offered)}: add them as columns of the data set, or give them defaults"
+            )
+        return {key: value for key, value in offered.items() if accepted is None or key in accepted}
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Return a function's name: of the function inside a partial, of a callable object's class, or `lambda`."""
+    function = _inner(function)
+    return getattr(function, "__name__", type(function).__name__).strip("<>")
+
+
+def check_scores(returned: Any, name: str, num_rows: int) -> Tensor:
+    """Check what a reward function returned.
+
+    Args:
+        returned: A list, a tensor, an array, or any other iterable of numbers and None.
+        name: The function's name, for error messages.
+        num_rows: Number of scores it had to return.
+
+    Returns:
+        Scores, float32 `(num_rows,)`; NaN for None.
+
+    Raises:
+        TypeError: It is a text, one number, nothing, or holds something that is not a number.
+        ValueError: It has another length, or a number that is not finite in float32.
+    """
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(
+            f"the reward function {name!r} returned {returned!r:.60} ({type(returned).__name__}): "
+            f"return a list of {num_rows} numbers, one per completion"
+        )
+    values = list(values)
+    if len(values) != num_rows:
+        raise ValueError(
+            f"the reward function {name!r} returned {len(values)} rewards for {num_rows} completions: "
+            "return one per completion, None where it has none to give"
+        )
+    return torch.tensor([_as_float(value, name, row) for row, value in enumerate(values)], dtype=torch.float32)
+
+
+def _as_float(value: Any, name: str, row: int) -> float:
+    if value is None:
+        return math.nan
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, int | float):
+        raise TypeError(
+            f"the reward function {name!r} returned {value!r:.60} ({type(value).__name__}) for row {row}: "
+            "return a number, or None for a completion that it does not score"
+        )
+    if not abs(number) <= torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"the reward function {name!r} returned {number} for row {row}: "
+            "return a finite number, or None for a completion that it does not score"
+        )
+    return float(number)
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by the reward function {name!r}")
+        raise
+
+
+def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    function = _inner(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[set[str], set[str] | None]:
+    """Return the arguments a function requires, and those it accepts (None: any)."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some functions written in C
+        return set(), None
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return {p.name for p in named if p.default is p.empty}, None if takes_any else {p.name for p in named}
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Start the loop that all async functions share, so that a client they keep between calls stays usable."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        torch.set_grad_enabled(False)  # per thread; a context manager would leak between interleaved coroutines
+        loop.run_forever()
+
+    threading.Thread(target=run, name="rlhf_ppo-rewards", daemon=True).start()
+    return loop
+
+
+def _drop(*_: Any) -> None:
+    """Take what nobody asked for."""
