@@ -1,0 +1,147 @@
+"""The rooms of the package and what keeps them readable; the reasons are in docs/adr/."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "rlhf_ppo"
+FILES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(path.relative_to(ROOT)) for path in FILES]
+INNER_FILES = [path for path in FILES if path != PACKAGE / "__init__.py"]
+
+# A room imports from its own floor and those before it, never from one after it.
+FLOORS = (
+    {"algorithm"},
+    {
+        "batch",
+        "checkpoints",
+        "config",
+        "distributed",
+        "inherited_arguments",
+        "prompts",
+        "reproducibility",
+        "sizes",
+        "validation",
+    },
+    {"data", "evaluation", "generation", "models", "reporting", "rewards"},
+    {"assembly", "seams", "trainer"},
+    {"cli", "demo"},
+)
+MAX_CODE_LINES = 300  # in a file, without docstrings, comments and blank lines
+LONGER = {"rlhf_ppo/trainer.py": 400}  # all steps of an update are read in one place
+MAX_FUNCTION_LINES = 60  # with the docstring
+
+
+def room_of(path: Path) -> str:
+    """The first part of a module's path: `models` for rlhf_ppo/models/heads.py, `batch` for rlhf_ppo/batch.py."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Full names of all that a file imports, anywhere in it; relative imports are resolved."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+            module = ".".join((*above, *([node.module] if node.module else [])))
+            yield from ([f"{module}.{alias.name}" for alias in node.names] if module == "rlhf_ppo" else [module])
+
+
+def imported_rooms(path: Path) -> set[str]:
+    parts = (name.split(".") for name in imported_modules(path))
+    return {part[1] for part in parts if part[0] == "rlhf_ppo"} - {room_of(path)}
+
+
+def floor_of(room: str) -> int:
+    found = [number for number, rooms in enumerate(FLOORS) if room in rooms]
+    assert found, f"{room} is new: give it a floor in FLOORS of tests/test_architecture.py"
+    return found[0]
+
+
+def num_code_lines(path: Path) -> int:
+    source = path.read_text()
+    strings = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
+    docs = [node for node in strings if isinstance(node.value, ast.Constant)]
+    skipped = {line for node in docs for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    lines = enumerate(source.splitlines(), start=1)
+    return sum(1 for number, line in lines if number not in skipped and line.strip() and line.strip()[0] != "#")
+
+
+def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "rlhf_ppo")
+    file = tmp_path / "rlhf_ppo" / "models" / "heads.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "import torch.nn as nn\nfrom rlhf_ppo.batch import Rollout\nfrom rlhf_ppo import trainer\n"
+        "from ..rewards import scorer\nfrom .inputs import backbone\nfrom typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from rlhf_ppo.cli.parser import parse\ndef f():\n    import rlhf_ppo.data\n"
+    )
+
+    assert imported_rooms(file) == {"batch", "trainer", "rewards", "cli", "data"}
+    assert "torch.nn" in imported_modules(file) and "rlhf_ppo.models.inputs" in imported_modules(file)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if room_of(path) == "algorithm"], ids=lambda path: path.name)
+def test_the_algorithm_imports_only_torch_and_itself(path):
+    allowed = {"torch", *sys.stdlib_module_names}
+
+    foreign = [
+        name
+        for name in imported_modules(path)
+        if name.split(".")[0] not in allowed and not name.startswith("rlhf_ppo.algorithm")
+    ]
+
+    assert foreign == []
+
+
+@pytest.mark.parametrize("path", INNER_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    upward = {room for room in imported_rooms(path) if floor_of(room) > floor_of(room_of(path))}
+
+    assert upward == set()
+
+
+def test_no_two_rooms_import_each_other():
+    graph: dict[str, set[str]] = {}
+    for path in INNER_FILES:
+        graph.setdefault(room_of(path), set()).update(imported_rooms(path))
+
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"these rooms import each other: {error.args[1]}")
+
+
+def test_every_room_on_a_floor_exists():
+    assert set().union(*FLOORS) == {room_of(path) for path in FILES} - {"__init__"}
+
+
+def test_there_is_no_drawer():
+    assert [name for name in NAMES if re.search(r"(^|/|_)(utils?|misc|common)\.py$", name)] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_the_package_knows_nothing_of_the_test_data(path):
+    assert not re.search(r"\bshared/", path.read_text())
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_files_and_functions_stay_short(path):
+    tree = ast.parse(path.read_text())
+    long_functions = {
+        node.name: length
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and (length := (node.end_lineno or 0) - node.lineno + 1) > MAX_FUNCTION_LINES
+    }
+
+    assert long_functions == {}
+    assert num_code_lines(path) <= LONGER.get(str(path.relative_to(ROOT)), MAX_CODE_LINES)
