@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
 from accelerate.logging import get_logger
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
 from rlhf_ppo.models.inputs import disable_dropout, freeze, is_peft_model, transformers_model
 from rlhf_ppo.models.loading import (
     check_value_model,
@@ -23,6 +26,10 @@ from rlhf_ppo.models.loading import (
 )
 from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.reference import Reference, make_reference
+from rlhf_ppo.rewards.functions import RewardFunction
+from rlhf_ppo.rewards.logged import LoggedMetrics
+from rlhf_ppo.rewards.reward_model import RewardModel
+from rlhf_ppo.rewards.scorer import Scorer
 
 logger = get_logger(__name__)
 
@@ -162,8 +169,8 @@ def _add_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
         )
     if peft_config.is_prompt_learning:
         raise ValueError(
-            f"peft_config is a {type(peft_config).__name__}; prompt learning changes the sequence itself, use a LoRA-like "
-            "method"
+            f"peft_config is a {type(peft_config).__name__}; prompt learning changes the sequence itself; use "
+            "a method like LoRA"
         )
     return get_peft_model(cast(Any, policy), peft_config)
 
@@ -230,3 +237,74 @@ def as_functions(reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]]
         if not callable(function):
             raise TypeError(f"reward_funcs holds {function!r}, which cannot be called; pass Python functions")
     return functions
+
+
+def prepare_checked(
+    dataset: Any,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    args: PPOConfig,
+    vocabulary: int,
+    positions: int | None,
+) -> Any:
+    """Tokenize and check a data set, or each of a dict of them.
+
+    Args:
+        dataset: What the user passed.
+        name: What error messages call it.
+        tokenizer: The policy's tokenizer.
+        args: Gives `max_prompt_length`, `dataset_num_proc` and `response_length`.
+        vocabulary: Number of ids that the policy embeds.
+        positions: Longest sequence that the models can place, in tokens; None if there is no limit.
+
+    Returns:
+        Rows with `input_ids`.
+
+    Raises:
+        ValueError: A row is wrong, or prompt and response exceed the positions. Streams are checked as they come.
+    """
+    if isinstance(dataset, Mapping):
+        return {
+            key: prepare_checked(value, f"{name}[{key!r}]", tokenizer, args, vocabulary, positions)
+            for key, value in dataset.items()
+        }
+    prepared = prepare_prompts(
+        dataset,
+        tokenizer,
+        max_prompt_length=args.max_prompt_length,
+        num_proc=args.dataset_num_proc,
+        name=name,
+        vocab_size=vocabulary,
+    )
+    if has_length(prepared):
+        check_lengths(longest_prompt(cast(Any, prepared)), args.response_length, positions)
+    return prepared
+
+
+def make_scorer(
+    reward_model: nn.Module | None,
+    functions: Sequence[Callable[..., Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    args: PPOConfig,
+    autocast: Callable[[], AbstractContextManager[None]],
+    get_state: Callable[[], TrainerState],
+    logged: LoggedMetrics,
+) -> Scorer:
+    """Put the reward model and the reward functions into one scorer, the reward model first.
+
+    Args:
+        reward_model: The frozen reward model, or None.
+        functions: The reward functions.
+        tokenizer: The policy's tokenizer, which decodes for the functions.
+        args: Gives `reward_weights` and `local_rollout_forward_batch_size`.
+        autocast: Makes the context of the reward model's passes.
+        get_state: Returns the trainer's state, for the functions.
+        logged: Takes what the functions log.
+
+    Raises:
+        ValueError: `reward_weights` does not fit.
+    """
+    rows_per_pass = args.local_rollout_forward_batch_size
+    models = [] if reward_model is None else [RewardModel(reward_model, rows_per_pass, autocast)]
+    wrapped = [RewardFunction(function, tokenizer, get_state, logged.log) for function in functions]
+    return Scorer([*models, *wrapped], args.reward_weights)

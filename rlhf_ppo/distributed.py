@@ -22,3 +22,19 @@ def sum_over_ranks(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
         return accelerator.reduce(tensor, reduction="sum")  # pyright: ignore[reportReturnType]
 
     return reduce_sum
+
+
+def gather_over_ranks(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
+    """Return a function that concatenates a tensor's rows over all ranks, the same result on each.
+
+    Args:
+        accelerator: Knows the process group; with one process the tensor comes back as it is.
+
+    Returns:
+        `gather(tensor) -> tensor`.
+    """
+
+    def gather(tensor: Tensor) -> Tensor:
+        return accelerator.gather(tensor)  # pyright: ignore[reportReturnType]
+
+    return gather

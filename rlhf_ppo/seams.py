@@ -61,7 +61,8 @@ class PPOSeams(Trainer):
         self._num_response_tokens = 0
         self._updates_per_epoch = 1
         self._writing_checkpoint = False  # the value model belongs into checkpoints, not into what save_model writes
-        if self.is_deepspeed_enabled and "scheduler" in self.accelerator.state.deepspeed_plugin.deepspeed_config:
+        plugin = self.accelerator.state.deepspeed_plugin
+        if plugin is not None and "scheduler" in plugin.deepspeed_config:
             raise ValueError(
                 "the DeepSpeed configuration has a `scheduler`, which DeepSpeed would step at every optimizer step; "
                 "remove it and set lr_scheduler_type and warmup_steps, which count PPO updates"
@@ -108,7 +109,10 @@ class PPOSeams(Trainer):
         num_updates, batch_size = cast(int, args.num_total_batches), cast(int, args.batch_size)
         if has_length(dataloader):
             per_epoch = len(dataloader)
-            num_epochs, num_examples = math.ceil(num_updates / per_epoch), self.num_examples(dataloader)
+            num_epochs, num_examples = (
+                math.ceil(num_updates / per_epoch),
+                self.num_examples(cast(DataLoader, dataloader)),
+            )
         else:
             per_epoch, num_epochs, num_examples = num_updates, sys.maxsize, num_updates * batch_size
         return num_epochs, per_epoch, num_examples, num_updates * batch_size, batch_size, per_epoch, num_updates
@@ -246,7 +250,7 @@ class PPOSeams(Trainer):
         cast(Any, self.optimizer).step()
         self._fire("on_optimizer_step")
         model.zero_grad()
-        return grad_norm
+        return cast("float | Tensor", grad_norm)
 
     def _add_to_logged_loss(self, loss: Tensor) -> None:
         """Add a micro-batch's loss to the mean over the update's optimizer steps that Trainer logs."""
@@ -258,6 +262,12 @@ class PPOSeams(Trainer):
 
     def _fire(self, event: str) -> None:
         self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        return self.accelerator.autocast()
+
+    def _get_state(self) -> PPOTrainerState:
+        return self.state
 
     def _unwrapped(self, model: torch.nn.Module) -> PolicyAndValue:
         return cast(PolicyAndValue, self.accelerator.unwrap_model(model, keep_torch_compile=False))

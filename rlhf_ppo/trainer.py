@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, TrainerCallback
@@ -22,15 +23,17 @@ from rlhf_ppo.assembly import (
     as_functions,
     assemble_models,
     check_vocabularies,
+    make_scorer,
     max_positions,
+    prepare_checked,
     special_tokens,
     vocab_size,
 )
 from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data import PromptCollator, check_lengths, longest_prompt, prepare_prompts
-from rlhf_ppo.distributed import sum_over_ranks
-from rlhf_ppo.evaluation.completions import completions_table, print_table, report_table
+from rlhf_ppo.data import PromptCollator, check_lengths
+from rlhf_ppo.distributed import gather_over_ranks, sum_over_ranks
+from rlhf_ppo.evaluation.completions import print_table, report_table, sample_rows, table_of
 from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
 from rlhf_ppo.generation.sequences import contains_token, join_responses
 from rlhf_ppo.models.logprobs import response_logprobs
@@ -43,9 +46,8 @@ from rlhf_ppo.reporting.metrics import (
     rollout_metrics,
 )
 from rlhf_ppo.reproducibility import isolated_rng, shuffling_generator
-from rlhf_ppo.rewards.functions import RewardFunction
-from rlhf_ppo.rewards.reward_model import RewardModel
-from rlhf_ppo.rewards.scorer import Scorer, Scores, ScoringBatch
+from rlhf_ppo.rewards.logged import LoggedMetrics
+from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
 from rlhf_ppo.seams import PPOSeams, num_processes
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ class PPOTrainer(PPOSeams):
             raise ValueError("train_dataset=None: pass the prompts to train on")
         self.tokens = special_tokens(args, processing_class)
         self._functions = as_functions(reward_funcs)
-        self._logged_by_functions: dict[str, list[float]] = {}
+        self._logged = LoggedMetrics()
         if reward_model is None and not self._functions:
             raise ValueError("reward_model and reward_funcs are both None: pass one of them, or both")
         args.fill_derived(num_processes(args), len(train_dataset) if has_length(train_dataset) else None)
@@ -137,8 +139,17 @@ class PPOTrainer(PPOSeams):
         for frozen in (self.reference.model, self.reward_model):
             if frozen is not None:
                 frozen.to(self.args.device)
-        self.scorer = self._make_scorer()
+        self.scorer = make_scorer(
+            self.reward_model,
+            self._functions,
+            processing_class,
+            self.args,
+            self._autocast,
+            self._get_state,
+            self._logged,
+        )
         self._sum = sum_over_ranks(self.accelerator)
+        self._gather = gather_over_ranks(self.accelerator)
 
     # ---- The loop ----
 
@@ -257,7 +268,7 @@ class PPOTrainer(PPOSeams):
             `B` responses behind their prompts.
         """
         check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._max_positions)
-        with self.accelerator.autocast():
+        with self._autocast():
             sampled = sample_responses(policy, prompts, config, self.args.local_rollout_forward_batch_size)
         return join_responses(prompts, sampled, self.tokens.stop, self.tokens.pad)
 
@@ -279,7 +290,7 @@ class PPOTrainer(PPOSeams):
         """Call `forward` on a few rows at a time, trimmed, and put the `(b, T')` or `(b,)` results together."""
         outputs = []
         for part in responses.parts(self.args.local_rollout_forward_batch_size):
-            with self.accelerator.autocast():
+            with self._autocast():
                 outputs.append(forward(part.query_responses, part.attention_mask, part.response_mask))
         length = responses.response_mask.shape[1]
         return tuple(
@@ -288,7 +299,7 @@ class PPOTrainer(PPOSeams):
         )
 
     def _logprobs_of(self, policy: nn.Module) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
-        return lambda *sequences: response_logprobs(policy, *sequences, self.args.temperature)
+        return functools.partial(response_logprobs, policy, temperature=self.args.temperature)
 
     # ---- Advantages ----
 
@@ -309,7 +320,7 @@ class PPOTrainer(PPOSeams):
             rewards = masked_whiten(rewards, mask, shift_mean=False, reduce_sum=self._sum)
         cut = rollout.final_values.masked_fill(rollout.stopped, 0.0) if args.bootstrap_truncated else None
         advantages, returns = gae(rewards, rollout.values, mask, args.gamma, args.lam, cut)
-        columns = gather_columns(episode_columns(rollout, scores, kl, non_score_reward), self.accelerator.gather)
+        columns = gather_columns(episode_columns(rollout, scores, kl, non_score_reward), self._gather)
         self._metrics |= rollout_metrics(columns) | self._metrics_of_reward_functions()
         self._metrics["val/explained_variance"] = float(explained_variance(rollout.values, returns, mask, self._sum))
         self._num_response_tokens = int(columns["length"].sum())
@@ -345,7 +356,7 @@ class PPOTrainer(PPOSeams):
             for _ in range(args.num_ppo_epochs):
                 for minibatch in experience.shuffled_minibatches(args.num_mini_batches, generator):
                     grad_norm = self.update(model, minibatch, statistics)
-            self._metrics |= statistics.metrics(self._sum, self.accelerator.gather)
+            self._metrics |= statistics.metrics(self._sum, self._gather)
         return grad_norm
 
     def update(self, model: nn.Module, minibatch: Experience, statistics: UpdateStatistics) -> float | Tensor:
@@ -368,7 +379,7 @@ class PPOTrainer(PPOSeams):
             is_last = index == len(parts) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with self._gradient_sync(model, is_last):
-                with self.compute_loss_context_manager(), self.accelerator.autocast():
+                with self.compute_loss_context_manager(), self._autocast():
                     loss, (output, policy_loss, value_loss) = self.compute_loss(
                         model, part, return_outputs=True, num_items_in_batch=num_tokens
                     )
@@ -427,7 +438,7 @@ class PPOTrainer(PPOSeams):
         """
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._prepared(eval_dataset, "eval_dataset")
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
 
     @torch.no_grad()
     def evaluation_loop(
@@ -442,14 +453,16 @@ class PPOTrainer(PPOSeams):
         args = self.args
         parts: list[dict[str, Tensor]] = []
         with isolated_rng(args.seed):
-            self.callback_handler.eval_dataloader = dataloader
+            self.callback_handler.eval_dataloader = cast(Any, dataloader)
             for batch in dataloader:
-                rollout = self.collect_rollout(self.model_wrapped, Prompts.from_collated(batch, args.device))
+                rollout = self.collect_rollout(
+                    cast(nn.Module, self.model_wrapped), Prompts.from_collated(batch, args.device)
+                )
                 scores = penalize_missing_eos(rollout.scores, rollout.stopped, args.missing_eos_penalty)
                 kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
                 kl = kl.masked_fill(~rollout.response_mask, 0.0)
                 columns = episode_columns(rollout, scores, kl, -args.kl_coef * kl)
-                parts.append(gather_columns(columns, self.accelerator.gather_for_metrics))
+                parts.append(gather_columns(columns, cast(Any, self.accelerator.gather_for_metrics)))
                 self._fire("on_prediction_step")
         self._timer.drain()
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -471,39 +484,22 @@ class PPOTrainer(PPOSeams):
         if self.eval_dataset is None:
             return None
         rows: list[dict[str, Any]] = []
-        policy = self._unwrapped(self.model_wrapped).policy
+        policy = self._unwrapped(cast(nn.Module, self.model_wrapped)).policy
         with isolated_rng(self.args.seed):
             for batch in self._evaluation_batches():
                 prompts = Prompts.from_collated(batch, self.args.device)
                 responses = self.generate_responses(policy, prompts, greedy_config(self.args, self.tokens.stop))
                 scores = self.score_responses(responses, prompts)
-                table = self._table_rows(prompts, responses, scores)
-                rows += self.accelerator.gather_for_metrics(table, use_gather_object=True)
+                table = sample_rows(self._tokenizer, prompts, responses, scores)
+                rows += cast(Any, self.accelerator.gather_for_metrics(table, use_gather_object=True))
                 if sampling:
                     break
         self._metrics_of_reward_functions()
-        table = completions_table(
-            [row["query"] for row in rows],
-            [row["response"] for row in rows],
-            [row["score"] for row in rows],
-            {name: [row[name] for row in rows] for name in self.scorer.names},
-        )
+        table = table_of(rows, self.scorer.names)
         if self.is_world_process_zero():
             print_table(table)
             report_table(table, self)
         return table
-
-    def _table_rows(self, prompts: Prompts, responses: Responses, scores: Scores) -> list[dict[str, Any]]:
-        decode = self._tokenizer.batch_decode
-        queries = [ids[mask] for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
-        answers = [ids[mask] for ids, mask in zip(responses.responses, responses.response_mask, strict=True)]
-        by_source = {name: values.tolist() for name, values in scores.by_source.items()}
-        return [
-            {"query": query, "response": answer, "score": score, **{name: by_source[name][row] for name in by_source}}
-            for row, (query, answer, score) in enumerate(
-                zip(decode(queries, skip_special_tokens=True), decode(answers), scores.total.tolist(), strict=True)
-            )
-        ]
 
     def _sample_completions_if_due(self) -> None:
         num_samples = self.args.num_sample_generations
@@ -512,49 +508,13 @@ class PPOTrainer(PPOSeams):
             if (self.state.global_step - 1) % every == 0:
                 self.generate_completions(sampling=True)
 
-    # ---- Construction ----
-
     def _prepared(self, dataset: Any, name: str) -> Any:
-        """Tokenize and check a data set, or each of a dict of them."""
-        if isinstance(dataset, Mapping):
-            return {key: self._prepared(value, f"{name}[{key!r}]") for key, value in dataset.items()}
-        prepared = prepare_prompts(
-            dataset,
-            self._tokenizer,
-            max_prompt_length=self._config.max_prompt_length,
-            num_proc=self._config.dataset_num_proc,
-            name=name,
-            vocab_size=vocab_size(self.policy_model),
+        return prepare_checked(
+            dataset, name, self._tokenizer, self._config, vocab_size(self.policy_model), self._max_positions
         )
-        if has_length(prepared):
-            check_lengths(longest_prompt(prepared), self._config.response_length, self._max_positions)
-        return prepared
-
-    def _make_scorer(self) -> Scorer:
-        sources: list[Any] = []
-        if self.reward_model is not None:
-            sources.append(
-                RewardModel(self.reward_model, self.args.local_rollout_forward_batch_size, self.accelerator.autocast)
-            )
-        sources += [
-            RewardFunction(function, self._tokenizer, lambda: self.state, self._log_metric)
-            for function in self._functions
-        ]
-        return Scorer(sources, self.args.reward_weights)
-
-    def _log_metric(self, name: str, value: float) -> None:
-        self._logged_by_functions.setdefault(name, []).append(float(value))
 
     def _metrics_of_reward_functions(self) -> dict[str, float]:
-        """Return and forget what reward functions logged since the last call, averaged over calls and ranks."""
-        if not self._functions:
-            return {}
-        logged, self._logged_by_functions = self._logged_by_functions, {}
-        values: dict[str, list[float]] = {}
-        for of_one_rank in gather_object([logged]):
-            for name, numbers in of_one_rank.items():
-                values.setdefault(name, []).extend(numbers)
-        return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+        return self._logged.drain() if self._functions else {}
 
     def _reward_functions_read_columns(self) -> bool:
         return bool(self._functions)

@@ -14,7 +14,10 @@ from rich.text import Text
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import PreTrainedTokenizerBase, Trainer
+
+    from rlhf_ppo.batch import Prompts, Responses
+    from rlhf_ppo.rewards.scorer import Scores
 
 
 def completions_table(
@@ -41,6 +44,50 @@ def completions_table(
         numbers |= {f"{name} reward" if name in taken else name: values for name, values in by_source.items()}
     table: dict[str, list[Any]] = {"query": list(queries), "model response": list(responses)}
     return pd.DataFrame(table | {name: [float(value) for value in values] for name, values in numbers.items()})
+
+
+def sample_rows(
+    tokenizer: PreTrainedTokenizerBase, prompts: Prompts, responses: Responses, scores: Scores
+) -> list[dict[str, Any]]:
+    """Decode a batch for the table.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        prompts: `B` prompts.
+        responses: Their responses.
+        scores: What they scored.
+
+    Returns:
+        `B` dicts with `query` (without special tokens), `response` (with its stop token), `score`, and one entry per
+        reward source under `by_source`.
+    """
+    queries = [ids[real].tolist() for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
+    answers = [ids[real].tolist() for ids, real in zip(responses.responses, responses.response_mask, strict=True)]
+    by_source = {name: values.tolist() for name, values in scores.by_source.items()}
+    return [
+        {
+            "query": tokenizer.decode(query, skip_special_tokens=True),
+            "response": tokenizer.decode(answer),
+            "score": score,
+            "by_source": {name: values[row] for name, values in by_source.items()},
+        }
+        for row, (query, answer, score) in enumerate(zip(queries, answers, scores.total.tolist(), strict=True))
+    ]
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> pd.DataFrame:
+    """Put the rows of `sample_rows`, gathered from all ranks, into a table.
+
+    Args:
+        rows: The rows.
+        sources: Names of the reward sources, in order.
+    """
+    return completions_table(
+        [row["query"] for row in rows],
+        [row["response"] for row in rows],
+        [row["score"] for row in rows],
+        {name: [row["by_source"][name] for row in rows] for name in sources},
+    )
 
 
 def print_table(df: pd.DataFrame, num_rows: int = 5) -> None:

@@ -6,7 +6,7 @@ training, a chunk's logits are recomputed in the backward pass instead of kept.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ def logits(policy: nn.Module, states: Tensor) -> Tensor:
     """
     model = transformers_model(policy)
     config = model.config.get_text_config()
-    result = model.get_output_embeddings()(states).float()
+    result = cast(nn.Module, model.get_output_embeddings())(states).float()
     if scale := getattr(config, "logit_scale", None):  # Cohere
         result = result * scale
     if divisor := getattr(config, "logits_scaling", None):  # Granite
