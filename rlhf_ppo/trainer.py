@@ -208,12 +208,13 @@ class PPOTrainer(PPOSeams):
                 grad_norm = self.learn(model, experience)
                 learning_rate = self._get_learning_rate()
                 self._advance_step(learning_rate, (start, episodes_before))
-                finish("on_step_end", epoch)
                 self._sample_completions_if_due()
+                finish("on_step_end", epoch)
                 if self.control.should_epoch_stop or self.control.should_training_stop:
                     break
             num_skipped, resume_from_checkpoint = 0, None
-            self._advance_epoch(epoch)
+            if not self.control.should_training_stop:
+                self._advance_epoch(epoch)
             finish("on_epoch_end", epoch)
             if self.control.should_training_stop:
                 break

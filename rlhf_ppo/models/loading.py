@@ -60,7 +60,7 @@ def check_value_model(model: nn.Module) -> None:
     """
     if not reads_last_token(model):
         raise ValueError(
-            f"value_model is a {type(transformers_model(model)).__name__}, which has no head that reads single tokens: "
+            f"value_model is a {type(transformers_model(model)).__name__}, whose head does not read single tokens; "
             "pass a causal AutoModelForSequenceClassification, or value_model=None to make one from the policy"
         )
 
