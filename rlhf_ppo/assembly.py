@@ -223,7 +223,7 @@ def check_vocabularies(models: Models, tokenizer: PreTrainedTokenizerBase, token
 
 def vocab_size(model: nn.Module) -> int:
     """Return the number of token ids that a model embeds."""
-    return transformers_model(model).get_input_embeddings().weight.shape[0]  # pyright: ignore
+    return transformers_model(model).config.get_text_config().vocab_size
 
 
 def as_functions(reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> list[Callable[..., Any]]:
