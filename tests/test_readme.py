@@ -1,0 +1,102 @@
+"""What README and docs show runs, and what they name exists."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LLAMA = LlamaConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    eos_token_id=1,
+    bos_token_id=2,
+)
+
+
+def python_blocks(page: Path) -> list[tuple[int, str]]:
+    """Line number and text of each ```python block."""
+    text = page.read_text()
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [(text[: match.start()].count("\n") + 1, match.group(1)) for match in found]
+
+
+@pytest.fixture
+def workshop(tmp_path, monkeypatch, tokenizer):
+    """A working directory with what the snippets name: two tiny models and some prompts."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LLAMA).save_pretrained("models/sft")
+    LlamaForSequenceClassification(LlamaConfig(**{**LLAMA.to_dict(), "num_labels": 1})).save_pretrained(
+        "models/reward"
+    )
+    tokenizer.save_pretrained("models/sft")
+    tokenizer.save_pretrained("models/reward")
+    rows = [{"prompt": f"w{index % 20} w{index % 7}", "topic": f"w{index % 5}"} for index in range(40)]
+    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def run(page: Path) -> dict:
+    """Run a page's snippets in one namespace, so that an error's traceback names the page's own line."""
+    namespace: dict = {"__name__": "snippets"}
+    for line, block in python_blocks(page):
+        exec(compile("\n" * line + block, str(page), "exec"), namespace)
+    return namespace
+
+
+def test_the_snippets_of_the_readme_train_a_policy(workshop):
+    namespace = run(ROOT / "README.md")
+
+    before = LlamaForCausalLM.from_pretrained("models/sft").state_dict()
+    after = LlamaForCausalLM.from_pretrained("runs/ppo").state_dict()
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert namespace["trainer"].state.episode == namespace["args"].total_episodes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES[1:] if python_blocks(page)],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_the_snippets_of_the_docs_run(page, workshop):
+    run(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_files_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_make_targets_that_are_named_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE))
+
+    assert named <= targets
+
+
+def test_metrics_page_lists_exactly_what_a_run_logs(make_trainer):
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    trainer = make_trainer(eval_dataset=[{"input_ids": [5, 6]}] * 8, eval_strategy="steps", eval_steps=1)
+
+    trainer.train()
+
+    entries = [entry for entry in trainer.state.log_history if "train_runtime" not in entry]
+    logged = {key.replace("/count_w4/", "/<name>/") for entry in entries for key in entry} - {"step"}
+    assert logged == set(rows)
+    assert len(rows) == len(set(rows))
