@@ -1,4 +1,4 @@
-"""Turns the equations of a page into MathML when the site is built, so that no script has to be loaded to read them."""
+"""Turns the equations of a page into MathML when the site is built, so that reading them needs no script."""
 
 import html
 import re
