@@ -132,7 +132,9 @@ def assemble_models(
             f"model_adapter_name={args.model_adapter_name!r}, but model is no PeftModel; pass peft_config"
         )
     check_logits(policy)
-    reference = make_reference(policy, reference_model, args.ref_adapter_name, adapter_is_new=peft_config is not None)
+    reference = make_reference(
+        policy, reference_model, args.ref_adapter_name, peft_config is not None, args.temperature
+    )
     prepare_trainable(policy, critic)
     if scorer_model is not None:
         disable_dropout(scorer_model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -36,7 +35,6 @@ from rlhf_ppo.distributed import gather_over_ranks, sum_over_ranks
 from rlhf_ppo.evaluation.completions import print_table, report_table, sample_rows, table_of
 from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
 from rlhf_ppo.generation.sequences import contains_token, join_responses
-from rlhf_ppo.models.logprobs import response_logprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
@@ -242,8 +240,8 @@ class PPOTrainer(PPOSeams):
             scores = self.score_responses(responses, prompts)
         with self._timer.phase("evaluate"):
             output = self._in_passes(responses, model)
-            with self.reference.as_model(policy) as reference:
-                ref_output = self._in_passes(responses, self._logprobs_of(reference))
+            with self.reference.forward(model, policy) as reference:
+                ref_output = self._in_passes(responses, reference)
         return Rollout(
             query_responses=responses.query_responses,
             attention_mask=responses.attention_mask,
@@ -298,9 +296,6 @@ class PPOTrainer(PPOSeams):
             pad_right(list(results), length) if results[0].dim() == 2 else torch.cat(results)
             for results in zip(*outputs, strict=True)
         )
-
-    def _logprobs_of(self, policy: nn.Module) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
-        return functools.partial(response_logprobs, policy, temperature=self.args.temperature)
 
     # ---- Advantages ----
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from rlhf_ppo.models.heads import token_values
 from rlhf_ppo.models.inputs import transformers_model
-from rlhf_ppo.models.logprobs import response_logprobs
+from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 
 
 class PolicyAndValueOutput(NamedTuple):
@@ -82,25 +82,27 @@ class PolicyAndValue(nn.Module):
         for model in (self.policy, self.value_model):
             transformers_model(model).gradient_checkpointing_disable()
 
-    def forward(self, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor) -> PolicyAndValueOutput:
+    def forward(
+        self, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor, policy_only: bool = False
+    ) -> PolicyAndValueOutput | ResponseLogprobs:
         """Evaluate both models on responses.
 
         Args:
             query_responses: Token ids, long `(B, C + T)`.
             attention_mask: True on real tokens, bool `(B, C + T)`.
             response_mask: True on real response tokens, bool `(B, T)`.
+            policy_only: Leave the value model out, as the reference does when it is the policy with another adapter.
 
         Returns:
-            Log-probabilities, entropy and values of the response tokens.
+            Log-probabilities and entropy of the response tokens, and their values unless `policy_only`.
         """
-        logprobs, entropy = response_logprobs(
-            self.policy, query_responses, attention_mask, response_mask, self.temperature
-        )
+        of_policy = response_logprobs(self.policy, query_responses, attention_mask, response_mask, self.temperature)
+        if policy_only:
+            return of_policy
         values = token_values(self.value_model, query_responses, attention_mask, last=response_mask.shape[1] + 1)
         after_last = response_mask.sum(dim=1, keepdim=True)
         return PolicyAndValueOutput(
-            logprobs,
-            entropy,
+            *of_policy,
             values[:, :-1].masked_fill(~response_mask, 0.0),
             values.gather(1, after_last).squeeze(1),
         )

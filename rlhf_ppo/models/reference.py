@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from trl.trainer.utils import use_adapter
 
-from rlhf_ppo.models.inputs import disable_dropout, freeze, is_peft_model
+from rlhf_ppo.models.inputs import disable_dropout, freeze, is_peft_model, transformers_model
+from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 
 INITIAL_ADAPTER = "ref"
 """Name of the frozen copy of an adapter that was already trained when it was handed over."""
+
+
+class FrozenPolicy(nn.Module):
+    """A language model whose forward pass gives the log-probabilities of responses.
+
+    Args:
+        policy: The model; it is frozen.
+        temperature: Sampling temperature that divides the logits.
+    """
+
+    def __init__(self, policy: nn.Module, temperature: float) -> None:
+        super().__init__()
+        disable_dropout(policy)
+        self.policy = freeze(policy)
+        self.temperature = temperature
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The model's configuration; engines that shard models read it."""
+        return transformers_model(self.policy).config
+
+    def forward(self, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor) -> ResponseLogprobs:
+        """Evaluate responses; shapes as in `response_logprobs`."""
+        return response_logprobs(self.policy, query_responses, attention_mask, response_mask, self.temperature)
 
 
 class Reference:
@@ -29,21 +56,26 @@ class Reference:
         self.adapter_name = adapter_name
 
     @contextmanager
-    def as_model(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """Yield the model to run; inside the block the policy's adapters may be switched.
+    def forward(self, model: nn.Module, policy: nn.Module) -> Iterator[Callable[..., tuple[Tensor, ...]]]:
+        """Yield the function that evaluates responses under the reference; shapes as in `response_logprobs`.
 
         Args:
+            model: The prepared `PolicyAndValue`, which runs while the policy's adapters are switched.
             policy: The unwrapped policy.
         """
         if self.model is not None:
             yield self.model
         else:
             with use_adapter(cast(Any, policy), self.adapter_name):
-                yield policy
+                yield functools.partial(model, policy_only=True)
 
 
 def make_reference(
-    policy: nn.Module, ref_model: nn.Module | None, ref_adapter_name: str | None, adapter_is_new: bool
+    policy: nn.Module,
+    ref_model: nn.Module | None,
+    ref_adapter_name: str | None,
+    adapter_is_new: bool,
+    temperature: float,
 ) -> Reference:
     """Choose the reference.
 
@@ -52,6 +84,7 @@ def make_reference(
         ref_model: The model that the user gave, or None.
         ref_adapter_name: The adapter of `policy` that the user named, or None.
         adapter_is_new: Whether the adapter was made just now, so that switching it off gives the initial policy.
+        temperature: Sampling temperature that divides the logits.
 
     Returns:
         The user's model, frozen; else the named adapter; else, for a `PeftModel`, the base weights when the adapter is
@@ -64,10 +97,9 @@ def make_reference(
         _check_adapter(policy, ref_model, ref_adapter_name)
         return Reference(None, ref_adapter_name)
     if ref_model is not None:
-        disable_dropout(ref_model)
-        return Reference(freeze(ref_model))
+        return Reference(FrozenPolicy(ref_model, temperature))
     if not is_peft_model(policy):
-        return Reference(freeze(copy.deepcopy(policy)))
+        return Reference(FrozenPolicy(copy.deepcopy(policy), temperature))
     if adapter_is_new:
         return Reference(None)
     _copy_active_adapter(cast(Any, policy), INITIAL_ADAPTER)
