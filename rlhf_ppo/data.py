@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,13 +10,12 @@ from typing import Any
 import datasets
 import torch
 from accelerate import PartialState
-from accelerate.logging import get_logger
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.prompts import PromptEncoder, prompt_column, real_tokens
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def prepare_prompts(
@@ -163,7 +163,7 @@ class _LengthFilter:
             raise ValueError(
                 f"all {num_rows} prompts of {self.name} are longer than max_prompt_length={self.max_length}: raise it"
             )
-        if num_kept < num_rows:
+        if num_kept < num_rows and PartialState().is_main_process:
             dropped = num_rows - num_kept
             logger.warning(
                 f"{self.name}: dropped {dropped} of {num_rows} prompts, longer than {self.max_length} tokens"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -138,12 +138,12 @@ def _to_trackio(df: pd.DataFrame, trainer: Trainer) -> None:
         trackio.log({"completions": trackio.Table(dataframe=df), "train/global_step": trainer.state.global_step})
 
 
-def _to_comet(df: pd.DataFrame, trainer: Trainer) -> None:
+def _to_comet(df: pd.DataFrame, _: Trainer) -> None:
     import comet_ml  # pyright: ignore[reportMissingImports]
 
     experiment = comet_ml.get_running_experiment()
     if experiment is not None:
-        experiment.log_table("completions.csv", tabular_data=df, step=trainer.state.global_step)
+        experiment.log_table("completions.csv", tabular_data=df)
 
 
 _REPORTS: dict[str, Callable[[pd.DataFrame, Trainer], None]] = {
@@ -161,7 +161,10 @@ def _markdown(df: pd.DataFrame) -> str:
 
 
 def _markdown_cell(value: Any) -> str:
-    return html.escape(_cell(value), quote=False).replace("|", "&#124;").replace("\n", "<br>")
+    if not isinstance(value, str):
+        return _cell(value)
+    # As entities, so that no character of a text is markup of the table, of Markdown or of HTML.
+    return re.sub("[!-/:-@[-`{-~]", lambda found: f"&#{ord(found[0])};", value).replace("\n", "<br>")
 
 
 def _cell(value: Any) -> str:

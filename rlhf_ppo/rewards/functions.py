@@ -159,7 +159,7 @@ def check_scores(returned: Any, name: str, num_rows: int) -> Tensor:
 def _as_float(value: Any, name: str, row: int) -> float:
     if value is None:
         return math.nan
-    number = value.item() if hasattr(value, "item") else value
+    number = value.tolist() if hasattr(value, "tolist") else value  # a tensor or NumPy number
     if not isinstance(number, int | float):
         raise TypeError(
             f"the reward function {name!r} returned {value!r:.60} ({type(value).__name__}) for row {row}: "

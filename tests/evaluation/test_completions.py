@@ -1,0 +1,186 @@
+"""Sample tables: their columns, the terminal, and what the experiment trackers' files hold afterwards."""
+
+import html
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+from transformers import TrainingArguments
+from transformers.integrations.integration_utils import TensorBoardCallback
+
+from rlhf_ppo.evaluation.completions import completions_table, print_table, report_table
+
+NAN = float("nan")
+SAMPLES: dict[str, Any] = {
+    "queries": ["[INST] Tell me | a story [/INST]", "<b>Hi</b>"],
+    "responses": ["Once upon\na *time*</s>", "[bold]Hello[/bold] | _a_ `b` [c](d) #e \\|"],
+    "scores": [1.25, -0.5],
+    "by_source": {"reward_model": [1.25, 0.5], "brevity": [NAN, -1.0]},
+}
+
+
+@pytest.fixture
+def table() -> pd.DataFrame:
+    return completions_table(**SAMPLES)
+
+
+def make_trainer(*trackers: str, callbacks: list[Any] | None = None) -> Any:
+    return SimpleNamespace(
+        args=SimpleNamespace(report_to=list(trackers)),
+        state=SimpleNamespace(global_step=7, is_world_process_zero=True, is_hyper_param_search=False),
+        callback_handler=SimpleNamespace(callbacks=callbacks or []),
+    )
+
+
+def test_columns_with_one_and_with_several_rewards(table: pd.DataFrame) -> None:
+    assert list(table.columns) == ["query", "model response", "score", "reward_model", "brevity"]
+    assert table["query"].tolist() == SAMPLES["queries"]
+    assert table["model response"].tolist() == SAMPLES["responses"]
+    assert table["score"].tolist() == [1.25, -0.5] and table["reward_model"].tolist() == [1.25, 0.5]
+    assert table["brevity"].isna().tolist() == [True, False]
+    alone = completions_table(["q"], ["r"], [1.0], {"reward_model": [1.0]})
+    assert list(alone.columns) == ["query", "model response", "score"]
+
+
+def test_a_reward_called_like_a_column_gets_its_own() -> None:
+    table = completions_table(["q"], ["r"], [3.0], {"score": [1.0], "query": [2.0]})
+    assert list(table.columns) == ["query", "model response", "score", "score reward", "query reward"]
+    assert table.iloc[0].tolist() == ["q", "r", 3.0, 1.0, 2.0]
+
+
+def test_the_terminal_shows_texts_as_they_are(table: pd.DataFrame, capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(table)
+    printed = capsys.readouterr().out
+    for text in ("[/INST]", "[bold]", "1.250", "-0.500", "not scored", "brevity"):
+        assert text in printed
+
+
+def test_the_terminal_shows_the_first_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"query{index}" for index in range(9)]
+    table = completions_table(names, ["r"] * 9, [0.0] * 9, {})
+    for shown, options in ((5, {}), (2, {"num_rows": 2}), (9, {"num_rows": 20})):
+        print_table(table, **options)
+        printed = capsys.readouterr().out
+        assert [name for name in names if name in printed] == names[:shown]
+
+
+def wandb_records(file: Path) -> Iterator[bytes]:
+    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
+    data, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768  # no room for a header: the block ends in zeros
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)  # after the checksum
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield record
+            record = b""
+
+
+def wandb_history(run_dir: Path) -> list[dict[str, Any]]:
+    """The history rows in an offline run's transaction log."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    history = [Record.FromString(data).history for data in wandb_records(next(run_dir.glob("*.wandb")))]
+    rows = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in row.item} for row in history]
+    return [row for row in rows if row]
+
+
+def wandb_tables(run_dir: Path) -> list[dict[str, Any]]:
+    files = sorted((run_dir / "files" / "media" / "table").glob("completions_*.table.json"))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def test_wandb_offline_run_holds_the_table(
+    table: pd.DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    trainer = make_trainer("wandb")
+    report_table(table, trainer)  # no active run: passed over
+    run = wandb.init(mode="offline", dir=str(tmp_path), project="p")
+    run_dir = Path(run.dir).parent
+    report_table(table, trainer)
+    report_table(table, make_trainer())  # not in report_to
+    wandb.finish()
+    report_table(table, trainer)
+    wandb.teardown()  # else its service may still be writing the file
+    rows = [row for row in wandb_history(run_dir) if "completions" in {key.split("/")[0] for key in row}]
+    assert len(rows) == 1 and rows[0]["train/global_step"] == 7
+    [logged] = wandb_tables(run_dir)
+    assert logged["columns"] == list(table.columns)
+    assert logged["data"][0][:4] == table.iloc[0].tolist()[:4]
+    assert logged["data"][1] == table.iloc[1].tolist()
+
+
+def test_tensorboard_file_holds_the_table(
+    table: pd.DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
+    callback = TensorBoardCallback()
+    trainer = make_trainer("tensorboard", callbacks=[object(), callback])
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    report_table(table, trainer)  # training has not begun: passed over
+    callback.on_train_begin(arguments, trainer.state, None)
+    report_table(table, trainer)
+    callback.on_train_end(arguments, trainer.state, None)
+    report_table(table, trainer)
+    events = EventAccumulator(str(tmp_path / "logs")).Reload()
+    [event] = events.Tensors("completions/text_summary")
+    assert event.step == 7
+    shown = markdown_to_safe_html(event.tensor_proto.string_val[0])
+    texts = [cell.split("</t")[0].strip() for cell in shown.replace("<th>", "<td>").split("<td>")[1:]]
+    cells = [html.unescape(text.replace("<br>", "\n")) for text in texts]
+    assert cells[:5] == list(table.columns)
+    assert cells[5:10] == [*table.iloc[0, :2], "1.250", "1.250", "not scored"]
+    assert cells[10:] == [*table.iloc[1, :2], "-0.500", "0.500", "-1.000"]
+
+
+def test_trackio_and_comet_get_the_table_when_a_run_is_active(
+    table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins with the signatures of trackio 0.43 and comet_ml 3.58, which are not installed here."""
+    calls: list[Any] = []
+    active: ContextVar[Any] = ContextVar("current_run", default=None)
+
+    class Experiment:
+        def log_table(self, filename: str, tabular_data: Any = None, headers: Any = False, **to_csv: Any) -> None:
+            calls.append((filename, pd.DataFrame(tabular_data).to_csv(**to_csv)))
+
+    def log(metrics: dict[str, Any], step: int | None = None) -> None:
+        if active.get() is None:
+            raise RuntimeError("Call trackio.init() before trackio.log().")
+        calls.append(metrics)
+
+    trackio: Any = ModuleType("trackio")
+    trackio.log, trackio.Table = log, lambda dataframe: dataframe
+    trackio.context_vars = SimpleNamespace(current_run=active)
+    comet: Any = ModuleType("comet_ml")
+    comet.get_running_experiment = active.get
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)
+
+    report_table(table, make_trainer("trackio", "comet_ml"))
+    assert calls == []
+    active.set(Experiment())
+    report_table(table, make_trainer("trackio", "comet_ml"))
+    assert calls[0]["completions"] is table and calls[0]["train/global_step"] == 7
+    assert calls[1] == ("completions.csv", table.to_csv())
+
+
+def test_other_trackers_are_left_alone(table: pd.DataFrame) -> None:
+    report_table(table, make_trainer("mlflow", "clearml"))
+    report_table(table, SimpleNamespace(args=SimpleNamespace(report_to=None)))  # pyright: ignore[reportArgumentType]

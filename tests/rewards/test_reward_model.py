@@ -1,0 +1,155 @@
+"""The reward model's scores, against the transformers model run by hand on one unpadded row at a time."""
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
+
+from rlhf_ppo.rewards import RewardModel, ScoringBatch
+
+EOS = 1
+
+
+def llama(**overrides: Any) -> PreTrainedModel:
+    return LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=20,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_labels=1,
+            initializer_range=0.5,
+            pad_token_id=EOS,
+            **overrides,
+        )
+    )
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2ForSequenceClassification(
+        GPT2Config(
+            vocab_size=20,
+            n_positions=32,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            num_labels=1,
+            initializer_range=0.5,
+            pad_token_id=EOS,
+            bos_token_id=EOS,
+            eos_token_id=EOS,
+        )
+    )
+
+
+def bert() -> PreTrainedModel:
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=20,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+            num_labels=1,
+            initializer_range=0.5,
+            pad_token_id=0,
+        )
+    )
+
+
+# Prompt and response of each row: EOS within the prompt, as stop token, as the whole response, or absent.
+ROWS = [
+    ([3, 4, 5], [6, 7, EOS]),
+    ([8], [EOS]),
+    ([9, EOS, 10, 11], [12, 13, 14, 15, 16]),
+    ([17, 18], [19, 2]),
+    ([EOS, 5, 6, 7, 8], [9, EOS]),
+]
+
+
+def make_batch(pad: int = EOS, left: int = 0, right: int = 0) -> ScoringBatch:
+    """Left-padded prompts and right-padded responses, with `left` and `right` more columns of padding than needed."""
+    context, length = 5 + left, 5 + right
+    ids, mask = torch.full((len(ROWS), context + length), pad), torch.zeros(len(ROWS), context + length).bool()
+    for row, (prompt, response) in enumerate(ROWS):
+        real = slice(context - len(prompt), context + len(response))
+        ids[row, real], mask[row, real] = torch.tensor(prompt + response), True
+    return ScoringBatch(ids, mask, mask[:, context:], {})
+
+
+@torch.no_grad()
+def by_hand(model: PreTrainedModel) -> list[float]:
+    """One row at a time, no padding: transformers then reads the last token (Llama, GPT-2) or pools (BERT)."""
+    pad, model.config.pad_token_id = model.config.pad_token_id, -1  # else EOS at the end would count as padding
+    scores = [model(input_ids=torch.tensor([prompt + response])).logits.item() for prompt, response in ROWS]
+    model.config.pad_token_id = pad
+    return scores
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, bert])
+@pytest.mark.parametrize("rows_per_pass", [1, 2, 4, 64])
+@pytest.mark.parametrize(("pad", "left", "right"), [(EOS, 0, 0), (0, 0, 0), (EOS, 2, 3), (99, 1, 1)])
+def test_scores_equal_the_model_run_by_hand(make: Any, rows_per_pass: int, pad: int, left: int, right: int) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    expected = by_hand(model)
+    assert max(expected) - min(expected) > 0.1
+    scores = RewardModel(model, rows_per_pass)(make_batch(pad, left, right))
+    assert scores.dtype == torch.float32 and not scores.requires_grad
+    assert scores.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_passes_have_the_rows_asked_for_without_common_padding_and_run_in_the_context() -> None:
+    torch.manual_seed(0)
+    model, shapes, entered = llama().eval(), [], []
+
+    @contextmanager
+    def context() -> Any:
+        entered.append(True)
+        yield
+
+    source = RewardModel(model, 2, context)
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    source(make_batch(left=3, right=3))
+    assert shapes == [(2, 6), (2, 9), (1, 7)] and entered
+
+
+def test_a_model_in_low_precision_scores_in_float32_within_its_context() -> None:
+    torch.manual_seed(0)
+    model = llama().eval()
+    source = RewardModel(model, 2, lambda: torch.autocast("cpu", torch.bfloat16))
+    scores, expected = source(make_batch()), by_hand(model)
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == pytest.approx(expected, rel=0.1, abs=0.1) and scores.tolist() != expected
+
+
+def test_a_score_that_is_not_finite_is_an_error_naming_the_row() -> None:
+    torch.manual_seed(0)
+    model = llama().eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[19] = float("nan")  # only row 3 has this token
+    with pytest.raises(ValueError, match="reward model's score of row 3 is nan"):
+        RewardModel(model, 2)(make_batch())
+
+
+def test_rows_per_pass_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="rows_per_pass=0"):
+        RewardModel(llama(), 0)
+
+
+def test_its_name() -> None:
+    assert RewardModel(llama(), 1).name == "reward_model"

@@ -1,0 +1,148 @@
+"""The weighted sum of reward sources."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, TrainerState
+
+from rlhf_ppo.rewards import RewardFunction, Scorer, ScoringBatch
+
+NAN = float("nan")
+
+
+class Fixed:
+    def __init__(self, name: str, scores: Sequence[float]) -> None:
+        self.name, self.scores = name, torch.tensor(scores, dtype=torch.float64, requires_grad=True)
+
+    def __call__(self, batch: ScoringBatch) -> Tensor:
+        return self.scores * 1
+
+
+def make_batch(rows: int = 3, **columns: list[Any]) -> ScoringBatch:
+    ids = torch.full((rows, 4), 3)
+    return ScoringBatch(ids, torch.ones(rows, 4).bool(), torch.ones(rows, 2).bool(), columns)
+
+
+def test_total_is_the_weighted_sum_over_the_sources_that_scored_the_row() -> None:
+    a, b = Fixed("a", [1.0, NAN, -3.0]), Fixed("b", [10.0, 20.0, NAN])
+    scores = Scorer([a, b], [2.0, 0.5])(make_batch())
+    assert scores.total.tolist() == [2 * 1 + 0.5 * 10, 0.5 * 20, 2 * -3]
+    assert scores.total.dtype == torch.float32 and not scores.total.requires_grad
+    assert list(scores.by_source) == ["a", "b"]
+    assert scores.by_source["b"][:2].tolist() == [10.0, 20.0] and scores.by_source["b"][2].isnan()
+
+
+def test_weights_default_to_one_and_may_be_zero_or_negative() -> None:
+    a, b = Fixed("a", [1.0, 2.0, 3.0]), Fixed("b", [10.0, 20.0, 30.0])
+    assert Scorer([a, b], None)(make_batch()).total.tolist() == [11.0, 22.0, 33.0]
+    assert Scorer([a, b], [0.0, -1.0])(make_batch()).total.tolist() == [-10.0, -20.0, -30.0]
+    assert Scorer([a], None)(make_batch()).total.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_row_that_nobody_scored_is_an_error_naming_it() -> None:
+    a, b = Fixed("a", [1.0, NAN, 3.0]), Fixed("b", [NAN, NAN, 3.0])
+    with pytest.raises(ValueError, match=r"no reward scored row 1.*\['a', 'b'\].*'answer': 'y'"):
+        Scorer([a, b], None)(make_batch(answer=["x", "y", "z"]))
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], []])
+def test_wrong_number_of_weights(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match=rf"has {len(weights)} numbers .*for 2 rewards \(\['a', 'b'\]\)"):
+        Scorer([Fixed("a", []), Fixed("b", [])], weights)
+
+
+@pytest.mark.parametrize("weight", [NAN, float("inf")])
+def test_weights_must_be_finite(weight: float) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        Scorer([Fixed("a", [])], [weight])
+
+
+def test_no_source_is_an_error() -> None:
+    with pytest.raises(ValueError, match="pass a reward_model, reward_funcs, or both"):
+        Scorer([], None)
+
+
+def test_sources_of_one_name_are_told_apart_and_keep_their_weights() -> None:
+    sources = [Fixed("f", [1.0]), Fixed("f_2", [10.0]), Fixed("f", [100.0]), Fixed("f", [1000.0])]
+    scores = Scorer(sources, [1.0, 2.0, 3.0, 4.0])(make_batch(rows=1))
+    assert {name: float(score) for name, score in scores.by_source.items()} == {
+        "f": 1.0,
+        "f_2": 10.0,
+        "f_3": 100.0,
+        "f_4": 1000.0,
+    }
+    assert float(scores.total) == 1 + 20 + 300 + 4000
+
+
+def test_a_source_of_another_shape_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match=r"'short' has shape \(2,\), expected \(3,\)"):
+        Scorer([Fixed("a", [1.0, 2.0, 3.0]), Fixed("short", [1.0, 2.0])], None)(make_batch())
+
+
+class Decoder:
+    """Stands in for a tokenizer."""
+
+    def batch_decode(self, rows: list[list[int]], **_: Any) -> list[str]:
+        return ["w"] * len(rows)
+
+
+def test_async_functions_run_side_by_side_while_the_others_compute() -> None:
+    order: list[str] = []
+    started: list[asyncio.Event] = []
+
+    def meeting(name: str, own: int, other: int) -> RewardFunction:
+        async def reward(completions: list[str]) -> list[float]:
+            order.append(name)
+            if not started:
+                started.extend([asyncio.Event(), asyncio.Event()])
+            started[own].set()
+            await asyncio.wait_for(started[other].wait(), timeout=30)  # in sequence, this never comes
+            return [float(own + 1)] * len(completions)
+
+        tokenizer: Any = Decoder()
+        return RewardFunction(reward, tokenizer, TrainerState, name=name)
+
+    class Slow(Fixed):
+        def __call__(self, batch: ScoringBatch) -> Tensor:
+            while len(order) < 2:  # ends only because both async functions were started before
+                pass
+            return super().__call__(batch)
+
+    scores = Scorer([Slow("slow", [10.0]), meeting("a", 0, 1), meeting("b", 1, 0)], [1.0, 1.0, 2.0])(make_batch(1))
+    assert float(scores.total) == 10 + 1 + 2 * 2
+    assert list(scores.by_source) == ["slow", "a", "b"]
+
+
+def test_the_note_of_a_failing_async_function_survives(tokenizer: PreTrainedTokenizerFast) -> None:
+    async def broken(**_: Any) -> list[float]:
+        raise RuntimeError("no answer")
+
+    source = RewardFunction(broken, tokenizer, TrainerState)
+    with pytest.raises(RuntimeError, match="no answer") as error:
+        Scorer([source], None)(make_batch())
+    assert error.value.__notes__ == ["raised by the reward function 'broken'"]
+
+
+def test_the_batch_checks_its_shapes() -> None:
+    ids, mask = torch.zeros(2, 4).long(), torch.ones(2, 4).bool()
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 3\), expected \(2, 4\)"):
+        ScoringBatch(ids, mask[:, :3], mask[:, :2], {})
+    with pytest.raises(ValueError, match=r"response_mask has shape \(1, 2\)"):
+        ScoringBatch(ids, mask, mask[:1, :2], {})
+    with pytest.raises(ValueError, match="column 'answer' has 3 values for 2 rows"):
+        ScoringBatch(ids, mask, mask[:, :2], {"answer": [1, 2, 3]})
+
+
+def test_prompt_and_response_ids_follow_the_masks() -> None:
+    batch = ScoringBatch(
+        torch.tensor([[0, 5, 0, 1, 0], [1, 1, 7, 0, 8]]),
+        torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool(),
+        torch.tensor([[1, 1, 0], [1, 1, 1]]).bool(),
+        {},
+    )
+    assert batch.prompt_ids() == [[5], [1, 1]]
+    assert batch.response_ids() == [[0, 1], [7, 0, 8]]
