@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
-from rlhf_ppo.models.inputs import disable_dropout, freeze, is_peft_model, transformers_model
+from rlhf_ppo.models.inputs import disable_dropout, freeze, is_peft_model, is_sharded, transformers_model
 from rlhf_ppo.models.loading import (
     check_value_model,
     load_policy,
@@ -116,6 +116,8 @@ def assemble_models(
     """
     _check_distinct(model=model, ref_model=ref_model, reward_model=reward_model, value_model=value_model)
     policy = load_policy(model, "model")
+    if ref_model is None and peft_config is None and not isinstance(model, nn.Module) and is_sharded(policy):
+        ref_model = model  # sharded parameters cannot be copied: load them again
     reference_model = None if ref_model is None else load_policy(ref_model, "ref_model")
     scorer_model = None if reward_model is None else load_scalar_model(reward_model, "reward_model")
     if value_model is None:

@@ -1,11 +1,17 @@
-"""Sums over all ranks."""
+"""Several processes: sums and rows over all ranks, and models whose parameters an engine has taken apart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+
+T = TypeVar("T")
 
 
 def sum_over_ranks(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
@@ -38,3 +44,81 @@ def gather_over_ranks(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
         return accelerator.gather(tensor)  # pyright: ignore[reportReturnType]
 
     return gather
+
+
+def zero_stage(accelerator: Accelerator) -> int | None:
+    """Return the stage of DeepSpeed ZeRO, or None without DeepSpeed."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return None if plugin is None else plugin.zero_stage
+
+
+def is_fsdp(accelerator: Accelerator) -> bool:
+    """Tell whether FSDP shards the models."""
+    return getattr(accelerator.state, "fsdp_plugin", None) is not None
+
+
+def on_whole_policy(model: nn.Module, accelerator: Accelerator, gather: bool, function: Callable[[nn.Module], T]) -> T:
+    """Call a function with the policy in a form that `generate` can run.
+
+    Under ZeRO-3 the policy's parameters, not the value model's, are gathered once for the whole call; under FSDP2 a
+    layer stays unsharded from its first use on. Elsewhere the policy is whole anyway.
+
+    Args:
+        model: The prepared `PolicyAndValue`.
+        accelerator: Prepared it.
+        gather: With ZeRO-3, False leaves the parameters sharded, and each layer is gathered at each token.
+        function: Takes the policy.
+
+    Returns:
+        What the function returned.
+    """
+    policy = cast(PolicyAndValue, accelerator.unwrap_model(model, keep_torch_compile=False)).policy
+    if zero_stage(accelerator) == 3 and gather:
+        return _with_gathered(model, policy, function)
+    if isinstance(model, FSDPModule):
+        return _with_unsharded(model, function)
+    return function(policy)
+
+
+def _with_gathered(model: nn.Module, policy: nn.Module, function: Callable[[nn.Module], T]) -> T:
+    import deepspeed
+    from trl.models.utils import add_hooks, remove_hooks
+
+    with deepspeed.zero.GatheredParameters(list(policy.parameters())):
+        remove_hooks(cast(Any, model))
+        try:
+            return function(policy)
+        finally:
+            add_hooks(cast(Any, model))
+
+
+def _with_unsharded(model: nn.Module, function: Callable[[nn.Module], T]) -> T:
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    register_fsdp_forward_method(model, "on_policy")
+    for shard in shards:
+        shard.set_reshard_after_forward(False, recurse=False)
+    try:
+        return cast(Any, model).on_policy(function)
+    finally:
+        for shard in shards:
+            shard.set_reshard_after_forward(True, recurse=False)
+            shard.reshard()
+
+
+def place_frozen(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Put a frozen model where it runs: sharded like the policy under ZeRO-3 and FSDP2, else on this rank's device.
+
+    Args:
+        model: A module whose forward pass is all that is called.
+        accelerator: Knows the engine.
+
+    Returns:
+        The module to call.
+    """
+    from trl.models.utils import prepare_deepspeed, prepare_fsdp
+
+    if zero_stage(accelerator) == 3:
+        return prepare_deepspeed(model, accelerator)
+    if is_fsdp(accelerator):
+        return cast(nn.Module, prepare_fsdp(model.to(accelerator.device), accelerator))
+    return model.to(accelerator.device)

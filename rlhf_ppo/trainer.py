@@ -31,7 +31,7 @@ from rlhf_ppo.assembly import (
 from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import PromptCollator, check_lengths
-from rlhf_ppo.distributed import gather_over_ranks, sum_over_ranks
+from rlhf_ppo.distributed import gather_over_ranks, on_whole_policy, place_frozen, sum_over_ranks
 from rlhf_ppo.evaluation.completions import print_table, report_table, sample_rows, table_of
 from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
 from rlhf_ppo.generation.sequences import contains_token, join_responses
@@ -134,9 +134,10 @@ class PPOTrainer(PPOSeams):
             optimizers=cast(Any, optimizers),
         )
         self.model.config.use_cache = use_cache  # Trainer switches it off, and it would be saved with the policy
-        for frozen in (self.reference.model, self.reward_model):
-            if frozen is not None:
-                frozen.to(self.args.device)
+        if self.reference.model is not None:
+            self.reference.model = place_frozen(self.reference.model, self.accelerator)
+        if self.reward_model is not None:
+            self.reward_model.to(self.args.device)
         self.scorer = make_scorer(
             self.reward_model,
             self._functions,
@@ -235,7 +236,7 @@ class PPOTrainer(PPOSeams):
         model.eval()
         policy = self._unwrapped(model).policy
         with self._timer.phase("generate"):
-            responses = self.generate_responses(policy, prompts, sampling_config(self.args, self.tokens.stop))
+            responses = self._generate(model, prompts, sampling_config(self.args, self.tokens.stop))
         with self._timer.phase("score"):
             scores = self.score_responses(responses, prompts)
         with self._timer.phase("evaluate"):
@@ -270,6 +271,14 @@ class PPOTrainer(PPOSeams):
         with self._autocast():
             sampled = sample_responses(policy, prompts, config, self.args.local_rollout_forward_batch_size)
         return join_responses(prompts, sampled, self.tokens.stop, self.tokens.pad)
+
+    def _generate(self, model: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
+        return on_whole_policy(
+            model,
+            self.accelerator,
+            self.args.ds3_gather_for_generation,
+            lambda policy: self.generate_responses(policy, prompts, config),
+        )
 
     def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:
         """Score truncated responses with every reward source.
@@ -480,11 +489,11 @@ class PPOTrainer(PPOSeams):
         if self.eval_dataset is None:
             return None
         rows: list[dict[str, Any]] = []
-        policy = self._unwrapped(cast(nn.Module, self.model_wrapped)).policy
+        model = cast(nn.Module, self.model_wrapped)
         with isolated_rng(self.args.seed):
             for batch in self._evaluation_batches():
                 prompts = Prompts.from_collated(batch, self.args.device)
-                responses = self.generate_responses(policy, prompts, greedy_config(self.args, self.tokens.stop))
+                responses = self._generate(model, prompts, greedy_config(self.args, self.tokens.stop))
                 scores = self.score_responses(responses, prompts)
                 table = sample_rows(self._tokenizer, prompts, responses, scores)
                 rows += cast(Any, self.accelerator.gather_for_metrics(table, use_gather_object=True))

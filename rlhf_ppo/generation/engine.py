@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from rlhf_ppo.batch import Prompts, pad_right
-from rlhf_ppo.models.inputs import transformers_model
+from rlhf_ppo.models.inputs import is_sharded, transformers_model
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
@@ -97,7 +97,9 @@ def sample_responses(policy: nn.Module, prompts: Prompts, config: GenerationConf
     ids, mask = prompts.input_ids.masked_fill(~prompts.attention_mask, 0), prompts.attention_mask.long()
     with own_generation_config_hidden(policy) as model:
         parts = [
-            model.generate(input_ids=part, attention_mask=part_mask, generation_config=config)[:, ids.shape[1] :]
+            model.generate(
+                input_ids=part, attention_mask=part_mask, generation_config=config, synced_gpus=is_sharded(policy)
+            )[:, ids.shape[1] :]
             for part, part_mask in zip(ids.split(rows_per_call), mask.split(rows_per_call), strict=True)
         ]
     policy.train(was_training)

@@ -94,8 +94,8 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether DeepSpeed ZeRO-3 has taken the parameters apart (they are empty outside its hooks)."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    """Tell whether DeepSpeed ZeRO-3 has taken the parameters apart, so that they are empty outside its hooks."""
+    return any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in model.parameters())
 
 
 def probe_ids(model: nn.Module) -> Tensor:

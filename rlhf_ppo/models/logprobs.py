@@ -6,6 +6,7 @@ training, a chunk's logits are recomputed in the backward pass instead of kept.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, cast
 
 import torch
@@ -74,7 +75,8 @@ def token_logprobs(policy: nn.Module, states: Tensor, targets: Tensor, temperatu
     """
     vocabulary = transformers_model(policy).config.get_text_config().vocab_size
     chunk = max(1, MAX_CHUNK_ELEMENTS // vocabulary)
-    recompute = torch.is_grad_enabled() and len(states) > chunk
+    num_chunks = _same_on_all_ranks(policy, math.ceil(len(states) / chunk))
+    recompute = torch.is_grad_enabled() and num_chunks > 1
 
     def one_chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         log_distribution = (logits(policy, states) / temperature).log_softmax(dim=-1)
@@ -84,9 +86,18 @@ def token_logprobs(policy: nn.Module, states: Tensor, targets: Tensor, temperatu
 
     parts = [
         checkpoint(one_chunk, *part, use_reentrant=False) if recompute else one_chunk(*part)
-        for part in zip(states.split(chunk), targets.split(chunk), strict=True)
+        for part in zip(states.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True)
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def _same_on_all_ranks(policy: nn.Module, num_chunks: int) -> int:
+    """Under ZeRO-3 each call of the head gathers its weight from all ranks: all must call it equally often."""
+    if not is_sharded(policy):
+        return num_chunks
+    largest = torch.tensor(num_chunks, device=next(policy.parameters()).device)
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return int(largest)
 
 
 def logits(policy: nn.Module, states: Tensor) -> Tensor:

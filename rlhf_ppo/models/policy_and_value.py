@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -106,3 +107,7 @@ class PolicyAndValue(nn.Module):
             values[:, :-1].masked_fill(~response_mask, 0.0),
             values.gather(1, after_last).squeeze(1),
         )
+
+    def on_policy(self, function: Callable[[nn.Module], Any]) -> Any:
+        """Call `function` with the policy; FSDP registers this method to run the way it runs `forward`."""
+        return function(self.policy)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from trl.trainer.utils import use_adapter
 
-from rlhf_ppo.models.inputs import disable_dropout, freeze, is_peft_model, transformers_model
+from rlhf_ppo.models.inputs import disable_dropout, freeze, is_peft_model, is_sharded, transformers_model
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 
 INITIAL_ADAPTER = "ref"
@@ -99,6 +99,10 @@ def make_reference(
     if ref_model is not None:
         return Reference(FrozenPolicy(ref_model, temperature))
     if not is_peft_model(policy):
+        if is_sharded(policy):
+            raise ValueError(
+                "ref_model=None cannot copy a policy that ZeRO-3 has sharded; pass ref_model, or model as a path"
+            )
         return Reference(FrozenPolicy(copy.deepcopy(policy), temperature))
     if adapter_is_new:
         return Reference(None)
