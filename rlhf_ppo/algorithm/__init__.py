@@ -1,8 +1,8 @@
 """The mathematics of PPO from human feedback: pure tensor functions, one idea each.
 
 Read in the order the numbers flow: `penalties` turns scores into rewards per token, `advantages` rewards into
-advantages and returns, `masked` whitens them over every rank's real tokens, `losses` compares them with the model being
-trained. The room imports nothing but torch and itself.
+advantages and returns, `masked` whitens them over every rank's real tokens, `losses` compares them with the model in
+training. The room imports nothing but torch and itself.
 
 All functions compute in float32, whatever they are given. A mask is True on real tokens; what stands elsewhere, NaN
 and inf included, reaches no result.

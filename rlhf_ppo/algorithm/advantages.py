@@ -23,7 +23,7 @@ def gae(
         return_t = A_t + V_t
 
     The sum ends at the last real token: there `A_{t+1} = 0` and `V_{t+1}` is 0, or the row's bootstrap value if the
-    response was cut by its length rather than ended. Schulman et al., 1506.02438, section 3; PPO, 1707.06347, section 5.
+    response was cut by its length rather than ended. GAE, 1506.02438, section 3; PPO, 1707.06347, section 5.
 
     Args:
         rewards: `(B, T)`, in the reward's unit.

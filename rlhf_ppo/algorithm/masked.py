@@ -14,8 +14,8 @@ ReduceSum = Callable[[Tensor], Tensor]
 def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
     """Replace what is outside the mask by 0, in float32: `x_i if m_i else 0`.
 
-    Selected, not multiplied: NaN and inf in the padding vanish, and its gradient is 0, even where what is computed from
-    the result has none that is finite.
+    Selected, not multiplied: NaN and inf in the padding vanish, and its gradient is 0 even where that of what follows
+    is not finite.
 
     Args:
         values: Any shape, any dtype, any unit.

@@ -1,0 +1,201 @@
+"""One PPO update of two short responses, from scores to gradients, worked out by hand.
+
+Row 0 has three tokens and ends with the stop token; row 1 has two and was cut, so its third column is padding, filled
+with garbage. gamma 0.5, lam 0.8 (their product 0.4), kl_coef 0.2, penalty 1, both clip ranges 0.2.
+
+KL, k1 = logprob - ref_logprob:
+    row 0: -1.2 + 0.5 = -0.7    -0.4 + 0.9 = 0.5    -2.0 + 1.5 = -0.5
+    row 1: -0.9 + 0.8 = -0.1    -1.6 + 1.8 = 0.2
+Scores: 1.3 stands, 0.54 - 1 = -0.46 (no stop token).
+Rewards, -0.2 KL, plus the score at the last token:
+    row 0:  0.14    -0.10    0.10 + 1.30 = 1.40
+    row 1:  0.02    -0.04 - 0.46 = -0.50
+TD errors r + 0.5 V' - V, nothing after the last token:
+    row 0:  0.14 + 0.30 - 0.10 = 0.34    -0.10 + 0.20 - 0.60 = -0.50    1.40 - 0.40 = 1.00
+    row 1:  0.02 - 0.10 + 0.30 = 0.22    -0.50 + 0.20 = -0.30
+Advantages delta + 0.4 A', from the right:
+    row 0:  0.34 + 0.4 * -0.10 = 0.30    -0.50 + 0.4 * 1.00 = -0.10    1.00
+    row 1:  0.22 + 0.4 * -0.30 = 0.10    -0.30
+Returns A + V:
+    row 0:  0.4    0.5    1.4
+    row 1: -0.2   -0.5
+Whitening over the five: sum 1.0, mean 0.2; deviations 0.1, -0.3, 0.8, -0.1, -0.5; squares 0.01 + 0.09 + 0.64 + 0.01 +
+0.25 = 1.00; over 4: variance 0.25, deviation 0.5:
+    row 0:  0.2   -0.6    1.6
+    row 1: -0.2   -1.0
+"""
+
+import pytest
+import torch
+
+from rlhf_ppo.algorithm import (
+    approx_kl,
+    clipped_policy_loss,
+    clipped_value_loss,
+    explained_variance,
+    gae,
+    kl_estimate,
+    masked_mean,
+    masked_var,
+    masked_whiten,
+    penalize_missing_eos,
+    token_mean,
+    token_rewards,
+    zero_outside,
+)
+
+NAN, INF = float("nan"), float("inf")
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+LOGPROBS = torch.tensor([[-1.2, -0.4, -2.0], [-0.9, -1.6, NAN]])
+REF_LOGPROBS = torch.tensor([[-0.5, -0.9, -1.5], [-0.8, -1.8, -INF]])
+VALUES = torch.tensor([[0.1, 0.6, 0.4], [-0.3, -0.2, INF]])
+SCORES = torch.tensor([1.3, 0.54])
+STOPPED = torch.tensor([True, False])
+
+REWARDS = torch.tensor([[0.14, -0.10, 1.40], [0.02, -0.50, 0.0]])
+ADVANTAGES = torch.tensor([[0.3, -0.1, 1.0], [0.1, -0.3, 0.0]])
+RETURNS = torch.tensor([[0.4, 0.5, 1.4], [-0.2, -0.5, 0.0]])
+WHITENED = torch.tensor([[0.2, -0.6, 1.6], [-0.2, -1.0, 0.0]])
+
+
+def assert_equal(actual, expected):
+    torch.testing.assert_close(actual, torch.as_tensor(expected), atol=1e-6, rtol=0)
+
+
+def chain(estimator="k1", whiten_rewards=False, bootstrap_values=None):
+    """Run the library from scores to whitened advantages; return every stage."""
+    kl = kl_estimate(LOGPROBS, REF_LOGPROBS, estimator)
+    scores = penalize_missing_eos(SCORES, STOPPED, 1.0)
+    non_score_reward, rewards = token_rewards(kl, scores, MASK, kl_coef=0.2)
+    if whiten_rewards:
+        rewards = masked_whiten(rewards, MASK, shift_mean=False)
+    advantages, returns = gae(rewards, VALUES, MASK, gamma=0.5, lam=0.8, bootstrap_values=bootstrap_values)
+    return scores, non_score_reward, rewards, advantages, returns, masked_whiten(advantages, MASK)
+
+
+def test_scores_to_whitened_advantages():
+    scores, non_score_reward, rewards, advantages, returns, whitened = chain()
+    assert_equal(scores, [1.3, -0.46])
+    assert_equal(non_score_reward, [[0.14, -0.10, 0.10], [0.02, -0.04, 0.0]])
+    assert_equal(rewards, REWARDS)
+    assert_equal(advantages, ADVANTAGES)
+    assert_equal(masked_mean(advantages, MASK), 0.2)
+    assert_equal(masked_var(advantages, MASK), 0.25)
+    assert_equal(returns, RETURNS)
+    assert_equal(whitened, WHITENED)
+
+
+def test_policy_loss_and_gradient():
+    """The new probabilities are 1.5, 1.5, 0.5 and 0.5, 1.1 times the old: every corner of the clip.
+
+    row 0:  A  0.2, rho 1.5: -0.30 against clipped -0.24: -0.24, clipped, gradient 0
+            A -0.6, rho 1.5:  0.90 against         0.72:   0.90,          gradient -A rho = 0.9
+            A  1.6, rho 0.5: -0.80 against        -1.28:  -0.80,          gradient -0.8
+    row 1:  A -0.2, rho 0.5:  0.10 against         0.16:   0.16, clipped, gradient 0
+            A -1.0, rho 1.1:  1.10 on both:                1.10,          gradient 1.1
+    Sum 1.12, over 5 tokens 0.224; gradients over 5. Clipped 2 / 5. Ratio (1.5 + 1.5 + 0.5 + 0.5 + 1.1) / 5 = 1.02.
+    approx_kl: ln 1.5 = 0.4054651, ln 0.5 = -0.6931472, ln 1.1 = 0.0953102; halved squares 0.0822010, 0.2402265,
+    0.0045420; (2 * 0.0822010 + 2 * 0.2402265 + 0.0045420) / 5 = 0.1298794.
+    """
+    moved = torch.tensor([[0.4054651, 0.4054651, -0.6931472], [-0.6931472, 0.0953102, INF]])
+    logprobs = (LOGPROBS + moved).requires_grad_()
+    result = clipped_policy_loss(zero_outside(logprobs, MASK), LOGPROBS, WHITENED, cliprange=0.2)
+    loss = token_mean(result.loss, MASK, num_tokens=5)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+
+    assert_equal(zero_outside(result.loss, MASK), [[-0.24, 0.90, -0.80], [0.16, 1.10, 0.0]])
+    assert_equal(loss, 0.224)
+    assert_equal(gradient, [[0.0, 0.18, -0.16], [0.0, 0.22, 0.0]])
+    assert (result.clipped & MASK).tolist() == [[True, False, False], [True, False, False]]
+    assert_equal(masked_mean(result.clipped, MASK), 0.4)
+    assert_equal(masked_mean(result.ratio, MASK), 1.02)
+    assert_equal(masked_mean(approx_kl(logprobs, LOGPROBS), MASK), 0.1298794)
+
+
+def test_value_loss_and_gradient():
+    """Half the larger of two squared errors, clip range 0.2.
+
+    row 0:  V 0.45 (was  0.1, so  0.3), R  0.4: 0.05 against 0.10:  0.005, clipped, gradient 0
+            V 0.90 (was  0.6, so  0.8), R  0.5: 0.40 against 0.30:  0.080,          gradient V - R = 0.4
+            V 0.50 (was  0.4, itself),  R  1.4: 0.90 on both:       0.405,          gradient -0.9
+    row 1:  V -0.7 (was -0.3, so -0.5), R -0.2: 0.50 against 0.30:  0.125,          gradient -0.5
+            V -0.55 (was -0.2, so -0.4), R -0.5: 0.05 against 0.10: 0.005, clipped, gradient 0
+    Sum 0.62, over 5 tokens 0.124; gradients over 5. Clipped 2 / 5.
+    """
+    values = torch.tensor([[0.45, 0.90, 0.50], [-0.70, -0.55, NAN]], requires_grad=True)
+    result = clipped_value_loss(zero_outside(values, MASK), VALUES, RETURNS, cliprange_value=0.2)
+    loss = token_mean(result.loss, MASK, num_tokens=5)
+    (gradient,) = torch.autograd.grad(loss, values)
+
+    assert_equal(zero_outside(result.loss, MASK), [[0.005, 0.080, 0.405], [0.125, 0.005, 0.0]])
+    assert_equal(loss, 0.124)
+    assert_equal(gradient, [[0.0, 0.08, -0.18], [-0.10, 0.0, 0.0]])
+    assert (result.clipped & MASK).tolist() == [[True, False, False], [False, True, False]]
+    assert_equal(masked_mean(result.clipped, MASK), 0.4)
+
+
+def test_explained_variance():
+    # Var(R - V) = Var(A) = 0.25. Returns: mean 1.6 / 5 = 0.32, deviations 0.08, 0.18, 1.08, -0.52, -0.82, squares
+    # 0.0064 + 0.0324 + 1.1664 + 0.2704 + 0.6724 = 2.148, over 4: 0.537. 1 - 0.25 / 0.537 = 0.5344507.
+    assert_equal(explained_variance(VALUES, RETURNS, MASK), 0.5344507)
+
+
+def test_the_same_from_start_to_end():
+    """Nothing between the stages is rounded to make them fit: 0.224 + vf_coef 0.1 * 0.124 = 0.2364."""
+    *_, returns, whitened = chain()
+    logprobs = LOGPROBS + torch.tensor([[0.4054651, 0.4054651, -0.6931472], [-0.6931472, 0.0953102, 0.0]])
+    values = torch.tensor([[0.45, 0.90, 0.50], [-0.70, -0.55, NAN]])
+    policy = clipped_policy_loss(logprobs, LOGPROBS, whitened, cliprange=0.2)
+    value = clipped_value_loss(values, VALUES, returns, cliprange_value=0.2)
+    assert_equal(token_mean(policy.loss + 0.1 * value.loss, MASK, num_tokens=5), 0.2364)
+
+
+def test_k3():
+    """k3 = exp(-k1) - 1 + k1.
+
+    exp(0.7) - 1.7 = 2.0137527 - 1.7 = 0.3137527    exp(-0.5) - 0.5 = 0.1065307    exp(0.5) - 1.5 = 0.1487213
+    exp(0.1) - 1.1 = 0.0051709                      exp(-0.2) - 0.8 = 0.0187308
+    Rewards:    -0.0627505    -0.0213061     1.3 - 0.0297443 = 1.2702557
+                -0.0010342    -0.46 - 0.0037462 = -0.4637462
+    TD errors:  -0.0627505 + 0.3 - 0.1 = 0.1372495    -0.0213061 + 0.2 - 0.6 = -0.4213061    0.8702557
+                -0.0010342 - 0.1 + 0.3 = 0.1989658    -0.2637462
+    Advantages:  0.1372495 - 0.4 * 0.0732038 = 0.1079679    -0.4213061 + 0.4 * 0.8702557 = -0.0732038    0.8702557
+                 0.1989658 - 0.4 * 0.2637462 = 0.0934674    -0.2637462
+    Mean 0.7347410 / 5 = 0.1469482; variance 0.7446902 / 4 = 0.1861726, deviation 0.4314772.
+    """
+    _, non_score_reward, rewards, advantages, returns, whitened = chain(estimator="k3")
+    assert_equal(non_score_reward, [[-0.0627505, -0.0213061, -0.0297443], [-0.0010342, -0.0037462, 0.0]])
+    assert_equal(rewards, [[-0.0627505, -0.0213061, 1.2702557], [-0.0010342, -0.4637462, 0.0]])
+    assert_equal(advantages, [[0.1079679, -0.0732038, 0.8702557], [0.0934674, -0.2637462, 0.0]])
+    assert_equal(returns, [[0.2079679, 0.5267962, 1.2702557], [-0.2065326, -0.4637462, 0.0]])
+    assert_equal(whitened, [[-0.0903415, -0.5102287, 1.6763517], [-0.1239483, -0.9518333, 0.0]])
+
+
+def test_whiten_rewards_keeps_their_mean():
+    """Rewards 0.14, -0.10, 1.40, 0.02, -0.50: sum 0.96, mean 0.192.
+
+    Deviations -0.052, -0.292, 1.208, -0.172, -0.692; squares 0.002704 + 0.085264 + 1.459264 + 0.029584 + 0.478864 =
+    2.05568, over 4: 0.51392, root 0.7168821.
+    Rewards:    -0.0725363 + 0.192 = 0.1194637    -0.4073194 + 0.192 = -0.2153194    1.6850747 + 0.192 = 1.8770747
+                -0.2399279 + 0.192 = -0.0479279   -0.9652912 + 0.192 = -0.7732912
+    TD errors:   0.3194637    -0.6153194    1.4770747         0.1520721    -0.5732912
+    Advantages:  0.3194637 - 0.4 * 0.0244895 = 0.3096679    -0.6153194 + 0.4 * 1.4770747 = -0.0244895    1.4770747
+                 0.1520721 - 0.4 * 0.5732912 = -0.0772443   -0.5732912
+    Mean 1.1117176 / 5 = 0.2223435; variance 2.3656900 / 4 = 0.5914225, deviation 0.7690400.
+    """
+    _, non_score_reward, rewards, advantages, returns, whitened = chain(whiten_rewards=True)
+    assert_equal(non_score_reward, [[0.14, -0.10, 0.10], [0.02, -0.04, 0.0]])
+    assert_equal(rewards, [[0.1194637, -0.2153194, 1.8770747], [-0.0479279, -0.7732912, 0.0]])
+    assert_equal(masked_mean(rewards, MASK), 0.192)
+    assert_equal(advantages, [[0.3096679, -0.0244895, 1.4770747], [-0.0772443, -0.5732912, 0.0]])
+    assert_equal(returns, [[0.4096679, 0.5755105, 1.8770747], [-0.3772443, -0.7732912, 0.0]])
+    assert_equal(whitened, [[0.1135498, -0.3209625, 1.6315552], [-0.3895608, -1.0345817, 0.0]])
+
+
+def test_the_cut_row_bootstraps():
+    """Row 1's value after the cut is 0.8: delta_2 = -0.3 + 0.4 = 0.1, A_1 = 0.22 + 0.04 = 0.26. Row 0 ended: 0."""
+    *_, advantages, returns, whitened = chain(bootstrap_values=torch.tensor([0.0, 0.8]))
+    assert_equal(advantages, [[0.3, -0.1, 1.0], [0.26, 0.1, 0.0]])
+    assert_equal(returns, [[0.4, 0.5, 1.4], [-0.04, -0.1, 0.0]])
+    # Sum 1.56, mean 0.312; squares 0.000144 + 0.169744 + 0.473344 + 0.002704 + 0.044944 = 0.69088, over 4: 0.17272.
+    assert whitened[0, 2].item() == pytest.approx(0.688 / 0.4155960, abs=1e-6)

@@ -1,0 +1,170 @@
+"""Clipped losses, their gradients and their averages against NumPy loops and literals."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_ppo.algorithm.losses import (
+    approx_kl,
+    clipped_policy_loss,
+    clipped_value_loss,
+    explained_variance,
+    token_mean,
+)
+
+
+def oracle_policy(logprob, old_logprob, advantage, cliprange):
+    """One token: loss, ratio, clip flag and d loss / d logprob."""
+    ratio = math.exp(logprob - old_logprob)
+    if ratio > 1 + cliprange and advantage > 0:
+        return -advantage * (1 + cliprange), ratio, True, 0.0
+    if ratio < 1 - cliprange and advantage < 0:
+        return -advantage * (1 - cliprange), ratio, True, 0.0
+    return -advantage * ratio, ratio, False, -advantage * ratio
+
+
+def oracle_value(value, old_value, ret, cliprange):
+    """One token: loss, clip flag and d loss / d value."""
+    nearby = min(max(value, old_value - cliprange), old_value + cliprange)
+    if abs(nearby - ret) > abs(value - ret):
+        return 0.5 * (nearby - ret) ** 2, True, 0.0
+    return 0.5 * (value - ret) ** 2, False, value - ret
+
+
+def columns(oracle, *inputs):
+    """Apply a one-token oracle everywhere and return one array per output."""
+    flat = [oracle(*map(float, token)) for token in zip(*(x.ravel() for x in inputs), strict=True)]
+    return [np.array(column).reshape(inputs[0].shape) for column in zip(*flat, strict=True)]
+
+
+@pytest.mark.parametrize("cliprange", [0.1, 0.2, 0.4])
+@pytest.mark.parametrize("seed", range(4))
+def test_policy_loss_equals_the_oracle(seed, cliprange):
+    rng = np.random.default_rng(seed)
+    old, shift, advantages = rng.normal(-2, 1, (5, 8)), rng.normal(0, 0.6, (5, 8)), rng.normal(size=(5, 8))
+    expected = columns(lambda lp, o, a: oracle_policy(lp, o, a, cliprange), old + shift, old, advantages)
+    logprobs = torch.tensor(old + shift, dtype=torch.float32, requires_grad=True)
+    result = clipped_policy_loss(logprobs, torch.tensor(old), torch.tensor(advantages), cliprange)
+    result.loss.sum().backward()
+    assert logprobs.grad is not None
+    loss, ratio, clipped, gradient = expected
+    np.testing.assert_allclose(result.loss.detach().numpy(), loss, atol=1e-5)
+    np.testing.assert_allclose(result.ratio.detach().numpy(), ratio, rtol=1e-5)
+    np.testing.assert_array_equal(result.clipped.numpy(), clipped)
+    np.testing.assert_allclose(logprobs.grad.numpy(), gradient, atol=1e-5)
+    assert clipped.any()
+    assert not clipped.all()
+
+
+@pytest.mark.parametrize("cliprange", [0.1, 0.2, 1.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_value_loss_equals_the_oracle(seed, cliprange):
+    rng = np.random.default_rng(seed)
+    values, old, returns = rng.normal(0, 1, (3, 5, 8))
+    expected = columns(lambda v, o, r: oracle_value(v, o, r, cliprange), values, old, returns)
+    new = torch.tensor(values, dtype=torch.float32, requires_grad=True)
+    result = clipped_value_loss(new, torch.tensor(old), torch.tensor(returns), cliprange)
+    result.loss.sum().backward()
+    assert new.grad is not None
+    loss, clipped, gradient = expected
+    np.testing.assert_allclose(result.loss.detach().numpy(), loss, atol=1e-5)
+    np.testing.assert_array_equal(result.clipped.numpy(), clipped)
+    np.testing.assert_allclose(new.grad.numpy(), gradient, atol=1e-5)
+    assert clipped.any()
+    assert not clipped.all()
+
+
+def test_the_four_corners_of_the_policy_clip():
+    # rho 1.5 or 0.5, cliprange 0.2: a good token gains nothing past 1.2, a bad one nothing below 0.8; both still
+    # pay in full for having moved the wrong way.
+    logprobs = torch.tensor([1.5, 0.5, 1.5, 0.5]).log()
+    result = clipped_policy_loss(logprobs, torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, -1.0]), 0.2)
+    torch.testing.assert_close(result.loss, torch.tensor([-1.2, -0.5, 1.5, 0.8]))
+    assert result.clipped.tolist() == [True, False, False, True]
+
+
+def test_an_unmoved_policy_has_ratio_1_is_not_clipped_and_follows_the_advantage():
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    result = clipped_policy_loss(logprobs, logprobs.detach().clone(), torch.tensor([2.0, -3.0]), 0.2)
+    result.loss.sum().backward()
+    assert result.ratio.tolist() == [1.0, 1.0]
+    assert result.loss.tolist() == [-2.0, 3.0]
+    assert result.clipped.tolist() == [False, False]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-2.0, 3.0]
+
+
+def test_a_token_without_advantage_is_not_counted_as_clipped():
+    result = clipped_policy_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.0]), 0.2)
+    assert result.clipped.tolist() == [False]
+
+
+def test_values_within_the_clip_range_have_the_plain_squared_error():
+    result = clipped_value_loss(torch.tensor([0.1, -0.1]), torch.zeros(2), torch.tensor([1.0, 1.0]), 0.2)
+    torch.testing.assert_close(result.loss, torch.tensor([0.405, 0.605]))
+    assert result.clipped.tolist() == [False, False]
+
+
+def test_an_infinite_value_clip_range_turns_clipping_off():
+    values, returns = torch.tensor([5.0, -7.0]), torch.tensor([4.0, 0.0])
+    result = clipped_value_loss(values, torch.zeros(2), returns, math.inf)
+    assert result.loss.tolist() == [0.5, 24.5]
+    assert result.clipped.tolist() == [False, False]
+
+
+def test_losses_are_computed_in_float32():
+    def low(value):
+        return torch.tensor([value], dtype=torch.bfloat16)
+
+    # In bfloat16 -8.0625 - -0.0078125 would round to -8.0625, and 256 + 1 to 256.
+    policy = clipped_policy_loss(low(-8.0625), low(-0.0078125), low(1.0), 0.2)
+    assert policy.ratio.item() == pytest.approx(math.exp(-8.0546875), rel=1e-5)
+    assert approx_kl(low(-8.0625), low(-0.0078125)).item() == pytest.approx(0.5 * 8.0546875**2, rel=1e-6)
+    value = clipped_value_loss(low(256.0), low(256.0), low(-1.0), 9.0)
+    assert value.loss.item() == 0.5 * 257**2
+    for tensor in (policy.loss, policy.ratio, value.loss):
+        assert tensor.dtype == torch.float32
+
+
+def test_approx_kl_is_half_the_squared_log_ratio():
+    # 0.3^2 / 2 = 0.045, 0.4^2 / 2 = 0.08
+    kl = approx_kl(torch.tensor([-1.0, -2.4]), torch.tensor([-1.3, -2.0]))
+    torch.testing.assert_close(kl, torch.tensor([0.045, 0.08]))
+
+
+def test_token_mean_weighs_tokens_not_rows():
+    """D18: a row of 8 tokens with loss 1 and one of 1 token with loss 3 give 11 / 9, not the mean of 1 and 3."""
+    per_token = torch.tensor([[1.0] * 8, [3.0] + [float("nan")] * 7])
+    mask = torch.tensor([[True] * 8, [True] + [False] * 7])
+    assert token_mean(per_token, mask, 9).item() == pytest.approx(1.2222222, abs=1e-6)
+    halves = [token_mean(per_token[i : i + 1], mask[i : i + 1], 9) for i in range(2)]
+    assert float(halves[0] + halves[1]) == pytest.approx(1.2222222, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [0, -3])
+def test_token_mean_over_no_tokens_is_an_error(num_tokens):
+    with pytest.raises(ValueError, match=rf"num_tokens={num_tokens} is not positive"):
+        token_mean(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.bool), num_tokens)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_explained_variance_equals_numpy(seed):
+    rng = np.random.default_rng(seed)
+    values, returns = rng.normal(1, 2, (2, 4, 6))
+    mask = np.arange(6) < rng.integers(2, 7, 4)[:, None]
+    expected = 1 - np.var((returns - values)[mask], ddof=1) / np.var(returns[mask], ddof=1)
+    values[~mask] = returns[~mask] = np.nan
+    result = explained_variance(torch.tensor(values), torch.tensor(returns), torch.tensor(mask))
+    assert result.item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_explained_variance_at_its_marks():
+    returns, mask = torch.tensor([[1.0, 2.0, 4.0]]), torch.ones(1, 3, dtype=torch.bool)
+    assert explained_variance(returns, returns, mask).item() == 1.0
+    assert explained_variance(returns + 5, returns, mask).item() == 1.0  # a constant offset is not variance
+    assert explained_variance(torch.full((1, 3), 7.0), returns, mask).item() == pytest.approx(0.0, abs=1e-6)
+    assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
+    assert explained_variance(returns, torch.full((1, 3), 2.0), mask).item() == 0.0  # nothing to explain
+    assert explained_variance(returns, returns, torch.tensor([[True, False, False]])).item() == 0.0

@@ -1,0 +1,103 @@
+"""KL estimators, the missing-EOS penalty and where the reward lands."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_ppo.algorithm.penalties import kl_estimate, penalize_missing_eos, token_rewards
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_k1_and_k3_literals():
+    logprobs = torch.tensor([[-1.2, -0.4, -2.0]])
+    ref_logprobs = torch.tensor([[-0.5, -0.9, -2.0]])
+    # k3: exp(0.7) - 1 - 0.7 = 2.0137527 - 1.7; exp(-0.5) - 1 + 0.5 = 0.6065307 - 0.5.
+    k1, k3 = torch.tensor([[-0.7, 0.5, 0.0]]), torch.tensor([[0.3137527, 0.1065307, 0.0]])
+    torch.testing.assert_close(kl_estimate(logprobs, ref_logprobs, "k1"), k1, atol=1e-6, rtol=0)
+    torch.testing.assert_close(kl_estimate(logprobs, ref_logprobs, "k3"), k3, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_estimators_average_to_the_categorical_kl(estimator):
+    policy, reference = np.array([0.5, 0.2, 0.2, 0.1]), np.array([0.1, 0.3, 0.25, 0.35])
+    expected = sum(p * math.log(p / q) for p, q in zip(policy, reference, strict=True))
+    kl = kl_estimate(torch.tensor(policy).log()[None], torch.tensor(reference).log()[None], estimator)
+    assert float((policy * kl[0].numpy()).sum()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_k3_of_close_policies_is_not_rounded_away():
+    # (d^2 / 2) to first order; exp(-d) - 1 + d in float32 has an error of 6e-8, ten times the result.
+    d = torch.tensor([[1e-4, -1e-4, 1e-3]])
+    kl = kl_estimate(d, torch.zeros_like(d), "k3")
+    torch.testing.assert_close(kl, torch.tensor([[5e-9, 5e-9, 5e-7]]), rtol=1e-2, atol=0)
+
+
+def test_log_probabilities_are_subtracted_in_float32():
+    logprobs, ref = torch.tensor([[-8.0625]], dtype=torch.bfloat16), torch.tensor([[-0.0078125]], dtype=torch.bfloat16)
+    assert kl_estimate(logprobs, ref, "k1").item() == -8.0546875  # in bfloat16: -8.0625
+
+
+@pytest.mark.parametrize("estimator", ["k2", "K1", "", None])
+def test_an_unknown_estimator_is_an_error_that_names_the_choices(estimator):
+    with pytest.raises(ValueError, match=r"kl_estimator=.*'k1'.*'k3'.*unbiased"):
+        kl_estimate(torch.zeros(1, 1), torch.zeros(1, 1), estimator)
+
+
+def test_only_responses_without_the_stop_token_are_penalised():
+    scores = torch.tensor([1.0, -2.0, 0.5])
+    stopped = torch.tensor([True, False, False])
+    torch.testing.assert_close(penalize_missing_eos(scores, stopped, 1.5), torch.tensor([1.0, -3.5, -1.0]))
+    assert scores.tolist() == [1.0, -2.0, 0.5]  # the caller's scores are left alone
+
+
+def test_no_penalty_leaves_the_scores():
+    scores = penalize_missing_eos(torch.tensor([1.0, -2.0], dtype=torch.bfloat16), torch.tensor([True, False]), None)
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == [1.0, -2.0]
+
+
+def oracle_token_rewards(kl, scores, mask, kl_coef):
+    """Walk every response to its last real token and pay there."""
+    non_score, rewards = np.zeros(mask.shape), np.zeros(mask.shape)
+    for i in range(mask.shape[0]):
+        last = None
+        for t in range(mask.shape[1]):
+            if mask[i, t]:
+                non_score[i, t] = rewards[i, t] = -kl_coef * kl[i, t]
+                last = t
+        rewards[i, last] += scores[i]
+    return non_score, rewards
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("holes", [False, True])
+def test_rewards_equal_the_loop(seed, holes):
+    rng = np.random.default_rng(seed)
+    mask = np.arange(6) < rng.integers(1, 7, 5)[:, None]
+    if holes:  # a tool's tokens inside a response
+        mask &= rng.random(mask.shape) < 0.6
+        mask[:, 0] |= ~mask.any(axis=1)
+    kl, scores = np.where(mask, rng.normal(size=mask.shape), NAN), rng.normal(size=5)
+    tensors = torch.tensor(kl, dtype=torch.float32), torch.tensor(scores, dtype=torch.float32), torch.tensor(mask)
+    expected = oracle_token_rewards(kl, scores, mask, 0.3)
+    for result, oracle in zip(token_rewards(*tensors, kl_coef=0.3), expected, strict=True):
+        assert result.dtype == torch.float32
+        np.testing.assert_allclose(result.numpy(), oracle, atol=1e-6)
+
+
+def test_score_is_paid_at_the_last_real_token_of_any_raggedness():
+    """D16: full, short and one-token responses side by side; the predecessor paid some of them a token late."""
+    mask = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+    kl = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, NAN], [1.0, INF, -INF]])
+    non_score, rewards = token_rewards(kl, torch.tensor([10.0, 20.0, 30.0]), mask, kl_coef=0.5)
+    assert non_score.tolist() == [[-0.5, -1.0, -1.5], [-0.5, -1.0, 0.0], [-0.5, 0.0, 0.0]]
+    assert rewards.tolist() == [[-0.5, -1.0, 8.5], [-0.5, 19.0, 0.0], [29.5, 0.0, 0.0]]
+
+
+def test_an_empty_response_is_an_error_that_names_its_row():
+    mask = torch.tensor([[True, False], [True, True], [False, False]])
+    with pytest.raises(ValueError, match=r"response_mask.*row 2.*at least one"):
+        token_rewards(torch.zeros(3, 2), torch.zeros(3), mask, kl_coef=0.1)

@@ -1,0 +1,148 @@
+"""Break the algorithm room in one place at a time: its tests must notice every time."""
+
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+MUTATIONS = [
+    ("masked.py", "torch.where(mask, values.float(), 0.0)", "values.float() * mask"),
+    ("masked.py", "torch.where(mask, values.float(), 0.0)", "torch.where(~mask, values.float(), 0.0)"),
+    ("masked.py", "torch.where(mask, values.float(), 0.0)", "torch.where(mask, values, 0.0)"),
+    ("masked.py", "total / (num_tokens - 1).clamp(min=1)", "total / num_tokens.clamp(min=1)"),
+    ("masked.py", "(num_tokens - 1).clamp(min=1)", "(num_tokens - 1)"),
+    ("masked.py", "total / num_tokens.clamp(min=1)", "total / num_tokens"),
+    ("masked.py", "total / num_tokens.clamp(min=1)", "total / mask.numel()"),
+    ("masked.py", "mask.sum().float()", "torch.tensor(float(mask.shape[0] * mask.shape[1]))"),
+    ("masked.py", "sums if reduce_sum is None else reduce_sum(sums)", "sums"),
+    ("masked.py", "_sum_and_count(squares, mask, reduce_sum)", "_sum_and_count(squares, mask, None)"),
+    ("masked.py", "mean = masked_mean(values, mask, reduce_sum)", "mean = masked_mean(values, mask)"),
+    ("masked.py", "zero_outside(values.float() - mean, mask).square()", "zero_outside(values, mask).square()"),
+    ("masked.py", "zero_outside(values.float() - mean, mask)", "(zero_outside(values, mask) - mean)"),
+    ("masked.py", "whitened if shift_mean else whitened + mean", "whitened + mean"),
+    ("masked.py", "whitened if shift_mean else whitened + mean", "whitened + mean if shift_mean else whitened"),
+    ("masked.py", "(values.float() - mean) * torch.rsqrt", "(values.float() - mean) / torch.rsqrt"),
+    ("masked.py", "rsqrt(var + 1e-8)", "rsqrt(var + 1e-5)"),
+    ("masked.py", "if mask.shape != values.shape:", "if False:"),
+    ("penalties.py", "logprobs.float() - ref_logprobs.float()", "ref_logprobs.float() - logprobs.float()"),
+    ("penalties.py", "logprobs.float() - ref_logprobs.float()", "logprobs - ref_logprobs"),
+    ("penalties.py", "torch.expm1(-log_ratio) + log_ratio", "torch.expm1(log_ratio) - log_ratio"),
+    ("penalties.py", "torch.expm1(-log_ratio) + log_ratio", "(-log_ratio).exp() - 1 + log_ratio"),
+    ("penalties.py", "scores - penalty", "scores + penalty"),
+    ("penalties.py", "torch.where(stopped,", "torch.where(~stopped,"),
+    ("penalties.py", "zero_outside(-kl_coef *", "zero_outside(kl_coef *"),
+    ("penalties.py", "zero_outside(-kl_coef * kl.float(), response_mask)", "-kl_coef * kl.float()"),
+    ("penalties.py", "num_tokens_left == 1", "num_tokens_left == 2"),
+    ("penalties.py", "response_mask & (num_tokens_left == 1)", "(num_tokens_left == 1)"),
+    ("penalties.py", "response_mask.flip(1).cumsum(dim=1).flip(1)", "response_mask.cumsum(dim=1)"),
+    ("penalties.py", "if empty.any():", "if False:"),
+    ("advantages.py", "gamma * next_value", "lam * next_value"),
+    ("advantages.py", "gamma * lam * next_advantage", "lam * next_advantage"),
+    ("advantages.py", "gamma * lam * next_advantage", "gamma * next_advantage"),
+    ("advantages.py", "next_value - values[:, t]", "next_value + values[:, t]"),
+    ("advantages.py", "else bootstrap_values.float()", "else torch.zeros_like(bootstrap_values)"),
+    ("advantages.py", "torch.where(real, values[:, t], next_value)", "values[:, t]"),
+    ("advantages.py", "torch.where(real, advantages[:, t], next_advantage)", "advantages[:, t]"),
+    ("advantages.py", "advantages + values", "advantages + rewards"),
+    ("advantages.py", "advantages, advantages + values", "advantages, advantages - values"),
+    ("advantages.py", "rewards[:, t] + gamma", "rewards[:, t - 1] + gamma"),
+    ("losses.py", "unclipped_loss = -advantages * ratio\n", "unclipped_loss = advantages * ratio\n"),
+    ("losses.py", "logprobs.float() - old_logprobs.float()).exp()", "old_logprobs.float() - logprobs.float()).exp()"),
+    (
+        "losses.py",
+        "torch.maximum(unclipped_loss, clipped_loss), ratio",
+        "torch.minimum(unclipped_loss, clipped_loss), ratio",
+    ),
+    ("losses.py", "clamp(1 - cliprange, 1 + cliprange)", "clamp(max=1 + cliprange)"),
+    ("losses.py", "clamp(1 - cliprange, 1 + cliprange)", "clamp(min=1 - cliprange)"),
+    ("losses.py", "ratio, clipped_loss > unclipped_loss", "ratio, clipped_loss >= unclipped_loss"),
+    ("losses.py", "ratio, clipped_loss > unclipped_loss", "ratio, clipped_loss < unclipped_loss"),
+    (
+        "losses.py",
+        "torch.maximum(unclipped_loss, clipped_loss), clipped",
+        "torch.minimum(unclipped_loss, clipped_loss), clipped",
+    ),
+    ("losses.py", "torch.maximum(unclipped_loss, clipped_loss), clipped", "unclipped_loss, clipped"),
+    ("losses.py", "loss), clipped_loss > unclipped_loss", "loss), clipped_loss >= unclipped_loss"),
+    ("losses.py", "old_values - cliprange_value, old", "returns - cliprange_value, old"),
+    ("losses.py", "0.5 * (values - returns)", "(values - returns)"),
+    ("losses.py", "0.5 * (nearby_values - returns)", "(nearby_values - returns)"),
+    (
+        "losses.py",
+        "zero_outside(per_token, mask).sum() / num_tokens",
+        "zero_outside(per_token, mask).sum() / mask.sum()",
+    ),
+    ("losses.py", "zero_outside(per_token, mask).sum() / num_tokens", "per_token.float().sum() / num_tokens"),
+    ("losses.py", "0.5 * (logprobs.float()", "(logprobs.float()"),
+    (
+        "losses.py",
+        "masked_var(returns.float() - values.float(), mask, reduce_sum)",
+        "masked_var(values, mask, reduce_sum)",
+    ),
+    ("losses.py", "masked_var(returns, mask, reduce_sum)", "masked_var(returns, mask)"),
+    (
+        "losses.py",
+        "torch.where(returns_var > 0, 1 - residual_var / returns_var, 0.0)",
+        "1 - residual_var / returns_var",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def fresh_processes() -> Iterator[ProcessPoolExecutor]:
+    """Processes that have imported torch but not the package, a new one for every task."""
+    context = multiprocessing.get_context("forkserver")
+    # sympy: torch.testing takes a second to import it at its first comparison.
+    context.set_forkserver_preload(["hypothesis", "pytest", "sympy", "torch.testing"])
+    with ProcessPoolExecutor(max_workers=1, mp_context=context, max_tasks_per_child=1) as pool:
+        yield pool
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Path:
+    """A copy of the algorithm room and its tests alone, in an otherwise empty package."""
+    no_cache = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "rlhf_ppo" / "algorithm", tmp_path / "rlhf_ppo" / "algorithm", ignore=no_cache)
+    shutil.copytree(ROOT / "tests" / "algorithm", tmp_path / "tests", ignore=no_cache)
+    (tmp_path / "rlhf_ppo" / "__init__.py").touch()
+    # First on the path, so that the sandbox's package shadows any installed one.
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\npythonpath = .\naddopts = -x -p no:terminal --import-mode=importlib\n"
+    )
+    return tmp_path
+
+
+def failing_tests(sandbox: Path, fresh_processes: ProcessPoolExecutor) -> list[str]:
+    """Run the sandbox's tests up to the first failure and name it."""
+    report = sandbox / "report.xml"
+    fresh_processes.submit(
+        pytest.main, ["-c", str(sandbox / "pytest.ini"), f"--junitxml={report}", str(sandbox)]
+    ).result()
+    cases = ElementTree.parse(report).getroot().findall(".//testcase")
+    assert cases, "no test ran"
+    return [str(case.get("name")) for case in cases if case.find("failure") is not None]
+
+
+@pytest.mark.slow
+def test_the_untouched_copy_passes(sandbox: Path, fresh_processes: ProcessPoolExecutor):
+    assert failing_tests(sandbox, fresh_processes) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "original", "mutant"), MUTATIONS)
+def test_the_mutant_is_killed(
+    sandbox: Path, fresh_processes: ProcessPoolExecutor, file: str, original: str, mutant: str
+):
+    path = sandbox / "rlhf_ppo" / "algorithm" / file
+    source = path.read_text()
+    assert source.count(original) == 1, f"{original!r} is not there exactly once: bring the mutation up to date"
+    path.write_text(source.replace(original, mutant))
+    killers = failing_tests(sandbox, fresh_processes)
+    assert killers, "the mutant survived"
+    print(f"{file}: {mutant!r} killed by {killers[0]}")
