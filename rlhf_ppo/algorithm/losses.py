@@ -1,7 +1,7 @@
 """PPO's clipped losses, token by token, and how tokens are averaged.
 
-The losses know no mask: hand them the trained model's log-probabilities and values through `zero_outside`, so that
-padding gets no gradient whatever it holds, and average with `token_mean`, which drops it.
+The losses know no mask: give them log-probabilities and values whose padding was replaced by selection (`zero_outside`
+or `masked_fill`), so that it gets no gradient whatever it held, and average with `token_mean`, which drops it.
 """
 
 from __future__ import annotations
