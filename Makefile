@@ -9,7 +9,6 @@ PYTHON_BASE ?= $(shell $(find_python))
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
-EXTRAS := dev,peft,wandb
 WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS)
 FAST := not learning and not slow and not distributed
@@ -63,20 +62,21 @@ clean: ## Remove the environments and what was built
 	rm -rf $(VENV) $(VENV)-oldest site dist .pytest_cache .ruff_cache
 
 # torch goes first and pinned, so that nothing that is installed after it can choose another build.
+# Arguments: the environment, its constraints, the extra with the tools.
 define make_venv
 	@test -n "$(PYTHON_BASE)" || { echo "No Python >= 3.11 with venv found; name one with PYTHON_BASE=..."; exit 1; }
 	$(PYTHON_BASE) -m venv $(1)
-	$(1)/bin/python -m pip install --quiet -c $(2) torch
-	$(1)/bin/python -m pip install --quiet -c $(2) -e ".[$(EXTRAS)]"
+	$(1)/bin/python -m pip install --quiet --no-compile -c $(2) torch
+	$(1)/bin/python -m pip install --quiet --no-compile -c $(2) -e ".[$(3),peft,wandb]"
 	@touch $@
 endef
 
 $(VENV)/installed: pyproject.toml constraints.txt
-	$(call make_venv,$(VENV),constraints.txt)
+	$(call make_venv,$(VENV),constraints.txt,dev)
 
 $(VENV)-oldest/installed: pyproject.toml constraints-oldest.txt
-	$(call make_venv,$(VENV)-oldest,constraints-oldest.txt)
+	$(call make_venv,$(VENV)-oldest,constraints-oldest.txt,test)
 
 $(VENV)/installed-docs: $(VENV)/installed
-	$(PYTHON) -m pip install --quiet -c constraints.txt -e ".[docs]"
+	$(PYTHON) -m pip install --quiet --no-compile -c constraints.txt -e ".[docs]"
 	@touch $@
