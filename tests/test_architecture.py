@@ -29,7 +29,7 @@ FLOORS = (
         "sizes",
         "validation",
     },
-    {"data", "evaluation", "generation", "models", "reporting", "rewards"},
+    {"data", "distributed", "evaluation", "generation", "models", "reporting", "rewards"},
     {"assembly", "seams", "trainer"},
     {"cli", "demo"},
 )
