@@ -29,7 +29,7 @@ FLOORS = (
         "sizes",
         "validation",
     },
-    {"data", "distributed", "evaluation", "generation", "models", "reporting", "rewards"},
+    {"checkpoints", "data", "distributed", "evaluation", "generation", "models", "reporting", "rewards"},
     {"assembly", "seams", "trainer"},
     {"cli", "demo"},
 )
