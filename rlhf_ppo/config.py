@@ -1,0 +1,304 @@
+"""PPOConfig: every number of a PPO run, checked before anything is loaded."""
+
+# The fields that replace some of TrainingArguments' (a property, or types without None) do so on purpose.
+# pyright: reportIncompatibleVariableOverride=false, reportIncompatibleMethodOverride=false
+
+import functools
+import inspect
+import math
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_type_hints
+
+import torch
+from transformers import TrainingArguments
+from transformers.utils import logging
+from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available
+
+from rlhf_ppo.inherited_arguments import RejectsRemoved, reject_unsupported
+from rlhf_ppo.sizes import batch_sizes, run_length
+from rlhf_ppo.validation import Interval, check_range, check_type
+
+logger = logging.get_logger(__name__)
+
+_POSITIVE = Interval(0, math.inf, open_low=True)
+_NOT_NEGATIVE = Interval(0, math.inf)
+_AT_LEAST_ONE = Interval(1, math.inf)
+
+RANGES: dict[str, Interval] = {
+    **dict.fromkeys(("temperature", "cliprange", "cliprange_value", "missing_eos_penalty"), _POSITIVE),
+    **dict.fromkeys(("num_train_epochs",), _POSITIVE),
+    **dict.fromkeys(("kl_coef", "vf_coef", "learning_rate", "max_grad_norm", "logging_steps"), _NOT_NEGATIVE),
+    **dict.fromkeys(("top_k", "num_sample_generations", "stop_token_id"), _NOT_NEGATIVE),
+    **dict.fromkeys(("response_length", "num_ppo_epochs", "num_mini_batches", "total_episodes"), _AT_LEAST_ONE),
+    **dict.fromkeys(("local_rollout_forward_batch_size", "max_prompt_length", "dataset_num_proc"), _AT_LEAST_ONE),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), _AT_LEAST_ONE),
+    **dict.fromkeys(("gradient_accumulation_steps",), _AT_LEAST_ONE),
+    **dict.fromkeys(("gamma", "lam", "min_p"), Interval(0, 1)),
+    "top_p": Interval(0, 1, open_low=True),
+    "warmup_ratio": Interval(0, 1, open_high=True),
+}
+"""The values that a number may have."""
+
+
+def _option(default: Any, help: str, **argparse: Any) -> Any:
+    """Return a dataclass field with a default and the text that `--help` shows."""
+    return field(default=default, metadata={"help": help, **argparse})
+
+
+@dataclass(repr=False)  # TrainingArguments' own repr hides tokens
+class PPOConfig(RejectsRemoved, TrainingArguments):
+    """Arguments of `PPOTrainer`: those of `transformers.TrainingArguments` and PPO's own.
+
+    Each field's `help` is its documentation; `HfArgumentParser` and `TrlParser` can set all of them. Unlike in
+    `TrainingArguments`, `learning_rate` is 3e-6, `logging_steps` 10, `gradient_checkpointing` and
+    `dataloader_drop_last` are True, `bf16` is True where the device can do it, and the best model is that of the
+    highest "score".
+
+    One step of the trainer is one PPO update, on `batch_size` episodes. The fields whose help begins with "Derived"
+    are None until the trainer calls `fill_derived`; `world_size` is a property in TrainingArguments, a field here.
+
+    Inherited arguments that PPO cannot honour are errors, as are those that `TrainingArguments` no longer has: see
+    `rlhf_ppo.inherited_arguments`.
+
+    Raises:
+        TypeError: An argument has the wrong type, or is one that `TrainingArguments` no longer has.
+        ValueError: An argument is out of its range, contradicts another or cannot be honoured.
+    """
+
+    # --- Inherited, with other defaults ---
+    learning_rate: float = _option(3e-6, "Initial learning rate of the optimizer.")
+    logging_steps: float = _option(
+        10, "Log every that many PPO updates; below 1 it is a share of all updates, such as 0.1."
+    )
+    gradient_checkpointing: bool = _option(
+        True, "Recompute activations in the backward pass: less memory, about a fifth slower."
+    )
+    bf16: bool | None = _option(
+        None,
+        "Compute in bfloat16 (mixed precision). If not set: True unless fp16 is set or there is no accelerator that "
+        "can do it.",
+        nargs="?",
+        const=True,
+    )
+    dataloader_drop_last: bool = _option(True, "Leave out the last, smaller batch of an epoch; False is an error.")
+    warmup_ratio: float | None = _option(
+        None, "Share of all updates with a linear warm-up of the learning rate; the same as warmup_steps below 1."
+    )
+
+    # --- Experiment, models, data ---
+    exp_name: str = _option("ppo_config", "Name of the experiment; run_name is <exp_name>__<seed> if not set.")
+    sft_model_path: str = _option(
+        "EleutherAI/pythia-160m", "Path of the SFT model: policy and reference at the start."
+    )
+    reward_model_path: str = _option("EleutherAI/pythia-160m", "Path of the reward model.")
+    model_adapter_name: str | None = _option(None, "Name of the PEFT adapter to train, if there are several.")
+    ref_adapter_name: str | None = _option(None, "Name of the PEFT adapter that is the reference.")
+    dataset_num_proc: int | None = _option(None, "Number of processes that tokenize the data set.")
+    max_prompt_length: int | None = _option(
+        None, "Longest prompt, in tokens: longer ones are dropped. None: no limit."
+    )
+
+    # --- Rollout ---
+    total_episodes: int | None = _option(
+        None, "Number of episodes of the whole run. If not set: num_train_epochs times the number of prompts."
+    )
+    response_length: int = _option(53, "Longest response, in tokens.")
+    temperature: float = _option(0.7, "Sampling temperature; logits are divided by it in every log-probability.")
+    top_k: int = _option(0, "Sample from the k most likely tokens only; 0: from all.")
+    top_p: float = _option(1.0, "Sample from the most likely tokens whose probabilities sum to p; 1: from all.")
+    min_p: float | None = _option(
+        None, "Sample only tokens at least this many times as likely as the likeliest one; None: from all."
+    )
+    stop_token: Literal["eos"] | None = _option(
+        None, "'eos': the tokenizer's EOS token ends a response. For another token use stop_token_id instead."
+    )
+    stop_token_id: int | None = _option(None, "Id of the token that ends a response; not together with stop_token.")
+    local_rollout_forward_batch_size: int = _option(
+        64, "Rows per forward pass without gradient in the rollout, on each process."
+    )
+    ds3_gather_for_generation: bool = _option(
+        True,
+        "With DeepSpeed ZeRO-3, gather the policy's weights for generation: faster, but the whole policy must fit on "
+        "one device.",
+    )
+    num_sample_generations: int = _option(10, "How often to print a table of samples in the run; 0: never.")
+
+    # --- Reward ---
+    reward_weights: list[float] | None = _option(  # noqa: RUF009 (a new field object, no shared list)
+        None, "Weight of each reward: the reward model first, then reward_funcs in their order. None: all 1."
+    )
+    missing_eos_penalty: float | None = _option(
+        None, "Subtracted from the score of a response that lacks the stop token; must be positive."
+    )
+    bootstrap_truncated: bool = _option(
+        False,
+        "Let a response that was cut by response_length, without stop token, end with the value estimate at the cut "
+        "instead of 0.",
+    )
+    kl_coef: float = _option(0.05, "Coefficient of the per-token KL penalty, in reward per nat.")
+    kl_estimator: Literal["k1", "k3"] = _option(
+        "k1",
+        "KL estimator (http://joschu.net/blog/kl-approx.html): 'k1', the log-ratio, or 'k3', of lower variance; both "
+        "are unbiased. 'k2' is biased and only logged (policy/approxkl_avg).",
+    )
+    whiten_rewards: bool = _option(False, "Scale the token rewards to variance 1, their mean kept.")
+
+    # --- Optimization ---
+    num_ppo_epochs: int = _option(4, "Passes over each rollout.")
+    num_mini_batches: int = _option(1, "Mini-batches, and so optimizer steps, per pass.")
+    gamma: float = _option(1.0, "Discount factor per token.")
+    lam: float = _option(0.95, "Lambda of generalized advantage estimation.")
+    cliprange: float = _option(0.2, "How far the importance ratio may leave 1 before its gain is clipped.")
+    cliprange_value: float = _option(0.2, "How far a value may leave the rollout's estimate before it is clipped.")
+    vf_coef: float = _option(0.1, "Weight of the value loss.")
+
+    # --- Derived: None until fill_derived ---
+    world_size: int | None = _option(None, "Derived: number of processes.")
+    local_batch_size: int | None = _option(
+        None, "Derived: episodes per update and process: per_device_train_batch_size x gradient_accumulation_steps."
+    )
+    micro_batch_size: int | None = _option(None, "Derived: per_device_train_batch_size x world_size.")
+    batch_size: int | None = _option(None, "Derived: episodes per update: local_batch_size x world_size.")
+    local_mini_batch_size: int | None = _option(None, "Derived: local_batch_size / num_mini_batches.")
+    mini_batch_size: int | None = _option(None, "Derived: batch_size / num_mini_batches.")
+    num_total_batches: int | None = _option(None, "Derived: number of PPO updates: total_episodes / batch_size.")
+
+    def __post_init__(self) -> None:
+        """Settle the defaults that depend on other fields, validate, and let TrainingArguments set up the devices."""
+        self._filled: dict[str, Any] = {}
+        if self.bf16 is None:
+            self.bf16 = not self._launched_in_fp16() and self._accelerator_has_bf16()
+        self._mirror_checkpointing()
+        if self.warmup_ratio is not None and self.warmup_steps == 0:
+            self.warmup_steps = self.warmup_ratio
+        if self.metric_for_best_model is None and self._compares_models():
+            self.metric_for_best_model = "score"
+        self.validate()
+        world_size = self.world_size
+        super().__post_init__()
+        self.world_size = world_size
+        self.validate()  # again: TrainingArguments has read accelerator_config
+
+    def _launched_in_fp16(self) -> bool:
+        return self.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
+
+    def _accelerator_has_bf16(self) -> bool:
+        on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+        if not on_cpu and (is_torch_bf16_gpu_available() or is_torch_xla_available()):
+            return True
+        logger.warning_once(
+            "bf16 stays off: no accelerator is used that can do it. (bf16=True, use_cpu=True forces it.)"
+        )
+        return False
+
+    def _mirror_checkpointing(self) -> None:
+        """Pass `gradient_checkpointing` on under its new name, where there is one and the user did not set it."""
+        for old, new in (
+            ("gradient_checkpointing", "activation_checkpointing"),
+            ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+        ):
+            if getattr(self, new, False) is None:
+                setattr(self, new, getattr(self, old))
+
+    def _compares_models(self) -> bool:
+        by_metric = self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        return self.load_best_model_at_end or self.save_strategy == "best" or by_metric
+
+    @functools.cached_property
+    def _setup_devices(self) -> torch.device:
+        """Set up the devices; right afterwards TrainingArguments reads the world size for DeepSpeed."""
+        device = super()._setup_devices
+        self.world_size = self._num_processes()
+        return device
+
+    def _num_processes(self) -> int:
+        state: Any = self.distributed_state
+        return 1 if state is None else state.num_processes
+
+    def validate(self) -> None:
+        """Check every field's type and range, and those that exclude each other.
+
+        Raises:
+            TypeError: A field has the wrong type.
+            ValueError: A field is out of its range, contradicts another or cannot be honoured.
+        """
+        reject_unsupported(self)
+        helps = {f.name: str(f.metadata.get("help", "")) for f in fields(self)}
+        for name, annotation in _checked_annotations().items():
+            check_type(name, getattr(self, name), annotation, helps[name])
+        for name, interval in RANGES.items():
+            check_range(name, getattr(self, name), interval, helps[name])
+        if self.stop_token is not None and self.stop_token_id is not None:
+            raise ValueError(
+                f"stop_token={self.stop_token!r} and stop_token_id={self.stop_token_id} exclude each other; leave one "
+                "None"
+            )
+        if self.warmup_ratio is not None and self.warmup_steps != self.warmup_ratio:
+            raise ValueError(
+                f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} contradict each other; set "
+                "warmup_steps alone, which is a share of the run below 1"
+            )
+        weights = self.reward_weights
+        if weights is not None and not (weights and all(map(math.isfinite, weights))):
+            raise ValueError(f"reward_weights={weights} must hold one finite number for each reward")
+        self._batch_sizes(num_processes=1, num_examples=None)
+
+    def _batch_sizes(self, num_processes: int, num_examples: int | None) -> dict[str, int]:
+        accumulation = self.gradient_accumulation_steps
+        return batch_sizes(
+            self.per_device_train_batch_size, accumulation, self.num_mini_batches, num_processes, num_examples
+        )
+
+    def fill_derived(self, num_processes: int, num_examples: int | None) -> None:
+        """Fill the derived fields, and `total_episodes`, `max_steps` and `run_name` where they are not set.
+
+        The trainer calls it before `Trainer.__init__`, which reads the world size, and may call it again: what an
+        earlier call filled is computed anew, what the user has set stays. See `rlhf_ppo.sizes` for the numbers.
+
+        Args:
+            num_processes: Processes that train together.
+            num_examples: Prompts of the training set, or None if it has no length.
+
+        Raises:
+            ValueError: The training set is smaller than one batch, the length of the run is unknown or given twice, or
+                a derived field was set to another number than follows from the others.
+        """
+        self.validate()
+        sizes = self._batch_sizes(num_processes, num_examples)
+        max_steps, total_episodes = self._given("max_steps"), self._given("total_episodes")
+        sizes |= run_length(sizes["batch_size"], num_examples, self.num_train_epochs, max_steps, total_episodes)
+        for name in sizes.keys() - {"total_episodes"}:
+            if self._given(name) not in (None, sizes[name]):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} was set, but {sizes[name]} follows from the other arguments; leave "
+                    "it None"
+                )
+        filled = sizes | {"max_steps": sizes["num_total_batches"], "run_name": f"{self.exp_name}__{self.seed}"}
+        self._filled = {name: value for name, value in filled.items() if self._given(name) is None}
+        for name, value in self._filled.items():
+            setattr(self, name, value)
+
+    def _given(self, name: str) -> Any:
+        """Return what the user set, or None where the value is unset or only what `fill_derived` wrote."""
+        value = getattr(self, name)
+        unset = name == "max_steps" and value <= 0
+        return None if unset or value == self._filled.get(name) else value
+
+    def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
+        """Let the main process run the block first; fills `world_size`, which TrainingArguments compares with 1."""
+        if self.world_size is None:
+            self.world_size = self._filled["world_size"] = self._num_processes()
+        return super().main_process_first(local, desc)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments as JSON values; TrainingArguments would hide `stop_token` as if it were a password."""
+        return super().to_dict() | {"stop_token": self.stop_token}
+
+
+@functools.cache
+def _checked_annotations() -> dict[str, Any]:
+    """Return the types of PPO's own fields and of the inherited ones that have a range."""
+    hints = get_type_hints(PPOConfig)
+    return {name: hints[name] for name in (*inspect.get_annotations(PPOConfig), *RANGES)}

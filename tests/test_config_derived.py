@@ -1,0 +1,118 @@
+"""PPOConfig.fill_derived: the numbers that follow from others, filled once or several times."""
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+from transformers import TrainingArguments
+
+from rlhf_ppo.config import PPOConfig
+
+DERIVED = (
+    *("world_size", "local_batch_size", "micro_batch_size", "batch_size", "local_mini_batch_size", "mini_batch_size"),
+    "num_total_batches",
+)
+
+
+def make(**arguments: Any) -> PPOConfig:
+    return PPOConfig(**arguments)
+
+
+def test_derived_fields_by_hand():
+    args = PPOConfig(
+        per_device_train_batch_size=4, gradient_accumulation_steps=3, num_mini_batches=2, num_train_epochs=1.5
+    )
+    assert [getattr(args, name) for name in DERIVED] == [None] * 7
+    args.fill_derived(num_processes=2, num_examples=100)
+    assert {name: getattr(args, name) for name in DERIVED} == {
+        "world_size": 2,
+        "local_batch_size": 12,  # 4 x 3
+        "micro_batch_size": 8,  # 4 x 2
+        "batch_size": 24,  # 12 x 2
+        "local_mini_batch_size": 6,  # 12 / 2
+        "mini_batch_size": 12,  # 24 / 2
+        "num_total_batches": 7,  # 150 / 24 = 6.25
+    }
+    assert args.total_episodes == 150  # 1.5 x 100
+    assert args.max_steps == 7
+    assert args.run_name == "ppo_config__42"
+
+
+@pytest.mark.parametrize("num_examples", [100, None])
+def test_what_was_set_stays_whatever_the_number_of_processes(num_examples: int | None):
+    by_steps, by_episodes = PPOConfig(max_steps=5, run_name="mine"), PPOConfig(total_episodes=100)
+    for num_processes in (1, 2, 2, 1):
+        by_steps.fill_derived(num_processes, num_examples)
+        assert (by_steps.num_total_batches, by_steps.max_steps, by_steps.run_name) == (5, 5, "mine")
+        assert by_steps.total_episodes == 5 * 8 * num_processes
+        by_episodes.fill_derived(num_processes, num_examples)
+        assert by_episodes.total_episodes == 100
+        assert by_episodes.num_total_batches == by_episodes.max_steps == {1: 13, 2: 7}[num_processes]
+
+
+def test_what_was_not_set_is_computed_anew():
+    args = PPOConfig(num_train_epochs=1)
+    args.fill_derived(1, 80)
+    assert (args.total_episodes, args.num_total_batches) == (80, 10)
+    args.num_train_epochs, args.per_device_train_batch_size, args.seed = 2, 16, 1
+    args.fill_derived(2, 96)
+    assert (args.total_episodes, args.num_total_batches, args.max_steps, args.batch_size) == (192, 6, 6, 32)
+    assert args.run_name == "ppo_config__1"
+    args.max_steps = 3
+    args.fill_derived(2, 96)
+    assert (args.total_episodes, args.num_total_batches) == (96, 3)
+
+
+def test_a_filled_config_can_be_copied():
+    args = PPOConfig(num_train_epochs=1)
+    args.fill_derived(1, 80)
+    for copied in (copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        copied.fill_derived(1, 160)
+        assert copied.num_total_batches == 20
+    replaced = dataclasses.replace(args, learning_rate=1e-4)
+    replaced.fill_derived(1, 80)
+    assert (replaced.num_total_batches, replaced.learning_rate) == (10, 1e-4)
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_derived_field_that_contradicts_the_others(name: str):
+    args = make(**{name: 999})
+    assert getattr(args, name) == 999
+    with pytest.raises(ValueError, match=f"{name}=999 was set, but"):
+        args.fill_derived(2, 100)
+    assert getattr(args, name) == 999
+
+
+def test_a_failed_filling_changes_nothing():
+    args = PPOConfig()
+    with pytest.raises(ValueError, match="7 prompts, fewer than the 8"):
+        args.fill_derived(1, 7)
+    assert [getattr(args, name) for name in (*DERIVED, "total_episodes", "run_name")] == [None] * 9
+
+
+def test_deepspeed_reads_the_real_world_size_and_afterwards_it_is_none(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("deepspeed")
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+
+    seen: list[int] = []
+
+    def process_fsdp_then_deepspeed(self: TrainingArguments) -> None:
+        deepspeed = HfTrainerDeepSpeedConfig({"train_batch_size": "auto"})
+        deepspeed.trainer_config_process(self)
+        seen.append(deepspeed.config["train_batch_size"])
+
+    monkeypatch.setattr(TrainingArguments, "_process_fsdp_args", process_fsdp_then_deepspeed)
+    args = PPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=3)
+    unset_hf_deepspeed_config()
+    assert seen == [12]
+    assert args.world_size is None
+
+
+def test_main_process_first_works_before_the_trainer_exists():
+    args = PPOConfig()
+    with args.main_process_first(desc="tokenizing"):
+        pass
+    args.fill_derived(2, 100)
+    assert args.world_size == 2
