@@ -18,17 +18,7 @@ INNER_FILES = [path for path in FILES if path != PACKAGE / "__init__.py"]
 # A room imports from its own floor and those before it, never from one after it.
 FLOORS = (
     {"algorithm"},
-    {
-        "batch",
-        "checkpoints",
-        "config",
-        "distributed",
-        "inherited_arguments",
-        "prompts",
-        "reproducibility",
-        "sizes",
-        "validation",
-    },
+    {"batch", "config", "inherited_arguments", "prompts", "reproducibility", "sizes", "validation"},
     {"checkpoints", "data", "distributed", "evaluation", "generation", "models", "reporting", "rewards"},
     {"assembly", "seams", "trainer"},
     {"cli", "demo"},
