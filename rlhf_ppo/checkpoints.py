@@ -12,13 +12,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from accelerate.logging import get_logger
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+
+from rlhf_ppo.models.inputs import is_peft_model
 
 logger = get_logger(__name__)
 
@@ -122,39 +124,46 @@ def check_fits(model: nn.Module, directory: str) -> None:
     """Check that the safetensors files in `directory` hold the parameters of `model`, by name and shape.
 
     Args:
-        model: The model that is about to be loaded into.
+        model: The model that is about to be loaded into; of a `PeftModel` only the active adapter is saved.
         directory: A checkpoint's directory, or its `value_model/`.
 
     Raises:
         ValueError: A parameter is missing, unknown, or of another shape.
     """
-    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    saved = dict(_saved_shapes(directory))
+    refusal = f"resume_from_checkpoint={directory!r} is of another model"
+    fix = "pass the model that the run was started with"
+    own = {name: tuple(value.shape) for name, value in _state_to_save(model).items()}
+    files = "adapter_model.safetensors" if is_peft_model(model) else "model*.safetensors"
+    saved = dict(_saved_shapes(directory, files))
     if not saved:
-        return  # no safetensors here: adapters and sharded engines are checked by what loads them
+        raise ValueError(f"{refusal}: it holds no {files}; {fix}")
     for name, shape in saved.items():
         if name not in own or own[name] != shape:
             here = f"has shape {own[name]}" if name in own else "does not exist"
             raise ValueError(
-                f"resume_from_checkpoint={directory!r} is of another model: its {name} has shape {shape}, which in "
-                f"the model that was passed {here}; pass the model that the run was started with"
+                f"{refusal}: its {name} has shape {shape}, which in the model that was passed {here}; {fix}"
             )
     missing = own.keys() - saved.keys() - _tied_names(model, saved.keys())
     if missing:
-        raise ValueError(
-            f"resume_from_checkpoint={directory!r} is of another model: it lacks {sorted(missing)[:3]}; pass the "
-            "model that the run was started with"
-        )
+        raise ValueError(f"{refusal}: it lacks {sorted(missing)[:3]}; {fix}")
 
 
-def _saved_shapes(directory: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for path in Path(directory).glob("model*.safetensors"):
+def _state_to_save(model: nn.Module) -> dict[str, Tensor]:
+    if not is_peft_model(model):
+        return model.state_dict()
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, adapter_name=cast(Any, model).active_adapter)
+
+
+def _saved_shapes(directory: str, files: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for path in Path(directory).glob(files):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
+            for name in file.keys():
                 yield name, tuple(file.get_slice(name).get_shape())
 
 
 def _tied_names(model: nn.Module, saved: Any) -> set[str]:
-    state: dict[str, Tensor] = model.state_dict()
+    state = _state_to_save(model)
     storages = {state[name].data_ptr() for name in saved}
     return {name for name, value in state.items() if value.data_ptr() in storages}

@@ -12,16 +12,17 @@ from accelerate.utils import set_seed
 
 
 @contextmanager
-def isolated_rng(seed: int) -> Iterator[None]:
-    """Seed every generator inside the block, differently on each rank, and restore them all after it.
+def isolated_rng(seed: int, device_specific: bool = True) -> Iterator[None]:
+    """Seed every generator inside the block and restore them all after it.
 
     Args:
-        seed: Base seed; the rank is added.
+        seed: Base seed.
+        device_specific: Whether to add the rank, so that every rank draws other numbers.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        set_seed(seed, device_specific=True)
+        set_seed(seed, device_specific=device_specific)
         try:
             yield
         finally:

@@ -1,0 +1,106 @@
+"""What the tests of the trainer's behaviour share: a small run, its end, and how it is cut short."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from rlhf_ppo import PPOTrainer
+
+gc.freeze()  # `train` collects garbage, and walking all imported modules for it takes longer than an update
+
+QUICK: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "num_ppo_epochs": 1,
+    "num_mini_batches": 1,
+    "response_length": 4,
+    "total_episodes": 6,
+}
+"""Arguments of a run of three updates, a fifth of a second."""
+
+
+class RunDied(Exception):
+    """Raised in the middle of a run in place of a kill."""
+
+
+class DieAt(TrainerCallback):
+    """Ends the run at an event of an update, as a kill would: nothing is finished or written after it."""
+
+    def __init__(self, event: str, step: int) -> None:
+        setattr(self, event, self._die)
+        self.step = step
+
+    def _die(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise RunDied
+
+
+class RecordingTrainer(PPOTrainer):
+    """Keeps every sample table by the update after which it was made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.tables: dict[int, pd.DataFrame] = {}
+        super().__init__(*args, **kwargs)
+
+    def generate_completions(self, sampling: bool = False) -> pd.DataFrame | None:
+        table = super().generate_completions(sampling)
+        if table is not None:
+            self.tables[self.state.global_step] = table
+        return table
+
+
+def parameters(trainer: PPOTrainer) -> dict[str, Tensor]:
+    """Copies of all parameters of policy and value model."""
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+def history(trainer: PPOTrainer) -> list[dict[str, Any]]:
+    """All that was logged, without what a clock says and without the summary of one call of `train`."""
+    return [{key: value for key, value in entry.items() if not _is_timing(key)} for entry in trainer.state.log_history]
+
+
+def _is_timing(key: str) -> bool:
+    return key.startswith("time/") or key in ("eps", "train_loss") or "runtime" in key or key.endswith("_per_second")
+
+
+def end_of_run(trainer: PPOTrainer) -> dict[str, Any]:
+    """Everything that a resumed run must share with one that never stopped."""
+    return copy.deepcopy(
+        {
+            "parameters": parameters(trainer),
+            "optimizer": trainer.optimizer.state_dict(),
+            "scheduler": trainer.lr_scheduler.state_dict(),
+            "history": history(trainer),
+            "episode": trainer.state.episode,
+            "global_step": trainer.state.global_step,
+            "epoch": trainer.state.epoch,
+            "num_input_tokens_seen": trainer.state.num_input_tokens_seen,
+            "rng": torch.get_rng_state(),
+        }
+    )
+
+
+def assert_identical(actual: Any, expected: Any, path: str = "run") -> None:
+    """Compare nested values bit for bit."""
+    assert type(actual) is type(expected), path
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), path
+        for key in expected:
+            assert_identical(actual[key], expected[key], f"{path}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), f"{path}: {actual} != {expected}"
+        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_identical(one, other, f"{path}[{index}]")
+    elif isinstance(expected, Tensor):
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected), path
+    elif isinstance(expected, pd.DataFrame):
+        pd.testing.assert_frame_equal(actual, expected, check_exact=True, obj=path)
+    else:
+        assert actual == expected or actual is expected, f"{path}: {actual} != {expected}"
