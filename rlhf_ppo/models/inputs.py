@@ -103,3 +103,19 @@ def probe_ids(model: nn.Module) -> Tensor:
     device = next(model.parameters()).device
     vocabulary = transformers_model(model).config.get_text_config().vocab_size
     return torch.tensor([[1, 2, 3]], device=device) % vocabulary
+
+
+def drop_foreign_padding(model: nn.Module) -> None:
+    """Unset a `pad_token_id` that the model has no embedding for.
+
+    Trainer copies the tokenizer's special tokens into the configurations that are saved with the model; with an added
+    "[PAD]" beyond the vocabulary most architectures could not be loaded again.
+
+    Args:
+        model: A transformers model, or a `PeftModel` around one.
+    """
+    base = transformers_model(model)
+    text_config = base.config.get_text_config()
+    for config in (text_config, getattr(base, "generation_config", None)):
+        if config is not None and (config.pad_token_id or 0) >= text_config.vocab_size:
+            config.pad_token_id = None

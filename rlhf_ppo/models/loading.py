@@ -76,10 +76,17 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
 
     Returns:
         A float32 model with a per-token scalar head, without adapters.
+
+    Raises:
+        ValueError: What it would be made from is quantized, or its architecture has no sequence-classification class.
     """
-    if reward_model is not None and reads_last_token(reward_model):
-        return _without_adapters(copy.deepcopy(reward_model)).float().train().requires_grad_(True)
-    source = _without_adapters(copy.deepcopy(policy))
+    can_copy = reward_model is not None and reads_last_token(reward_model)
+    original = reward_model if can_copy else policy
+    if _is_quantized(original):
+        raise ValueError("value_model=None, but what it would be made from is quantized; pass value_model")
+    source = _without_adapters(copy.deepcopy(original))
+    if can_copy:
+        return source.float().train().requires_grad_(True)
     config = copy.deepcopy(transformers_model(source).config)
     config.num_labels = 1
     try:
@@ -95,10 +102,23 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
 
 
 def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
-    """Switch dropout off and check the precision of what the optimizer will change."""
-    for model in (policy, value_model):
+    """Switch dropout off and check that the optimizer can change the weights.
+
+    Raises:
+        ValueError: A model is quantized and has no adapter.
+    """
+    for argument, model in (("model", policy), ("value_model", value_model)):
+        if _is_quantized(model) and not is_peft_model(model):
+            raise ValueError(
+                f"{argument} is quantized, and quantized weights cannot be trained: load it without "
+                "quantization_config, or train an adapter over it (peft_config for the policy)"
+            )
         disable_dropout(model)
         model.train()
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    return bool(getattr(transformers_model(model), "is_quantized", False))
 
 
 def low_precision_parameters(model: nn.Module) -> list[str]:
@@ -126,6 +146,12 @@ def _load(auto_class: Any, path: str | os.PathLike[str], argument: str, **kwargs
         raise ValueError(
             f"{argument}={os.fspath(path)!r} could not be loaded: it is neither a directory with a model nor a model "
             "that the hub gave"
+        ) from error
+    except (ValueError, RuntimeError) as error:  # another kind of model, or another number of labels
+        options = ", ".join(f"{name}={value}" for name, value in kwargs.items())
+        raise ValueError(
+            f"{argument}={os.fspath(path)!r} cannot be loaded with {auto_class.__name__}.from_pretrained({options}): "
+            f"{error!s:.200}"
         ) from error
 
 

@@ -1,0 +1,105 @@
+"""Where a script's models and prompts come from: options, and data sets in files, directories or on the hub."""
+
+# TrlParser reads the annotations, so they are not postponed.
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+from trl.scripts.utils import ScriptArguments
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
+"""The kinds of files that hold prompts, and the builder of `datasets` that reads each."""
+
+
+@dataclass
+class PPOScriptArguments(ScriptArguments):
+    """TRL's `ScriptArguments`, and the one option that TRL's `ModelConfig` no longer has."""
+
+    trust_remote_code: bool = field(
+        default=False,
+        metadata={"help": "Run the Python code that a model's repository brings along. Only for code you have read."},
+    )
+
+
+def load_splits(name: str | None, config: str | None = None, streaming: bool = False) -> Mapping[Any, Any]:
+    """Load a data set from wherever it is.
+
+    Args:
+        name: A file (`.jsonl`, `.json`, `.csv`, `.parquet`, `.arrow`, `.txt`), a directory with such files, a
+            directory written by `save_to_disk`, or a name on the hub.
+        config: Name of the data set's configuration.
+        streaming: Whether to read rows as they are needed.
+
+    Returns:
+        Each split by its name; what has no splits is `train`.
+
+    Raises:
+        ValueError: There is no such data set, or the file is of an unknown kind.
+    """
+    if not name:
+        raise ValueError("dataset_name is not set: give a file, a directory or a name on the hub")
+    path = os.path.expanduser(name)
+    if os.path.isdir(path) and _is_saved_to_disk(path):
+        return _saved_splits(path, streaming)
+    if os.path.isfile(path):
+        return datasets.load_dataset(_builder(path), data_files={"train": path}, streaming=streaming)
+    if not os.path.isdir(path) and (name.startswith((".", "~", os.sep)) or os.path.splitext(name)[1] in BUILDERS):
+        raise ValueError(f"dataset_name={name!r}: there is no such file or directory (seen from {os.getcwd()!r})")
+    try:
+        return datasets.load_dataset(path, name=config, streaming=streaming)
+    except OSError as error:
+        raise ValueError(
+            f"dataset_name={name!r} is neither a file nor a directory with data here, nor did the hub give it: {error}"
+        ) from error
+
+
+def choose_split(splits: Mapping[Any, Any], split: str, argument: str) -> Any:
+    """Take one split.
+
+    Args:
+        splits: Each split by its name.
+        split: The wanted one.
+        argument: The option that named it, for the error message.
+
+    Raises:
+        ValueError: There is no such split.
+    """
+    if split not in splits:
+        raise ValueError(f"{argument}={split!r}, but the data set has only these splits: {list(splits)}")
+    return splits[split]
+
+
+def hold_out(dataset: Any, num_rows: int) -> tuple[Any, Any]:
+    """Set rows aside for evaluation: the last ones, or the first ones of a stream.
+
+    Args:
+        dataset: A `datasets.Dataset` or `IterableDataset`.
+        num_rows: Number of rows, but at most a tenth of the data set where its length is known.
+
+    Returns:
+        The other rows, and those set aside, or None instead of fewer than one.
+    """
+    if isinstance(dataset, datasets.IterableDataset):
+        return dataset.skip(num_rows), dataset.take(num_rows)
+    kept = len(dataset) - min(num_rows, len(dataset) // 10)
+    held_out = dataset.select(range(kept, len(dataset))) if kept < len(dataset) else None
+    return dataset.select(range(kept)), held_out
+
+
+def _builder(path: str) -> str:
+    extension = os.path.splitext(path)[1]
+    if extension not in BUILDERS:
+        raise ValueError(f"dataset_name={path!r} is a file of an unknown kind: use one of {sorted(BUILDERS)}")
+    return BUILDERS[extension]
+
+
+def _is_saved_to_disk(path: str) -> bool:
+    return any(os.path.isfile(os.path.join(path, name)) for name in ("dataset_dict.json", "dataset_info.json"))
+
+
+def _saved_splits(path: str, streaming: bool) -> Mapping[Any, Any]:
+    saved = datasets.load_from_disk(path)
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    return {name: split.to_iterable_dataset() for name, split in splits.items()} if streaming else splits
