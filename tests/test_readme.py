@@ -2,6 +2,9 @@
 
 import json
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,7 +44,7 @@ def workshop(tmp_path, monkeypatch, tokenizer):
     )
     tokenizer.save_pretrained("models/sft")
     tokenizer.save_pretrained("models/reward")
-    rows = [{"prompt": f"w{index % 20} w{index % 7}", "topic": f"w{index % 5}"} for index in range(40)]
+    rows = [{"prompt": f"w{index % 20} w{index % 7}", "topic": f"w{index % 5}"} for index in range(140)]
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
@@ -72,6 +75,22 @@ def test_the_snippets_of_the_readme_train_a_policy(workshop):
 )
 def test_the_snippets_of_the_docs_run(page, workshop):
     run(page)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each `python examples/...` command in a ```bash block."""
+    blocks = re.findall(r"^```bash\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line) for line in lines if line.startswith("python examples/")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [words for page in PAGES for words in commands(page)], ids=lambda words: words[1])
+def test_the_commands_that_are_shown_train_a_policy(words, workshop):
+    subprocess.run([sys.executable, ROOT / words[1], *words[2:], "--use_cpu"], check=True, timeout=300)
+
+    saved = Path(words[words.index("--output_dir") + 1])
+    assert (saved / "adapter_model.safetensors" if "--use_peft" in words else saved / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
