@@ -206,9 +206,8 @@ def _unsupported(args: TrainingArguments) -> Iterator[tuple[str, str]]:
         if getattr(args, name, accepted) != accepted:
             yield name, advice
     for name, advice_by_value in REJECTED_VALUES.items():
-        value: Any = getattr(args, name)
-        if (value := getattr(value, "value", value)) in advice_by_value:
-            yield name, advice_by_value[value]
+        if getattr(args, name) in advice_by_value:  # transformers' enums are strings too
+            yield name, advice_by_value[getattr(args, name)]
     config = args.accelerator_config
     if isinstance(config, AcceleratorConfig) and config.split_batches:
         yield "accelerator_config", "drop its split_batches: each process reads per_device_train_batch_size rows"

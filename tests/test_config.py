@@ -182,6 +182,8 @@ def test_inexact_division_names_the_numbers_and_the_choices():
 def test_inherited_sizes_are_checked(name: str):
     with pytest.raises(ValueError, match=f"{name}=0 must be finite and at least 1"):
         make(**{name: 0})
+    with pytest.raises(TypeError, match=f"{name}='8' is not int"):
+        make(**{name: "8"})
 
 
 def test_values_assigned_later_are_checked_when_the_trainer_starts():
