@@ -15,6 +15,7 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
+from rlhf_ppo.models.adapters import activate_adapter, add_adapter
 from rlhf_ppo.models.inputs import disable_dropout, freeze, is_peft_model, is_sharded, transformers_model
 from rlhf_ppo.models.loading import (
     check_value_model,
@@ -126,9 +127,9 @@ def assemble_models(
         critic = load_scalar_model(value_model, "value_model")
     check_value_model(critic)
     if peft_config is not None:
-        policy = _add_adapter(policy, peft_config)
+        policy = add_adapter(policy, peft_config, args.model_adapter_name, reference_model is None)
     elif is_peft_model(policy):
-        _activate_adapter(policy, args.model_adapter_name)
+        activate_adapter(policy, args.model_adapter_name)
     elif args.model_adapter_name is not None:
         raise ValueError(
             f"model_adapter_name={args.model_adapter_name!r}, but model is no PeftModel; pass peft_config"
@@ -159,37 +160,6 @@ def _check_distinct(**models: Any) -> None:
                     f"{name} and {other_name} are the same object, so training one would change the other; load the "
                     f"model twice, or pass {other_name}=None to have a copy made"
                 )
-
-
-def _add_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
-    from peft import PeftConfig, get_peft_model
-
-    if not isinstance(peft_config, PeftConfig):
-        raise TypeError(f"peft_config must be a peft.PeftConfig such as LoraConfig, got {type(peft_config).__name__}")
-    if is_peft_model(policy):
-        raise ValueError(
-            "model is already a PeftModel and peft_config is given too; call model.merge_and_unload() first, or leave "
-            "peft_config out to go on training the adapter"
-        )
-    if peft_config.is_prompt_learning:
-        raise ValueError(
-            f"peft_config is a {type(peft_config).__name__}; prompt learning changes the sequence itself; use "
-            "a method like LoRA"
-        )
-    return get_peft_model(cast(Any, policy), peft_config)
-
-
-def _activate_adapter(policy: nn.Module, name: str | None) -> None:
-    adapters = list(cast(Any, policy).peft_config)
-    if name is not None and name not in adapters:
-        raise ValueError(f"model_adapter_name={name!r} is no adapter of the policy, which has {adapters}")
-    active = cast(Any, policy).active_adapter if name is None else name
-    cast(Any, policy).set_adapter(active)
-    if not any(parameter.requires_grad for parameter in policy.parameters()):
-        raise ValueError(
-            f"no parameter of the adapter {active!r} is trainable; load it with "
-            "PeftModel.from_pretrained(..., is_trainable=True)"
-        )
 
 
 def max_positions(models: Models) -> int | None:

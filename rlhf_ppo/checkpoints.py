@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from rlhf_ppo.models.adapters import adapter_directory
 from rlhf_ppo.models.inputs import is_peft_model
 
 logger = get_logger(__name__)
@@ -99,6 +100,8 @@ def what_is_missing(directory: str) -> str | None:
             return f"its {name} is cut off"
     if not Path(directory, VALUE_MODEL_DIR).is_dir():
         return f"it has no {VALUE_MODEL_DIR}/"
+    if not any(Path(directory).glob("rng_state*.pth")):
+        return "it has no rng_state.pth, which save_only_model=True leaves out like the optimizer"
     return None
 
 
@@ -116,7 +119,7 @@ def last_whole_checkpoint(output_dir: str) -> str | None:
         reason = what_is_missing(str(folder))
         if reason is None:
             return str(folder)
-        logger.warning(f"Skipping {folder}: {reason}, so the run stopped while writing it.")
+        logger.warning(f"Skipping {folder}: {reason}, so it is not whole.")
     return None
 
 
@@ -133,8 +136,10 @@ def check_fits(model: nn.Module, directory: str) -> None:
     refusal = f"resume_from_checkpoint={directory!r} is of another model"
     fix = "pass the model that the run was started with"
     own = {name: tuple(value.shape) for name, value in _state_to_save(model).items()}
-    files = "adapter_model.safetensors" if is_peft_model(model) else "model*.safetensors"
-    saved = dict(_saved_shapes(directory, files))
+    files, folder = "model*.safetensors", directory
+    if is_peft_model(model):
+        files, folder = "adapter_model.safetensors", adapter_directory(model, directory)
+    saved = dict(_saved_shapes(folder, files))
     if not saved:
         raise ValueError(f"{refusal}: it holds no {files}; {fix}")
     for name, shape in saved.items():

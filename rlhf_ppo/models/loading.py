@@ -10,12 +10,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory, load_adapter
 from rlhf_ppo.models.heads import check_one_label, reads_last_token, scalar_head
 from rlhf_ppo.models.inputs import backbone, disable_dropout, is_peft_model, transformers_model
 
 
 def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.Module:
     """Return the causal language model itself, or load it from a directory or the hub, in float32.
+
+    A directory with an adapter gives a `PeftModel` over the base that the adapter names.
 
     Args:
         model: The model, a directory, or a hub name.
@@ -38,6 +41,8 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
 def load_scalar_model(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.Module:
     """Return the sequence-classification model itself, or load it with one label from a directory or the hub.
 
+    An adapter in a directory is merged into the base that it names.
+
     Args:
         model: The model, a directory, or a hub name.
         argument: What the caller's argument is called, for error messages.
@@ -46,7 +51,7 @@ def load_scalar_model(model: nn.Module | str | os.PathLike[str], argument: str) 
         ValueError: Nothing loadable is there, or the model has no, or more than one, output.
     """
     if isinstance(model, str | os.PathLike):
-        model = _load(AutoModelForSequenceClassification, model, argument, num_labels=1)
+        model = _without_adapters(_load(AutoModelForSequenceClassification, model, argument, num_labels=1))
     _check_transformers_model(model, argument)
     check_one_label(model, argument)
     return model
@@ -80,12 +85,11 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
     Raises:
         ValueError: What it would be made from is quantized, or its architecture has no sequence-classification class.
     """
-    can_copy = reward_model is not None and reads_last_token(reward_model)
-    original = reward_model if can_copy else policy
+    original = reward_model if reward_model is not None and reads_last_token(reward_model) else policy
     if _is_quantized(original):
         raise ValueError("value_model=None, but what it would be made from is quantized; pass value_model")
     source = _without_adapters(copy.deepcopy(original))
-    if can_copy:
+    if original is reward_model:
         return source.float().train().requires_grad_(True)
     config = copy.deepcopy(transformers_model(source).config)
     config.num_labels = 1
@@ -105,7 +109,7 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
     """Switch dropout off and check that the optimizer can change the weights.
 
     Raises:
-        ValueError: A model is quantized and has no adapter.
+        ValueError: A model is quantized and has no adapter, or nothing of it is trainable.
     """
     for argument, model in (("model", policy), ("value_model", value_model)):
         if _is_quantized(model) and not is_peft_model(model):
@@ -113,6 +117,13 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
                 f"{argument} is quantized, and quantized weights cannot be trained: load it without "
                 "quantization_config, or train an adapter over it (peft_config for the policy)"
             )
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise ValueError(
+                f"{argument} holds an adapter that transformers has loaded, which it neither trains nor tells apart; "
+                "load it with peft.PeftModel.from_pretrained(base, ..., is_trainable=True), or merge it"
+            )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(f"no parameter of {argument} is trainable; call {argument}.requires_grad_(True)")
         disable_dropout(model)
         model.train()
 
@@ -134,12 +145,14 @@ def low_precision_parameters(model: nn.Module) -> list[str]:
     ]
 
 
-def _load(auto_class: Any, path: str | os.PathLike[str], argument: str, **kwargs: Any) -> PreTrainedModel:
+def _load(auto_class: Any, path: str | os.PathLike[str], argument: str, **kwargs: Any) -> nn.Module:
     if os.path.isdir(path) and not _has_config(path):
         raise ValueError(
             f"{argument}={os.fspath(path)!r} is a directory without a model: it has no config.json or "
             "adapter_config.json; pass a directory written by save_pretrained or save_model"
         )
+    if is_adapter_directory(path):
+        return load_adapter(_load(auto_class, base_of_adapter(path), argument, **kwargs), path)
     try:
         return auto_class.from_pretrained(path, dtype=torch.float32, **kwargs)
     except OSError as error:
@@ -151,7 +164,7 @@ def _load(auto_class: Any, path: str | os.PathLike[str], argument: str, **kwargs
         options = ", ".join(f"{name}={value}" for name, value in kwargs.items())
         raise ValueError(
             f"{argument}={os.fspath(path)!r} cannot be loaded with {auto_class.__name__}.from_pretrained({options}): "
-            f"{error!s:.200}"
+            f"{error!s:.600}"
         ) from error
 
 

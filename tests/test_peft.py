@@ -1,0 +1,433 @@
+"""LoRA policies: what trains, what the reference is, what is saved, and that a run resumes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+
+from tests.conftest import tiny_policy, tiny_scorer
+from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run
+
+peft = pytest.importorskip("peft")
+
+MakeTrainer = Callable[..., Any]
+IDS = torch.arange(3, 15)[None]
+
+
+def lora(**overrides: Any) -> Any:
+    return peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **overrides})
+
+
+def trained_adapter(policy: nn.Module | None = None, name: str = "default", seed: int = 5) -> Any:
+    """A PeftModel whose adapter changes the base clearly, as one does that SFT has trained."""
+    torch.manual_seed(seed)
+    return peft.get_peft_model(policy or tiny_policy(), lora(init_lora_weights=False), adapter_name=name)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def changed(before: dict[str, Tensor], model: nn.Module) -> set[str]:
+    return {name for name, value in model.named_parameters() if not torch.equal(before[name], value)}
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def first(trainer: Any, metric: str) -> float:
+    return next(entry[metric] for entry in trainer.state.log_history if metric in entry)
+
+
+class FirstPass(TrainerCallback):
+    """Keeps the gradients of the first optimizer step."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.gradients:
+            model = kwargs["model"]
+            self.gradients = {
+                name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None
+            }
+
+
+# ---- A new adapter ----
+
+
+def test_only_the_adapter_and_the_value_model_train(make_trainer: MakeTrainer):
+    trainer = make_trainer(peft_config=lora(), **QUICK)
+    policy, value_model = weights(trainer.policy_model), weights(trainer.value_model)
+
+    trainer.train()
+
+    adapter = {name for name in policy if ".lora_" in name}
+    assert len(adapter) == 8 and changed(policy, trainer.policy_model) == adapter
+    assert changed(value_model, trainer.value_model) >= {"score.weight", "model.layers.0.mlp.up_proj.weight"}
+
+
+def test_the_reference_is_the_policy_without_its_adapter(make_trainer: MakeTrainer):
+    initial = logits(tiny_policy())
+    trainer = make_trainer(peft_config=lora(), **QUICK)
+    trainer.train()
+
+    assert trainer.reference.model is None  # no copy of the weights
+    assert not torch.allclose(logits(trainer.policy_model), initial, atol=1e-4)
+    with trainer.policy_model.disable_adapter():
+        assert torch.equal(logits(trainer.policy_model), initial)
+
+
+@pytest.mark.parametrize("handed_over", ["new adapter", "trained adapter"])
+def test_kl_is_0_and_the_ratio_1_at_the_start(make_trainer: MakeTrainer, handed_over: str):
+    given = {"peft_config": lora()} if handed_over == "new adapter" else {"model": trained_adapter()}
+    trainer = make_trainer(**given, **QUICK)
+    trainer.train()
+
+    assert first(trainer, "objective/kl") == 0.0
+    assert abs(first(trainer, "val/ratio") - 1.0) < 1e-6
+    later = [entry["objective/kl"] for entry in trainer.state.log_history if "objective/kl" in entry][1:]
+    assert len(later) == 2 and all(kl != 0.0 for kl in later)  # the policy leaves the reference behind
+
+
+def test_kl_compares_with_the_base_where_the_new_adapter_starts_elsewhere(make_trainer: MakeTrainer):
+    """Every response's KL, computed anew from two separate models."""
+    trainer = make_trainer(peft_config=lora(init_lora_weights=False), **QUICK)
+    rollouts = keep_rollouts(trainer)
+    base, policy = tiny_policy(), copy.deepcopy(trainer.policy_model)
+    trainer.train()
+
+    assert_logprobs(rollouts[0].logprobs, policy, rollouts[0], trainer.args.temperature)
+    assert_logprobs(rollouts[0].ref_logprobs, base, rollouts[0], trainer.args.temperature)
+    assert first(trainer, "objective/kl") != 0.0
+
+
+def keep_rollouts(trainer: Any) -> list[Any]:
+    rollouts: list[Any] = []
+    collect = trainer.collect_rollout
+    trainer.collect_rollout = lambda *args: rollouts.append(collect(*args)) or rollouts[-1]
+    return rollouts
+
+
+def assert_logprobs(actual: Tensor, model: nn.Module, rollout: Any, temperature: float) -> None:
+    """Compare with log-probabilities of one row at a time, without padding."""
+    context = rollout.context_length
+    for row in range(len(rollout)):
+        prompt = rollout.query_responses[row, :context][rollout.attention_mask[row, :context]]
+        response = rollout.responses[row][rollout.response_mask[row]]
+        with torch.no_grad():
+            distribution = model.eval()(torch.cat([prompt, response])[None]).logits[0] / temperature
+        expected = distribution.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, response[:, None]).squeeze(1)
+        torch.testing.assert_close(actual[row][rollout.response_mask[row]], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}], ids=["default", "reentrant"])
+def test_gradient_checkpointing_changes_no_gradient_of_the_adapter(make_trainer: MakeTrainer, kwargs: Any):
+    gradients = []
+    for gradient_checkpointing in (False, True):
+        kept = FirstPass()
+        make_trainer(
+            peft_config=lora(init_lora_weights=False),
+            gradient_checkpointing=gradient_checkpointing,
+            gradient_checkpointing_kwargs=kwargs if gradient_checkpointing else None,
+            callbacks=[kept],
+            **QUICK,
+        ).train()
+        gradients.append(kept.gradients)
+
+    without, with_checkpointing = gradients
+    assert with_checkpointing.keys() == without.keys() and sum(".lora_" in name for name in without) == 8
+    for name, value in without.items():
+        assert value.abs().max() > 0, name
+        torch.testing.assert_close(with_checkpointing[name], value, atol=1e-7, rtol=1e-4)
+
+
+def test_modules_to_save_train_whole_and_leave_the_reference_alone(make_trainer: MakeTrainer, tmp_path: Path):
+    initial = logits(tiny_policy())
+    trainer = make_trainer(peft_config=lora(modules_to_save=["lm_head"]), **QUICK)
+    before = weights(trainer.policy_model)
+
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+
+    assert {name for name in changed(before, trainer.policy_model) if "lora" not in name} == {
+        "base_model.model.lm_head.modules_to_save.default.weight"
+    }
+    assert first(trainer, "objective/kl") == 0.0
+    with trainer.policy_model.disable_adapter():
+        assert torch.equal(logits(trainer.policy_model), initial)
+    saved = peft.PeftModel.from_pretrained(tiny_policy(), tmp_path / "saved")
+    assert torch.equal(logits(saved), logits(trainer.policy_model))
+
+
+# ---- An adapter that is already trained ----
+
+
+def test_the_copy_of_a_trained_adapter_never_changes(make_trainer: MakeTrainer):
+    trainer = make_trainer(model=trained_adapter(), **QUICK)
+    before, start = weights(trainer.policy_model), logits(trained_adapter())
+
+    trainer.train()
+
+    moved = changed(before, trainer.policy_model)
+    assert moved and all(".lora_" in name and ".default." in name for name in moved)
+    trainer.policy_model.set_adapter("ref")
+    assert torch.equal(logits(trainer.policy_model), start)
+
+
+def test_the_copy_is_not_saved(make_trainer: MakeTrainer, tmp_path: Path):
+    trainer = make_trainer(model=trained_adapter(), save_strategy="steps", save_steps=1, **QUICK)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+
+    for folder in (tmp_path / "saved", Path(trainer.args.output_dir) / "checkpoint-3"):
+        assert (folder / "adapter_model.safetensors").is_file() and not (folder / "ref").exists()
+    assert torch.equal(
+        logits(peft.PeftModel.from_pretrained(tiny_policy(), tmp_path / "saved")), logits(trainer.policy_model)
+    )
+
+
+def save_adapter(folder: Path) -> Any:
+    """Write a base and a trained adapter over it; return the PeftModel."""
+    tiny_policy().save_pretrained(folder / "base")
+    policy = trained_adapter(AutoModelForCausalLM.from_pretrained(folder / "base"))
+    policy.save_pretrained(folder / "adapter")
+    return policy
+
+
+def test_a_directory_with_an_adapter_is_trained_further(make_trainer: MakeTrainer, tmp_path: Path):
+    start = logits(save_adapter(tmp_path))
+    trainer = make_trainer(model=str(tmp_path / "adapter"), **QUICK)
+    before = weights(trainer.policy_model)
+    assert torch.equal(logits(trainer.policy_model), start)
+
+    trainer.train()
+
+    assert first(trainer, "objective/kl") == 0.0
+    moved = changed(before, trainer.policy_model)
+    assert moved and all(".lora_" in name and ".default." in name for name in moved)
+
+
+def test_an_adapter_loaded_for_inference_is_trained_too(make_trainer: MakeTrainer, tmp_path: Path):
+    save_adapter(tmp_path)
+    trainer = make_trainer(model=peft.PeftModel.from_pretrained(tiny_policy(), tmp_path / "adapter"), **QUICK)
+    before = weights(trainer.policy_model)
+
+    trainer.train()
+
+    assert changed(before, trainer.policy_model)
+
+
+def test_a_reward_model_s_adapter_is_merged_and_makes_a_whole_value_model(make_trainer: MakeTrainer, tmp_path: Path):
+    tiny_scorer().save_pretrained(tmp_path / "base")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    scorer = peft.get_peft_model(base, lora(init_lora_weights=False, task_type="SEQ_CLS"))
+    with torch.no_grad():
+        scorer.get_parameter("base_model.model.score.modules_to_save.default.weight").mul_(-2.0)
+    scorer.save_pretrained(tmp_path / "adapter")
+
+    trainer = make_trainer(reward_model=str(tmp_path / "adapter"), value_model=None)
+
+    for model in (trainer.reward_model, trainer.value_model):
+        torch.testing.assert_close(logits(model), logits(scorer), atol=1e-5, rtol=0)
+        assert not any("lora" in name for name in model.state_dict())
+    assert all(parameter.requires_grad for parameter in trainer.value_model.parameters())
+
+
+def two_adapters() -> Any:
+    """A base with the adapters "sft" and "policy", two different ones."""
+    policy = trained_adapter(name="sft", seed=5)
+    torch.manual_seed(6)
+    policy.add_adapter("policy", lora(init_lora_weights=False))
+    return policy
+
+
+def test_named_adapters_are_policy_and_reference(make_trainer: MakeTrainer):
+    sft, policy = two_adapters(), two_adapters()
+    sft.set_adapter("sft")
+    policy.set_adapter("policy")
+    trainer = make_trainer(model=two_adapters(), model_adapter_name="policy", ref_adapter_name="sft", **QUICK)
+    rollouts, before = keep_rollouts(trainer), weights(trainer.policy_model)
+
+    trainer.train()
+
+    assert_logprobs(rollouts[0].logprobs, policy, rollouts[0], trainer.args.temperature)
+    for rollout in rollouts:
+        assert_logprobs(rollout.ref_logprobs, sft, rollout, trainer.args.temperature)
+    moved = changed(before, trainer.policy_model)
+    assert moved and all(".policy." in name for name in moved)
+    assert set(trainer.policy_model.peft_config) == {"sft", "policy"}
+
+
+def test_a_new_adapter_takes_the_name_it_is_given(make_trainer: MakeTrainer):
+    trainer = make_trainer(peft_config=lora(), model_adapter_name="ppo")
+
+    assert trainer.policy_model.active_adapter == "ppo" and list(trainer.policy_model.peft_config) == ["ppo"]
+
+
+def test_a_named_adapter_is_saved_in_a_folder_of_its_name(make_trainer: MakeTrainer, tmp_path: Path):
+    trainer = make_trainer(model=two_adapters(), model_adapter_name="policy", ref_adapter_name="sft", **QUICK)
+    trainer.train()
+
+    trainer.save_model(str(tmp_path))
+
+    saved = peft.PeftModel.from_pretrained(tiny_policy(), tmp_path / "policy")
+    assert torch.equal(logits(saved), logits(trainer.policy_model))
+    assert not (tmp_path / "sft").exists()
+
+
+# ---- Saving and resuming ----
+
+
+def test_what_is_saved_is_an_adapter_that_loads_and_merges(make_trainer: MakeTrainer, tmp_path: Path):
+    tiny_policy().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    trainer = make_trainer(model=base, peft_config=lora(), **QUICK)
+    trainer.train()
+    trained = logits(trainer.policy_model)
+
+    trainer.save_model(str(tmp_path / "saved"))
+
+    assert {path.name for path in (tmp_path / "saved").glob("*.safetensors")} == {"adapter_model.safetensors"}
+    config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    onto_base = peft.PeftModel.from_pretrained(tiny_policy(), tmp_path / "saved")
+    assert torch.equal(logits(onto_base), trained)
+    assert torch.equal(logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved")), trained)
+
+    onto_base.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), trained, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda: {"peft_config": lora(init_lora_weights=False, modules_to_save=["lm_head"])},
+        lambda: {"model": trained_adapter()},
+        lambda: {"model": two_adapters(), "model_adapter_name": "policy", "ref_adapter_name": "sft"},
+    ],
+    ids=["new adapter", "trained adapter", "named adapters"],
+)
+def test_resuming_equals_a_run_that_was_never_stopped(make_trainer: MakeTrainer, tmp_path: Path, policy: Any):
+    def make(name: str, **kwargs: Any) -> Any:
+        torch.manual_seed(11)
+        checkpoints = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
+        return make_trainer(**policy(), **checkpoints, **QUICK, **kwargs)
+
+    whole = make("whole")
+    whole.train()
+    with pytest.raises(RunDied):
+        make("died", callbacks=[DieAt("on_step_begin", 1)]).train()
+    resumed = make("died")
+    resumed.train(resume_from_checkpoint=True)
+
+    assert_identical(end_of_run(resumed), end_of_run(whole))
+    assert torch.equal(logits(resumed.policy_model), logits(whole.policy_model))
+
+
+def test_the_best_adapter_is_loaded_at_the_end(make_trainer: MakeTrainer):
+    trainer = make_trainer(
+        model=trained_adapter(),
+        eval_dataset=[{"input_ids": [5, 6]}] * 2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_kl",
+        greater_is_better=False,
+        **QUICK,
+    )
+    trainer.train()
+
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name == "checkpoint-1"  # the policy has gone least far from its start
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(tiny_policy(), best)), logits(trainer.policy_model))
+
+
+# ---- What cannot work ----
+
+
+def test_a_base_that_the_adapter_changes_cannot_be_the_reference(make_trainer: MakeTrainer):
+    with pytest.raises(ValueError, match="pass ref_model"):
+        make_trainer(peft_config=lora(init_lora_weights="pissa"))
+
+    make_trainer(peft_config=lora(init_lora_weights="pissa"), ref_model=tiny_policy())
+
+
+def test_trained_biases_of_the_base_need_a_reference_of_their_own(make_trainer: MakeTrainer):
+    with pytest.raises(ValueError, match=r"bias='all'.*pass ref_model"):
+        make_trainer(model=tiny_policy(attention_bias=True), peft_config=lora(bias="all"))
+
+
+@pytest.mark.parametrize("role", ["model", "value_model", "reward_model"])
+def test_quantized_weights_cannot_be_trained(make_trainer: MakeTrainer, role: str):
+    given = {"model": tiny_policy(), "value_model": tiny_scorer(), "reward_model": tiny_scorer()}
+    given[role].is_quantized = True
+    if role == "reward_model":
+        given["value_model"] = None
+
+    with pytest.raises(ValueError, match="quantized"):
+        make_trainer(**given)
+
+
+def test_a_quantized_base_with_an_adapter_and_a_frozen_quantized_reward_model_can(make_trainer: MakeTrainer):
+    policy, reward_model = tiny_policy(), tiny_scorer()
+    policy.is_quantized = reward_model.is_quantized = True
+
+    make_trainer(model=policy, reward_model=reward_model, peft_config=lora())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (lambda: {"peft_config": {"r": 8}}, TypeError, "peft_config must be a peft.PeftConfig"),
+        (lambda: {"model": trained_adapter(), "peft_config": lora()}, ValueError, "already a PeftModel"),
+        (lambda: {"model": trained_adapter(), "model_adapter_name": "other"}, ValueError, "'other' is no adapter"),
+        (lambda: {"model": trained_adapter(), "ref_adapter_name": "other"}, ValueError, "'other' is no adapter"),
+        (lambda: {"model_adapter_name": "policy"}, ValueError, "model is no PeftModel"),
+        (lambda: {"ref_adapter_name": "sft"}, ValueError, "'sft' is no adapter"),
+        (lambda: {"model": trained_adapter(name="ref")}, ValueError, "already has an adapter 'ref'"),
+        (
+            lambda: {"peft_config": peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")},
+            ValueError,
+            "prompt learning",
+        ),
+        (
+            lambda: {"model": two_adapters(), "ref_adapter_name": "sft", "ref_model": tiny_policy(seed=9)},
+            ValueError,
+            "both given",
+        ),
+    ],
+    ids=lambda value: None if callable(value) else str(value)[:20],
+)
+def test_arguments_that_contradict_each_other(make_trainer: MakeTrainer, arguments: Any, error: Any, message: str):
+    with pytest.raises(error, match=message):
+        make_trainer(**arguments())
+
+
+def test_an_adapter_that_transformers_has_loaded_is_refused(make_trainer: MakeTrainer, tmp_path: Path):
+    """Such a model is no PeftModel: nothing of it would train, and the reference could not be told from it."""
+    save_adapter(tmp_path)
+
+    with pytest.raises(ValueError, match=r"model holds an adapter.*is_trainable=True"):
+        make_trainer(model=AutoModelForCausalLM.from_pretrained(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize("role", ["model", "value_model"])
+def test_a_model_without_trainable_parameters_is_refused(make_trainer: MakeTrainer, role: str):
+    frozen = (tiny_policy() if role == "model" else tiny_scorer()).requires_grad_(False)
+
+    with pytest.raises(ValueError, match=f"no parameter of {role} is trainable"):
+        make_trainer(**{role: frozen})
