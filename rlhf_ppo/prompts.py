@@ -65,7 +65,8 @@ class PromptEncoder:
         if self.tokenizer.chat_template is None:
             fix = "set tokenizer.chat_template, load the tokenizer of a chat model, or give the prompt as text"
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
-        # Arrow gives every message the union of all messages' keys; templates ask whether a key is defined.
+        # Arrow gives every message the union of all messages' keys, and templates ask whether a key is defined; the
+        # oldest supported transformers passes a None on.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         prefilled = given[-1].get("role") == "assistant"
         try:

@@ -104,6 +104,7 @@ def test_attention_mask_selects_the_real_tokens_whatever_their_ids() -> None:
     assert encode({"input_ids": ids, "attention_mask": mask})["input_ids"] == [EOS, 3, PAD, 4]
     assert real_tokens({"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}) == [EOS, 3, PAD, 4]
     assert real_tokens({"input_ids": [3, 4], "attention_mask": None}) == [3, 4]
+    assert encode({"input_ids": [PAD, 3, PAD], "attention_mask": [1, 1, 1]})["input_ids"] == [PAD, 3, PAD]
 
 
 def test_row_drops_the_mask_and_keeps_the_rest() -> None:

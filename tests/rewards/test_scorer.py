@@ -1,6 +1,7 @@
 """The weighted sum of reward sources."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,13 +92,14 @@ class Decoder:
 
 
 def test_async_functions_run_side_by_side_while_the_others_compute() -> None:
-    order: list[str] = []
+    both_started = threading.Event()
     started: list[asyncio.Event] = []
 
     def meeting(name: str, own: int, other: int) -> RewardFunction:
         async def reward(completions: list[str]) -> list[float]:
-            order.append(name)
-            if not started:
+            if started:
+                both_started.set()
+            else:
                 started.extend([asyncio.Event(), asyncio.Event()])
             started[own].set()
             await asyncio.wait_for(started[other].wait(), timeout=30)  # in sequence, this never comes
@@ -108,8 +110,7 @@ def test_async_functions_run_side_by_side_while_the_others_compute() -> None:
 
     class Slow(Fixed):
         def __call__(self, batch: ScoringBatch) -> Tensor:
-            while len(order) < 2:  # ends only because both async functions were started before
-                pass
+            assert both_started.wait(timeout=30), "the async functions were not started before this one"
             return super().__call__(batch)
 
     scores = Scorer([Slow("slow", [10.0]), meeting("a", 0, 1), meeting("b", 1, 0)], [1.0, 1.0, 2.0])(make_batch(1))
