@@ -28,13 +28,35 @@ from rlhf_ppo.models.loading import (
 from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.reference import Reference, make_reference
 from rlhf_ppo.rewards.functions import RewardFunction
-from rlhf_ppo.rewards.logged import LoggedMetrics
+from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.reward_model import RewardModel
 from rlhf_ppo.rewards.scorer import Scorer
 
 logger = get_logger(__name__)
 
 ModelOrPath = nn.Module | str | os.PathLike[str]
+
+
+def check_given(args: Any, train_dataset: Any, has_reward: bool) -> None:
+    """Check that the arguments without which nothing works are there.
+
+    Raises:
+        TypeError: `args` is no `PPOConfig`.
+        ValueError: There are no prompts, or nothing scores responses.
+    """
+    if not isinstance(args, PPOConfig):
+        raise TypeError(f"args must be a PPOConfig, got {type(args).__name__}")
+    if train_dataset is None:
+        raise ValueError("train_dataset=None: pass the prompts to train on")
+    if not has_reward:
+        raise ValueError("reward_model and reward_funcs are both None: pass one of them, or both")
+
+
+def use_one_device(args: PPOConfig) -> None:
+    """Keep Trainer from spreading one process over several accelerators with `nn.DataParallel`."""
+    if args.n_gpu > 1:
+        logger.warning(f"One of {args.n_gpu} accelerators is used; start the script with `accelerate launch` for all.")
+        args._n_gpu = 1
 
 
 @dataclass(frozen=True)
@@ -262,7 +284,7 @@ def make_scorer(
     args: PPOConfig,
     autocast: Callable[[], AbstractContextManager[None]],
     get_state: Callable[[], TrainerState],
-    logged: LoggedMetrics,
+    logged: LoggedByFunctions,
 ) -> Scorer:
     """Put the reward model and the reward functions into one scorer, the reward model first.
 
@@ -280,5 +302,8 @@ def make_scorer(
     """
     rows_per_pass = args.local_rollout_forward_batch_size
     models = [] if reward_model is None else [RewardModel(reward_model, rows_per_pass, autocast)]
-    wrapped = [RewardFunction(function, tokenizer, get_state, logged.log) for function in functions]
+    wrapped = [
+        RewardFunction(function, tokenizer, get_state, logged.log_metric, log_extra=logged.log_extra)
+        for function in functions
+    ]
     return Scorer([*models, *wrapped], args.reward_weights)

@@ -1,4 +1,4 @@
-"""What Trainer is told about PPO: data loading, counting, checkpoints and logging.
+"""What Trainer is told about PPO: data loading, counting and logging.
 
 The algorithm is in `trainer.py`; everything here overrides a hook of `transformers.Trainer` and does the least that
 makes Trainer's own code right for a model of two parts and a step that is a whole rollout.
@@ -6,8 +6,8 @@ makes Trainer's own code right for a model of two parts and a step that is a who
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,47 +21,31 @@ from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import Trainer
 from transformers.optimization import GreedyLR
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.batch import Prompts
-from rlhf_ppo.checkpoints import (
-    VALUE_MODEL_DIR,
-    PPOTrainerState,
-    Progress,
-    check_fits,
-    last_whole_checkpoint,
-    start_checkpoint,
-    what_is_missing,
-)
+from rlhf_ppo.checkpoints import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.models.inputs import is_peft_model
-from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.inputs import drop_foreign_padding
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.timing import PhaseTimer
+from rlhf_ppo.reproducibility import isolated_rng
+from rlhf_ppo.saving import SavesPolicyAndValue
 
 logger = get_logger(__name__)
 
 
-class PPOSeams(Trainer):
+class PPOSeams(SavesPolicyAndValue):
     """Trainer with the hooks that PPO needs."""
-
-    args: PPOConfig
-    state: PPOTrainerState
-    model: PolicyAndValue
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.state = PPOTrainerState.of(self.state)
-        self._progress = Progress()
-        self._window = MetricWindow()
         self._timer = PhaseTimer()
         self._metrics: dict[str, float] = {}
         self._num_response_tokens = 0
         self._updates_per_epoch = 1
-        self._writing_checkpoint = False  # the value model belongs into checkpoints, not into what save_model writes
-        plugin = self.accelerator.state.deepspeed_plugin
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         if plugin is not None and "scheduler" in plugin.deepspeed_config:
             raise ValueError(
                 "the DeepSpeed configuration has a `scheduler`, which DeepSpeed would step at every optimizer step; "
@@ -72,13 +56,19 @@ class PPOSeams(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader whose every batch is this rank's prompts for one update."""
-        return self._get_dataloader(
-            dataset=self.train_dataset,
-            description="Training",
-            batch_size=cast(int, self.args.local_batch_size),
-            sampler_fn=self._get_train_sampler,
-            is_training=True,
-        )
+        with self._data_order():  # the sampler takes its seed when it is made
+            return self._get_dataloader(
+                dataset=self.train_dataset,
+                description="Training",
+                batch_size=cast(int, self.args.local_batch_size),
+                sampler_fn=self._get_train_sampler,
+                is_training=True,
+            )
+
+    def _data_order(self, epoch: int = 0) -> AbstractContextManager[None]:
+        """Draw the order of an epoch's prompts: the same on all ranks, which share it, and after resuming."""
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return isolated_rng(seed + epoch, device_specific=False)
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
         # Rollouts are full batches (dataloader_drop_last); evaluation covers every row.
@@ -89,13 +79,21 @@ class PPOSeams(Trainer):
             self.args.dataloader_drop_last = True
 
     def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:
-            columns = ["input_ids", "attention_mask"]
-            if self._reward_functions_read_columns():
-                columns += [name for name in _column_names(self.train_dataset) if name not in columns]
-                for dataset in _datasets(self.eval_dataset):
-                    columns += [name for name in _column_names(dataset) if name not in columns]
-            self._signature_columns = columns
+        self._signature_columns = ["input_ids", "attention_mask"]
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """Keep every column where there are reward functions, which may read it."""
+        return (
+            dataset if self._reward_functions_read_columns() else super()._remove_unused_columns(dataset, description)
+        )
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        """Do the same for data sets that are not `datasets.Dataset`."""
+        return (
+            data_collator
+            if self._reward_functions_read_columns()
+            else super()._get_collator_with_removed_columns(data_collator, description)
+        )
 
     def _reward_functions_read_columns(self) -> bool:
         raise NotImplementedError
@@ -134,6 +132,13 @@ class PPOSeams(Trainer):
         skipped = 0 if self.args.ignore_data_skip else self._progress.batches_in_epoch
         return self._progress.epoch, skipped
 
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Make the scheduler; one that follows a metric follows it upwards where greater is better."""
+        if self.args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+            mode = "max" if self.args.greater_is_better else "min"
+            self.args.lr_scheduler_kwargs = {"mode": mode} | cast(dict, self.args.lr_scheduler_kwargs or {})
+        return super().create_scheduler(num_training_steps, optimizer)
+
     # ---- The loop's bookkeeping ----
 
     def _set_up_training(
@@ -144,8 +149,9 @@ class PPOSeams(Trainer):
         Returns:
             The prepared model, the loader, the epochs to run, and how many batches of the first one were done before.
         """
+        drop_foreign_padding(self._unwrapped(self.model).policy)
         self.accelerator.free_memory()
-        self.args.fill_derived(num_processes(self.args), _length(self.train_dataset))
+        self.args.fill_derived(num_processes(self.args), length(self.train_dataset))
         loader = self.get_train_dataloader()
         num_epochs, per_epoch, _, _, _, _, max_steps = self.set_initial_training_values(self.args, loader)
         self._updates_per_epoch = per_epoch
@@ -158,37 +164,29 @@ class PPOSeams(Trainer):
         self._tr_loss = torch.tensor(self._progress.loss, device=self.args.device)
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = self._progress.last_logged_step
-        if callable(getattr(self.optimizer, "train", None)):
-            cast(Any, self.optimizer).train()
         model.zero_grad()
         return model, loader, range(first_epoch, num_epochs), num_skipped
 
     def _rollout_prompts(
         self, loader: DataLoader, epoch: int, num_skipped: int, resume_from_checkpoint: str | None
     ) -> Iterator[Prompts]:
-        """Yield this rank's prompts for each update of an epoch, going on where a checkpoint was written.
-
-        The random state is restored where it was saved: before an epoch's loader is started, or after it was
-        fast-forwarded.
-        """
-        restore = resume_from_checkpoint
+        """Yield this rank's prompts for each update of an epoch, going on where a checkpoint was written."""
+        self._load_rng_state(resume_from_checkpoint)
+        if self.state.global_step >= self.state.max_steps:  # resumed from the run's last checkpoint
+            self.control.should_training_stop = True
+            return
         if num_skipped > 0:
             loader = skip_first_batches(loader, num_skipped)
-        elif restore is not None:
-            self._load_rng_state(restore)
-            restore = None
         if hasattr(loader, "set_epoch"):
             cast(Any, loader).set_epoch(epoch)
+        batches = iter(loader)
+        with self._data_order(epoch):  # samplers without a generator of their own draw when they start
+            first = list(itertools.islice(batches, 1))
         num_batches = num_skipped
-        for batch in loader:
-            if restore is not None:
-                self._load_rng_state(restore)
-                restore = None
+        for batch in itertools.chain(first, batches):
             if len(batch["input_ids"]) == self.args.local_batch_size:  # a stream may end in a part of a batch
                 num_batches += 1
                 yield Prompts.from_collated(batch, self.args.device)
-        if restore is not None:
-            self._load_rng_state(restore)
         if num_batches == 0:
             logger.warning(f"The data gave no full batch in pass {epoch}; training stops.")
             self.control.should_training_stop = True
@@ -269,87 +267,10 @@ class PPOSeams(Trainer):
     def _get_state(self) -> PPOTrainerState:
         return self.state
 
-    def _unwrapped(self, model: torch.nn.Module) -> PolicyAndValue:
-        return cast(PolicyAndValue, self.accelerator.unwrap_model(model, keep_torch_compile=False))
-
     def _evaluation_batches(self) -> Iterator[Mapping[str, Any]]:
         names = list(self.eval_dataset) if isinstance(self.eval_dataset, dict) else [None]
         for name in names:
             yield from self.get_eval_dataloader(name)
-
-    # ---- Checkpoints ----
-
-    def _resolve_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """Turn what the user said about resuming into the directory of a whole checkpoint, or None."""
-        wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        if isinstance(wanted, str) and wanted.lower() in ("true", "false"):
-            wanted = wanted.lower() == "true"
-        if wanted is None or wanted is False:
-            return None
-        if wanted is True:
-            found = last_whole_checkpoint(cast(str, self.args.output_dir))
-            if found is None:
-                raise ValueError(
-                    f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} holds no whole checkpoint; "
-                    "leave it out to start a new run"
-                )
-            return found
-        reason = what_is_missing(wanted)
-        if reason is not None:
-            raise ValueError(
-                f"resume_from_checkpoint={wanted!r} is no whole checkpoint: {reason}; pass another directory, or True "
-                "for the newest whole one"
-            )
-        return wanted
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        directory = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-        if self.args.should_save:
-            start_checkpoint(directory)
-            self._progress.loss = float(self._tr_loss)
-            self._progress.last_logged_step = self._globalstep_last_logged
-            self._progress.pending_metrics = self._window.updates
-            self._progress.save(directory)
-            self.create_model_card()
-        self.accelerator.wait_for_everyone()
-        self._writing_checkpoint = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._writing_checkpoint = False
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self.accelerator.wait_for_everyone()  # every rank's files are there before trainer_state.json says so
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        directory = cast(str, self.args.output_dir if output_dir is None else output_dir)
-        if not self.args.should_save:
-            return
-        wrapper = self._unwrapped(self.model)
-        parts = [("policy", wrapper.policy, directory)]
-        if self._writing_checkpoint:
-            parts.append(("value_model", wrapper.value_model, os.path.join(directory, VALUE_MODEL_DIR)))
-        for prefix, part, part_directory in parts:
-            part_state = None if state_dict is None else _with_prefix(state_dict, f"{prefix}.")
-            adapters = {"selected_adapters": [cast(Any, part).active_adapter]} if is_peft_model(part) else {}
-            cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
-        if self.processing_class is not None:
-            cast(Any, self.processing_class).save_pretrained(directory)
-        torch.save(self.args, os.path.join(directory, "training_args.bin"))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        wrapper = self._unwrapped(self.model)
-        value_directory = os.path.join(resume_from_checkpoint, VALUE_MODEL_DIR)
-        for part, directory in ((wrapper.policy, resume_from_checkpoint), (wrapper.value_model, value_directory)):
-            if not is_peft_model(part):
-                check_fits(part, directory)
-        super()._load_from_checkpoint(resume_from_checkpoint, wrapper.policy)
-        super()._load_from_checkpoint(value_directory, wrapper.value_model)
-
-    def _load_best_model(self) -> None:
-        logger.info(f"Loading the best model from {self.state.best_model_checkpoint} ({self.state.best_metric}).")
-        self._load_from_checkpoint(cast(str, self.state.best_model_checkpoint))
 
     # ---- Logging ----
 
@@ -371,17 +292,6 @@ def num_processes(args: PPOConfig) -> int:
     return PartialState().num_processes
 
 
-def _length(dataset: Any) -> int | None:
+def length(dataset: Any) -> int | None:
+    """Return the number of rows, or None for a stream."""
     return len(dataset) if has_length(dataset) else None
-
-
-def _with_prefix(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
-
-
-def _datasets(dataset: Any) -> list[Any]:
-    return [] if dataset is None else list(dataset.values()) if isinstance(dataset, dict) else [dataset]
-
-
-def _column_names(dataset: Any) -> list[str]:
-    return list(getattr(dataset, "column_names", None) or [])

@@ -11,7 +11,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import clipped_policy_loss, clipped_value_loss, explained_variance, token_mean
@@ -21,11 +21,13 @@ from rlhf_ppo.assembly import (
     ModelOrPath,
     as_functions,
     assemble_models,
+    check_given,
     check_vocabularies,
     make_scorer,
     max_positions,
     prepare_checked,
     special_tokens,
+    use_one_device,
     vocab_size,
 )
 from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right
@@ -44,9 +46,9 @@ from rlhf_ppo.reporting.metrics import (
     rollout_metrics,
 )
 from rlhf_ppo.reproducibility import isolated_rng, shuffling_generator
-from rlhf_ppo.rewards.logged import LoggedMetrics
+from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
-from rlhf_ppo.seams import PPOSeams, num_processes
+from rlhf_ppo.seams import PPOSeams, length, num_processes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,16 +104,11 @@ class PPOTrainer(PPOSeams):
         *,
         reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
     ) -> None:
-        if not isinstance(args, PPOConfig):
-            raise TypeError(f"args must be a PPOConfig, got {type(args).__name__}")
-        if train_dataset is None:
-            raise ValueError("train_dataset=None: pass the prompts to train on")
-        self.tokens = special_tokens(args, processing_class)
         self._functions = as_functions(reward_funcs)
-        self._logged = LoggedMetrics()
-        if reward_model is None and not self._functions:
-            raise ValueError("reward_model and reward_funcs are both None: pass one of them, or both")
-        args.fill_derived(num_processes(args), len(train_dataset) if has_length(train_dataset) else None)
+        self._logged = LoggedByFunctions()
+        check_given(args, train_dataset, has_reward=reward_model is not None or bool(self._functions))
+        self.tokens = special_tokens(args, processing_class)
+        args.fill_derived(num_processes(args), length(train_dataset))
 
         models = assemble_models(args, model, ref_model, reward_model, value_model, peft_config)
         check_vocabularies(models, processing_class, self.tokens)
@@ -121,7 +118,8 @@ class PPOTrainer(PPOSeams):
         self._tokenizer = processing_class
         self._config = args
         train_dataset = self._prepared(train_dataset, "train_dataset")
-        args.fill_derived(num_processes(args), len(train_dataset) if has_length(train_dataset) else None)
+        args.fill_derived(num_processes(args), length(train_dataset))  # again: long prompts were dropped
+        use_one_device(args)
         use_cache = cast(PolicyAndValue, models.policy).config.use_cache
         super().__init__(
             model=PolicyAndValue(models.policy, models.value_model, args.temperature),
@@ -139,13 +137,7 @@ class PPOTrainer(PPOSeams):
         if self.reward_model is not None:
             self.reward_model.to(self.args.device)
         self.scorer = make_scorer(
-            self.reward_model,
-            self._functions,
-            processing_class,
-            self.args,
-            self._autocast,
-            self._get_state,
-            self._logged,
+            self.reward_model, self._functions, processing_class, args, self._autocast, self._get_state, self._logged
         )
         self._sum = sum_over_ranks(self.accelerator)
         self._gather = gather_over_ranks(self.accelerator)
@@ -495,7 +487,7 @@ class PPOTrainer(PPOSeams):
                 prompts = Prompts.from_collated(batch, self.args.device)
                 responses = self._generate(model, prompts, greedy_config(self.args, self.tokens.stop))
                 scores = self.score_responses(responses, prompts)
-                table = sample_rows(self._tokenizer, prompts, responses, scores)
+                table = sample_rows(self._tokenizer, prompts, responses, scores, self._logged.drain_columns())
                 rows += cast(Any, self.accelerator.gather_for_metrics(table, use_gather_object=True))
                 if sampling:
                     break

@@ -47,7 +47,11 @@ def completions_table(
 
 
 def sample_rows(
-    tokenizer: PreTrainedTokenizerBase, prompts: Prompts, responses: Responses, scores: Scores
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    responses: Responses,
+    scores: Scores,
+    extra: Mapping[str, Sequence[Any]],
 ) -> list[dict[str, Any]]:
     """Decode a batch for the table.
 
@@ -56,10 +60,11 @@ def sample_rows(
         prompts: `B` prompts.
         responses: Their responses.
         scores: What they scored.
+        extra: Columns that reward functions logged, `B` values each.
 
     Returns:
-        `B` dicts with `query` (without special tokens), `response` (with its stop token), `score`, and one entry per
-        reward source under `by_source`.
+        `B` dicts with `query` (without special tokens), `response` (with its stop token), `score`, the reward sources'
+        scores under `by_source`, and the extra columns under `extra`.
     """
     queries = [ids[real].tolist() for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
     answers = [ids[real].tolist() for ids, real in zip(responses.responses, responses.response_mask, strict=True)]
@@ -70,6 +75,7 @@ def sample_rows(
             "response": tokenizer.decode(answer),
             "score": score,
             "by_source": {name: values[row] for name, values in by_source.items()},
+            "extra": {name: values[row] for name, values in extra.items()},
         }
         for row, (query, answer, score) in enumerate(zip(queries, answers, scores.total.tolist(), strict=True))
     ]
@@ -82,12 +88,15 @@ def table_of(rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> pd.Da
         rows: The rows.
         sources: Names of the reward sources, in order.
     """
-    return completions_table(
+    table = completions_table(
         [row["query"] for row in rows],
         [row["response"] for row in rows],
         [row["score"] for row in rows],
         {name: [row["by_source"][name] for row in rows] for name in sources},
     )
+    for column in dict.fromkeys(column for row in rows for column in row["extra"]):
+        table[column] = [row["extra"].get(column) for row in rows]
+    return table
 
 
 def print_table(df: pd.DataFrame, num_rows: int = 5) -> None:

@@ -14,9 +14,7 @@ def scalar_head(model: nn.Module) -> nn.Module | None:
     if isinstance(head := getattr(base, "score", None), nn.Module):
         return head
     body = backbone(model)
-    linear = [
-        child for child in base.children() if child is not body and getattr(child, "out_features", None) is not None
-    ]
+    linear = [child for child in base.children() if child is not body and getattr(child, "out_features", None) == 1]
     return linear[0] if len(linear) == 1 else None
 
 

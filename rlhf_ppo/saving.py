@@ -1,0 +1,138 @@
+"""Saving and loading the two trained models: whole checkpoints, and the policy alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, cast
+
+import torch
+from accelerate.logging import get_logger
+from transformers import Trainer
+
+from rlhf_ppo.checkpoints import (
+    VALUE_MODEL_DIR,
+    PPOTrainerState,
+    Progress,
+    check_fits,
+    last_whole_checkpoint,
+    start_checkpoint,
+    what_is_missing,
+)
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.models.inputs import is_peft_model
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.reporting.metrics import MetricWindow
+from rlhf_ppo.reporting.run_card import WritesRunCard
+
+logger = get_logger(__name__)
+
+
+class SavesPolicyAndValue(WritesRunCard, Trainer):
+    """Trainer of a `PolicyAndValue`: in a checkpoint the policy stands at the root, the value model below it."""
+
+    args: PPOConfig
+    state: PPOTrainerState
+    model: PolicyAndValue
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.state = PPOTrainerState.of(self.state)
+        self._progress = Progress()
+        self._window = MetricWindow()
+        self._writing_checkpoint = False  # the value model belongs into checkpoints, not into what save_model writes
+
+    def _resolve_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """Turn what the user said about resuming into the directory of a whole checkpoint, or None."""
+        wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        if isinstance(wanted, str) and wanted.lower() in ("true", "false"):
+            wanted = wanted.lower() == "true"
+        if wanted is None or wanted is False:
+            return None
+        if wanted is True:
+            found = last_whole_checkpoint(cast(str, self.args.output_dir))
+            if found is None:
+                raise ValueError(
+                    f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} holds no whole checkpoint; "
+                    "leave it out to start a new run"
+                )
+            return found
+        reason = what_is_missing(wanted)
+        if reason is not None:
+            raise ValueError(
+                f"resume_from_checkpoint={wanted!r} is no whole checkpoint: {reason}; pass another directory, or True "
+                "for the newest whole one"
+            )
+        return wanted
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        directory = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        if self.args.should_save:
+            start_checkpoint(directory)
+            self._progress.loss = float(self._tr_loss)
+            self._progress.last_logged_step = self._globalstep_last_logged
+            self._progress.pending_metrics = self._window.updates
+            self._progress.save(directory)
+            self.create_model_card()
+        self.accelerator.wait_for_everyone()
+        self._writing_checkpoint = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._writing_checkpoint = False
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # every rank's files are there before trainer_state.json says so
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy (or its adapter) and the tokenizer, loadable with `from_pretrained`, under every launcher.
+
+        Args:
+            output_dir: Where to; `args.output_dir` when None.
+        """
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
+            # Trainer writes nothing here for sharded checkpoints
+            self._save(output_dir, state_dict=cast(Any, self.accelerator.get_state_dict(self.model_wrapped)))
+        super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        directory = cast(str, self.args.output_dir if output_dir is None else output_dir)
+        if not self.args.should_save:
+            return
+        wrapper = self._unwrapped(self.model)
+        parts = [("policy", wrapper.policy, directory)]
+        if self._writing_checkpoint:
+            parts.append(("value_model", wrapper.value_model, os.path.join(directory, VALUE_MODEL_DIR)))
+        for prefix, part, part_directory in parts:
+            part_state = None if state_dict is None else _with_prefix(state_dict, f"{prefix}.")
+            adapters = {"selected_adapters": [cast(Any, part).active_adapter]} if is_peft_model(part) else {}
+            cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
+        if self.processing_class is not None:
+            cast(Any, self.processing_class).save_pretrained(directory)
+        torch.save(self.args, os.path.join(directory, "training_args.bin"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        wrapper = self._unwrapped(self.model)
+        value_directory = os.path.join(resume_from_checkpoint, VALUE_MODEL_DIR)
+        for part, directory in ((wrapper.policy, resume_from_checkpoint), (wrapper.value_model, value_directory)):
+            check_fits(part, directory)
+        super()._load_from_checkpoint(resume_from_checkpoint, wrapper.policy)
+        super()._load_from_checkpoint(value_directory, wrapper.value_model)
+
+    def _load_best_model(self) -> None:
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            super()._load_best_model()
+            return
+        logger.info(f"Loading the best model from {self.state.best_model_checkpoint} ({self.state.best_metric}).")
+        self._load_from_checkpoint(cast(str, self.state.best_model_checkpoint))
+
+    def _unwrapped(self, model: torch.nn.Module) -> PolicyAndValue:
+        return cast(PolicyAndValue, self.accelerator.unwrap_model(model, keep_torch_compile=False))
+
+
+def _with_prefix(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
