@@ -1,0 +1,82 @@
+"""Where a response ends, and the one mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_ppo.batch import Prompts
+from rlhf_ppo.generation.sequences import contains_token, join_responses, response_mask, truncate_response
+
+PAD = 99
+
+
+def prompts(*rows: list[int], width: int = 3) -> Prompts:
+    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+    mask = torch.arange(width) >= width - torch.tensor([len(row) for row in rows])[:, None]
+    return Prompts(ids, mask, {})
+
+
+@pytest.mark.parametrize("stop", [0, 1, 7])
+def test_the_mask_ends_with_the_first_stop_token(stop: int) -> None:
+    a, b = 4, 5
+    sampled = torch.tensor([[a, stop, b, stop], [stop, a, a, a], [a, b, a, stop], [a, b, b, a], [stop] * 4])
+    expected = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]]
+    assert response_mask(sampled, stop).tolist() == torch.tensor(expected).bool().tolist()
+    assert response_mask(sampled, stop).dtype == torch.bool
+
+
+def test_without_a_stop_token_everything_is_real() -> None:
+    assert response_mask(torch.tensor([[0, 1], [2, 0]]), None).all()
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4), st.integers(0, 3))
+def test_the_mask_against_list_operations(rows: list[list[int]], stop: int) -> None:
+    mask = response_mask(torch.tensor(rows), stop)
+    for row, marks in zip(rows, mask.tolist(), strict=True):
+        length = row.index(stop) + 1 if stop in row else len(row)
+        assert marks == [True] * length + [False] * (5 - length)
+
+
+@pytest.mark.parametrize(("stop", "pad"), [(0, 9), (7, 9), (7, 7), (7, 10**6)])
+def test_truncation_keeps_the_stop_token_and_pads_what_follows(stop: int, pad: int) -> None:
+    sampled = torch.tensor([[4, stop, 5, stop], [5, 5, 5, 5], [stop, 1, 2, 3]])
+    assert truncate_response(stop, pad, sampled).tolist() == [[4, stop, pad, pad], [5, 5, 5, 5], [stop, pad, pad, pad]]
+    assert sampled[0].tolist() == [4, stop, 5, stop], "the sampled ids stay as they are"
+
+
+def test_joined_rows_have_their_masks_and_no_column_that_nobody_reaches() -> None:
+    sampled = torch.tensor([[4, 1, 8, 8, 8], [6, 7, 1, 1, 8]])
+    joined = join_responses(prompts([11], [12, 13, 14]), sampled, stop_token_id=1, pad_token_id=PAD)
+    assert joined.query_responses.tolist() == [[PAD, PAD, 11, 4, 1, PAD], [12, 13, 14, 6, 7, 1]]
+    assert joined.attention_mask.int().tolist() == [[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]
+    assert joined.response_mask.int().tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert joined.context_length == 3 and joined.responses.tolist() == [[4, 1, PAD], [6, 7, 1]]
+
+
+def test_masks_do_not_depend_on_what_padding_is() -> None:
+    """PAD may be the stop token, the first token of a prompt, or sampled as a real token."""
+    sampled = torch.tensor([[4, 1, 8], [1, 8, 8], [11, 4, 11]])
+    given_prompts = prompts([11], [1, 12], [11, 1, 11])
+    expected = join_responses(given_prompts, sampled, 1, PAD)
+    for pad in (1, 4, 11, 10**6):
+        joined = join_responses(given_prompts, sampled, 1, pad)
+        assert torch.equal(joined.response_mask, expected.response_mask)
+        assert torch.equal(joined.attention_mask, expected.attention_mask)
+        real = expected.attention_mask
+        assert torch.equal(joined.query_responses[real], expected.query_responses[real])
+
+
+def test_a_token_counts_only_where_it_is_real() -> None:
+    """Neither in the prompt, nor in the padding that follows, which may be the same id."""
+    sampled = torch.tensor([[4, 1, 8], [4, 5, 6], [1, 2, 3]])
+    joined = join_responses(prompts([1], [1, 1], [5]), sampled, stop_token_id=1, pad_token_id=1)
+    assert contains_token(joined, 1).tolist() == [True, False, True]
+    assert contains_token(joined, 5).tolist() == [False, True, False]
+    assert contains_token(joined, 8).tolist() == [False, False, False]
+    assert contains_token(joined, None).tolist() == [False, False, False]
+    ended_by_another = join_responses(prompts([1], [1, 1], [5]), sampled, stop_token_id=4, pad_token_id=1)
+    assert contains_token(ended_by_another, 1).tolist() == [False, False, True]

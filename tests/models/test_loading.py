@@ -1,0 +1,241 @@
+"""Models by object and by directory, and the value model that is made when none is given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from rlhf_ppo.models.heads import last_token_score, reads_last_token, token_values
+from rlhf_ppo.models.inputs import backbone, hidden_states
+from rlhf_ppo.models.loading import (
+    check_value_model,
+    load_policy,
+    load_scalar_model,
+    low_precision_parameters,
+    make_value_model,
+    prepare_trainable,
+)
+from tests.conftest import tiny_config, tiny_policy, tiny_scorer
+
+IDS = torch.arange(1, 31).view(3, 10)
+MASK = torch.ones(3, 10, dtype=torch.bool)
+
+
+def tiny_t5() -> Any:
+    config = T5Config(vocab_size=32, d_model=16, d_ff=16, d_kv=4, num_layers=1, num_heads=2)
+    return T5ForConditionalGeneration(config)
+
+
+def tiny_bert(num_labels: int = 1) -> Any:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertForSequenceClassification(BertConfig(**sizes, intermediate_size=16, num_labels=num_labels))
+
+
+def adapted(model: Any, task: TaskType, **overrides: Any) -> Any:
+    torch.manual_seed(9)
+    config = LoraConfig(task_type=task, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **overrides)
+    return get_peft_model(model, config)
+
+
+def states(model: Any) -> Tensor:
+    with torch.no_grad():
+        return hidden_states(model.eval(), IDS, MASK)
+
+
+# ---- From directories ----
+
+
+def test_a_policy_comes_back_from_its_directory_in_float32(tmp_path: Path) -> None:
+    policy = tiny_policy()
+    policy.to(torch.bfloat16).save_pretrained(tmp_path)
+    for path in (tmp_path, str(tmp_path)):
+        loaded = load_policy(path, "model")
+        assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+        for name, parameter in policy.named_parameters():
+            assert torch.equal(loaded.get_parameter(name), parameter.float()), name
+
+
+def test_an_adapters_directory_gives_the_adapted_policy(tmp_path: Path) -> None:
+    tiny_policy().save_pretrained(tmp_path / "base")
+    policy = adapted(load_policy(tmp_path / "base", "model"), TaskType.CAUSAL_LM)
+    policy.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "config.json").exists()
+    loaded = load_policy(tmp_path / "adapter", "ref_model")
+    assert torch.allclose(states(loaded), states(policy), atol=1e-6)
+    assert not torch.allclose(states(loaded), states(tiny_policy()), atol=1e-2)
+
+
+def test_a_scalar_model_comes_back_with_its_head(tmp_path: Path) -> None:
+    scorer = tiny_scorer()
+    scorer.save_pretrained(tmp_path)
+    loaded = load_scalar_model(tmp_path, "reward_model")
+    assert torch.equal(last_token_score(loaded, IDS, MASK), last_token_score(scorer, IDS, MASK))
+
+
+def test_a_language_models_directory_gives_a_scalar_model_with_one_label(tmp_path: Path) -> None:
+    """`num_labels` is 2 in a configuration that says nothing about it."""
+    tiny_policy().save_pretrained(tmp_path)
+    assert "num_labels" not in json.loads((tmp_path / "config.json").read_text())
+    loaded = load_scalar_model(tmp_path, "value_model")
+    assert token_values(loaded, IDS, MASK, last=4).shape == (3, 4)
+    assert torch.equal(states(loaded), states(tiny_policy()))
+
+
+def test_objects_are_taken_as_they_are() -> None:
+    policy, scorer = tiny_policy(), tiny_scorer()
+    assert load_policy(policy, "model") is policy
+    assert load_scalar_model(scorer, "reward_model") is scorer
+
+
+@pytest.mark.parametrize("load", [load_policy, load_scalar_model])
+def test_directories_without_a_model_are_errors_that_say_so(load: Any, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("nothing here")
+    with pytest.raises(ValueError, match=rf"model='{tmp_path}' is a directory without a model: it has no config.json"):
+        load(tmp_path, "model")
+    with pytest.raises(ValueError, match=r"model='.*/missing' could not be loaded: it is neither a directory"):
+        load(tmp_path / "missing", "model")
+
+
+@pytest.mark.parametrize("load", [load_policy, load_scalar_model])
+def test_a_directory_whose_weights_are_gone_is_an_error(load: Any, tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"model='{tmp_path}' could not be loaded"):
+        load(tmp_path, "model")
+
+
+def test_encoder_decoders_are_no_policies(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model is a T5ForConditionalGeneration, not a decoder-only language model"):
+        load_policy(tiny_t5(), "model")
+    tiny_t5().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"ref_model='.*' cannot be loaded with AutoModelForCausalLM"):
+        load_policy(tmp_path, "ref_model")
+
+
+def test_models_of_another_kind_are_no_policies() -> None:
+    for model in (tiny_scorer(), LlamaModel(tiny_config())):
+        with pytest.raises(ValueError, match=f"model is a {type(model).__name__}, not a decoder-only"):
+            load_policy(model, "model")
+    for thing in (torch.nn.Linear(2, 2), 7):
+        with pytest.raises(
+            TypeError, match=f"reward_model must be a transformers model, .* got {type(thing).__name__}"
+        ):
+            load_scalar_model(thing, "reward_model")
+
+
+def test_two_labels_in_a_directory_are_an_error(tmp_path: Path) -> None:
+    """Asked for one label, transformers would make a new head; the user's two must not vanish silently."""
+    tiny_scorer(num_labels=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"reward_model='.*' cannot be loaded with .*\(num_labels=1\)"):
+        load_scalar_model(tmp_path, "reward_model")
+
+
+# ---- The value model that is made ----
+
+
+def test_made_from_the_reward_model_it_is_a_trainable_copy() -> None:
+    reward_model = tiny_scorer().to(torch.bfloat16).eval().requires_grad_(False)
+    value_model = make_value_model(tiny_policy(), reward_model)
+    assert value_model.training and all(p.requires_grad for p in value_model.parameters())
+    assert {p.dtype for p in value_model.parameters()} == {torch.float32}
+    for name, parameter in reward_model.named_parameters():
+        assert torch.equal(value_model.get_parameter(name), parameter.float())
+        assert value_model.get_parameter(name).untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
+    assert not any(p.requires_grad for p in reward_model.parameters())
+
+
+def test_adapters_of_the_reward_model_are_merged_into_the_copy() -> None:
+    reward_model = adapted(tiny_scorer(), TaskType.SEQ_CLS)
+    value_model = make_value_model(tiny_policy(), reward_model)
+    assert not isinstance(value_model, PeftModel) and isinstance(reward_model, PeftModel)
+    assert not any("lora" in name for name, _ in value_model.named_parameters())
+    assert torch.allclose(
+        last_token_score(value_model, IDS, MASK), last_token_score(reward_model, IDS, MASK), atol=1e-4
+    )
+    assert not torch.allclose(last_token_score(value_model, IDS, MASK), last_token_score(tiny_scorer(), IDS, MASK))
+
+
+@pytest.mark.parametrize("reward_model", [None, tiny_bert()], ids=["no reward model", "one that pools"])
+def test_made_from_the_policy_its_values_are_zero_and_its_backbone_the_policys(reward_model: Any) -> None:
+    policy = tiny_policy().eval().requires_grad_(False)
+    value_model = make_value_model(policy, reward_model)
+    assert not token_values(value_model, IDS, MASK, last=10).any()
+    assert torch.equal(states(value_model), states(policy))
+    assert all(p.requires_grad for p in value_model.parameters())
+    for name, parameter in backbone(policy).named_parameters():
+        assert backbone(value_model).get_parameter(name).untyped_storage().data_ptr() != (
+            parameter.untyped_storage().data_ptr()
+        )
+    check_value_model(value_model)
+
+
+def test_the_zero_head_learns() -> None:
+    value_model = make_value_model(tiny_policy(), None)
+    (token_values(value_model, IDS, MASK, last=4) - 1).square().sum().backward()
+    assert value_model.score.weight.grad.any()
+
+
+def test_made_from_an_adapted_policy_it_has_the_adapter_merged() -> None:
+    policy = adapted(tiny_policy(), TaskType.CAUSAL_LM)
+    value_model = make_value_model(policy, None)
+    assert torch.allclose(states(value_model), states(policy), atol=1e-5)
+    assert not torch.allclose(states(value_model), states(tiny_policy()), atol=1e-2)
+    assert isinstance(policy, PeftModel) and all(p.requires_grad for p in value_model.parameters())
+
+
+def test_made_from_gpt2_with_other_names() -> None:
+    policy = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2))
+    value_model = make_value_model(policy, None)
+    assert torch.equal(states(value_model), states(policy))
+    assert not token_values(value_model, IDS, MASK, last=10).any()
+
+
+def test_an_architecture_without_such_a_class_is_an_error() -> None:
+    class OnlyLanguage(GPT2Config):
+        model_type = "only_language"
+
+    policy = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2))
+    policy.config = OnlyLanguage(vocab_size=32, n_embd=16, n_layer=1, n_head=2)
+    with pytest.raises(ValueError, match="no sequence-classification class for GPT2LMHeadModel; pass value_model"):
+        make_value_model(policy, None)
+
+
+def test_value_models_that_pool_are_errors() -> None:
+    assert not reads_last_token(tiny_bert())
+    with pytest.raises(ValueError, match="value_model is a BertForSequenceClassification, whose head does not read"):
+        check_value_model(tiny_bert())
+    check_value_model(tiny_scorer())
+
+
+# ---- Before training ----
+
+
+def test_both_trained_models_lose_their_dropout() -> None:
+    policy, value_model = tiny_policy(attention_dropout=0.5).eval(), tiny_scorer(attention_dropout=0.5).eval()
+    prepare_trainable(policy, value_model)
+    for model in (policy, value_model):
+        assert model.training
+        assert torch.equal(hidden_states(model, IDS, MASK), hidden_states(model, IDS, MASK))
+
+
+def test_trainable_parameters_in_16_bits_are_named() -> None:
+    policy = tiny_policy()
+    assert low_precision_parameters(policy) == []
+    policy.lm_head.to(torch.bfloat16)
+    policy.model.norm.half()
+    assert low_precision_parameters(policy) == ["model.norm.weight", "lm_head.weight"]
+    assert low_precision_parameters(policy.requires_grad_(False)) == []

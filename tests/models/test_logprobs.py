@@ -1,0 +1,298 @@
+"""Response log-probabilities of many architectures against their own logits, and how much memory they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.models import logprobs
+from rlhf_ppo.models.inputs import hidden_states
+from rlhf_ppo.models.logprobs import check_logits, response_logprobs, token_logprobs
+from tests.conftest import count_w4, tiny_policy, tiny_scorer
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+FALCON = {
+    "new_decoder_architecture": False,
+    "multi_query": True,
+    "alibi": False,
+    "num_kv_heads": 1,
+    "ffn_hidden_size": 24,
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 8},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "falcon": FALCON,
+    "falcon-alibi": {**FALCON, "model_type": "falcon", "alibi": True},
+    "gemma": {"head_dim": 4},
+    "gemma2": {"head_dim": 4, "final_logit_softcapping": 2.0, "sliding_window": 4},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 2.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "qwen2": {},
+    "qwen3": {"head_dim": 4},
+    "mistral": {"sliding_window": 4},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi": {},
+    "phi3": {},
+    "olmo2": {},
+    "stablelm": {},
+    "smollm3": {},
+}
+"""What differs from `SIZES`; the key is the model type unless the values name another."""
+
+SCALED = ("gemma2", "cohere", "granite")
+"""Those that change the logits behind the head."""
+
+
+def tiny_model(name: str, seed: int = 0) -> Any:
+    """A random model whose biases and norms are random too, in eval mode."""
+    values = {**SIZES, "model_type": name, **ARCHITECTURES[name]}
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def ragged_batch(seed: int = 0, vocab_size: int = 32) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows with prompts of 1, 5, 3 tokens padded on the left and responses of 4, 1, 6 padded on the right."""
+    prompts, responses = torch.tensor([1, 5, 3]), torch.tensor([4, 1, 6])
+    ids = torch.randint(vocab_size, (3, 11), generator=torch.Generator().manual_seed(seed))
+    prompt_mask = torch.arange(5) >= 5 - prompts[:, None]
+    response_mask = torch.arange(6) < responses[:, None]
+    return ids, torch.cat((prompt_mask, response_mask), dim=1), response_mask
+
+
+def own_logprobs(model: Any, ids: Tensor, attention_mask: Tensor, response_mask: Tensor, temperature: float) -> Any:
+    """Log-probabilities and entropies from the model's own logits, one unpadded row at a time, in float64."""
+    results: tuple[list[Any], list[Any]] = ([], [])
+    for row, real, answer in zip(ids, attention_mask, response_mask, strict=True):
+        tokens, length = row[real], int(answer.sum())
+        with torch.no_grad():
+            distribution = (model(input_ids=tokens[None]).logits[0].double() / temperature).log_softmax(-1).numpy()
+        for position in range(len(tokens) - length, len(tokens)):
+            before = distribution[position - 1]
+            results[0].append(before[tokens[position]])
+            results[1].append(-(np.exp(before) * before).sum())
+    return np.array(results[0]), np.array(results[1])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logprobs_and_entropy_are_those_of_the_models_own_logits(name: str) -> None:
+    model, (ids, attention_mask, response_mask) = tiny_model(name), ragged_batch()
+    check_logits(model)
+    with torch.no_grad():
+        ours = response_logprobs(model, ids, attention_mask, response_mask, temperature=0.7)
+    expected = own_logprobs(model, ids, attention_mask, response_mask, temperature=0.7)
+    assert expected[0].std() > 0.3, "the logits are all but constant, so the test would not see a wrong index"
+    for values, exact in zip(ours, expected, strict=True):
+        assert values.dtype == torch.float32
+        assert_allclose(values[response_mask], exact, rtol=1e-5, atol=2e-5)
+        assert not values[~response_mask].any()
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_an_unknown_change_of_the_logits_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(name)
+    monkeypatch.setattr(logprobs, "logits", lambda policy, states: policy.get_output_embeddings()(states).float())
+    with pytest.raises(ValueError, match=f"{type(model).__name__} changes its logits after the head"):
+        check_logits(model)
+
+
+def test_check_logits_leaves_the_mode_as_it_was() -> None:
+    model = tiny_policy()
+    for training in (True, False):
+        model.train(training)
+        check_logits(model)
+        assert model.training is training
+
+
+@pytest.mark.parametrize("on_head", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_adapters_count_on_the_head_too(on_head: dict[str, Any]) -> None:
+    """A LoRA layer around, or a trainable copy of, the language-model head."""
+    torch.manual_seed(0)
+    base, (ids, attention_mask, response_mask) = tiny_policy(), ragged_batch()
+    plain = response_logprobs(base, ids, attention_mask, response_mask, 1.0).logprobs
+    adapted = get_peft_model(base, LoraConfig(**{"target_modules": ["q_proj"], **on_head}, init_lora_weights=False))
+    for name, parameter in adapted.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    adapted.eval()
+    check_logits(adapted)
+    ours = response_logprobs(adapted, ids, attention_mask, response_mask, 0.7)
+    expected = own_logprobs(adapted, ids, attention_mask, response_mask, 0.7)
+    for values, exact in zip(ours, expected, strict=True):
+        assert_allclose(values.detach()[response_mask], exact, rtol=1e-5, atol=2e-5)
+    assert (ours.logprobs - plain).abs().max() > 0.1
+    ours.logprobs.sum().backward()
+    without = [name for name, p in adapted.named_parameters() if p.requires_grad and p.grad is None]
+    assert without == []
+
+
+def test_impossible_tokens_have_entropy_without_nan() -> None:
+    """A model may forbid tokens with a logit of -inf."""
+    model, (ids, attention_mask, response_mask) = tiny_policy(), ragged_batch()
+    bias = torch.zeros(32)
+    bias[5:] = -torch.inf
+    model.lm_head.bias = torch.nn.Parameter(bias)
+    ids = ids % 5
+    ours = response_logprobs(model, ids, attention_mask, response_mask, 1.0)
+    _, entropy = own_logprobs(tiny_policy(), ids, attention_mask, response_mask, 1.0)
+    assert ours.logprobs.isfinite().all() and ours.entropy.isfinite().all()
+    assert ours.entropy.max() <= np.log(5) + 1e-6 < entropy.max()
+
+
+# ---- Chunks ----
+
+
+def gradients_of(model: Any, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    values = response_logprobs(model, *batch, 0.7).logprobs
+    (values * torch.arange(values.numel()).view_as(values)).sum().backward()
+    return values.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tokens_per_chunk", [1, 4, 10])
+def test_chunks_change_neither_values_nor_gradients(tokens_per_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_policy(initializer_range=0.1), ragged_batch()
+    assert int(batch[2].sum()) == 11  # so 10 leaves a last chunk of one
+    whole, gradients = gradients_of(model, batch)
+    monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", tokens_per_chunk * 32)
+    chunked, gradients_of_chunks = gradients_of(model, batch)
+    assert_allclose(chunked, whole, rtol=1e-6, atol=1e-6)
+    for name, gradient in gradients.items():
+        scale = float(gradient.abs().max())
+        assert_allclose(gradients_of_chunks[name], gradient, rtol=0, atol=1e-6 * scale, err_msg=name)
+
+
+class LargestOutput(TorchDispatchMode):
+    """Remembers the largest tensor that any operation makes, forward or backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel, self.operation = 0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.numel() > self.numel:
+                self.numel, self.operation = leaf.numel(), f"{func} {tuple(leaf.shape)}"
+        return result
+
+
+def test_no_tensor_of_batch_time_and_vocabulary_in_rollout_or_learning(
+    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound is `B T V` of one micro-batch; parameters and one step's logits `(B, V)` are below it."""
+    vocabulary, rows, response_length, chunk = 512, 8, 16, 8
+    config = {"vocab_size": vocabulary, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", chunk * vocabulary)
+
+    def train() -> LargestOutput:
+        trainer = make_trainer(
+            model=tiny_policy(**config),
+            value_model=tiny_scorer(seed=2, **config),
+            reward_funcs=count_w4,
+            response_length=response_length,
+            stop_token=None,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=1,
+            num_mini_batches=1,
+            total_episodes=rows,
+        )
+        with LargestOutput() as largest:
+            trainer.train()
+        return largest
+
+    largest = train()
+    assert largest.numel < rows * response_length * vocabulary / 4, largest.operation
+    assert largest.numel >= chunk * vocabulary, "the recorder saw no logits"
+    monkeypatch.undo()
+    assert train().numel >= rows * response_length * vocabulary, "in one chunk the recorder sees the whole"
+
+
+@contextmanager
+def saved_for_backward() -> Iterator[list[int]]:
+    """Sizes of the tensors that autograd keeps, each storage once."""
+    kept: dict[int, int] = {}
+    sizes: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+    sizes.extend(kept.values())
+
+
+def test_logits_are_recomputed_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, num_tokens, chunk = 512, 64, 8
+    model = tiny_policy(vocab_size=vocabulary, hidden_size=16)
+    states = torch.randn(num_tokens, 16, requires_grad=True)
+    targets = torch.randint(vocabulary, (num_tokens,))
+    with saved_for_backward() as whole:
+        token_logprobs(model, states, targets, 1.0)
+    monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", chunk * vocabulary)
+    with saved_for_backward() as chunked:
+        result, _ = token_logprobs(model, states, targets, 1.0)
+    assert max(whole) >= num_tokens * vocabulary
+    assert max(chunked) <= vocabulary * 16 and sum(chunked) < num_tokens * vocabulary / 2
+    result.sum().backward()
+    assert states.grad is not None and states.grad.any()
+
+
+def test_without_gradient_nothing_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_policy(), ragged_batch()
+    calls: list[int] = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", 4 * 32)
+    with torch.no_grad():
+        response_logprobs(model, *batch, 1.0)
+    assert len(calls) == 3  # 11 tokens, 4 at a time
+
+
+def test_the_head_sees_real_response_tokens_only() -> None:
+    model, batch = tiny_policy(), ragged_batch()
+    shapes: list[tuple[int, ...]] = []
+    model.lm_head.register_forward_hook(lambda _, inputs, output: shapes.append(tuple(output.shape)))
+    response_logprobs(model, *batch, 1.0)
+    assert shapes == [(11, 32)]
+
+
+def test_entropy_has_no_gradient_and_hidden_states_keep_the_models_dtype() -> None:
+    model, batch = tiny_policy(), ragged_batch()
+    assert not response_logprobs(model, *batch, 1.0).entropy.requires_grad
+    model = model.to(torch.bfloat16)
+    assert hidden_states(model, *batch[:2]).dtype == torch.bfloat16
+    assert response_logprobs(model, *batch, 1.0).logprobs.dtype == torch.float32

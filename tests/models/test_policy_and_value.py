@@ -1,0 +1,127 @@
+"""The module that holds both trained models: its outputs, and what Trainer asks of it."""
+
+from __future__ import annotations
+
+import torch
+from numpy.testing import assert_allclose
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from rlhf_ppo.models.heads import token_values
+from rlhf_ppo.models.logprobs import response_logprobs
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from tests import oracles
+from tests.conftest import tiny_policy, tiny_scorer
+from tests.oracles import Episode, Llama
+
+PROMPTS, RESPONSES = [4, 1, 2], [3, 5, 1]
+
+
+def ragged_batch() -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(0))
+    prompt_mask = torch.arange(4) >= 4 - torch.tensor(PROMPTS)[:, None]
+    response_mask = torch.arange(5) < torch.tensor(RESPONSES)[:, None]
+    return ids, torch.cat((prompt_mask, response_mask), dim=1), response_mask
+
+
+def test_every_output_equals_numpy() -> None:
+    """Values stand before their tokens; the final one after the last real token, not in the last column."""
+    model = PolicyAndValue(tiny_policy(), tiny_scorer(), temperature=0.7)
+    ids, attention_mask, response_mask = ragged_batch()
+    with torch.no_grad():
+        output = model(ids, attention_mask, response_mask)
+    llama = Llama.of(model.config)
+    policy, value_model = oracles.weights_of(model.policy), oracles.weights_of(model.value_model)
+    for row, length in enumerate(RESPONSES):
+        tokens = ids[row][attention_mask[row]].tolist()
+        episode = Episode(tokens[:-length], tokens[-length:], stopped=False)
+        values = llama.values(value_model, episode)
+        logprobs, entropy = llama.response(policy, episode, 0.7)
+        for ours, exact in zip(output, (logprobs, entropy, values[:-1]), strict=False):
+            assert_allclose(ours[row, :length], exact, rtol=1e-5, atol=1e-5)
+            assert not ours[row, length:].any()
+        assert_allclose(output.final_values[row], values[-1], rtol=1e-5, atol=1e-5)
+
+
+def test_the_value_model_is_left_out_where_only_the_policy_is_asked_for() -> None:
+    model, batch = PolicyAndValue(tiny_policy(), tiny_scorer(), temperature=0.7), ragged_batch()
+    calls: list[int] = []
+    model.value_model.model.register_forward_hook(lambda *_: calls.append(1))
+    of_policy = model(*batch, policy_only=True)
+    assert not calls and of_policy._fields == ("logprobs", "entropy")
+    whole = model(*batch)
+    assert calls and torch.equal(of_policy.logprobs, whole.logprobs) and torch.equal(of_policy.entropy, whole.entropy)
+
+
+def test_padding_gets_no_gradient() -> None:
+    """Neither model's embedding of an id that stands only under the mask."""
+    model = PolicyAndValue(tiny_policy(pad_token_id=None), tiny_scorer(pad_token_id=None), temperature=1.0)
+    ids, attention_mask, response_mask = ragged_batch()
+    ids = ids.clamp(min=1, max=30).masked_fill(~attention_mask, 31)
+    output = model(ids, attention_mask, response_mask)
+    (output.logprobs.sum() + output.values.square().sum() + output.final_values.sum()).backward()
+    used = set(ids[attention_mask].tolist())
+    for embedding in (model.policy.model.embed_tokens, model.value_model.model.embed_tokens):
+        touched = set(embedding.weight.grad.any(dim=1).nonzero().squeeze(1).tolist())
+        assert touched <= used and 31 not in touched and 0 not in touched
+
+
+def test_each_model_trains_on_its_own_output_only() -> None:
+    model = PolicyAndValue(tiny_policy(), tiny_scorer(), temperature=1.0)
+    model(*ragged_batch()).logprobs.sum().backward()
+    assert all(p.grad is not None for p in model.policy.parameters())
+    assert all(p.grad is None for p in model.value_model.parameters())
+    model.zero_grad()
+    model(*ragged_batch()).values.sum().backward()
+    assert all(p.grad is None for p in model.policy.parameters())
+    assert all(p.grad is not None for p in model.value_model.parameters())
+
+
+def count_layer_calls(model: PolicyAndValue) -> dict[str, int]:
+    """Forward passes of each model's first layer in one forward and backward."""
+    calls = {"policy": 0, "value_model": 0}
+
+    def count(name: str) -> None:
+        calls[name] += 1
+
+    handles = [
+        part.model.layers[0].self_attn.register_forward_hook(lambda *_, name=name: count(name))
+        for name, part in (("policy", model.policy), ("value_model", model.value_model))
+    ]
+    output = model.train()(*ragged_batch())
+    (output.logprobs.sum() + output.values.sum()).backward()
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def test_checkpointing_reaches_both_models_and_can_be_switched_off() -> None:
+    model = PolicyAndValue(tiny_policy(), tiny_scorer(), temperature=1.0)
+    assert count_layer_calls(model) == {"policy": 1, "value_model": 1}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert count_layer_calls(model) == {"policy": 2, "value_model": 2}
+    model.gradient_checkpointing_disable()
+    assert count_layer_calls(model) == {"policy": 1, "value_model": 1}
+
+
+def test_checkpointing_changes_no_gradient() -> None:
+    model = PolicyAndValue(tiny_policy(), tiny_scorer(), temperature=1.0)
+    count_layer_calls(model)
+    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    count_layer_calls(model)
+    for name, parameter in model.named_parameters():
+        assert_allclose(parameter.grad, plain[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_trainer_reads_the_policys_configuration_through_an_adapter() -> None:
+    policy = tiny_policy()
+    adapted = get_peft_model(policy, LoraConfig(target_modules=["q_proj"]))
+    model = PolicyAndValue(adapted, tiny_scorer(), temperature=1.0)
+    assert model.config is policy.config and model.generation_config is policy.generation_config
+    assert model.device == torch.device("cpu")
+    assert model._no_split_modules == ["LlamaDecoderLayer"]
+    batch = ragged_batch()
+    assert torch.equal(model(*batch).logprobs, response_logprobs(adapted, *batch, 1.0).logprobs)
+    assert torch.equal(model(*batch).values[:, 0], token_values(model.value_model, *batch[:2], last=6)[:, 0])

@@ -1,0 +1,203 @@
+"""The reference policy: what it is, that KL starts at 0, and that training never moves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.models.logprobs import response_logprobs
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.reference import INITIAL_ADAPTER, Reference, make_reference
+from tests.conftest import tiny_policy, tiny_scorer
+
+IDS = torch.arange(2, 26).view(3, 8)
+MASK = torch.ones(3, 8, dtype=torch.bool)
+
+
+def lora(**overrides: Any) -> LoraConfig:
+    return LoraConfig(**{"target_modules": ["q_proj", "v_proj"], "r": 4, **overrides})
+
+
+def trained_adapter(seed: int = 0, **overrides: Any) -> Any:
+    """A `PeftModel` whose adapter already does something."""
+    torch.manual_seed(seed)
+    return get_peft_model(tiny_policy(seed), lora(init_lora_weights=False, **overrides))
+
+
+def logprobs(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return response_logprobs(model, IDS, MASK, MASK[:, 3:], 1.0).logprobs
+
+
+def reference_logprobs(reference: Reference, policy: nn.Module) -> Tensor:
+    both = PolicyAndValue(policy, tiny_scorer(), 1.0)
+    with torch.no_grad(), reference.forward(both, policy) as forward:
+        return forward(IDS, MASK, MASK[:, 3:])[0]
+
+
+def move(model: nn.Module) -> None:
+    """Change every trainable parameter, as an optimizer would."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1
+
+
+def storages(model: nn.Module) -> set[int]:
+    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+
+def test_a_full_model_is_compared_with_a_frozen_copy_of_its_own() -> None:
+    policy = tiny_policy()
+    before = logprobs(policy)
+    reference = make_reference(policy, None, None, adapter_is_new=False, temperature=1.0)
+    assert reference.model is not None and not reference.model.policy.training
+    assert not any(parameter.requires_grad for parameter in reference.model.parameters())
+    assert not storages(reference.model) & storages(policy)
+    assert all(parameter.requires_grad for parameter in policy.parameters())
+    move(policy)
+    assert torch.equal(reference_logprobs(reference, policy), before)
+    assert not torch.equal(logprobs(policy), before)
+
+
+def test_the_users_reference_is_frozen_without_dropout() -> None:
+    policy, given = tiny_policy(), tiny_policy(seed=5, attention_dropout=0.5)
+    reference = make_reference(policy, given, None, adapter_is_new=False, temperature=1.0)
+    assert reference.model.policy is given and not given.training
+    assert not any(parameter.requires_grad for parameter in given.parameters())
+    given.train()
+    assert torch.equal(logprobs(given), logprobs(given))
+
+
+def test_the_temperature_is_that_of_sampling() -> None:
+    reference = make_reference(tiny_policy(), None, None, adapter_is_new=False, temperature=0.5)
+    with torch.no_grad(), reference.forward(nn.Identity(), nn.Identity()) as forward:
+        ours = forward(IDS, MASK, MASK[:, 3:])[0]
+        assert torch.equal(ours, response_logprobs(tiny_policy(), IDS, MASK, MASK[:, 3:], 0.5).logprobs)
+
+
+def test_a_new_adapter_is_compared_with_the_bare_base() -> None:
+    base = tiny_policy()
+    before = logprobs(base)
+    policy = get_peft_model(base, lora())
+    reference = make_reference(policy, None, None, adapter_is_new=True, temperature=1.0)
+    assert reference.model is None
+    move(policy)
+    assert not torch.equal(logprobs(policy), before)
+    assert torch.equal(reference_logprobs(reference, policy), before)
+    assert not torch.equal(logprobs(policy), before), "the adapter is on again"
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}, {"use_rslora": True}], ids=str
+)
+def test_a_trained_adapter_is_compared_with_a_frozen_copy_of_itself(config: dict[str, Any]) -> None:
+    policy = trained_adapter(**config)
+    before, bare = logprobs(policy), reference_logprobs(Reference(None), policy)
+    assert (before - bare).abs().max() > 0.01
+    trainable = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    reference = make_reference(policy, None, None, adapter_is_new=False, temperature=1.0)
+    assert reference.adapter_name == INITIAL_ADAPTER
+    assert torch.equal(reference_logprobs(reference, policy), before)
+    assert torch.equal(logprobs(policy), before)
+    assert [name for name, parameter in policy.named_parameters() if parameter.requires_grad] == trainable
+    move(policy)
+    assert not torch.equal(logprobs(policy), before)
+    assert torch.equal(reference_logprobs(reference, policy), before)
+    assert [name for name, parameter in policy.named_parameters() if parameter.requires_grad] == trainable
+
+
+def test_the_named_adapter_is_the_reference() -> None:
+    policy = trained_adapter()
+    before = logprobs(policy)
+    policy.add_adapter("other", lora(init_lora_weights=False))
+    policy.set_adapter("other")
+    other = logprobs(policy)
+    policy.set_adapter("default")
+    reference = make_reference(policy, None, "other", adapter_is_new=False, temperature=1.0)
+    assert torch.equal(reference_logprobs(reference, policy), other)
+    assert torch.equal(logprobs(policy), before) and not torch.equal(before, other)
+
+
+def test_the_policy_is_itself_again_after_an_error_inside() -> None:
+    policy = trained_adapter()
+    before = logprobs(policy)
+    for reference in (Reference(None), make_reference(policy, None, None, adapter_is_new=False, temperature=1.0)):
+        both = PolicyAndValue(policy, tiny_scorer(), 1.0)
+        with pytest.raises(RuntimeError, match="inside"), reference.forward(both, policy):
+            raise RuntimeError("inside")
+        assert torch.equal(logprobs(policy), before)
+
+
+@pytest.mark.parametrize(
+    ("policy", "ref_model", "name", "message"),
+    [
+        (trained_adapter, None, "missing", "'missing' is no adapter of the policy, which has .'default'."),
+        (tiny_policy, None, "missing", r"'missing' is no adapter of the policy, which has \[\]"),
+        (trained_adapter, tiny_policy, "default", "ref_adapter_name='default' and ref_model are both given"),
+    ],
+)
+def test_errors_name_the_argument(
+    policy: Callable[[], Any], ref_model: Callable[[], Any] | None, name: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_reference(policy(), ref_model() if ref_model else None, name, adapter_is_new=False, temperature=1.0)
+
+
+def test_an_adapter_that_has_the_copys_name_is_an_error() -> None:
+    policy = trained_adapter()
+    policy.add_adapter(INITIAL_ADAPTER, lora())
+    with pytest.raises(ValueError, match="already has an adapter 'ref'"):
+        make_reference(policy, None, None, adapter_is_new=False, temperature=1.0)
+
+
+# ---- In training ----
+
+
+def train(make_trainer: Callable[..., PPOTrainer], **overrides: Any) -> PPOTrainer:
+    trainer = make_trainer(learning_rate=0.05, total_episodes=24, temperature=1.0, **overrides)
+    trainer.train()
+    return trainer
+
+
+def kl_of_updates(trainer: PPOTrainer) -> list[float]:
+    return [log["objective/kl"] for log in trainer.state.log_history if "objective/kl" in log]
+
+
+SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
+    "full model": lambda: {},
+    "new adapter": lambda: {"peft_config": lora()},
+    "trained adapter": lambda: {"model": trained_adapter()},
+    "given reference": lambda: {"ref_model": tiny_policy()},
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_kl_starts_at_zero_and_the_reference_stays_while_the_policy_moves(
+    make_trainer: Callable[..., PPOTrainer], setup: str
+) -> None:
+    overrides = SETUPS[setup]()
+    before = logprobs(overrides.get("model") or tiny_policy())
+    trainer = train(make_trainer, **overrides)
+    first, *later = kl_of_updates(trainer)
+    assert first == pytest.approx(0, abs=1e-6)
+    assert len(later) == 2 and all(abs(kl) > 1e-3 for kl in later)
+    assert torch.equal(reference_logprobs(trainer.reference, trainer.policy_model), before)
+    assert (logprobs(trainer.policy_model) - before).abs().max() > 0.01
+
+
+def test_a_named_reference_adapter_stays_and_counts(make_trainer: Callable[..., PPOTrainer]) -> None:
+    policy = trained_adapter()
+    policy.add_adapter("sft", lora(init_lora_weights=False))
+    policy.set_adapter("sft")
+    before = logprobs(policy)
+    policy.set_adapter("default")
+    trainer = train(make_trainer, model=policy, model_adapter_name="default", ref_adapter_name="sft")
+    assert abs(kl_of_updates(trainer)[0]) > 1e-2
+    assert torch.equal(reference_logprobs(trainer.reference, trainer.policy_model), before)
+    assert policy.active_adapter == "default"

@@ -1,0 +1,275 @@
+"""Runs one update of a trainer, keeps what flowed through it, and computes the same with `tests/oracles.py`.
+
+Prompts are taken from what the collator is given and responses from what `generate` returns, so that none of the
+trainer's own padding, masks or truncation is trusted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from numpy.testing import assert_allclose
+from transformers import TrainerCallback
+
+from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.batch import Experience, Prompts, Rollout
+from rlhf_ppo.data import PromptCollator
+from tests import oracles
+from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
+from tests.oracles import Episode, Estimates, Llama, Settings, Step
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+NUM_EPISODES = 12
+EOS = 1
+
+LOGGED_ONLY = {
+    *("eps", "lr", "learning_rate", "episode", "step", "epoch", "grad_norm"),
+    *("time/generate", "time/score", "time/evaluate", "time/learn", "time/tokens_per_second"),
+}
+
+
+class RecordingTrainer(PPOTrainer):
+    """Keeps what flows between the public steps of an update."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.micro_batches: list[list[Experience]] = []
+        self.ratios: list[torch.Tensor] = []
+        super().__init__(*args, **kwargs)
+
+    def collect_rollout(self, model: torch.nn.Module, prompts: Prompts) -> Rollout:
+        self.rollout = super().collect_rollout(model, prompts)
+        return self.rollout
+
+    def estimate_advantages(self, rollout: Rollout) -> Experience:
+        self.experience = super().estimate_advantages(rollout)
+        return self.experience
+
+    def update(self, model: torch.nn.Module, minibatch: Experience, statistics: Any) -> Any:
+        self.micro_batches.append([])
+        return super().update(model, minibatch, statistics)
+
+    def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, **kwargs)
+        self.micro_batches[-1].append(inputs)
+        self.ratios.append(outputs[1].ratio.detach()[inputs.response_mask])
+        return loss, outputs
+
+
+class Snapshots(TrainerCallback):
+    """Both models' weights before each optimizer step and after the last, and the gradients of each step."""
+
+    def __init__(self, policy: torch.nn.Module, value_model: torch.nn.Module) -> None:
+        self.models = {"policy": policy, "value_model": value_model}
+        self.weights: list[dict[str, dict[str, Any]]] = []
+        self.gradients: list[dict[str, dict[str, Any]]] = []
+
+    def _weights(self) -> dict[str, dict[str, Any]]:
+        return {name: oracles.weights_of(model) for name, model in self.models.items()}
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.weights.append(self._weights())
+        self.gradients.append(
+            {
+                name: {key: p.grad.double().numpy().copy() for key, p in model.named_parameters()}
+                for name, model in self.models.items()
+            }
+        )
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.weights.append(self._weights())
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """One update of the trainer, and the same computed by the oracle."""
+
+    trainer: RecordingTrainer
+    episodes: list[Episode]
+    snapshots: Snapshots
+    steps: list[Step]
+    scores_by_source: dict[str, list[float]]
+    settings: Settings
+    known: Estimates
+    llama: Llama
+
+    @property
+    def logged(self) -> dict[str, float]:
+        return self.trainer.state.log_history[0]
+
+    def per_token(self, values: torch.Tensor) -> list[Any]:
+        """Rows of a `(B, T)` tensor without their padding, and a check that it is 0 there."""
+        lengths = [len(episode.response) for episode in self.episodes]
+        for row, length in zip(values, lengths, strict=True):
+            assert not row[length:].any()
+        return [row[:length].double().numpy() for row, length in zip(values, lengths, strict=True)]
+
+
+def stopping_policy(seed: int = 0, **overrides: Any) -> Any:
+    """A tiny policy that likes EOS here and there, so that responses end at different lengths."""
+    policy = tiny_policy(seed, **overrides)
+    policy.lm_head.weight.data[EOS] *= 3
+    return policy
+
+
+def share_of_w4(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [ids.count(7) / len(ids) for ids in completion_ids]
+
+
+def number_of_tokens(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [0.1 * len(ids) for ids in completion_ids]
+
+
+def run_update(make_trainer: Callable[..., Any], **overrides: Any) -> Update:
+    """Train for one update and return it with the oracle's account of the same episodes.
+
+    Args:
+        make_trainer: The fixture of that name.
+        overrides: Arguments of PPOTrainer or PPOConfig; besides, `config` of all models, `generation_config` of the
+            policy, and the learning rate `sgd`.
+    """
+    config = overrides.pop("config", {})
+    policy, value_model = stopping_policy(**config), tiny_scorer(seed=2, **config)
+    policy.generation_config = overrides.pop("generation_config", policy.generation_config)
+    reference = overrides.pop("ref_model", tiny_policy(seed=5, **config))
+    learning_rate = overrides.pop("sgd", 0.03)
+    initial = {"policy": policy, "value": value_model, "ref": policy if reference is None else reference}
+    initial = {name: oracles.weights_of(model) for name, model in initial.items()}
+    generated, collated = _record_generation(policy), []
+    tokenizer = overrides.pop("processing_class", make_tokenizer())
+    collator = overrides.pop("data_collator", PromptCollator(tokenizer.pad_token_id))
+    snapshots = Snapshots(policy, value_model)
+    values: dict[str, Any] = {
+        "processing_class": tokenizer,
+        "data_collator": lambda rows: collated.append(rows) or collator(rows),
+        "model": policy,
+        "value_model": value_model,
+        "ref_model": reference,
+        "reward_funcs": share_of_w4,
+        "train_dataset": Dataset.from_list(prompt_rows(NUM_EPISODES)),
+        "optimizers": (torch.optim.SGD([*policy.parameters(), *value_model.parameters()], learning_rate), None),
+        "callbacks": [snapshots],
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 6,
+        "num_ppo_epochs": 2,
+        "num_mini_batches": 2,
+        "total_episodes": NUM_EPISODES,
+        "local_rollout_forward_batch_size": 5,
+        "max_grad_norm": 0.0,
+        "cliprange_value": 0.1,
+    }
+    trainer = make_trainer(RecordingTrainer, **{**values, **overrides})
+    trainer.train()
+    return _account(trainer, snapshots, initial, collated[0], generated)
+
+
+def _record_generation(policy: Any) -> list[list[int]]:
+    """Collect every sampled row, without its prompt, as `generate` returns it."""
+    rows: list[list[int]] = []
+    original = policy.generate
+
+    def generate(*args: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        output = original(*args, input_ids=input_ids, **kwargs)
+        rows.extend(output[:, input_ids.shape[1] :].tolist())
+        return output
+
+    policy.generate = generate
+    return rows
+
+
+def _account(
+    trainer: RecordingTrainer,
+    snapshots: Snapshots,
+    initial: Mapping[str, Any],
+    prompts: list[dict[str, list[int]]],
+    generated: list[list[int]],
+) -> Update:
+    args, llama = trainer.args, Llama.of(trainer.policy_model.config)
+    stop = EOS if args.stop_token == "eos" else args.stop_token_id
+    episodes = [_episode(row["input_ids"], sampled, stop) for row, sampled in zip(prompts, generated, strict=True)]
+    settings = _settings(args)
+    by_source = _scores(trainer, llama, episodes)
+    weights = args.reward_weights or [1.0] * len(by_source)
+    scores = (np.array(list(by_source.values())) * np.array(weights)[:, None]).sum(axis=0)
+    known = oracles.estimate(
+        llama, episodes, initial["policy"], initial["ref"], initial["value"], list(scores), settings
+    )
+    steps = [
+        Step(before["policy"], before["value_model"], [_row_numbers(part, episodes) for part in parts])
+        for before, parts in zip(snapshots.weights[:-1], trainer.micro_batches, strict=True)
+    ]
+    return Update(trainer, episodes, snapshots, steps, by_source, settings, known, llama)
+
+
+def _episode(prompt: list[int], sampled: list[int], stop: int | None) -> Episode:
+    stopped = stop in sampled
+    response = sampled[: sampled.index(stop) + 1] if stopped else sampled
+    # Without a stop token, what the penalty asks for is the tokenizer's EOS.
+    return Episode(prompt, response, stopped or (stop is None and EOS in sampled))
+
+
+def _settings(args: PPOConfig) -> Settings:
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)}
+    return Settings(**{**values, "missing_eos_penalty": args.missing_eos_penalty or 0.0})
+
+
+def _scores(trainer: RecordingTrainer, llama: Llama, episodes: list[Episode]) -> dict[str, list[float]]:
+    by_source: dict[str, list[float]] = {}
+    if trainer.reward_model is not None:
+        weights = oracles.weights_of(trainer.reward_model)
+        by_source["reward_model"] = [llama.score(weights, episode.ids) for episode in episodes]
+    for function in trainer._functions:
+        by_source[function.__name__] = function(completion_ids=[episode.response for episode in episodes])
+    return by_source
+
+
+def _row_numbers(part: Experience, episodes: list[Episode]) -> list[int]:
+    """Which episodes a micro-batch holds, told by their ids."""
+    known = [episode.ids for episode in episodes]
+    assert len({tuple(ids) for ids in known}) == len(known)
+    rows = zip(part.query_responses, part.attention_mask, strict=True)
+    return [known.index(ids[mask].tolist()) for ids, mask in rows]
+
+
+def check_update(update: Update) -> None:
+    """Compare every number of the update with the oracle's."""
+    trainer, known = update.trainer, update.known
+    rollout, experience = trainer.rollout, trainer.experience
+    lengths = {len(episode.response) for episode in update.episodes}
+    assert len(lengths) > 1 or trainer.tokens.stop is None, "the rollout must be ragged to test anything"
+    for name in ("logprobs", "ref_logprobs", "values"):
+        compare_rows(name, update.per_token(getattr(rollout, name)), getattr(known, name))
+    assert_allclose(rollout.final_values, known.final_values, **TOLERANCE, err_msg="final_values")
+    for name in ("advantages", "returns"):
+        compare_rows(name, update.per_token(getattr(experience, name)), getattr(known, name))
+    for name, scores in update.scores_by_source.items():
+        assert_allclose(rollout.scores_by_source[name], scores, **TOLERANCE, err_msg=name)
+    first_step = len(update.steps[0].micro_batches)
+    assert_allclose(torch.cat(trainer.ratios[:first_step]), 1, rtol=0, atol=1e-4, err_msg="ratio at the first step")
+    assert rollout.stopped.tolist() == [episode.stopped for episode in update.episodes]
+    check_metrics(update)
+
+
+def compare_rows(name: str, ours: list[Any], oracle: list[Any]) -> None:
+    for row, (mine, theirs) in enumerate(zip(ours, oracle, strict=True)):
+        assert_allclose(mine, theirs, **TOLERANCE, err_msg=f"{name}, row {row}")
+
+
+def check_metrics(update: Update) -> None:
+    expected = oracles.metrics(
+        update.llama, update.episodes, update.known, update.steps, update.scores_by_source, update.settings
+    )
+    for key, value in expected.items():
+        assert_allclose(update.logged[key], value, **TOLERANCE, err_msg=key)
+    unexplained = update.logged.keys() - expected.keys()
+    assert unexplained == LOGGED_ONLY
+    assert all(math.isfinite(update.logged[key]) and update.logged[key] > 0 for key in LOGGED_ONLY)
+    assert update.logged["episode"] == NUM_EPISODES and update.logged["lr"] == update.logged["learning_rate"]
+    seconds = sum(update.logged[f"time/{phase}"] for phase in ("generate", "score", "evaluate", "learn"))
+    num_tokens = sum(len(episode.response) for episode in update.episodes)
+    assert_allclose(update.logged["time/tokens_per_second"], num_tokens / seconds, rtol=1e-6)

@@ -1,0 +1,232 @@
+"""Logged numbers by hand: sums of episodes, means of tokens, windows between two logs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
+from rlhf_ppo.batch import Experience, Rollout
+from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
+from rlhf_ppo.reporting.metrics import (
+    MetricWindow,
+    UpdateStatistics,
+    episode_columns,
+    evaluation_metrics,
+    gather_columns,
+    rollout_metrics,
+)
+
+NAN = float("nan")
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+
+
+def rollout(**overrides: Any) -> Rollout:
+    """Three responses of 2, 3 and 1 tokens; the third was not scored by source b."""
+    values = {
+        "query_responses": torch.ones(3, 4, dtype=torch.long),
+        "attention_mask": torch.cat((torch.ones(3, 1, dtype=torch.bool), MASK), dim=1),
+        "response_mask": MASK,
+        "stopped": torch.tensor([True, False, True]),
+        "logprobs": torch.tensor([[-1.0, -2.0, 0.0], [-0.5, -0.25, -0.25], [-3.0, 0.0, 0.0]]),
+        "ref_logprobs": torch.zeros(3, 3),
+        "values": torch.zeros(3, 3),
+        "final_values": torch.zeros(3),
+        "scores": torch.tensor([1.0, 5.0, 3.0]),
+        "scores_by_source": {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([0.0, 3.0, NAN])},
+    }
+    return Rollout(**{**values, **overrides})
+
+
+KL = torch.tensor([[0.1, 0.3, 0.0], [0.2, -0.5, 0.6], [1.0, 0.0, 0.0]])
+
+
+def columns() -> dict[str, Tensor]:
+    penalized = torch.tensor([1.0, 4.0, 3.0])
+    return episode_columns(rollout(), penalized, KL, -0.1 * KL)
+
+
+def test_episode_columns_by_hand() -> None:
+    expected = {
+        "scores": [1.0, 4.0, 3.0],
+        "kl": [0.4, 0.3, 1.0],
+        "entropy": [3.0, 1.0, 3.0],
+        "non_score_reward": [-0.04, -0.03, -0.1],
+        "length": [2.0, 3.0, 1.0],
+        "stopped": [1.0, 0.0, 1.0],
+        "rewards/a": [1.0, 2.0, 3.0],
+        "rewards/b": [0.0, 3.0, NAN],
+    }
+    ours = columns()
+    assert ours.keys() == expected.keys()
+    for name, values in expected.items():
+        assert ours[name].tolist() == pytest.approx(values, nan_ok=True), name
+
+
+def test_rollout_metrics_by_hand() -> None:
+    expected = {
+        "objective/kl": 1.7 / 3,
+        "objective/entropy": 7 / 3,
+        "objective/non_score_reward": -0.17 / 3,
+        "objective/rlhf_reward": (8 - 0.17) / 3,
+        "objective/scores": 8 / 3,
+        "val/num_eos_tokens": 2,
+        "response/length_mean": 2,
+        "response/length_min": 1,
+        "response/length_max": 3,
+        "response/ended_frac": 2 / 3,
+        "rewards/a/mean": 2,
+        "rewards/a/std": 1,
+        "rewards/b/mean": 1.5,
+        "rewards/b/std": np.std([0, 3], ddof=1),
+    }
+    assert rollout_metrics(columns()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_source_that_scored_one_row_or_none() -> None:
+    """The mean over nothing is not a number; the deviation of one number is 0."""
+    one = rollout_metrics(columns() | {"rewards/b": torch.tensor([NAN, 4.0, NAN])})
+    assert (one["rewards/b/mean"], one["rewards/b/std"]) == (4, 0)
+    none = rollout_metrics(columns() | {"rewards/b": torch.full((3,), NAN)})
+    assert np.isnan(none["rewards/b/mean"]) and none["rewards/b/std"] == 0
+
+
+def test_evaluation_metrics_have_the_prefix_and_the_training_figures() -> None:
+    metrics, training = evaluation_metrics(columns(), "eval_books"), rollout_metrics(columns())
+    assert metrics == {
+        "eval_books_score": training["objective/scores"],
+        "eval_books_kl": training["objective/kl"],
+        "eval_books_entropy": training["objective/entropy"],
+        "eval_books_response_length_mean": training["response/length_mean"],
+        "eval_books_ended_frac": training["response/ended_frac"],
+        **{f"eval_books_{key}": value for key, value in training.items() if key.startswith("rewards/")},
+    }
+
+
+def test_all_columns_are_gathered_in_one_exchange() -> None:
+    calls: list[Tensor] = []
+
+    def two_ranks(rows: Tensor) -> Tensor:
+        calls.append(rows)
+        return torch.cat((rows, rows + 1))
+
+    gathered = gather_columns({"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([10.0, 20.0])}, two_ranks)
+    assert len(calls) == 1
+    assert {name: values.tolist() for name, values in gathered.items()} == {"x": [1, 2, 2, 3], "y": [10, 20, 11, 21]}
+
+
+# ---- Updates ----
+
+
+def micro_batch(mask: list[list[int]], seed: int) -> tuple[Experience, PolicyAndValueOutput, PolicyLoss, ValueLoss]:
+    """Random figures on real tokens, NaN elsewhere."""
+    real, random = torch.tensor(mask, dtype=torch.bool), torch.Generator().manual_seed(seed)
+
+    def figures() -> Tensor:
+        return torch.rand(real.shape, generator=random).masked_fill(~real, NAN)
+
+    attention_mask = torch.cat((torch.ones(len(mask), 1, dtype=torch.bool), real), dim=1)
+    part = Experience(attention_mask.long(), attention_mask, real, *(figures() for _ in range(4)))
+    output = PolicyAndValueOutput(figures(), figures(), figures(), torch.zeros(len(mask)))
+    clipped = [torch.rand(real.shape, generator=random) > 0.5 for _ in range(2)]
+    return part, output, PolicyLoss(figures(), figures(), clipped[0]), ValueLoss(figures(), clipped[1])
+
+
+MICRO_BATCHES = [micro_batch([[1, 1, 1, 1], [1, 1, 1, 0]], 0), micro_batch([[1, 0]], 1), micro_batch([[1, 1]], 2)]
+
+
+def statistics(*parts: Any) -> UpdateStatistics:
+    result = UpdateStatistics()
+    for part in parts:
+        result.add(*part)
+    return result
+
+
+def tokens(values: list[Tensor]) -> Any:
+    """The real tokens' figures of all micro-batches, concatenated."""
+    masks = [part.response_mask for part, *_ in MICRO_BATCHES]
+    return np.concatenate([value[mask].double().numpy() for value, mask in zip(values, masks, strict=True)])
+
+
+def expected_metrics() -> dict[str, float]:
+    moved = [output.logprobs - part.logprobs for part, output, *_ in MICRO_BATCHES]
+    ratios = [float(policy.ratio[part.response_mask].mean()) for part, _, policy, _ in MICRO_BATCHES]
+    return {
+        "policy/approxkl_avg": (tokens(moved) ** 2).mean() / 2,
+        "policy/clipfrac_avg": tokens([policy.clipped for *_, policy, _ in MICRO_BATCHES]).mean(),
+        "policy/entropy_avg": tokens([output.entropy for _, output, *_ in MICRO_BATCHES]).mean(),
+        "loss/policy_avg": tokens([policy.loss for *_, policy, _ in MICRO_BATCHES]).mean(),
+        "loss/value_avg": tokens([value.loss for *_, value in MICRO_BATCHES]).mean(),
+        "val/clipfrac_avg": tokens([value.clipped for *_, value in MICRO_BATCHES]).mean(),
+        "val/ratio": tokens([policy.ratio for *_, policy, _ in MICRO_BATCHES]).mean(),
+        "val/ratio_var": np.var(ratios, ddof=1),
+    }
+
+
+def identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def test_update_metrics_are_means_over_real_tokens_not_over_micro_batches() -> None:
+    """Micro-batches of 7, 1 and 2 tokens; padding is NaN."""
+    ours = statistics(*MICRO_BATCHES).metrics(identity, identity)
+    assert ours == pytest.approx(expected_metrics(), rel=1e-5)
+    per_micro_batch = [statistics(part).metrics(identity, identity)["val/ratio"] for part in MICRO_BATCHES]
+    assert abs(np.mean(per_micro_batch) - ours["val/ratio"]) > 0.01
+
+
+def test_update_metrics_are_those_of_all_ranks() -> None:
+    """Three ranks, one micro-batch each, exchange sums and ratios."""
+    ranks = [statistics(part) for part in MICRO_BATCHES]
+    total = torch.stack([rank.sums[0] for rank in ranks]).sum(dim=0)
+    ratios = torch.stack([rank.ratios[0] for rank in ranks])
+    for rank in ranks:
+        metrics = rank.metrics(lambda tensor: total.view_as(tensor), lambda tensor: ratios)
+        assert metrics == pytest.approx(expected_metrics(), rel=1e-5)
+
+
+def test_one_micro_batch_has_no_variance() -> None:
+    assert statistics(MICRO_BATCHES[0]).metrics(identity, identity)["val/ratio_var"] == 0
+
+
+def test_statistics_keep_no_graph() -> None:
+    part, output, policy, value = micro_batch([[1, 1]], 3)
+    loss = policy.loss.clone().requires_grad_()
+    collected = statistics((part, output, policy._replace(loss=loss * 2), value))
+    assert not collected.sums[0].requires_grad and not collected.ratios[0].requires_grad
+
+
+# ---- Windows ----
+
+
+def test_a_window_gives_means_extremes_and_the_latest() -> None:
+    window = MetricWindow()
+    window.add({"objective/kl": 1.0, "response/length_min": 3, "response/length_max": 9, "lr": 0.3, "episode": 8})
+    window.add({"objective/kl": 2.0, "response/length_min": 2, "response/length_max": 5, "lr": 0.2, "episode": 16})
+    window.add({"objective/kl": 6.0, "response/length_min": 4, "response/length_max": 6, "lr": 0.1, "episode": 24})
+    assert window.drain() == {
+        "objective/kl": 3.0,
+        "response/length_min": 2,
+        "response/length_max": 9,
+        "lr": 0.1,
+        "episode": 24,
+    }
+    assert window.drain() == {}
+
+
+def test_a_key_of_some_updates_is_averaged_over_those() -> None:
+    window = MetricWindow([{"a": 1.0, "eps": 5.0}])
+    window.add({"b": 4.0, "eps": 7.0})
+    window.add({"a": 3.0, "eps": 6.0})
+    assert window.drain() == {"a": 2.0, "eps": 6.0, "b": 4.0}
+
+
+def test_a_window_keeps_its_own_copies() -> None:
+    window, metrics = MetricWindow(), {"a": 1.0}
+    window.add(metrics)
+    metrics["a"] = 5.0
+    assert window.drain() == {"a": 1.0}

@@ -1,0 +1,242 @@
+"""Prompts, responses, rollouts and experience: shapes that are checked, cutting, trimming, shuffling."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right, padding_columns
+from rlhf_ppo.reproducibility import shuffling_generator
+
+CPU = torch.device("cpu")
+PAD = 99
+PROMPT_LENGTHS, RESPONSE_LENGTHS = [2, 4, 1, 3, 1], [3, 1, 6, 2, 1]
+
+
+def responses(**fields: Any) -> Any:
+    """Five ragged rows; real ids are `10 * row + position`. With fields, an Experience or a Rollout."""
+    context, length = max(PROMPT_LENGTHS), max(RESPONSE_LENGTHS)
+    ids = 10 * torch.arange(5)[:, None] + torch.arange(context + length)
+    prompt_mask = torch.arange(context) >= context - torch.tensor(PROMPT_LENGTHS)[:, None]
+    response_mask = torch.arange(length) < torch.tensor(RESPONSE_LENGTHS)[:, None]
+    attention_mask = torch.cat((prompt_mask, response_mask), dim=1)
+    kind = Responses if not fields else Rollout if "scores" in fields else Experience
+    return kind(ids.masked_fill(~attention_mask, PAD), attention_mask, response_mask, **fields)
+
+
+def per_token(offset: float = 0.0) -> Tensor:
+    return torch.arange(30.0).view(5, 6) + offset
+
+
+def experience() -> Experience:
+    names = ("logprobs", "values", "advantages", "returns")
+    return responses(**{name: per_token(100 * index) for index, name in enumerate(names)})
+
+
+def rollout() -> Rollout:
+    return responses(
+        stopped=torch.tensor([True, False, True, False, True]),
+        **{name: per_token(100 * index) for index, name in enumerate(("logprobs", "ref_logprobs", "values"))},
+        final_values=torch.arange(5.0),
+        scores=torch.arange(5.0) + 10,
+        scores_by_source={"a": torch.arange(5.0)},
+    )
+
+
+# ---- Prompts ----
+
+ROWS = [[5, 6], [7, 7, 8, 9], [4]]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [[0, 0, 5, 6], [7, 7, 8, 9], [0, 0, 0, 4]],
+        [[5, 6, 0, 0], [7, 7, 8, 9], [4, 0, 0, 0]],
+        [[0, 5, 6, 0], [7, 7, 8, 9], [0, 4, 0, 0]],
+        [[0, 5, 0, 6, 0], [7, 7, 0, 8, 9], [0, 4, 0, 0, 0]],
+    ],
+    ids=["left", "right", "both", "within"],
+)
+@pytest.mark.parametrize("fill", [0, 7, 10**6])
+def test_padding_moves_to_the_left_whatever_its_side_and_id(layout: list[list[int]], fill: int) -> None:
+    ids = torch.tensor(layout)
+    mask = ids != 0
+    batch = {"input_ids": ids.masked_fill(~mask, fill), "attention_mask": mask.long(), "topic": ["a", "b", "c"]}
+    prompts = Prompts.from_collated(batch, CPU)
+    assert prompts.input_ids.shape == (3, 4) and prompts.attention_mask.dtype == torch.bool
+    for row, tokens in enumerate(ROWS):
+        assert prompts.input_ids[row][prompts.attention_mask[row]].tolist() == tokens
+        assert prompts.attention_mask[row].tolist() == [False] * (4 - len(tokens)) + [True] * len(tokens)
+    assert prompts.columns == {"topic": ["a", "b", "c"]} and len(prompts) == 3
+
+
+def test_columns_of_padding_only_are_dropped() -> None:
+    ids = torch.tensor([[0, 0, 0, 3, 4], [0, 0, 0, 0, 5]])
+    prompts = Prompts.from_collated({"input_ids": ids, "attention_mask": ids != 0}, CPU)
+    assert prompts.input_ids.tolist() == [[3, 4], [0, 5]]
+
+
+@pytest.mark.parametrize("missing", ["input_ids", "attention_mask"])
+def test_a_collator_that_returns_too_little_is_an_error(missing: str) -> None:
+    batch = {"input_ids": torch.ones(2, 2), "attention_mask": torch.ones(2, 2)}
+    del batch[missing]
+    with pytest.raises(ValueError, match=rf"data_collator returned no \['{missing}'\]"):
+        Prompts.from_collated(batch, CPU)
+
+
+def test_an_empty_prompt_is_an_error_that_names_its_row() -> None:
+    mask = torch.tensor([[1, 1], [0, 0]])
+    with pytest.raises(ValueError, match="prompt 1 of the batch is empty"):
+        Prompts.from_collated({"input_ids": mask, "attention_mask": mask}, CPU)
+
+
+def test_shapes_of_prompts_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 3\), expected \(2, 4\)"):
+        Prompts(torch.ones(2, 4), torch.ones(2, 3, dtype=torch.bool), {})
+
+
+# ---- Cutting ----
+
+
+def test_parts_hold_every_real_token_once_in_order_without_common_padding() -> None:
+    whole = experience()
+    parts = whole.parts(2)
+    assert [len(part) for part in parts] == [2, 2, 1]
+    widths = [(part.context_length, part.responses.shape[1]) for part in parts]
+    assert widths == [(4, 3), (3, 6), (1, 1)]
+    for start, part in zip((0, 2, 4), parts, strict=True):
+        for row in range(len(part)):
+            for name in ("query_responses", "logprobs", "values", "advantages", "returns"):
+                mask = "attention_mask" if name == "query_responses" else "response_mask"
+                ours = getattr(part, name)[row][getattr(part, mask)[row]]
+                assert torch.equal(ours, getattr(whole, name)[start + row][getattr(whole, mask)[start + row]]), name
+            assert int(part.response_mask[row].sum()) == RESPONSE_LENGTHS[start + row]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9))
+def test_parts_of_any_size_put_together_are_the_whole(size: int) -> None:
+    whole = rollout()
+    parts = whole.parts(size)
+    assert len(parts) == -(-len(whole) // size)
+    restored = pad_right([part.values.masked_fill(~part.response_mask, 0) for part in parts], width=6)
+    assert torch.equal(restored, whole.values.masked_fill(~whole.response_mask, 0))
+    assert torch.equal(torch.cat([part.scores for part in parts]), whole.scores)
+    assert torch.equal(torch.cat([part.stopped for part in parts]), whole.stopped)
+
+
+def test_trimming_works_where_prompt_and_response_are_equally_wide() -> None:
+    """Columns are told by their width: here the prompts are as wide as the responses."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0]], dtype=torch.bool)
+    ids = torch.tensor([[9, 9, 3, 4, 5, 9]])
+    trimmed = Responses(ids, mask, mask[:, 3:]).trimmed()
+    assert trimmed.query_responses.tolist() == [[3, 4, 5]] and trimmed.response_mask.tolist() == [[True, True]]
+
+
+def test_rows_are_picked_from_every_field() -> None:
+    whole, rows = rollout(), torch.tensor([3, 0])
+    picked = whole[rows]
+    for field in dataclasses.fields(whole):
+        if isinstance(value := getattr(whole, field.name), Tensor):
+            assert torch.equal(getattr(picked, field.name), value[rows]), field.name
+    assert len(picked) == 2 and len(whole[1:4]) == 3
+
+
+# ---- Shuffling ----
+
+
+def order(batch: Experience, num_mini_batches: int, seed: int = 0, update: int = 0, rank: int = 0) -> list[list[int]]:
+    minibatches = batch.shuffled_minibatches(num_mini_batches, shuffling_generator(seed, update, rank))
+    return [(part.query_responses[:, -7] // 10).tolist() for part in minibatches]
+
+
+def wide_experience(rows: int) -> Experience:
+    ids = 10 * torch.arange(rows)[:, None] + torch.arange(10)
+    masks = torch.ones(rows, 10, dtype=torch.bool), torch.ones(rows, 6, dtype=torch.bool)
+    return Experience(ids, *masks, *(torch.zeros(rows, 6) for _ in range(4)))
+
+
+@pytest.mark.parametrize("num_mini_batches", [1, 2, 3, 12])
+def test_mini_batches_are_equal_disjoint_and_complete(num_mini_batches: int) -> None:
+    parts = order(wide_experience(12), num_mini_batches)
+    assert [len(part) for part in parts] == [12 // num_mini_batches] * num_mini_batches
+    assert sorted(row for part in parts for row in part) == list(range(12))
+
+
+def test_the_order_is_a_function_of_seed_update_and_rank() -> None:
+    batch = wide_experience(12)
+    assert order(batch, 3) == order(batch, 3)
+    others = [order(batch, 3, seed=1), order(batch, 3, update=1), order(batch, 3, rank=1)]
+    orders = [str(each) for each in (order(batch, 3), *others)]
+    assert len(set(orders)) == 4
+
+
+def test_the_order_takes_nothing_from_the_global_generator() -> None:
+    batch = wide_experience(12)
+    before = torch.random.get_rng_state()
+    first = order(batch, 2)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(5)
+    assert order(batch, 2) == first
+
+
+def test_every_epoch_draws_anew_from_the_same_generator() -> None:
+    generator = shuffling_generator(0, 0, 0)
+    epochs = [
+        [part.query_responses[:, 0].tolist() for part in wide_experience(12).shuffled_minibatches(2, generator)]
+        for _ in range(2)
+    ]
+    assert epochs[0] != epochs[1]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(*[st.integers(0, 2**31 - 1)] * 3), min_size=2, max_size=2, unique=True))
+def test_no_two_updates_share_a_shuffling_seed(keys: list[tuple[int, int, int]]) -> None:
+    first, second = (shuffling_generator(*key).initial_seed() for key in keys)
+    assert first != second
+
+
+# ---- Helpers and shape errors ----
+
+
+def test_pad_right() -> None:
+    parts = [torch.tensor([[1, 2]]), torch.tensor([[3], [4]])]
+    assert pad_right(parts).tolist() == [[1, 2], [3, 0], [4, 0]]
+    assert pad_right(parts, width=3, padding_value=9).tolist() == [[1, 2, 9], [3, 9, 9], [4, 9, 9]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "columns"),
+    [([[0, 0, 1], [0, 1, 1]], 1), ([[1, 1], [0, 1]], 0), ([[0, 0], [0, 0]], 2), ([[0, 1, 0], [0, 1, 0]], 1)],
+)
+def test_padding_columns(mask: list[list[int]], columns: int) -> None:
+    assert padding_columns(torch.tensor(mask, dtype=torch.bool)) == columns
+
+
+@pytest.mark.parametrize("name", ["logprobs", "ref_logprobs", "values", "stopped", "final_values", "scores"])
+def test_every_shape_of_a_rollout_is_checked(name: str) -> None:
+    whole = rollout()
+    with pytest.raises(ValueError, match=rf"{name} has shape \("):
+        dataclasses.replace(whole, **{name: getattr(whole, name)[:-1]})
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "logprobs", "values", "advantages", "returns"])
+def test_every_shape_of_experience_is_checked(name: str) -> None:
+    whole = experience()
+    with pytest.raises(ValueError, match=rf"{name} has shape \("):
+        dataclasses.replace(whole, **{name: getattr(whole, name)[:, :-1]})
+
+
+def test_a_response_mask_that_leaves_no_prompt_is_an_error() -> None:
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"response_mask .* does not fit query_responses"):
+        Responses(torch.ones(2, 3), mask, mask)
+    with pytest.raises(ValueError, match=r"response_mask .* does not fit query_responses"):
+        Responses(torch.ones(2, 3), mask, mask[:1, :2])
