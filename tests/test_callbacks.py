@@ -1,0 +1,184 @@
+"""Every event of Trainer's callbacks fires where its name says, and what callbacks ask for is done."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+from datasets import Dataset
+from transformers import TrainerCallback
+from transformers.trainer_utils import TrainOutput
+
+from rlhf_ppo import PPOTrainer
+from tests.conftest import prompt_rows
+from tests.runs import QUICK
+
+MakeTrainer = Callable[..., PPOTrainer]
+# Two epochs of two updates; an update has 2 epochs of 2 mini-batches of 2 micro-batches.
+RUN: dict[str, Any] = {
+    **QUICK,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 4,
+    "num_ppo_epochs": 2,
+    "num_mini_batches": 2,
+    "total_episodes": 16,
+    "train_dataset": Dataset.from_list(prompt_rows(8)),
+}
+EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+
+
+class Recorder(TrainerCallback):
+    """Notes every event with the number of updates and episodes so far."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int, int]] = []
+        self.kwargs: dict[str, dict[str, Any]] = {}
+        for name in EVENTS:
+            setattr(self, name, self._recording(name))
+
+    def _recording(self, name: str) -> Callable[..., None]:
+        def record(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.events.append((name, state.global_step, getattr(state, "episode", 0)))
+            self.kwargs[name] = kwargs
+
+        return record
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.events]
+
+
+def test_every_event_fires_in_its_order_and_number(make_trainer: MakeTrainer) -> None:
+    recorder = Recorder()
+    trainer = make_trainer(
+        **RUN,
+        eval_dataset=Dataset.from_list(prompt_rows(3)),
+        per_device_eval_batch_size=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        callbacks=[recorder],
+    )
+    trainer.train()
+
+    mini_batch = ["on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"]
+    update = ["on_step_begin", *mini_batch * 4, "on_step_end", "on_log"]
+    evaluation = ["on_prediction_step"] * 2 + ["on_log", "on_evaluate"]
+    epoch = ["on_epoch_begin", *update, *update, *evaluation, "on_save", "on_epoch_end"]
+    assert recorder.names == [
+        "on_init_end", "on_train_begin", *epoch, *epoch, "on_log", "on_train_end",
+    ]  # fmt: skip
+    assert set(EVENTS) - set(recorder.names) == {"on_predict", "on_push_begin"}
+
+
+def test_state_counts_updates_and_episodes_when_an_update_is_done(make_trainer: MakeTrainer) -> None:
+    recorder = Recorder()
+    output = make_trainer(**RUN, callbacks=[recorder]).train()
+    counts = {name: [event[1:] for event in recorder.events if event[0] == name] for name in EVENTS}
+    assert counts["on_step_begin"] == [(0, 0), (1, 4), (2, 8), (3, 12)]
+    assert counts["on_step_end"] == [(1, 4), (2, 8), (3, 12), (4, 16)]
+    assert counts["on_optimizer_step"] == [(update, 4 * update) for update in range(4) for _ in range(4)]
+    assert counts["on_epoch_end"] == [(2, 8), (4, 16)]
+    assert isinstance(output, TrainOutput)
+    assert output.global_step == 4
+    assert {
+        "train_runtime",
+        "train_samples_per_second",
+        "train_steps_per_second",
+        "train_loss",
+    } <= output.metrics.keys()
+
+
+def test_train_loss_is_the_mean_of_the_logged_losses(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**RUN)
+    output = trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert output.training_loss == pytest.approx(sum(losses) / len(losses), abs=1e-6)
+
+
+def test_callbacks_get_what_trainer_gives_them(make_trainer: MakeTrainer) -> None:
+    recorder = Recorder()
+    trainer = make_trainer(**RUN, callbacks=[recorder], eval_dataset=Dataset.from_list(prompt_rows(3)))
+    trainer.train()
+    trainer.evaluate()
+    given = recorder.kwargs["on_step_end"]
+    assert given["model"] is trainer.model
+    assert given["optimizer"] is trainer.optimizer
+    assert given["lr_scheduler"] is trainer.lr_scheduler
+    assert given["processing_class"] is trainer.processing_class
+    assert len(given["train_dataloader"]) == 2
+    assert "eval_score" in recorder.kwargs["on_evaluate"]["metrics"]
+    assert recorder.kwargs["on_prediction_step"]["eval_dataloader"] is not None
+
+
+class Asking(TrainerCallback):
+    """Sets one flag of `control` at one event of one update."""
+
+    def __init__(self, event: str, step: int, flag: str) -> None:
+        setattr(self, event, self._ask)
+        self.step, self.flag = step, flag
+
+    def _ask(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            setattr(control, self.flag, True)
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_step_begin", "on_substep_end", "on_optimizer_step"])
+def test_should_training_stop_ends_the_run_after_the_update(event: str, make_trainer: MakeTrainer) -> None:
+    step = 2 if event == "on_step_end" else 1
+    recorder = Recorder()
+    output = make_trainer(**RUN, callbacks=[Asking(event, step, "should_training_stop"), recorder]).train()
+    assert output.global_step == 2
+    assert recorder.names[-1] == "on_train_end"
+
+
+def test_should_training_stop_at_the_end_of_an_epoch(make_trainer: MakeTrainer) -> None:
+    asking = Asking("on_epoch_end", 2, "should_training_stop")
+    assert make_trainer(**RUN, callbacks=[asking]).train().global_step == 2
+
+
+def test_should_epoch_stop_goes_on_with_the_next_epoch(make_trainer: MakeTrainer) -> None:
+    recorder = Recorder()
+    trainer = make_trainer(**RUN, callbacks=[Asking("on_step_end", 1, "should_epoch_stop"), recorder])
+    assert trainer.train().global_step == 3
+    epochs = [event[1] for event in recorder.events if event[0] == "on_epoch_begin"]
+    assert epochs == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "answer"), [("should_log", "on_log"), ("should_evaluate", "on_evaluate"), ("should_save", "on_save")]
+)
+def test_should_log_evaluate_and_save_are_obeyed_once(flag: str, answer: str, make_trainer: MakeTrainer) -> None:
+    recorder = Recorder()
+    make_trainer(
+        **RUN,
+        logging_strategy="no",
+        eval_dataset=Dataset.from_list(prompt_rows(2)),
+        callbacks=[Asking("on_step_end", 3, flag), recorder],
+    ).train()
+    answers = [event[1] for event in recorder.events if event[0] == answer]
+    summary = [4] if answer == "on_log" else []  # Trainer logs how long the run took
+    assert answers == [3, *summary]
+
+
+def test_callbacks_added_and_removed_later_count_too(make_trainer: MakeTrainer) -> None:
+    added, removed = Recorder(), Recorder()
+    trainer = make_trainer(**QUICK, callbacks=[removed])
+    trainer.remove_callback(removed)
+    trainer.add_callback(added)
+    trainer.train()
+    assert removed.names == ["on_init_end"]
+    assert Counter(added.names)["on_step_end"] == 3
+
+
+def test_training_twice_starts_counting_anew(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK)
+    first = trainer.train()
+    history = len(trainer.state.log_history)
+    second = trainer.train()
+    assert first.global_step == second.global_step == 3
+    assert cast(int, trainer.state.episode) == 6
+    assert len(trainer.state.log_history) == history

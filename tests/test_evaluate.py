@@ -1,0 +1,188 @@
+"""Evaluation: every row once, the same numbers each time, and training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from datasets import Dataset
+
+from rlhf_ppo import PPOTrainer
+from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
+from tests.runs import QUICK, RecordingTrainer, assert_identical, end_of_run, history
+
+MakeTrainer = Callable[..., PPOTrainer]
+FIVE_ROWS = Dataset.from_list([{**row, "number": index} for index, row in enumerate(prompt_rows(5, seed=1))])
+KEYS = {
+    "eval_score", "eval_kl", "eval_entropy", "eval_response_length_mean", "eval_ended_frac",
+    "eval_rewards/count_w4/mean", "eval_rewards/count_w4/std",
+}  # fmt: skip
+SPEED = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
+
+
+def numbers(number: list[int], **columns: Any) -> list[float]:
+    """Reward: the row's number."""
+    return [float(value) for value in number]
+
+
+def scores(metrics: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if key not in SPEED}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
+def test_every_row_counts_once_also_in_a_part_of_a_batch(batch_size: int, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(
+        **QUICK, eval_dataset=FIVE_ROWS, reward_funcs=numbers, per_device_eval_batch_size=batch_size
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_score"] == pytest.approx(2.0)  # the mean of 0 to 4
+    assert metrics["eval_rewards/numbers/std"] == pytest.approx(2.5**0.5)
+    output = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation")
+    assert output.num_samples == 5
+    assert trainer.args.dataloader_drop_last is True  # training still leaves out a part of a batch
+
+
+def test_keys_and_values_follow_their_definitions(make_trainer: MakeTrainer) -> None:
+    class Keeping(PPOTrainer):
+        def collect_rollout(self, *args: Any, **kwargs: Any) -> Any:
+            self.rollout = super().collect_rollout(*args, **kwargs)
+            return self.rollout
+
+    trainer = make_trainer(
+        Keeping,
+        **QUICK,
+        eval_dataset=FIVE_ROWS,
+        per_device_eval_batch_size=5,
+        ref_model=tiny_policy(seed=9),
+        missing_eos_penalty=2.0,
+    )
+    metrics = trainer.evaluate()
+    assert KEYS | SPEED | {"epoch"} == metrics.keys()
+    rollout = cast(Any, trainer).rollout
+    assert 0 <= metrics["eval_ended_frac"] == float(rollout.stopped.float().mean())
+    assert metrics["eval_kl"] == pytest.approx(float((rollout.logprobs - rollout.ref_logprobs).sum(1).mean()))
+    assert metrics["eval_entropy"] == pytest.approx(float(-rollout.logprobs.sum(1).mean()))
+    assert metrics["eval_response_length_mean"] == pytest.approx(float(rollout.response_mask.sum(1).float().mean()))
+    assert metrics["eval_rewards/count_w4/mean"] == pytest.approx(float(rollout.scores.mean()))
+    penalty = 2.0 * (1 - metrics["eval_ended_frac"])
+    assert metrics["eval_score"] == pytest.approx(float(rollout.scores.mean()) - penalty)
+
+
+def test_same_numbers_each_time_before_and_after_other_draws(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, eval_dataset=FIVE_ROWS)
+    first = scores(trainer.evaluate())
+    torch.rand(7)
+    assert_identical(scores(trainer.evaluate()), first)
+    trainer.train()
+    assert scores(trainer.evaluate()) != first  # another policy
+
+
+def test_training_does_not_notice_evaluations_and_sample_tables(make_trainer: MakeTrainer) -> None:
+    def run(**overrides: Any) -> RecordingTrainer:
+        trainer = make_trainer(RecordingTrainer, **{**QUICK, "total_episodes": 8}, **overrides)
+        trainer.train()
+        return cast(RecordingTrainer, trainer)
+
+    plain = run(eval_dataset=FIVE_ROWS)
+    watched = run(
+        eval_dataset=FIVE_ROWS, eval_strategy="steps", eval_steps=1, eval_on_start=True, num_sample_generations=4
+    )
+    assert sorted(watched.tables) == [1, 2, 3, 4] and not plain.tables
+    end = end_of_run(watched)
+    evaluations = [entry for entry in end["history"] if "eval_score" in entry]
+    assert len(evaluations) == 5
+    end["history"] = [entry for entry in end["history"] if "eval_score" not in entry]
+    assert_identical(end, end_of_run(plain))
+
+
+def test_evaluation_does_not_leak_into_the_training_log(make_trainer: MakeTrainer) -> None:
+    def logging(log_metric: Any, completions: list[str], **columns: Any) -> list[float]:
+        log_metric("rows", len(completions))
+        return [0.0] * len(completions)
+
+    trainer = make_trainer(
+        **QUICK, eval_dataset=FIVE_ROWS, reward_funcs=logging, eval_strategy="steps", eval_steps=1,
+        per_device_eval_batch_size=5, num_sample_generations=3,
+    )  # fmt: skip
+    trainer.train()
+    assert [entry["rows"] for entry in history(trainer) if "rows" in entry] == [2.0] * 3
+    assert [entry["eval_rows"] for entry in history(trainer) if "eval_rows" in entry] == [5.0] * 3
+    assert all("time/generate" not in entry for entry in trainer.state.log_history if "eval_score" in entry)
+
+
+def test_several_data_sets_are_evaluated_by_name(make_trainer: MakeTrainer) -> None:
+    few = FIVE_ROWS.select([4])
+    trainer = make_trainer(
+        **QUICK,
+        train_dataset=FIVE_ROWS,
+        eval_dataset={"all": FIVE_ROWS, "few": few},
+        reward_funcs=numbers,
+        eval_strategy="steps",
+        eval_steps=1,
+        metric_for_best_model="few_score",
+        load_best_model_at_end=True,
+        save_strategy="steps",
+        save_steps=1,
+    )
+    metrics = trainer.evaluate()
+    assert (metrics["eval_all_score"], metrics["eval_few_score"]) == (2.0, 4.0)
+    trainer.train()
+    assert trainer.state.best_metric == 4.0
+    assert len(cast(Any, trainer.generate_completions())) == 6
+
+
+def test_prompts_in_any_form_can_be_passed(make_trainer: MakeTrainer) -> None:
+    tokenizer = make_tokenizer()
+    trainer = make_trainer(**QUICK, reward_funcs=numbers)
+    ids = tokenizer(["w1 w2", "w3"])["input_ids"]
+    as_ids = Dataset.from_dict({"input_ids": ids, "number": [1, 5]})
+    expected = scores(trainer.evaluate(as_ids))
+    assert expected["eval_score"] == 3.0
+    for column in ("prompt", "text"):
+        texts = Dataset.from_dict({column: ["w1 w2", "w3"], "number": [1, 5]})
+        assert_identical(scores(trainer.evaluate(texts)), expected)
+    by_name = trainer.evaluate({"one": as_ids, "two": as_ids.select([1])}, metric_key_prefix="test")
+    assert (by_name["test_one_score"], by_name["test_two_score"]) == (3.0, 5.0)
+    assert trainer.evaluate(as_ids, metric_key_prefix="held_out")["held_out_score"] == 3.0
+
+
+def test_a_wrong_data_set_is_named(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK)
+    with pytest.raises(ValueError, match="evaluation requires an eval_dataset"):
+        trainer.evaluate()
+    with pytest.raises(ValueError, match="row 1 of eval_dataset is empty"):
+        trainer.evaluate(Dataset.from_dict({"input_ids": [[5], []]}))
+    with pytest.raises(ValueError, match="row 0 of eval_dataset ends in the EOS token"):
+        make_trainer(**QUICK, eval_dataset=Dataset.from_dict({"input_ids": [[5, 1]]}))
+
+
+def test_metric_that_evaluation_does_not_give(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(
+        **QUICK, eval_dataset=FIVE_ROWS, eval_strategy="steps", eval_steps=1, metric_for_best_model="accuracy"
+    )
+    with pytest.raises(KeyError, match=r"eval_accuracy.*not found.*eval_score"):
+        trainer.train()
+
+
+def test_reward_model_and_functions_are_reported_apart(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(
+        **QUICK,
+        eval_dataset=FIVE_ROWS,
+        reward_model=tiny_scorer(),
+        reward_funcs=[count_w4, numbers],
+        reward_weights=[1.0, 0.0, 10.0],
+    )
+    metrics = trainer.evaluate()
+    parts = {name: metrics[f"eval_rewards/{name}/mean"] for name in ("reward_model", "count_w4", "numbers")}
+    assert parts["numbers"] == 2.0
+    assert metrics["eval_score"] == pytest.approx(parts["reward_model"] + 20.0)
+
+
+def test_evaluation_leaves_the_models_in_training_mode_as_they_were(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, eval_dataset=FIVE_ROWS, gradient_checkpointing=True)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.evaluate()
+    assert_identical(dict(trainer.model.state_dict()), before)
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
