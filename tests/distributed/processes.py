@@ -6,7 +6,6 @@ The heavy imports happen once, in a fork server. Each process gets the environme
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -82,10 +81,8 @@ def _worker(rank: int, environment: dict[str, str], scenario: str, arguments: di
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         _pretend_accelerators()
-        sys.path.insert(0, str(Path(__file__).parent))
-        spec = importlib.util.spec_from_file_location("scenarios", Path(__file__).with_name("scenarios.py"))
-        scenarios = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(scenarios)
+        from tests.distributed import scenarios
+
         result = getattr(scenarios, scenario)(**arguments)
         Path(folder, f"{rank}.partial").write_bytes(pickle.dumps(result))
         os.rename(f"{folder}/{rank}.partial", f"{folder}/{rank}.pickle")

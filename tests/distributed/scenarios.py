@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import conftest
 from rlhf_ppo import PPOConfig, PPOTrainer
+from tests import conftest
 
 
 def launched_as(trainer: PPOTrainer) -> dict[str, Any]:
@@ -45,12 +39,11 @@ def make_trainer(output_dir: str, models: str, **overrides: Any) -> PPOTrainer:
     )
 
 
-def train(output_dir: str, models: str, resume: bool = False, **overrides: Any) -> dict[str, Any]:
-    """Train, and return a digest of the parameters and the logged metrics."""
+def train(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
+    """Train, save the policy, and return how it was launched, the logged metrics and the policy's whole parameters."""
     trainer = make_trainer(output_dir, models, **overrides)
-    trainer.train(resume_from_checkpoint=resume or None)
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    digest = hashlib.sha256()
-    for name in sorted(state or {}):
-        digest.update(name.encode() + state[name].float().numpy().tobytes())
-    return {**launched_as(trainer), "digest": digest.hexdigest(), "log": trainer.state.log_history}
+    trainer.train()
+    trainer.save_model(f"{output_dir}/policy")
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
+    policy = {name: value.float().cpu().numpy() for name, value in state.items() if name.startswith("policy.")}
+    return {**launched_as(trainer), "log": trainer.state.log_history, "policy": policy}

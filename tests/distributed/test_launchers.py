@@ -1,0 +1,59 @@
+"""Two processes on the CPU under the shipped configurations: one algorithm, whatever splits the models."""
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import tiny_policy, tiny_scorer
+from tests.distributed import processes
+
+LAUNCHERS = {
+    "multi_gpu": ("MULTI_CPU", None),
+    "deepspeed_zero1": ("DEEPSPEED", 1),
+    "deepspeed_zero2": ("DEEPSPEED", 2),
+    "deepspeed_zero3": ("DEEPSPEED", 3),
+    "fsdp2": ("FSDP", None),
+}
+SESSION = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "eps", "time/tokens_per_second"}
+
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    tiny_policy(tie_word_embeddings=True).save_pretrained(folder / "policy")
+    tiny_scorer(seed=2).save_pretrained(folder / "value_model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ddp(models, tmp_path_factory):
+    return processes.run("multi_gpu", "train", output_dir=str(tmp_path_factory.mktemp("ddp")), models=str(models))
+
+
+def numbers(log):
+    return [{k: v for k, v in entry.items() if k not in SESSION and not k.startswith("time/")} for entry in log]
+
+
+@pytest.mark.parametrize("config", LAUNCHERS)
+def test_every_launcher_trains_like_ddp(config, models, ddp, tmp_path):
+    ranks = processes.run(config, "train", output_dir=str(tmp_path), models=str(models))
+
+    for rank in ranks:
+        launched = {key: rank[key] for key in ("num_processes", "distributed_type", "zero_stage")}
+        kind, stage = LAUNCHERS[config]
+        assert launched == {"num_processes": 2, "distributed_type": kind, "zero_stage": stage}
+    assert numbers(ranks[0]["log"]) == numbers(ranks[1]["log"])  # metrics are global
+    for ours, theirs in zip(numbers(ranks[0]["log"]), numbers(ddp[0]["log"]), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
+    for name, value in ranks[0]["policy"].items():
+        np.testing.assert_allclose(value, ddp[0]["policy"][name], rtol=0, atol=1e-4)
+        np.testing.assert_array_equal(saved[name.removeprefix("policy.")].numpy(), value)
+
+
+def test_ranks_sample_different_responses_from_shared_weights(ddp):
+    first = ddp[0]["log"][0]
+    assert first["response/length_min"] < first["response/length_max"]
+    assert first["val/ratio_var"] >= 0 and first["episode"] == 8
