@@ -1,0 +1,356 @@
+"""Bad input ends in an error that names the argument, its value and the fix, before anything is generated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaForCausalLM
+
+from rlhf_ppo import PPOTrainer
+from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
+from tests.runs import QUICK
+
+MakeTrainer = Callable[..., PPOTrainer]
+
+
+def ids(*prompts: list[int]) -> Dataset:
+    return Dataset.from_dict({"input_ids": list(prompts)})
+
+
+def rows_with(bad: list[int], at: int) -> Dataset:
+    """A hundred good prompts, but for one."""
+    rows = prompt_rows(100)
+    rows[at] = {"input_ids": bad}
+    return Dataset.from_list(rows)
+
+
+def bare_tokenizer() -> Any:
+    tokenizer = make_tokenizer(pad_token=None)
+    tokenizer.eos_token = None
+    return tokenizer
+
+
+def lora(**kwargs: Any) -> Any:
+    return pytest.importorskip("peft").LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **kwargs})
+
+
+def lora_policy(**kwargs: Any) -> Any:
+    return pytest.importorskip("peft").get_peft_model(tiny_policy(), lora(**kwargs))
+
+
+def prompt_tuning() -> Any:
+    return pytest.importorskip("peft").PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+
+
+def same_twice(one: str, other: str) -> Callable[[], dict[str, Any]]:
+    def make() -> dict[str, Any]:
+        policies = {"model", "ref_model"}
+        shared = tiny_policy() if {one, other} <= policies else tiny_scorer()
+        return {one: shared, other: shared}
+
+    return make
+
+
+# What is passed, the error and its words.
+BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
+    # the arguments
+    "args of another class": (
+        lambda: {"args_class": True}, TypeError, "args must be a PPOConfig, got TrainingArguments"
+    ),
+    "inexact division": (
+        lambda: {"gradient_accumulation_steps": 3, "num_mini_batches": 4},
+        ValueError, r"num_mini_batches=4 does not divide the 6 episodes .*use one of \[1, 2, 3, 6\]",
+    ),
+    "both stop options": (
+        lambda: {"stop_token": "eos", "stop_token_id": 5}, ValueError, "stop_token='eos' and stop_token_id=5 exclude"
+    ),
+    "both stop options, the id being 0": (
+        lambda: {"stop_token": "eos", "stop_token_id": 0}, ValueError, "stop_token='eos' and stop_token_id=0 exclude"
+    ),
+    "unknown KL estimator": (lambda: {"kl_estimator": "k4"}, ValueError, r"kl_estimator='k4' must be one of .*'k1'"),
+    "biased KL estimator": (lambda: {"kl_estimator": "k2"}, ValueError, r"kl_estimator='k2' must be .*biased"),
+    "negative penalty": (
+        lambda: {"missing_eos_penalty": -1.0}, ValueError, "missing_eos_penalty=-1.0 must be .*greater than 0"
+    ),
+    "penalty of nothing": (lambda: {"missing_eos_penalty": 0.0}, ValueError, "missing_eos_penalty=0.0 must be"),
+    "steps and episodes that contradict": (
+        lambda: {"max_steps": 5, "total_episodes": 6}, ValueError, "max_steps=5 and total_episodes=6 contradict"
+    ),
+    # the data
+    "no data": (lambda: {"train_dataset": None}, ValueError, "train_dataset=None"),
+    "data smaller than a batch": (
+        lambda: {"train_dataset": ids([5]), "total_episodes": None},
+        ValueError, "the training set has 1 prompts, fewer than the 2 of one batch",
+    ),
+    "data smaller than a batch without the long prompts": (
+        lambda: {"train_dataset": ids([5], [5, 6, 7]), "max_prompt_length": 2},
+        ValueError, "the training set has 1 prompts, fewer than the 2 of one batch",
+    ),
+    "an empty data set": (
+        lambda: {"train_dataset": ids(), "max_steps": 1, "total_episodes": None}, ValueError, "has 0 prompts"
+    ),
+    "an empty prompt": (
+        lambda: {"train_dataset": rows_with([], at=67)}, ValueError, "row 67 of train_dataset is empty"
+    ),
+    "a prompt of spaces": (
+        lambda: {"train_dataset": Dataset.from_dict({"prompt": ["w1", "  "]})},
+        ValueError, "row 1 of train_dataset is empty",
+    ),
+    "a prompt that ends in EOS, in the first row": (
+        lambda: {"train_dataset": rows_with([5, 1], at=0)},
+        ValueError, r"row 0 of train_dataset ends in the EOS token \(1\)",
+    ),
+    "a prompt that ends in EOS, in the last row": (
+        lambda: {"train_dataset": rows_with([5, 1], at=99)},
+        ValueError, r"row 99 of train_dataset ends in the EOS token \(1\)",
+    ),
+    "a prompt that is too long for the model": (
+        lambda: {"train_dataset": rows_with([5] * 61, at=50)}, ValueError,
+        r"longest prompt \(61 tokens\) and response_length=4 take 65 positions, but the model has 64: "
+        "set max_prompt_length=60",
+    ),
+    "a response that is too long for the model": (
+        lambda: {"response_length": 64}, ValueError, "response_length=64 take .* but the model has 64"
+    ),
+    "a prompt that is too long for the value model": (
+        lambda: {"train_dataset": rows_with([5] * 20, at=1), "value_model": tiny_scorer(max_position_embeddings=16)},
+        ValueError, "take 24 positions, but the model has 16",
+    ),
+    "a token that the model does not know": (
+        lambda: {"train_dataset": rows_with([5, 32], at=3)}, ValueError, "row 3 of train_dataset holds the token id 32"
+    ),
+    "no column with prompts": (
+        lambda: {"train_dataset": Dataset.from_dict({"question": ["w1"] * 4})},
+        ValueError, r"train_dataset has the columns \['question'\], but none of `prompt`",
+    ),
+    "a conversation without a chat template": (
+        lambda: {"train_dataset": Dataset.from_dict({"prompt": [[{"role": "user", "content": "w1"}]] * 4})},
+        ValueError, "row 0 of train_dataset is a conversation, and the tokenizer has no chat template",
+    ),
+    "a stream without an end": (
+        lambda: {"train_dataset": Dataset.from_list(prompt_rows(4)).to_iterable_dataset(), "total_episodes": None},
+        ValueError, "the training set has no length, so max_steps or total_episodes must be set",
+    ),
+    "an evaluation prompt that ends in EOS": (
+        lambda: {"eval_dataset": rows_with([5, 1], at=99)}, ValueError, "row 99 of eval_dataset ends in the EOS token"
+    ),
+    "an evaluation prompt that is too long": (
+        lambda: {"eval_dataset": rows_with([5] * 61, at=7)}, ValueError, "take 65 positions, but the model has 64"
+    ),
+    # the tokenizer
+    "a tokenizer with neither PAD nor EOS": (
+        lambda: {"processing_class": bare_tokenizer()}, ValueError, "processing_class has neither a pad_token nor an"
+    ),
+    "no EOS to stop at": (
+        lambda: {"processing_class": _without_eos()}, ValueError, "stop_token='eos', but processing_class has no eos"
+    ),
+    "no tokenizer": (
+        lambda: {"processing_class": None}, TypeError, "processing_class must be a tokenizer, got NoneType"
+    ),
+    "a tokenizer of another model": (
+        lambda: {"model": tiny_policy(vocab_size=20)}, ValueError, "row 0 of train_dataset holds the token id 28, outside"
+    ),
+    "a value model of another tokenizer": (
+        lambda: {"value_model": tiny_scorer(vocab_size=20)}, ValueError, "value_model has 20 token ids"
+    ),
+    "a reward model of another tokenizer": (
+        lambda: {"reward_model": tiny_scorer(vocab_size=20)}, ValueError, "reward_model has 20 token ids.*reward_funcs"
+    ),
+    # the models
+    "a reward model with two labels": (
+        lambda: {"reward_model": tiny_scorer(num_labels=2)}, ValueError, "reward_model has num_labels=2"
+    ),
+    "a value model with two labels": (
+        lambda: {"value_model": tiny_scorer(num_labels=2)}, ValueError, "value_model has num_labels=2"
+    ),
+    "a language model as reward model": (
+        lambda: {"reward_model": tiny_policy()}, ValueError, "reward_model is a LlamaForCausalLM"
+    ),
+    "a reward model as policy": (
+        lambda: {"model": tiny_scorer()}, ValueError, "model is a LlamaForSequenceClassification"
+    ),
+    "a reward model as reference": (
+        lambda: {"ref_model": tiny_scorer()}, ValueError, "ref_model is a LlamaForSequenceClassification"
+    ),
+    "something else as policy": (lambda: {"model": torch.nn.Linear(2, 2)}, TypeError, "model must be a transformers"),
+    "reference and policy in one": (
+        same_twice("model", "ref_model"), ValueError, "model and ref_model are the same object"
+    ),
+    "reward and value model in one": (
+        same_twice("reward_model", "value_model"), ValueError, "reward_model and value_model are the same object"
+    ),
+    "no reward": (
+        lambda: {"reward_funcs": None, "reward_model": None}, ValueError, "reward_model and reward_funcs are both None"
+    ),
+    # the reward functions
+    "a reward that cannot be called": (
+        lambda: {"reward_funcs": [count_w4, "length"]}, TypeError, "reward_funcs holds 'length'"
+    ),
+    "as many weights as there are no rewards": (
+        lambda: {"reward_weights": [1.0, 2.0]}, ValueError, r"reward_weights has 2 numbers \(\[1.0, 2.0\]\) for 1 "
+    ),
+    # adapters
+    "a peft_config for a PeftModel": (
+        lambda: {"model": lora_policy(), "peft_config": lora()}, ValueError, "model is already a PeftModel"
+    ),
+    "a peft_config of another kind": (
+        lambda: {"peft_config": {"r": 4}}, TypeError, "peft_config must be a peft.PeftConfig.*got dict"
+    ),
+    "prompt learning": (
+        lambda: {"peft_config": prompt_tuning()}, ValueError, "peft_config is a PromptTuningConfig; prompt learning"
+    ),
+    "an adapter that is not there": (
+        lambda: {"model": lora_policy(), "model_adapter_name": "mine"},
+        ValueError, r"model_adapter_name='mine' is no adapter of the policy, which has \['default'\]",
+    ),
+    "an adapter of a bare model": (
+        lambda: {"model_adapter_name": "mine"}, ValueError, "model_adapter_name='mine', but model is no PeftModel"
+    ),
+    "a reference adapter that is not there": (
+        lambda: {"model": lora_policy(), "ref_adapter_name": "old"},
+        ValueError, "ref_adapter_name='old' is no adapter of the policy",
+    ),
+    "a reference adapter and a reference": (
+        lambda: {"model": lora_policy(), "ref_adapter_name": "default", "ref_model": tiny_policy()},
+        ValueError, "ref_adapter_name='default' and ref_model are both given",
+    ),
+}  # fmt: skip
+
+
+def _without_eos() -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    return tokenizer
+
+
+@pytest.fixture
+def nothing_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the weights were changed")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", forbidden)
+
+
+@pytest.fixture
+def nothing_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("responses were generated")
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", forbidden)
+
+
+@pytest.mark.usefixtures("nothing_trained", "nothing_generated")
+@pytest.mark.parametrize("case", BAD)
+def test_construction_fails_with_the_reason(case: str, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    make, error, message = BAD[case]
+    arguments = {**QUICK, **make()}
+    with pytest.raises(error, match=f"(?s){message}"):
+        if arguments.pop("args_class", False):
+            from transformers import TrainingArguments
+
+            plain = TrainingArguments(output_dir=str(tmp_path), report_to="none")
+            PPOTrainer(plain, make_tokenizer(), tiny_policy(), train_dataset=ids([5]), reward_funcs=count_w4)  # pyright: ignore
+        make_trainer(**arguments)
+
+
+@pytest.mark.usefixtures("nothing_generated")
+@pytest.mark.parametrize("argument", ["model", "ref_model", "value_model", "reward_model"])
+def test_directory_without_a_model_and_name_of_nothing(
+    argument: str, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=f"{argument}='.*empty' is a directory without a model"):
+        make_trainer(**QUICK, **{argument: str(tmp_path / "empty")})
+    with pytest.raises(ValueError, match=f"{argument}='.*nowhere' (could not|cannot) be loaded"):
+        make_trainer(**QUICK, **{argument: str(tmp_path / "nowhere")})
+
+
+def too_few(completions: list[str], **columns: Any) -> list[float]:
+    return [0.0] * (len(completions) - 1)
+
+
+def not_a_number(completions: list[str], **columns: Any) -> list[float]:
+    return [0.0] * (len(completions) - 1) + [float("nan")]
+
+
+def infinite(completions: list[str], **columns: Any) -> list[float]:
+    return [float("inf")] * len(completions)
+
+
+def a_string(completions: list[str], **columns: Any) -> Any:
+    return "good"
+
+
+def strings(completions: list[str], **columns: Any) -> Any:
+    return ["good"] * len(completions)
+
+
+def nothing(completions: list[str], **columns: Any) -> Any:
+    return None
+
+
+def one_number(completions: list[str], **columns: Any) -> Any:
+    return 1.0
+
+
+def unscored(completions: list[str], **columns: Any) -> Any:
+    return [None] * len(completions)
+
+
+def asks_for_a_column(completions: list[str], answer: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+async def late_nan(completions: list[str], **columns: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return [float("nan")] * len(completions)
+
+
+FUNCTIONS: dict[Any, tuple[type[Exception], str]] = {
+    too_few: (ValueError, "'too_few' returned 1 rewards for 2 completions"),
+    not_a_number: (ValueError, "'not_a_number' returned nan for row 1"),
+    infinite: (ValueError, "'infinite' returned inf for row 0"),
+    a_string: (TypeError, r"'a_string' returned 'good' \(str\)"),
+    strings: (TypeError, r"'strings' returned 'good' \(str\) for row 0"),
+    nothing: (TypeError, r"'nothing' returned None \(NoneType\)"),
+    one_number: (TypeError, r"'one_number' returned 1.0 \(float\)"),
+    unscored: (ValueError, r"no reward scored row 0 of the batch: \['unscored'\]"),
+    asks_for_a_column: (ValueError, r"'asks_for_a_column' requires the arguments \['answer'\]"),
+    late_nan: (ValueError, "'late_nan' returned nan for row 0"),
+}
+
+
+@pytest.mark.usefixtures("nothing_trained")
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_wrong_reward_function_is_found_in_the_first_rollout(function: Any, make_trainer: MakeTrainer) -> None:
+    """Not in the constructor: a call on made-up responses could have effects that nobody asked for."""
+    error, message = FUNCTIONS[function]
+    trainer = make_trainer(**QUICK, reward_funcs=function)
+    with pytest.raises(error, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_stream_is_checked_as_its_rows_come(make_trainer: MakeTrainer) -> None:
+    stream = Dataset.from_list([*prompt_rows(4), {"input_ids": [5, 1]}]).to_iterable_dataset()
+    trainer = make_trainer(**QUICK, train_dataset=stream)
+    with pytest.raises(ValueError, match="row 4 of train_dataset ends in the EOS token"):
+        trainer.train()
+    long_stream = Dataset.from_list([{"input_ids": [5] * 61}] * 2).to_iterable_dataset()
+    with pytest.raises(ValueError, match="take 65 positions, but the model has 64"):
+        make_trainer(**QUICK, train_dataset=long_stream).train()
+
+
+def test_a_stream_shorter_than_a_batch_ends_with_a_warning(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(**QUICK, train_dataset=Dataset.from_list(prompt_rows(1)).to_iterable_dataset())
+    with caplog.at_level("WARNING"):
+        assert trainer.train().global_step == 0
+    assert "no full batch" in caplog.text
