@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from datasets import Dataset
 
 from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.batch import Prompts, Responses
+from rlhf_ppo.generation.sequences import join_responses
 from tests import conftest
 
 
@@ -20,7 +23,20 @@ def launched_as(trainer: PPOTrainer) -> dict[str, Any]:
     }
 
 
-def make_trainer(output_dir: str, models: str, **overrides: Any) -> PPOTrainer:
+class FixedResponses(PPOTrainer):
+    """Answers each prompt with ids drawn from a generator that the prompt alone seeds."""
+
+    def generate_responses(self, policy: Any, prompts: Prompts, config: Any) -> Responses:
+        rows = []
+        for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True):
+            generator = torch.Generator().manual_seed(int((ids[real] * torch.arange(1, int(real.sum()) + 1)).sum()))
+            rows.append(torch.randint(1, 12, (self.args.response_length,), generator=generator))
+        return join_responses(prompts, torch.stack(rows), self.tokens.stop, self.tokens.pad)
+
+
+def make_trainer(
+    output_dir: str, models: str, trainer_class: type[PPOTrainer] = PPOTrainer, num_prompts: int = 32, **overrides: Any
+) -> PPOTrainer:
     """A tiny trainer for a few updates, on the models in the directories `policy` and `value_model`."""
     values: dict[str, Any] = {
         "output_dir": output_dir, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
@@ -28,12 +44,12 @@ def make_trainer(output_dir: str, models: str, **overrides: Any) -> PPOTrainer:
         "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
         "bf16": False, "gradient_checkpointing": False, "num_sample_generations": 0, "seed": 3, "ddp_backend": "gloo",
     }  # fmt: skip
-    return PPOTrainer(
+    return trainer_class(
         args=PPOConfig(**{**values, **overrides}),
         processing_class=conftest.make_tokenizer(),
         model=f"{models}/policy",
         value_model=f"{models}/value_model",
-        train_dataset=Dataset.from_list(conftest.prompt_rows(32)),
+        train_dataset=Dataset.from_list(conftest.prompt_rows(num_prompts)),
         eval_dataset=Dataset.from_list(conftest.prompt_rows(6, seed=1)),
         reward_funcs=conftest.count_w4,
     )
@@ -47,3 +63,16 @@ def train(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
     policy = {name: value.float().cpu().numpy() for name, value in state.items() if name.startswith("policy.")}
     return {**launched_as(trainer), "log": trainer.state.log_history, "policy": policy}
+
+
+def one_step(output_dir: str, models: str, local_batch_size: int) -> dict[str, Any]:
+    """Take one SGD step of rate 1 on responses that do not depend on the ranks; return all parameters."""
+    trainer = make_trainer(
+        output_dir, models, FixedResponses, num_prompts=8, gradient_accumulation_steps=local_batch_size // 2,
+        num_ppo_epochs=1, num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
+        whiten_rewards=True, missing_eos_penalty=1.0,
+    )  # fmt: skip
+    trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
+    parameters = {name: value.float().cpu().numpy() for name, value in state.items()}
+    return {**launched_as(trainer), "log": trainer.state.log_history, "parameters": parameters}

@@ -57,3 +57,24 @@ def test_ranks_sample_different_responses_from_shared_weights(ddp):
     first = ddp[0]["log"][0]
     assert first["response/length_min"] < first["response/length_max"]
     assert first["val/ratio_var"] >= 0 and first["episode"] == 8
+
+
+@pytest.fixture(scope="module")
+def one_process(models, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("one"))
+    return processes.run("multi_gpu", "one_step", world=1, output_dir=folder, models=str(models), local_batch_size=8)
+
+
+@pytest.mark.parametrize("config", LAUNCHERS)
+def test_two_processes_take_the_step_of_one(config, models, one_process, tmp_path):
+    single = one_process[0]
+    assert single["num_processes"] == 1
+
+    two = processes.run(config, "one_step", output_dir=str(tmp_path), models=str(models), local_batch_size=4)
+
+    assert [rank["num_processes"] for rank in two] == [2, 2]
+    ours, theirs = numbers(two[0]["log"])[0], numbers(single["log"])[0]
+    assert ours.pop("val/ratio_var") == pytest.approx(theirs.pop("val/ratio_var"), abs=1e-6)
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    for name, value in single["parameters"].items():
+        np.testing.assert_allclose(two[0]["parameters"][name], value, rtol=0, atol=2e-6, err_msg=name)
