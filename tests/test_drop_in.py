@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,6 +206,73 @@ def test_the_names_of_the_documented_interface_exist():
     assert {"PPOConfig", "PPOTrainer", "generate", "batch_generation", "forward", "truncate_response"} <= set(
         rlhf_ppo.__all__
     )
+
+
+def test_every_defect_of_trl_has_a_row_and_every_test_it_names_exists():
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "predecessor-defects.md").read_text()
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page))
+
+    assert re.findall(r"^\| (D\d+) ", page, flags=re.MULTILINE) == [f"D{number}" for number in range(1, 31)]
+    assert len(named) > 40
+    for file, test in named:
+        assert f"def {test}(" in (root / file).read_text(), f"{file}::{test}"
+
+
+# ---- D4, D8, D14: what TRL's trainer could not do, or did not say ----
+
+
+def test_fewer_prompts_than_one_batch_are_an_error_at_once(tokenizer, tmp_path):
+    made, args = models(pythia_config()), trl_arguments(tmp_path)
+
+    with pytest.raises(ValueError, match="3 prompts, fewer than the 4 of one batch"):
+        PPOTrainer(args, tokenizer, made.policy, None, made.reward_model, tokenized(tokenizer, POSTS[:3]))
+
+
+def test_evaluate_works_before_and_after_training(make_trainer):
+    trainer = make_trainer(eval_dataset=Dataset.from_list(prompt_rows(5)), reward_model=tiny_scorer(), **QUICK)
+
+    before, again = trainer.evaluate(), trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+
+    same = {key for key in before if not key.endswith(("runtime", "per_second"))}
+    assert {"eval_score", "eval_kl", "eval_response_length_mean", "eval_ended_frac"} <= same
+    assert all(before[key] == again[key] for key in same)
+    assert before["eval_kl"] == 0.0 and after["eval_kl"] != 0.0
+
+
+def test_episodes_per_second_are_no_integer(make_trainer):
+    """TRL logged `int(episodes / seconds)`, which is 0 for a large model."""
+    trainer = make_trainer(callbacks=[Slow()], **QUICK)
+    trainer.train()
+
+    logged = [entry["eps"] for entry in trainer.state.log_history if "eps" in entry]
+    assert len(logged) == 3
+    assert all(0.0 < eps < 4.0 for eps in logged)  # 2 episodes take at least half a second
+    assert not all(float(eps).is_integer() for eps in logged)
+
+
+class Slow(TrainerCallback):
+    """Makes an update take its time."""
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.5)
+
+
+def test_the_default_goes_on_after_eos_and_says_so(make_trainer, monkeypatch):
+    messages: list[str] = []
+    monkeypatch.setattr("rlhf_ppo.assembly.logger.warning_once", messages.append)
+    make_trainer(stop_token="eos")
+    assert messages == []
+
+    trainer = make_trainer(stop_token=None, response_length=40, temperature=3.0, eval_dataset=prompt_rows(6))
+    rollouts = keep_rollouts(trainer)
+    trainer.evaluate()
+
+    assert len(messages) == 1 and "set stop_token='eos'" in messages[0]
+    assert rollouts[0].response_mask.sum(dim=1).tolist() == [40] * len(rollouts[0])
+    assert (rollouts[0].responses[:, :-1] == 1).any()  # an EOS, and something after it
 
 
 # ---- D7: a PAD beyond the vocabulary ----

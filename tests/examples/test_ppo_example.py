@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import shlex
+import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,7 +128,9 @@ def test_the_documented_command_of_ppo_tldr_py(run, tmp_path):
     posts = Dataset.from_list([*prompts(63), *prompts(1, length=512), *prompts(7, length=513)])
     DatasetDict({"train": posts, "validation": prompts(3), "test": prompts(5)}).save_to_disk(tmp_path / "trl-lib/tldr")
 
-    trainer = run(f"{TLDR} --total_episodes 64 --response_length 2 --num_ppo_epochs 1 --eval_steps 1", script="ppo_tldr.py")
+    trainer = run(
+        f"{TLDR} --total_episodes 64 --response_length 2 --num_ppo_epochs 1 --eval_steps 1", script="ppo_tldr.py"
+    )
 
     assert trainer.args.batch_size == 64 and trainer.state.global_step == 1
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (64, 3)
@@ -225,10 +228,12 @@ def test_a_second_start_resumes_and_ends_like_one_run(run, local, tmp_path):
     for later in (3, 4):
         (tmp_path / "stopped" / f"checkpoint-{later}" / "trainer_state.json").unlink()
     (tmp_path / "stopped" / "model.safetensors").unlink()
+    shutil.rmtree(tmp_path / "stopped" / "checkpoint-1")
 
     resumed = run(f"{options} --output_dir stopped --resume_from_checkpoint True")
 
     assert resumed.state.global_step == 4
+    assert not (tmp_path / "stopped" / "checkpoint-1").exists()  # what was done is not done again
     for name, value in resumed.policy_model.state_dict().items():
         assert torch.equal(value, whole[name]), name
 
