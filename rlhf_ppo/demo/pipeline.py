@@ -1,0 +1,205 @@
+"""The three steps of RLHF at the size of a toy; each reads the directory that the step before it wrote."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import RewardTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.demo.corpus import openings, preference_pairs, stories
+from rlhf_ppo.demo.show import show_on_bar
+from rlhf_ppo.trainer import PPOTrainer
+
+TRAINING_SEED, HELD_OUT_SEED = 0, 1
+RESPONSE_LENGTH = 40
+TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True)
+class DemoSize:
+    """How much data and training the demonstration gets.
+
+    Attributes:
+        num_stories: Number of stories that the language model learns from, each seen twice.
+        num_pairs: Number of preference pairs that the reward model learns from.
+        num_updates: Number of PPO updates.
+        num_episodes: Number of stories told in each update.
+        num_held_out: Number of openings, and of preference pairs, that no model trains on.
+    """
+
+    num_stories: int = 6000
+    num_pairs: int = 6000
+    num_updates: int = 40
+    num_episodes: int = 64
+    num_held_out: int = 256
+
+
+def train_language_model(output_dir: Path, size: DemoSize) -> None:
+    """Step 1, SFT from scratch: a tokenizer and a Llama of two layers learn to write like the corpus.
+
+    Args:
+        output_dir: Where the model and the tokenizer are saved.
+        size: Gives `num_stories`.
+    """
+    corpus = stories(size.num_stories, TRAINING_SEED)
+    tokenizer = _train_tokenizer([row["prompt"] + row["completion"] for row in corpus])  # pyright: ignore
+    set_seed(TRAINING_SEED)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            pad_token_id=cast(int, tokenizer.pad_token_id),
+            bos_token_id=None,
+            eos_token_id=cast(int, tokenizer.eos_token_id),
+        )
+    )
+    args = SFTConfig(
+        **_settings(output_dir, learning_rate=3e-3), num_train_epochs=2, completion_only_loss=False, max_length=None
+    )
+    trainer = SFTTrainer(model, args, train_dataset=corpus, processing_class=tokenizer)
+    show_on_bar(trainer, "loss")
+    trainer.train()
+    trainer.save_model()
+
+
+def train_reward_model(sft_dir: Path, output_dir: Path, size: DemoSize) -> float:
+    """Step 2: a copy of the language model with a scalar head learns which of two stories readers like better.
+
+    Args:
+        sft_dir: The language model of step 1.
+        output_dir: Where the reward model is saved.
+        size: Gives `num_pairs` and `num_held_out`.
+
+    Returns:
+        Share of held-out pairs whose liked story scores higher, in [0, 1].
+    """
+    args = RewardConfig(
+        **_settings(output_dir, learning_rate=2e-3),
+        num_train_epochs=1,
+        max_length=None,
+        center_rewards_coefficient=0.01,
+    )
+    trainer = RewardTrainer(
+        str(sft_dir),
+        args,
+        train_dataset=preference_pairs(size.num_pairs, TRAINING_SEED),
+        eval_dataset=preference_pairs(size.num_held_out, HELD_OUT_SEED),
+    )
+    show_on_bar(trainer, "loss", "accuracy")
+    trainer.train()
+    trainer.save_model()
+    return trainer.evaluate()["eval_accuracy"]
+
+
+def train_policy(
+    sft_dir: Path, reward_model_dir: Path, output_dir: Path, size: DemoSize
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Step 3, PPO: the language model learns to tell stories that the reward model scores high.
+
+    Args:
+        sft_dir: The language model of step 1: the policy's start and the reference.
+        reward_model_dir: The reward model of step 2.
+        output_dir: Where the policy and `trainer_state.json` are saved.
+        size: Gives `num_updates`, `num_episodes` and `num_held_out`.
+
+    Returns:
+        Evaluation metrics on held-out openings, before and after training.
+    """
+    args = PPOConfig(
+        **_settings(output_dir, learning_rate=3e-4, batch_size=size.num_episodes),
+        logging_steps=1,
+        total_episodes=size.num_updates * size.num_episodes,
+        response_length=RESPONSE_LENGTH,
+        temperature=TEMPERATURE,
+        stop_token="eos",
+        missing_eos_penalty=1.0,
+        kl_coef=0.05,
+        num_sample_generations=0,
+    )
+    trainer = PPOTrainer(
+        args,
+        AutoTokenizer.from_pretrained(sft_dir),
+        model=AutoModelForCausalLM.from_pretrained(sft_dir),
+        reward_model=AutoModelForSequenceClassification.from_pretrained(reward_model_dir),
+        train_dataset=openings(size.num_updates * size.num_episodes, TRAINING_SEED),
+        eval_dataset=openings(size.num_held_out, HELD_OUT_SEED),
+    )
+    show_on_bar(trainer, "objective/scores", "objective/kl")
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    trainer.save_model()
+    trainer.save_state()
+    return before, after
+
+
+@torch.no_grad()
+def tell_stories(model_dir: Path, prompts: Sequence[str]) -> list[str]:
+    """Continue each opening with a saved model.
+
+    Args:
+        model_dir: The directory that step 1 or step 3 wrote.
+        prompts: The openings.
+
+    Returns:
+        One response for each opening, without special tokens.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
+    model = LlamaForCausalLM.from_pretrained(model_dir)
+    inputs = tokenizer(list(prompts), return_tensors="pt", padding=True)
+    torch.manual_seed(HELD_OUT_SEED)
+    sequences = cast(Any, model).generate(
+        inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=RESPONSE_LENGTH,
+        do_sample=True,
+        temperature=TEMPERATURE,
+        top_k=0,
+    )
+    return tokenizer.batch_decode(sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def _train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
+    special_tokens = ["<pad>", "<eos>"]
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1024, special_tokens=special_tokens))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def _settings(output_dir: Path, learning_rate: float, batch_size: int = 32) -> dict[str, Any]:
+    return {
+        "output_dir": str(output_dir),
+        "learning_rate": learning_rate,
+        "per_device_train_batch_size": batch_size,
+        "per_device_eval_batch_size": 64,
+        "seed": TRAINING_SEED,
+        "use_cpu": True,  # so small a model is no faster on a GPU, and the same numbers come out everywhere
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "save_strategy": "no",
+        "report_to": "none",
+    }

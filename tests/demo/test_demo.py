@@ -1,0 +1,66 @@
+"""The main job, a little smaller than `make demo`: three models and a judge that likes it."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf_ppo.demo.corpus import openings
+from rlhf_ppo.demo.judge import pleasantness
+from rlhf_ppo.demo.pipeline import HELD_OUT_SEED, DemoSize, tell_stories
+from rlhf_ppo.demo.run import run_demo
+from rlhf_ppo.reporting.plots import read_log
+
+SIZE = DemoSize(num_stories=3000, num_pairs=4000, num_updates=20)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    output_dir, printed = tmp_path_factory.mktemp("demo"), io.StringIO()
+    verdicts = run_demo(output_dir, SIZE, Console(file=printed, width=120))
+    return output_dir, verdicts, printed.getvalue()
+
+
+@pytest.mark.learning
+def test_the_judge_prefers_ppo(demo):
+    _, verdicts, printed = demo
+    assert verdicts.wins + verdicts.losses + verdicts.ties == SIZE.num_held_out
+    assert verdicts.clear
+    assert verdicts.win_rate > 0.65
+    assert f"Judge prefers PPO over SFT: {verdicts.win_rate:.2%} (ties {verdicts.tie_rate:.2%})" in printed
+
+
+@pytest.mark.learning
+def test_score_rises_and_kl_stays_bounded(demo):
+    """KL is bounded by what it may buy: a score of about 4, the reward model's range, at 0.05 for each nat."""
+    output_dir, _, _ = demo
+    evaluations = [entry for entry in read_log(output_dir / "ppo") if "eval_score" in entry]
+    before, after = evaluations[0], evaluations[-1]
+    assert before["eval_kl"] == pytest.approx(0, abs=1e-4)
+    assert after["eval_score"] > before["eval_score"] + 1
+    assert 0.1 < after["eval_kl"] < 15
+    assert after["eval_ended_frac"] > 0.9
+
+
+@pytest.mark.learning
+def test_every_step_leaves_a_model_that_loads_and_curves(demo):
+    output_dir, _, _ = demo
+    for name in ("sft", "ppo"):
+        AutoModelForCausalLM.from_pretrained(output_dir / name)
+    assert AutoModelForSequenceClassification.from_pretrained(output_dir / "reward_model").config.num_labels == 1
+    vocabularies = [
+        AutoTokenizer.from_pretrained(output_dir / name).get_vocab() for name in ("sft", "reward_model", "ppo")
+    ]
+    assert vocabularies[0] == vocabularies[1] == vocabularies[2]
+    assert (output_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.learning
+def test_the_language_model_has_learned_the_grammar(demo):
+    output_dir, _, _ = demo
+    held_out = openings(100, HELD_OUT_SEED).to_list()
+    told = tell_stories(output_dir / "sft", [row["prompt"] for row in held_out])
+    read = [pleasantness(story, row["hero"]) for story, row in zip(told, held_out, strict=True)]
+    assert sum(valence > -math.inf for valence in read) > 80

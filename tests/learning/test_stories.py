@@ -1,0 +1,121 @@
+"""PPO on a real language model: stories that get happier, and stay stories.
+
+The policy is the 260K-parameter TinyStories model; the reward is VADER's `compound` of the response: the sum `s` of its
+words' valences, squashed to `s / sqrt(s^2 + 15)`, between -1 and 1. The squashing bounds the KL that training can buy.
+The objective is `reward - kl_coef * KL`; the untrained policy has KL 0 and reward `b`, so a policy that is better than
+it by its own objective has `KL < (1 - b) / kl_coef`. (With the raw sum as the reward and a high learning rate the same
+run ends at a KL of hundreds, telling "friend friend friend": each friend pays again.)
+"""
+
+import math
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_ppo import PPOConfig, PPOTrainer
+
+HEROES = (
+    "a girl named Lily",
+    "a boy named Tim",
+    "a big bear",
+    "a small cat",
+    "a bird named Max",
+    "an old man",
+    "a frog",
+)
+HELD_OUT_HEROES = ("a dog named Spot", "a little mouse", "a boy named Sam", "an old woman")
+OPENINGS = (
+    "Once upon a time, there was {}.",
+    "One day, {} went to the park.",
+    "{} was very sad.",
+    "It was raining, and {} lost a toy.",
+)
+NUM_UPDATES, NUM_EPISODES, NUM_HELD_OUT, KL_COEF = 20, 64, 128, 0.05
+
+
+class Vader:
+    """The reward function: VADER's compound valence of each response."""
+
+    __name__ = "vader"
+
+    def __init__(self, lexicon: Path) -> None:
+        rows = (line.split("\t") for line in lexicon.read_text(encoding="utf-8").splitlines())
+        self.valence = {row[0]: float(row[1]) for row in rows}
+
+    def __call__(self, completions: list[str], **kwargs: object) -> list[float]:
+        sums = [
+            sum(self.valence.get(word, 0.0) for word in re.findall(r"[a-z']+", text.lower())) for text in completions
+        ]
+        return [total / math.sqrt(total**2 + 15) for total in sums]
+
+
+def prompts(heroes: tuple[str, ...], num_rows: int) -> Dataset:
+    texts = [opening.format(hero) for opening in OPENINGS for hero in heroes]
+    texts = [f"<s>{text[0].upper()}{text[1:]}" for text in texts]
+    return Dataset.from_dict({"prompt": (texts * math.ceil(num_rows / len(texts)))[:num_rows]})
+
+
+@pytest.fixture
+def make_trainer(shared_data, tmp_path):
+    def make(seed: int) -> PPOTrainer:
+        args = PPOConfig(
+            output_dir=str(tmp_path / str(seed)),
+            seed=seed,
+            total_episodes=NUM_UPDATES * NUM_EPISODES,
+            per_device_train_batch_size=NUM_EPISODES,
+            per_device_eval_batch_size=NUM_HELD_OUT,
+            response_length=40,
+            temperature=1.0,
+            stop_token="eos",
+            kl_coef=KL_COEF,
+            learning_rate=5e-4,  # at 1e-3 KL overshoots to 12 nats, which costs more than the reward gains
+            num_ppo_epochs=2,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            num_sample_generations=0,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        return PPOTrainer(
+            args,
+            AutoTokenizer.from_pretrained(shared_data / "stories260K"),
+            model=AutoModelForCausalLM.from_pretrained(shared_data / "stories260K"),
+            reward_funcs=Vader(shared_data / "vader_lexicon" / "vader_lexicon.txt"),
+            train_dataset=prompts(HEROES, NUM_EPISODES * NUM_UPDATES),
+            eval_dataset=prompts(HELD_OUT_HEROES, NUM_HELD_OUT),
+        )
+
+    return make
+
+
+@pytest.fixture
+def baseline(make_trainer):
+    """Mean rewards of the untrained policy on the held-out prompts, sampled with ten seeds."""
+    trainer = make_trainer(0)
+    rewards = []
+    for seed in range(10):
+        trainer.args.seed = seed
+        rewards.append(trainer.evaluate()["eval_score"])
+    return rewards
+
+
+@pytest.mark.learning
+def test_stories_get_happier_at_a_bounded_kl_with_every_seed(make_trainer, baseline):
+    """A run that learned nothing would end within the baseline's spread; each of three must end six of them above.
+
+    Measured: baseline 0.36 with a spread of 0.028, after training 0.67 to 0.72 at a KL of 4.4 (the bound is 12.8).
+    """
+    mean, spread = statistics.mean(baseline), statistics.stdev(baseline)
+    for seed in range(3):
+        trainer = make_trainer(seed)
+        trainer.train()
+        after = trainer.evaluate()
+        assert after["eval_score"] > mean + 6 * spread
+        assert 0 < after["eval_kl"] < (1 - mean) / KL_COEF
+        assert after["eval_score"] - KL_COEF * after["eval_kl"] > mean
