@@ -154,7 +154,8 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         lambda: {"processing_class": None}, TypeError, "processing_class must be a tokenizer, got NoneType"
     ),
     "a tokenizer of another model": (
-        lambda: {"model": tiny_policy(vocab_size=20)}, ValueError, "row 0 of train_dataset holds the token id 28, outside"
+        lambda: {"model": tiny_policy(vocab_size=20)},
+        ValueError, "row 0 of train_dataset holds the token id 28, outside the policy's 20 ids",
     ),
     "a value model of another tokenizer": (
         lambda: {"value_model": tiny_scorer(vocab_size=20)}, ValueError, "value_model has 20 token ids"
