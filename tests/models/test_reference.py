@@ -103,6 +103,7 @@ def test_a_trained_adapter_is_compared_with_a_frozen_copy_of_itself(config: dict
     trainable = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
     reference = make_reference(policy, None, None, adapter_is_new=False, temperature=1.0)
     assert reference.adapter_name == INITIAL_ADAPTER
+    assert [name for name, parameter in policy.named_parameters() if parameter.requires_grad] == trainable
     assert torch.equal(reference_logprobs(reference, policy), before)
     assert torch.equal(logprobs(policy), before)
     assert [name for name, parameter in policy.named_parameters() if parameter.requires_grad] == trainable
