@@ -32,7 +32,7 @@ WORDS = [f"w{index}" for index in range(29)]
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real data beside the checkout; tests that need it are skipped without it, unless REQUIRE_SHARED_DATA=1."""
+    """The folder of real data beside the checkout; without it tests are skipped, or fail if REQUIRE_SHARED_DATA=1."""
     folder = Path(__file__).parents[1].parent / "shared" / "data"
     if not folder.is_dir():
         reason = "the folder ../shared/data is not there"
