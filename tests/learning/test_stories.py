@@ -1,10 +1,10 @@
 """PPO on a real language model: stories that get happier, and stay stories.
 
 The policy is the 260K-parameter TinyStories model; the reward is VADER's `compound` of the response: the sum `s` of
-its words' valences, squashed to `s / sqrt(s^2 + 15)`, between -1 and 1. The squashing bounds the KL that training can buy.
-The objective is `reward - kl_coef * KL`; the untrained policy has KL 0 and reward `b`, so a policy that is better than
-it by its own objective has `KL < (1 - b) / kl_coef`. (With the raw sum as the reward and a high learning rate the same
-run ends at a KL of hundreds, telling "friend friend friend": each friend pays again.)
+its words' valences, squashed to `s / sqrt(s^2 + 15)`, between -1 and 1. The squashing bounds the KL that training can
+buy. The objective is `reward - kl_coef * KL`; the untrained policy has KL 0 and reward `b`, so a policy that is better
+than it by its own objective has `KL < (1 - b) / kl_coef`. (With the raw sum as the reward and a high learning rate the
+same run ends at a KL of hundreds, telling "friend friend friend": each friend pays again.)
 """
 
 import math
