@@ -32,6 +32,7 @@ class FrozenPolicy(nn.Module):
         disable_dropout(policy)
         self.policy = freeze(policy)
         self.temperature = temperature
+        self.eval()
 
     @property
     def config(self) -> PreTrainedConfig:
