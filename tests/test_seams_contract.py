@@ -66,7 +66,6 @@ METHODS: dict[str, tuple[str, ...]] = {
 # Trainer's own attributes that the package reads or sets, and what Trainer does with them.
 ATTRIBUTES: dict[str, str] = {
     "_globalstep_last_logged": "divides the loss that is logged",
-    "_initial_global_step": "counts the steps of this call of train",
     "_initial_num_input_tokens_seen": "counts the tokens of this call of train",
     "_signature_columns": "the columns that are kept",
     "_total_loss_scalar": "adds up the losses for train_loss",
@@ -86,6 +85,9 @@ ATTRIBUTES: dict[str, str] = {
     "state": "steps, epochs, history",
     "train_dataset": "the prompts",
 }
+
+# Attributes that the oldest supported transformers does not read yet; setting them there does no harm.
+NEWER_ATTRIBUTES = {"_initial_global_step"}
 
 
 def complaint(what: str) -> str:
@@ -127,6 +129,7 @@ def test_nothing_else_of_trainer_is_used() -> None:
     source = inspect.getsource(Trainer)
     of_trainer = {name for name in used - own if hasattr(Trainer, name) or f"self.{name} =" in source}
     unlisted = {name for name in of_trainer if not name.startswith("__")} - METHODS.keys() - ATTRIBUTES.keys()
+    unlisted -= NEWER_ATTRIBUTES
     assert not unlisted, f"add to METHODS or ATTRIBUTES: {sorted(unlisted)}"
 
 

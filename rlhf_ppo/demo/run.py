@@ -1,5 +1,6 @@
 """The demonstration from end to end: train, judge and show."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,8 +20,27 @@ from rlhf_ppo.demo.show import metrics_table, stories_table
 from rlhf_ppo.reporting.plots import plot_metrics
 
 
-def run_demo(output_dir: Path, size: DemoSize | None = None, console: Console | None = None) -> Verdicts:
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demonstration measured, all of it on held-out data.
+
+    Attributes:
+        reward_accuracy: Share of preference pairs that the reward model orders as the reader did, in [0, 1].
+        before: Evaluation metrics of the SFT model, under the keys of `PPOTrainer.evaluate`.
+        after: The same of the PPO policy.
+        verdicts: The judge's, on PPO against SFT.
+    """
+
+    reward_accuracy: float
+    before: dict[str, float]
+    after: dict[str, float]
+    verdicts: Verdicts
+
+
+def run_demo(output_dir: Path, size: DemoSize | None = None, console: Console | None = None) -> DemoResult:
     """Train a language model, a reward model and a PPO policy, and ask the judge whether PPO helped.
+
+    Sets torch to one thread: as fast as more for models so small, and sums then round the same way on every machine.
 
     Args:
         output_dir: Gets `sft/`, `reward_model/`, `ppo/` (each loads with `from_pretrained`) and `curves.png`.
@@ -28,9 +48,9 @@ def run_demo(output_dir: Path, size: DemoSize | None = None, console: Console | 
         console: Where results are printed; the terminal by default.
 
     Returns:
-        The judge's verdicts on PPO against SFT, on held-out openings.
+        The measurements that were printed.
     """
-    torch.set_num_threads(1)  # as fast as more for models so small, and sums round the same way on every machine
+    torch.set_num_threads(1)
     size, console = size or DemoSize(), console or Console()
     sft_dir, reward_model_dir, ppo_dir = (output_dir / name for name in ("sft", "reward_model", "ppo"))
 
@@ -54,4 +74,4 @@ def run_demo(output_dir: Path, size: DemoSize | None = None, console: Console | 
     console.print(metrics_table(before, after))
     console.print(f"Curves: {output_dir / 'curves.png'}")
     console.print(f"Judge prefers PPO over SFT: {verdicts.win_rate:.2%} (ties {verdicts.tie_rate:.2%})")
-    return verdicts
+    return DemoResult(accuracy, before, after, verdicts)

@@ -106,6 +106,7 @@ def baseline(make_trainer):
 
 
 @pytest.mark.learning
+@pytest.mark.timeout(1800)
 def test_stories_get_happier_at_a_bounded_kl_with_every_seed(make_trainer, baseline):
     """A run that learned nothing would end within the baseline's spread; each of three must end six of them above.
 
