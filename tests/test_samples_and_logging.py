@@ -73,6 +73,17 @@ def test_what_reward_functions_log_is_averaged_over_calls(make_trainer: MakeTrai
     assert trainer.state.log_history[0]["reward/first"] == pytest.approx(12.0)  # mean of 2, 12 and 22
 
 
+def test_what_a_reward_function_logs_once_is_logged_once(make_trainer: MakeTrainer) -> None:
+    def logging(log_metric: Any, trainer_state: Any, completions: list[str], **columns: Any) -> list[float]:
+        if trainer_state.global_step == 0:
+            log_metric("only_first", 1.0)
+        return [0.0] * len(completions)
+
+    trainer = make_trainer(**QUICK, reward_funcs=logging)
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "only_first" in entry] == [1]
+
+
 def test_logs_reach_tensorboard(make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

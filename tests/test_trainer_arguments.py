@@ -506,6 +506,12 @@ def test_data_seed_decides_the_order_of_prompts_alone(make_trainer: MakeTrainer)
     assert_identical(end_of_run(one), end_of_run(two))
 
 
+def test_data_seed_decides_the_order_of_grouped_prompts_too(make_trainer: MakeTrainer) -> None:
+    run = {"train_dataset": Dataset.from_list(prompt_rows(6)), "train_sampling_strategy": "group_by_length"}
+    assert seen_in(make_trainer, **run, data_seed=8, seed=9) == seen_in(make_trainer, **run, data_seed=8, seed=3)
+    assert seen_in(make_trainer, **run, data_seed=8) != seen_in(make_trainer, **run, data_seed=9)
+
+
 def test_every_epoch_has_an_order_of_its_own(make_trainer: MakeTrainer) -> None:
     seen = seen_in(make_trainer, total_episodes=12, train_dataset=Dataset.from_list(prompt_rows(6)))
     assert seen[:3] != seen[3:]
