@@ -125,19 +125,7 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(f"no parameter of {argument} is trainable; call {argument}.requires_grad_(True)")
         disable_dropout(model)
-        train_padding_row(model)
         model.train()
-
-
-def train_padding_row(model: nn.Module) -> None:
-    """Let the PAD token's embedding have a gradient.
-
-    `nn.Embedding` drops the gradient of its `padding_idx`, also where that id is a real token: EOS in a conversation
-    when PAD is EOS. Padding itself is masked and reaches no loss.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None
 
 
 def _is_quantized(model: nn.Module) -> bool:

@@ -232,16 +232,6 @@ def test_both_trained_models_lose_their_dropout() -> None:
         assert torch.equal(hidden_states(model, IDS, MASK), hidden_states(model, IDS, MASK))
 
 
-def test_a_real_token_whose_id_is_pad_has_a_gradient() -> None:
-    policy, value_model = tiny_policy(pad_token_id=5), tiny_scorer(pad_token_id=5)
-    prepare_trainable(policy, value_model)
-    ids = torch.tensor([[5, 7, 8]])
-    for model in (policy, value_model):
-        hidden_states(model, ids, torch.ones_like(ids, dtype=torch.bool)).sum().backward()
-        gradient = model.get_input_embeddings().weight.grad
-        assert gradient is not None and gradient[5].abs().sum() > 0
-
-
 def test_trainable_parameters_in_16_bits_are_named() -> None:
     policy = tiny_policy()
     assert low_precision_parameters(policy) == []
