@@ -96,10 +96,11 @@ MUTATIONS = [
 
 @pytest.fixture(scope="module")
 def fresh_processes() -> Iterator[ProcessPoolExecutor]:
-    """Processes that have imported torch but not the package, a new one for every task."""
-    context = multiprocessing.get_context("forkserver")
-    # sympy: torch.testing takes a second to import it at its first comparison.
-    context.set_forkserver_preload(["hypothesis", "pytest", "sympy", "torch.testing"])
+    """Processes that have imported nothing, a new one for every task.
+
+    Not from the fork server, of which there is one: other tests make it import the package.
+    """
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context, max_tasks_per_child=1) as pool:
         yield pool
 
