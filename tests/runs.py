@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import pandas as pd
@@ -12,8 +11,6 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-
-gc.freeze()  # `train` collects garbage, and walking all imported modules for it takes longer than an update
 
 QUICK: dict[str, Any] = {
     "per_device_train_batch_size": 2,
