@@ -213,5 +213,7 @@ def _unsupported(args: TrainingArguments) -> Iterator[tuple[str, str]]:
         yield "accelerator_config", "drop its split_batches: each process reads per_device_train_batch_size rows"
     if isinstance(config, AcceleratorConfig) and config.gradient_accumulation_kwargs:
         yield "accelerator_config", "drop its gradient_accumulation_kwargs: use gradient_accumulation_steps"
+    if isinstance(config, AcceleratorConfig) and not config.use_seedable_sampler:
+        yield "accelerator_config", "drop its use_seedable_sampler=False: prompts could not be resumed in their order"
     if args.metric_for_best_model in ("loss", "eval_loss"):
         yield "metric_for_best_model", "evaluation has no loss; use 'score'"

@@ -112,6 +112,17 @@ def count_w4(prompts: Any, completions: Any, completion_ids: list[list[int]], **
 
 
 @pytest.fixture
+def determinism_restored() -> Iterator[None]:
+    """For tests that train with `full_determinism`, which changes switches of the whole process."""
+    environment = dict(os.environ)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture
 def make_args(tmp_path: Path) -> Callable[..., PPOConfig]:
     """Factory of arguments for fast runs on the CPU."""
 

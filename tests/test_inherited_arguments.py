@@ -92,6 +92,7 @@ def test_optimizers_that_need_their_own_loop_are_all_rejected_also_as_enum():
     [
         ({"split_batches": True}, "drop its split_batches"),
         ({"gradient_accumulation_kwargs": {"num_steps": 2}}, "use gradient_accumulation_steps"),
+        ({"use_seedable_sampler": False}, "drop its use_seedable_sampler=False"),
     ],
 )
 def test_rejected_parts_of_accelerator_config(config: dict[str, Any], advice: str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -521,16 +521,6 @@ def test_every_epoch_has_an_order_of_its_own(make_trainer: MakeTrainer) -> None:
     seen = seen_in(make_trainer, total_episodes=12, train_dataset=Dataset.from_list(prompt_rows(6)))
     assert seen[:3] != seen[3:]
     assert sorted(flat(seen[:3])) == sorted(flat(seen[3:]))
-
-
-@pytest.fixture
-def determinism_restored() -> Iterator[None]:
-    environment = dict(os.environ)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = False
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 @pytest.mark.usefixtures("determinism_restored")

@@ -160,7 +160,7 @@ def preference_pairs(num_pairs: int, seed: int) -> Dataset:
     """Draw pairs of continuations of the same opening, the one that a reader liked better first.
 
     The reader is human: between pleasantness `p` and `q` the first is chosen with probability
-    `sigmoid(DECISIVENESS * (p - q))` (Bradley-Terry), so that close calls are often "wrong". In every other pair
+    `sigmoid(DECISIVENESS * (p - q))` (Bradley-Terry), so that close calls are often "wrong". In one pair of three
     one story repeats itself.
 
     Args:
@@ -175,7 +175,7 @@ def preference_pairs(num_pairs: int, seed: int) -> Dataset:
     for _ in range(num_pairs):
         opening = draw_opening(rng)
         first = draw_continuation(opening, rng)
-        second = (draw_repetitive_continuation if rng.random() < 0.5 else draw_continuation)(opening, rng)
+        second = (draw_repetitive_continuation if rng.random() < 1 / 3 else draw_continuation)(opening, rng)
         likes_first = 1 / (1 + math.exp(-DECISIVENESS * (first.pleasantness - second.pleasantness)))
         chosen, rejected = (first, second) if rng.random() < likes_first else (second, first)
         rows.append({"prompt": opening.text, "chosen": chosen.text, "rejected": rejected.text})

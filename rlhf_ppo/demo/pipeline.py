@@ -44,7 +44,7 @@ class DemoSize:
     """
 
     num_stories: int = 6000
-    num_pairs: int = 6000
+    num_pairs: int = 8000
     num_updates: int = 40
     num_episodes: int = 64
     num_held_out: int = 256
@@ -95,7 +95,7 @@ def train_reward_model(sft_dir: Path, output_dir: Path, size: DemoSize) -> float
         Share of held-out pairs whose liked story scores higher, in [0, 1].
     """
     args = RewardConfig(
-        **_settings(output_dir, learning_rate=2e-3),
+        **_settings(output_dir, learning_rate=1e-3),
         num_train_epochs=1,
         max_length=None,
         center_rewards_coefficient=0.01,
@@ -134,7 +134,7 @@ def train_policy(
         temperature=TEMPERATURE,
         stop_token="eos",
         missing_eos_penalty=1.0,
-        kl_coef=0.05,
+        kl_coef=0.1,  # at the default of 0.05 the policy tells fewer different stories
         num_sample_generations=0,
     )
     trainer = PPOTrainer(

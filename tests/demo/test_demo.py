@@ -14,7 +14,7 @@ from rlhf_ppo.demo.run import run_demo
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(1800)]
 
-SIZE = DemoSize(num_stories=4000, num_pairs=4000, num_updates=20)
+SIZE = DemoSize(num_stories=4000, num_pairs=5000, num_updates=20)
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +34,13 @@ def test_the_judge_prefers_ppo(demo):
 
 
 def test_score_rises_and_kl_stays_bounded(demo):
-    """KL is bounded by what it may buy: the gain in score, at 0.05 for each nat."""
+    """KL is bounded by what it may buy: the gain in score, at 0.1 for each nat."""
     _, result, printed = demo
     before, after = result.before, result.after
     gain = after["eval_score"] - before["eval_score"]
     assert before["eval_kl"] == pytest.approx(0, abs=1e-4)
     assert gain > 0.7
-    assert 0.1 < after["eval_kl"] < gain / 0.05
+    assert 0.1 < after["eval_kl"] < gain / 0.1
     for value in (before["eval_score"], after["eval_score"], after["eval_kl"]):
         assert f" {value:.2f} " in printed
     assert after["eval_ended_frac"] > 0.9

@@ -221,6 +221,7 @@ def test_a_stream(run, local, tmp_path):
 # ---- Resuming ----
 
 
+@pytest.mark.usefixtures("determinism_restored")
 def test_a_second_start_resumes_and_ends_like_one_run(run, local, tmp_path):
     options = f"{local} --total_episodes 16 --save_steps 1 --full_determinism"
     whole = run(f"{options} --output_dir whole").policy_model.state_dict()
