@@ -16,7 +16,7 @@ from transformers.trainer_utils import has_length
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter
-from rlhf_ppo.models.inputs import disable_dropout, freeze, is_peft_model, is_sharded, transformers_model
+from rlhf_ppo.models.inputs import is_peft_model, transformers_model
 from rlhf_ppo.models.loading import (
     check_value_model,
     load_policy,
@@ -139,8 +139,6 @@ def assemble_models(
     """
     _check_distinct(model=model, ref_model=ref_model, reward_model=reward_model, value_model=value_model)
     policy = load_policy(model, "model")
-    if ref_model is None and peft_config is None and not isinstance(model, nn.Module) and is_sharded(policy):
-        ref_model = model  # sharded parameters cannot be copied: load them again
     reference_model = None if ref_model is None else load_policy(ref_model, "ref_model")
     scorer_model = None if reward_model is None else load_scalar_model(reward_model, "reward_model")
     if value_model is None:
@@ -162,8 +160,7 @@ def assemble_models(
     )
     prepare_trainable(policy, critic)
     if scorer_model is not None:
-        disable_dropout(scorer_model)
-        freeze(scorer_model)
+        scorer_model.requires_grad_(False)
     if low := low_precision_parameters(policy):
         logger.warning(
             f"{len(low)} trainable tensors of the policy are stored in 16 bits (the first is {low[0]}), where most of "
@@ -289,7 +286,7 @@ def make_scorer(
     """Put the reward model and the reward functions into one scorer, the reward model first.
 
     Args:
-        reward_model: The frozen reward model, or None.
+        reward_model: The reward model as a `FrozenScorer`, placed where it runs, or None.
         functions: The reward functions.
         tokenizer: The policy's tokenizer, which decodes for the functions.
         args: Gives `reward_weights` and `local_rollout_forward_batch_size`.

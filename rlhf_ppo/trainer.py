@@ -37,6 +37,7 @@ from rlhf_ppo.distributed import gather_over_ranks, on_whole_policy, place_froze
 from rlhf_ppo.evaluation.completions import print_table, report_table, sample_rows, table_of
 from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
 from rlhf_ppo.generation.sequences import contains_token, join_responses
+from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
@@ -134,10 +135,11 @@ class PPOTrainer(PPOSeams):
         self.model.config.use_cache = use_cache  # Trainer switches it off, and it would be saved with the policy
         if self.reference.model is not None:
             self.reference.model = place_frozen(self.reference.model, self.accelerator)
-        if self.reward_model is not None:
-            self.reward_model.to(self.args.device)
+        scorer = None
+        if models.reward_model is not None:
+            scorer = place_frozen(FrozenScorer(models.reward_model), self.accelerator)
         self.scorer = make_scorer(
-            self.reward_model, self._functions, processing_class, args, self._autocast, self._get_state, self._logged
+            scorer, self._functions, processing_class, args, self._autocast, self._get_state, self._logged
         )
         self._sum = sum_over_ranks(self.accelerator)
         self._gather = gather_over_ranks(self.accelerator)
