@@ -126,3 +126,4 @@ if __name__ == "__main__":
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 
     trainer.generate_completions()
+    PartialState().destroy_process_group()

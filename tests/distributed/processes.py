@@ -80,7 +80,7 @@ def _worker(rank: int, environment: dict[str, str], scenario: str, arguments: di
     os.dup2(log, 2)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
-        _pretend_accelerators()
+        pretend_accelerators()
         from tests.distributed import scenarios
 
         result = getattr(scenarios, scenario)(**arguments)
@@ -98,7 +98,7 @@ def _worker(rank: int, environment: dict[str, str], scenario: str, arguments: di
     os._exit(0)
 
 
-def _pretend_accelerators() -> None:
+def pretend_accelerators() -> None:
     """Let accelerate run DeepSpeed and FSDP2 over gloo on CPUs; without this DeepSpeed is silently DDP."""
     import torch
     import transformers.training_args
