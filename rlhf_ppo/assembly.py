@@ -306,4 +306,5 @@ def make_scorer(
         RewardFunction(function, tokenizer, get_state, logged.log_metric, log_extra=logged.log_extra)
         for function in functions
     ]
-    return Scorer([*models, *wrapped], args.reward_weights)
+    weights = cast("list[float] | dict[str, float] | None", args.reward_weights)  # no text: the arguments have read it
+    return Scorer([*models, *wrapped], weights)

@@ -18,7 +18,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torc
 
 from rlhf_ppo.inherited_arguments import RejectsRemoved, reject_unsupported
 from rlhf_ppo.sizes import batch_sizes, run_length
-from rlhf_ppo.validation import Interval, check_range, check_type
+from rlhf_ppo.validation import Interval, check_range, check_type, parse_weights
 
 logger = logging.get_logger(__name__)
 
@@ -126,8 +126,13 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
     num_sample_generations: int = _option(10, "How often to print a table of samples in the run; 0: never.")
 
     # --- Reward ---
-    reward_weights: list[float] | None = _option(  # noqa: RUF009 (a new field object, no shared list)
-        None, "Weight of each reward: the reward model first, then reward_funcs in their order. None: all 1."
+    # HfArgumentParser reads the second of several types from the command line.
+    reward_weights: list[float] | str | dict[str, float] | None = _option(  # noqa: RUF009 (a new field object)
+        None,
+        "Weight of each reward: numbers for the reward model first, then reward_funcs in their order; or a dict by "
+        "name, in which the reward model is 'reward_model' and a function has its own name; or either as JSON text. "
+        "None: all 1.",
+        nargs="+",
     )
     missing_eos_penalty: float | None = _option(
         None, "Subtracted from the score of a response that lacks the stop token; must be positive."
@@ -225,6 +230,7 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
             ValueError: A field is out of its range, contradicts another or cannot be honoured.
         """
         reject_unsupported(self)
+        self.reward_weights = parse_weights("reward_weights", self.reward_weights)
         helps = {f.name: str(f.metadata.get("help", "")) for f in fields(self)}
         for name, annotation in _checked_annotations().items():
             check_type(name, getattr(self, name), annotation, helps[name])
@@ -240,9 +246,6 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
                 f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} contradict each other; set "
                 "warmup_steps alone, which is a share of the run below 1"
             )
-        weights = self.reward_weights
-        if weights is not None and not (weights and all(map(math.isfinite, weights))):
-            raise ValueError(f"reward_weights={weights} must hold one finite number for each reward")
         self._batch_sizes(num_processes=1, num_examples=None)
 
     def _batch_sizes(self, num_processes: int, num_examples: int | None) -> dict[str, int]:

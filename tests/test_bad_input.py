@@ -196,6 +196,9 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "as many weights as there are no rewards": (
         lambda: {"reward_weights": [1.0, 2.0]}, ValueError, r"reward_weights has 2 numbers \(\[1.0, 2.0\]\) for 1 "
     ),
+    "the weight of an unknown reward": (
+        lambda: {"reward_weights": {"count_w5": 1.0}}, ValueError, r"names \['count_w5'\].*rewards are \['count_w4'\]"
+    ),
     # adapters
     "a peft_config for a PeftModel": (
         lambda: {"model": lora_policy(), "peft_config": lora()}, ValueError, "model is already a PeftModel"

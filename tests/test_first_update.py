@@ -94,6 +94,10 @@ NUMBERS: dict[str, Callable[[], dict[str, Any]]] = {
         "reward_funcs": [share_of_w4, number_of_tokens],
         "reward_weights": [0.5, -2.0, 3.0],
     },
+    "weights_by_name": lambda: {
+        "reward_funcs": [share_of_w4, number_of_tokens],
+        "reward_weights": '{"number_of_tokens": 3.0, "share_of_w4": -2.0}',
+    },
 }
 
 

@@ -58,8 +58,30 @@ def test_wrong_number_of_weights(weights: list[float]) -> None:
 
 @pytest.mark.parametrize("weight", [NAN, float("inf")])
 def test_weights_must_be_finite(weight: float) -> None:
-    with pytest.raises(ValueError, match="finite"):
-        Scorer([Fixed("a", [])], [weight])
+    for weights in ([weight], {"a": weight}):
+        with pytest.raises(ValueError, match="finite"):
+            Scorer([Fixed("a", [])], weights)
+
+
+def test_weights_by_name_come_in_any_order() -> None:
+    sources = [Fixed("a", [1.0]), Fixed("b", [10.0]), Fixed("b", [100.0])]
+    scorer = Scorer(sources, {"b_2": 3.0, "a": 1.0, "b": 2.0})
+    assert list(scorer.weights.items()) == [("a", 1.0), ("b", 2.0), ("b_2", 3.0)]
+    assert float(scorer(make_batch(rows=1)).total) == 1 + 20 + 300
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ({"a": 1.0, "B": 1.0}, r"names \['B'\] and has no weight for \['b'\]"),
+        ({"a": 1.0, "b": 1.0, "c": 1.0}, r"names \['c'\]"),
+        ({"b": 1.0}, r"has no weight for \['a'\]"),
+        ({}, r"has no weight for \['a', 'b'\]"),
+    ],
+)
+def test_unknown_and_missing_names_are_errors_naming_the_known_ones(weights: dict[str, float], problem: str) -> None:
+    with pytest.raises(ValueError, match=rf"reward_weights=.* {problem}: the rewards are \['a', 'b'\]"):
+        Scorer([Fixed("a", []), Fixed("b", [])], weights)
 
 
 def test_no_source_is_an_error() -> None:
