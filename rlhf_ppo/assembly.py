@@ -29,6 +29,7 @@ from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.reference import Reference, make_reference
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.logged import LoggedByFunctions
+from rlhf_ppo.rewards.resolve import resolve_reward
 from rlhf_ppo.rewards.reward_model import RewardModel
 from rlhf_ppo.rewards.scorer import Scorer
 
@@ -222,17 +223,20 @@ def vocab_size(model: nn.Module) -> int:
     return transformers_model(model).config.get_text_config().vocab_size
 
 
-def as_functions(reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> list[Callable[..., Any]]:
-    """Return reward functions as a list.
+def as_functions(
+    reward_funcs: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None,
+) -> list[Callable[..., Any]]:
+    """Return reward functions, some of which may be named by a text, as a list.
 
     Raises:
         TypeError: One of them cannot be called.
+        ValueError: A text names no function.
     """
-    functions = [] if reward_funcs is None else [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
-    for function in functions:
-        if not callable(function):
-            raise TypeError(f"reward_funcs holds {function!r}, which cannot be called; pass Python functions")
-    return functions
+    if reward_funcs is None:
+        return []
+    if callable(reward_funcs) or isinstance(reward_funcs, str):
+        return [resolve_reward(reward_funcs)]
+    return [resolve_reward(spec) for spec in reward_funcs]
 
 
 def prepare_checked(

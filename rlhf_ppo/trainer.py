@@ -79,7 +79,8 @@ class PPOTrainer(PPOSeams):
         optimizers: An optimizer over the trainable parameters and a scheduler that counts PPO updates.
         callbacks: Trainer callbacks.
         peft_config: Adds an adapter to the policy; the reference is then the policy without it.
-        reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async.
+        reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async; each may be
+            written as `"package.module.function"` or `"path/file.py:function"`.
         value_peft_config: Adds an adapter to the value model, which is trained with the head instead of all weights.
 
     Raises:
@@ -104,7 +105,7 @@ class PPOTrainer(PPOSeams):
         callbacks: list[TrainerCallback] | None = None,
         peft_config: PeftConfig | None = None,
         *,
-        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+        reward_funcs: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None = None,
         value_peft_config: PeftConfig | None = None,
     ) -> None:
         self._functions = as_functions(reward_funcs)

@@ -191,7 +191,14 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     ),
     # the reward functions
     "a reward that cannot be called": (
-        lambda: {"reward_funcs": [count_w4, "length"]}, TypeError, "reward_funcs holds 'length'"
+        lambda: {"reward_funcs": [count_w4, 4]}, TypeError, "reward_funcs holds 4, which cannot be called"
+    ),
+    "the name of no reward": (
+        lambda: {"reward_funcs": "length"}, ValueError, "reward_funcs holds 'length', .*'path/file.py:function'"
+    ),
+    "a reward in a module that is not there": (
+        lambda: {"reward_funcs": [count_w4, "tests.rewards_of_nobody.length"]},
+        ValueError, "holds 'tests.rewards_of_nobody.length', but Python finds no module 'tests.rewards_of_nobody'",
     ),
     "as many weights as there are no rewards": (
         lambda: {"reward_weights": [1.0, 2.0]}, ValueError, r"reward_weights has 2 numbers \(\[1.0, 2.0\]\) for 1 "
