@@ -74,7 +74,7 @@ class Scores:
     """What a batch of responses is worth.
 
     Attributes:
-        total: Weighted sum over the sources that scored the response, float32 `(B,)`.
+        total: Weighted sum over the sources that scored the response, float32 `(B,)`; NaN where none did.
         by_source: Each source's own scores before weighting, float32 `(B,)`, NaN where it gave none.
     """
 
@@ -113,7 +113,7 @@ class Scorer:
             The totals and each source's scores, on the batch's device.
 
         Raises:
-            ValueError: A source returned another shape, or no source scored a row.
+            ValueError: A source returned another shape.
         """
         running = {
             name: source.submit(batch)  # pyright: ignore[reportAttributeAccessIssue]
@@ -129,15 +129,8 @@ class Scorer:
         device = batch.query_responses.device
         by_source = {name: scores.to(device, torch.float32) for name, scores in by_source.items()}
         unscored = torch.stack([scores.isnan() for scores in by_source.values()]).all(dim=0)
-        if unscored.any():
-            row = int(unscored.nonzero()[0])
-            columns = {name: values[row] for name, values in batch.columns.items()}
-            raise ValueError(
-                f"no reward scored row {row} of the batch: {self.names} all returned None for {columns!r:.500}; "
-                "let one of them return a number"
-            )
         total = torch.stack([self.weights[name] * scores for name, scores in by_source.items()]).nansum(dim=0)
-        return Scores(total, by_source)
+        return Scores(total.masked_fill(unscored, math.nan), by_source)
 
 
 def _weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:
