@@ -68,7 +68,8 @@ class SpecialTokens:
         pad: Fills short prompts and the rest of a response after its stop token; may equal `stop`, may lie outside the
             model's vocabulary.
         stop: The token after which a response is cut, or None: every response has full length.
-        end: The token whose absence `missing_eos_penalty` punishes: the stop token, or EOS where there is none.
+        end: The token whose absence `missing_eos_penalty` and `missing_eos_score` punish: the stop token, or EOS where
+            there is none.
     """
 
     pad: int
@@ -96,10 +97,9 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Speci
         raise ValueError("stop_token='eos', but processing_class has no eos_token; set stop_token_id instead")
     stop = eos if args.stop_token == "eos" else args.stop_token_id
     end = eos if stop is None else stop
-    if end is None and args.missing_eos_penalty is not None:
-        raise ValueError(
-            f"missing_eos_penalty={args.missing_eos_penalty} needs a stop token; set stop_token_id, or an eos_token"
-        )
+    for name in ("missing_eos_penalty", "missing_eos_score"):
+        if end is None and getattr(args, name) is not None:
+            raise ValueError(f"{name}={getattr(args, name)} needs a stop token; set stop_token_id, or an eos_token")
     if stop is None and eos is not None:
         logger.warning_once(
             "No stop token is set, so every response has response_length tokens, whatever follows an EOS; set "

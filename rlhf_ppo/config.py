@@ -28,7 +28,8 @@ _AT_LEAST_ONE = Interval(1, math.inf)
 
 RANGES: dict[str, Interval] = {
     **dict.fromkeys(("temperature", "cliprange", "cliprange_value", "missing_eos_penalty"), _POSITIVE),
-    **dict.fromkeys(("num_train_epochs",), _POSITIVE),
+    **dict.fromkeys(("num_train_epochs", "score_clip"), _POSITIVE),
+    "missing_eos_score": Interval(-math.inf, math.inf),
     **dict.fromkeys(("kl_coef", "vf_coef", "learning_rate", "max_grad_norm", "logging_steps"), _NOT_NEGATIVE),
     **dict.fromkeys(("top_k", "num_sample_generations", "stop_token_id"), _NOT_NEGATIVE),
     **dict.fromkeys(("response_length", "num_ppo_epochs", "num_mini_batches", "total_episodes"), _AT_LEAST_ONE),
@@ -137,6 +138,16 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
     missing_eos_penalty: float | None = _option(
         None, "Subtracted from the score of a response that lacks the stop token; must be positive."
     )
+    missing_eos_score: float | None = _option(
+        None,
+        "Replaces the score of a response that lacks the stop token, such as -1 (the EOS trick of arXiv 2403.17031); "
+        "not together with missing_eos_penalty.",
+    )
+    score_clip: float | None = _option(
+        None,
+        "Clip the summed score to [-score_clip, score_clip], before missing_eos_penalty or missing_eos_score; must be "
+        "positive.",
+    )
     bootstrap_truncated: bool = _option(
         False,
         "Let a response that was cut by response_length, without stop token, end with the value estimate at the cut "
@@ -240,6 +251,11 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
             raise ValueError(
                 f"stop_token={self.stop_token!r} and stop_token_id={self.stop_token_id} exclude each other; leave one "
                 "None"
+            )
+        if self.missing_eos_penalty is not None and self.missing_eos_score is not None:
+            raise ValueError(
+                f"missing_eos_penalty={self.missing_eos_penalty} and missing_eos_score={self.missing_eos_score} "
+                "exclude each other; leave one None"
             )
         if self.warmup_ratio is not None and self.warmup_steps != self.warmup_ratio:
             raise ValueError(

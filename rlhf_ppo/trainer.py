@@ -16,7 +16,13 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import clipped_policy_loss, clipped_value_loss, explained_variance, token_mean
 from rlhf_ppo.algorithm.masked import masked_whiten
-from rlhf_ppo.algorithm.penalties import kl_estimate, penalize_missing_eos, token_rewards
+from rlhf_ppo.algorithm.penalties import (
+    clip_scores,
+    kl_estimate,
+    penalize_missing_eos,
+    replace_missing_eos,
+    token_rewards,
+)
 from rlhf_ppo.assembly import (
     ModelOrPath,
     as_functions,
@@ -317,7 +323,7 @@ class PPOTrainer(PPOSeams):
             reward scored are masked out.
         """
         args, mask = self.args, rollout.loss_mask
-        scores = penalize_missing_eos(rollout.scores, rollout.stopped, args.missing_eos_penalty)
+        scores = self._paid_scores(rollout)
         kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
         kl = kl.masked_fill(~rollout.response_mask, 0.0)
         non_score_reward, rewards = token_rewards(kl, scores, rollout.response_mask, args.kl_coef)
@@ -341,6 +347,13 @@ class PPOTrainer(PPOSeams):
             returns=returns,
             loss_mask=mask,
         )
+
+    def _paid_scores(self, rollout: Rollout) -> Tensor:
+        """Clip the scores first, so that the missing-EOS penalty or score counts in full."""
+        args = self.args
+        scores = clip_scores(rollout.scores, args.score_clip)
+        scores = penalize_missing_eos(scores, rollout.stopped, args.missing_eos_penalty)
+        return replace_missing_eos(scores, rollout.stopped, args.missing_eos_score)
 
     # ---- Learning ----
 
@@ -467,7 +480,7 @@ class PPOTrainer(PPOSeams):
                 rollout = self.collect_rollout(
                     cast(nn.Module, self.model_wrapped), Prompts.from_collated(batch, args.device)
                 )
-                scores = penalize_missing_eos(rollout.scores, rollout.stopped, args.missing_eos_penalty)
+                scores = self._paid_scores(rollout)
                 kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
                 kl = kl.masked_fill(~rollout.response_mask, 0.0)
                 columns = episode_columns(rollout, scores, kl, -args.kl_coef * kl)

@@ -29,6 +29,8 @@ class Interval(NamedTuple):
         return math.isfinite(value) and above and below
 
     def __str__(self) -> str:
+        if self.low == -math.inf and self.high == math.inf:
+            return "finite"
         if self.high == math.inf:
             return f"finite and {'greater than' if self.open_low else 'at least'} {self.low:g}"
         return f"in {'(' if self.open_low else '['}{self.low:g}, {self.high:g}{')' if self.open_high else ']'}"

@@ -61,6 +61,8 @@ CASES = [
         ([], {}, [NAN], [1.0, INF], {"a": NAN}, ["a"], [True], {"a": "1"}, {1: 1.0}, 1.0, "", "a", "1.0", '{"a": 1'),
     ),
     Case("missing_eos_penalty", None, "1.0", 1.0, (0, 0.0, -1.0, NAN, INF)),
+    Case("missing_eos_score", None, "-1", -1.0, (NAN, INF, "-1", True)),
+    Case("score_clip", None, "2.5", 2.5, (0.0, -1.0, NAN, INF)),
     Case("bootstrap_truncated", False, "true", True, ("yes", None)),
     Case("kl_coef", 0.05, "0", 0.0, (-0.1, NAN, INF, None)),
     Case("kl_estimator", "k1", "k3", "k3", ("k2", "K1", None)),
@@ -170,6 +172,11 @@ def test_yaml_writes_exponents_without_a_dot_as_text(text: str, tmp_path: Path):
 def test_both_stop_options(stop_token_id: int):
     with pytest.raises(ValueError, match=f"stop_token='eos' and stop_token_id={stop_token_id}"):
         PPOConfig(stop_token="eos", stop_token_id=stop_token_id)
+
+
+def test_penalty_and_replacement_of_the_score():
+    with pytest.raises(ValueError, match=r"missing_eos_penalty=1\.0 and missing_eos_score=0\.0 exclude each other"):
+        PPOConfig(missing_eos_penalty=1.0, missing_eos_score=0.0)
 
 
 def test_an_unknown_kl_estimator_is_told_what_k2_is_for():
