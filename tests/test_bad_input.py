@@ -310,10 +310,6 @@ def one_number(completions: list[str], **columns: Any) -> Any:
     return 1.0
 
 
-def unscored(completions: list[str], **columns: Any) -> Any:
-    return [None] * len(completions)
-
-
 def asks_for_a_column(completions: list[str], answer: list[str]) -> list[float]:
     return [0.0] * len(completions)
 
@@ -331,7 +327,6 @@ FUNCTIONS: dict[Any, tuple[type[Exception], str]] = {
     strings: (TypeError, r"'strings' returned 'good' \(str\) for row 0"),
     nothing: (TypeError, r"'nothing' returned None \(NoneType\)"),
     one_number: (TypeError, r"'one_number' returned 1.0 \(float\)"),
-    unscored: (ValueError, r"no reward scored row 0 of the batch: \['unscored'\]"),
     asks_for_a_column: (ValueError, r"'asks_for_a_column' requires the arguments \['answer'\]"),
     late_nan: (ValueError, "'late_nan' returned nan for row 0"),
 }
