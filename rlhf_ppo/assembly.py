@@ -29,6 +29,7 @@ from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.reference import Reference, make_reference
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.logged import LoggedByFunctions
+from rlhf_ppo.rewards.resolve import resolve_reward
 from rlhf_ppo.rewards.reward_model import RewardModel
 from rlhf_ppo.rewards.scorer import Scorer
 
@@ -67,7 +68,8 @@ class SpecialTokens:
         pad: Fills short prompts and the rest of a response after its stop token; may equal `stop`, may lie outside the
             model's vocabulary.
         stop: The token after which a response is cut, or None: every response has full length.
-        end: The token whose absence `missing_eos_penalty` punishes: the stop token, or EOS where there is none.
+        end: The token whose absence `missing_eos_penalty` and `missing_eos_score` punish: the stop token, or EOS where
+            there is none.
     """
 
     pad: int
@@ -95,10 +97,9 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Speci
         raise ValueError("stop_token='eos', but processing_class has no eos_token; set stop_token_id instead")
     stop = eos if args.stop_token == "eos" else args.stop_token_id
     end = eos if stop is None else stop
-    if end is None and args.missing_eos_penalty is not None:
-        raise ValueError(
-            f"missing_eos_penalty={args.missing_eos_penalty} needs a stop token; set stop_token_id, or an eos_token"
-        )
+    for name in ("missing_eos_penalty", "missing_eos_score"):
+        if end is None and getattr(args, name) is not None:
+            raise ValueError(f"{name}={getattr(args, name)} needs a stop token; set stop_token_id, or an eos_token")
     if stop is None and eos is not None:
         logger.warning_once(
             "No stop token is set, so every response has response_length tokens, whatever follows an EOS; set "
@@ -222,17 +223,20 @@ def vocab_size(model: nn.Module) -> int:
     return transformers_model(model).config.get_text_config().vocab_size
 
 
-def as_functions(reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> list[Callable[..., Any]]:
-    """Return reward functions as a list.
+def as_functions(
+    reward_funcs: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None,
+) -> list[Callable[..., Any]]:
+    """Return reward functions, some of which may be named by a text, as a list.
 
     Raises:
         TypeError: One of them cannot be called.
+        ValueError: A text names no function.
     """
-    functions = [] if reward_funcs is None else [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
-    for function in functions:
-        if not callable(function):
-            raise TypeError(f"reward_funcs holds {function!r}, which cannot be called; pass Python functions")
-    return functions
+    if reward_funcs is None:
+        return []
+    if callable(reward_funcs) or isinstance(reward_funcs, str):
+        return [resolve_reward(reward_funcs)]
+    return [resolve_reward(spec) for spec in reward_funcs]
 
 
 def prepare_checked(
@@ -306,4 +310,5 @@ def make_scorer(
         RewardFunction(function, tokenizer, get_state, logged.log_metric, log_extra=logged.log_extra)
         for function in functions
     ]
-    return Scorer([*models, *wrapped], args.reward_weights)
+    weights = cast("list[float] | dict[str, float] | None", args.reward_weights)  # no text: the arguments have read it
+    return Scorer([*models, *wrapped], weights)

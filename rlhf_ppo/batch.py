@@ -129,7 +129,7 @@ class Rollout(Responses):
         ref_logprobs: The same under the reference policy.
         values: Value estimate before each response token, float32 `(B, T)`.
         final_values: Value estimate after the last real token, float32 `(B,)`; used when a cut response bootstraps.
-        scores: Score of each response before the missing-EOS penalty, float32 `(B,)`.
+        scores: Score of each response before the missing-EOS penalty, float32 `(B,)`; NaN where no source scored it.
         scores_by_source: What each reward source gave, unweighted, float32 `(B,)` each; NaN where it gave none.
     """
 
@@ -148,6 +148,11 @@ class Rollout(Responses):
         for name in ("stopped", "final_values", "scores"):
             _check_shape(name, getattr(self, name), (len(self),))
 
+    @property
+    def loss_mask(self) -> Tensor:
+        """True on the real tokens of the responses that have a score, bool `(B, T)`."""
+        return self.response_mask & ~self.scores.isnan()[:, None]
+
 
 @dataclass(frozen=True)
 class Experience(Responses):
@@ -156,18 +161,21 @@ class Experience(Responses):
     Attributes:
         logprobs: Log-probabilities under the sampling policy, nats, float32 `(B, T)`.
         values: Value estimates when sampled, float32 `(B, T)`.
-        advantages: Whitened advantages, float32 `(B, T)`, 0 outside the mask.
-        returns: Advantages before whitening plus values, float32 `(B, T)`, 0 outside the mask.
+        advantages: Whitened advantages, float32 `(B, T)`, 0 outside the loss mask.
+        returns: Advantages before whitening plus values, float32 `(B, T)`, 0 outside the loss mask.
+        loss_mask: True on the tokens that are learned from, bool `(B, T)`: the real ones of responses with a score.
+            Rows without one stay in the batch, so that every rank makes the same passes.
     """
 
     logprobs: Tensor
     values: Tensor
     advantages: Tensor
     returns: Tensor
+    loss_mask: Tensor
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("logprobs", "values", "advantages", "returns"):
+        for name in ("logprobs", "values", "advantages", "returns", "loss_mask"):
             _check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
 
     def shuffled_minibatches(self, num_mini_batches: int, generator: torch.Generator) -> Iterator[Self]:

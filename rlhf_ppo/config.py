@@ -18,7 +18,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torc
 
 from rlhf_ppo.inherited_arguments import RejectsRemoved, reject_unsupported
 from rlhf_ppo.sizes import batch_sizes, run_length
-from rlhf_ppo.validation import Interval, check_range, check_type
+from rlhf_ppo.validation import Interval, check_range, check_type, parse_weights
 
 logger = logging.get_logger(__name__)
 
@@ -28,7 +28,8 @@ _AT_LEAST_ONE = Interval(1, math.inf)
 
 RANGES: dict[str, Interval] = {
     **dict.fromkeys(("temperature", "cliprange", "cliprange_value", "missing_eos_penalty"), _POSITIVE),
-    **dict.fromkeys(("num_train_epochs",), _POSITIVE),
+    **dict.fromkeys(("num_train_epochs", "score_clip"), _POSITIVE),
+    "missing_eos_score": Interval(-math.inf, math.inf),
     **dict.fromkeys(("kl_coef", "vf_coef", "learning_rate", "max_grad_norm", "logging_steps"), _NOT_NEGATIVE),
     **dict.fromkeys(("top_k", "num_sample_generations", "stop_token_id"), _NOT_NEGATIVE),
     **dict.fromkeys(("response_length", "num_ppo_epochs", "num_mini_batches", "total_episodes"), _AT_LEAST_ONE),
@@ -126,11 +127,26 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
     num_sample_generations: int = _option(10, "How often to print a table of samples in the run; 0: never.")
 
     # --- Reward ---
-    reward_weights: list[float] | None = _option(  # noqa: RUF009 (a new field object, no shared list)
-        None, "Weight of each reward: the reward model first, then reward_funcs in their order. None: all 1."
+    # HfArgumentParser reads the second of several types from the command line.
+    reward_weights: list[float] | str | dict[str, float] | None = _option(  # noqa: RUF009 (a new field object)
+        None,
+        "Weight of each reward: numbers for the reward model first, then reward_funcs in their order; or a dict by "
+        "name, in which the reward model is 'reward_model' and a function has its own name; or either as JSON text. "
+        "None: all 1.",
+        nargs="+",
     )
     missing_eos_penalty: float | None = _option(
         None, "Subtracted from the score of a response that lacks the stop token; must be positive."
+    )
+    missing_eos_score: float | None = _option(
+        None,
+        "Replaces the score of a response that lacks the stop token, such as -1 (the EOS trick of arXiv 2403.17031); "
+        "not together with missing_eos_penalty.",
+    )
+    score_clip: float | None = _option(
+        None,
+        "Clip the summed score to [-score_clip, score_clip], before missing_eos_penalty or missing_eos_score; must be "
+        "positive.",
     )
     bootstrap_truncated: bool = _option(
         False,
@@ -225,6 +241,7 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
             ValueError: A field is out of its range, contradicts another or cannot be honoured.
         """
         reject_unsupported(self)
+        self.reward_weights = parse_weights("reward_weights", self.reward_weights)
         helps = {f.name: str(f.metadata.get("help", "")) for f in fields(self)}
         for name, annotation in _checked_annotations().items():
             check_type(name, getattr(self, name), annotation, helps[name])
@@ -235,14 +252,16 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
                 f"stop_token={self.stop_token!r} and stop_token_id={self.stop_token_id} exclude each other; leave one "
                 "None"
             )
+        if self.missing_eos_penalty is not None and self.missing_eos_score is not None:
+            raise ValueError(
+                f"missing_eos_penalty={self.missing_eos_penalty} and missing_eos_score={self.missing_eos_score} "
+                "exclude each other; leave one None"
+            )
         if self.warmup_ratio is not None and self.warmup_steps != self.warmup_ratio:
             raise ValueError(
                 f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} contradict each other; set "
                 "warmup_steps alone, which is a share of the run below 1"
             )
-        weights = self.reward_weights
-        if weights is not None and not (weights and all(map(math.isfinite, weights))):
-            raise ValueError(f"reward_weights={weights} must hold one finite number for each reward")
         self._batch_sizes(num_processes=1, num_examples=None)
 
     def _batch_sizes(self, num_processes: int, num_examples: int | None) -> dict[str, int]:

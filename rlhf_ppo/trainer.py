@@ -16,7 +16,13 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import clipped_policy_loss, clipped_value_loss, explained_variance, token_mean
 from rlhf_ppo.algorithm.masked import masked_whiten
-from rlhf_ppo.algorithm.penalties import kl_estimate, penalize_missing_eos, token_rewards
+from rlhf_ppo.algorithm.penalties import (
+    clip_scores,
+    kl_estimate,
+    penalize_missing_eos,
+    replace_missing_eos,
+    token_rewards,
+)
 from rlhf_ppo.assembly import (
     ModelOrPath,
     as_functions,
@@ -45,6 +51,7 @@ from rlhf_ppo.reporting.metrics import (
     evaluation_metrics,
     gather_columns,
     rollout_metrics,
+    warn_of_unscored,
 )
 from rlhf_ppo.reproducibility import isolated_rng, shuffling_generator
 from rlhf_ppo.rewards.logged import LoggedByFunctions
@@ -80,7 +87,8 @@ class PPOTrainer(PPOSeams):
         optimizers: An optimizer over the trainable parameters and a scheduler that counts PPO updates.
         callbacks: Trainer callbacks.
         peft_config: Adds an adapter to the policy; the reference is then the policy without it.
-        reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async.
+        reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async; each may be
+            written as `"package.module.function"` or `"path/file.py:function"`.
         value_peft_config: Adds an adapter to the value model, which is trained with the head instead of all weights.
 
     Raises:
@@ -105,7 +113,7 @@ class PPOTrainer(PPOSeams):
         callbacks: list[TrainerCallback] | None = None,
         peft_config: PeftConfig | None = None,
         *,
-        reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+        reward_funcs: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None = None,
         value_peft_config: PeftConfig | None = None,
     ) -> None:
         self._functions = as_functions(reward_funcs)
@@ -317,17 +325,20 @@ class PPOTrainer(PPOSeams):
             rollout: This rank's rollout.
 
         Returns:
-            The experience to learn from; advantages are whitened over the real tokens of all ranks.
+            The experience to learn from; advantages are whitened over the real tokens of all ranks. Responses that no
+            reward scored are masked out.
         """
-        args, mask = self.args, rollout.response_mask
-        scores = penalize_missing_eos(rollout.scores, rollout.stopped, args.missing_eos_penalty)
-        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator).masked_fill(~mask, 0.0)
-        non_score_reward, rewards = token_rewards(kl, scores, mask, args.kl_coef)
+        args, mask = self.args, rollout.loss_mask
+        scores = self._paid_scores(rollout)
+        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
+        kl = kl.masked_fill(~rollout.response_mask, 0.0)
+        non_score_reward, rewards = token_rewards(kl, scores, rollout.response_mask, args.kl_coef)
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False, reduce_sum=self._sum)
         cut = rollout.final_values.masked_fill(rollout.stopped, 0.0) if args.bootstrap_truncated else None
         advantages, returns = gae(rewards, rollout.values, mask, args.gamma, args.lam, cut)
         columns = gather_columns(episode_columns(rollout, scores, kl, non_score_reward), self._gather)
+        warn_of_unscored(columns["scores"])
         self._metrics |= rollout_metrics(columns) | self._metrics_of_reward_functions()
         self._metrics["val/explained_variance"] = float(explained_variance(rollout.values, returns, mask, self._sum))
         self._num_response_tokens = int(columns["length"].sum())
@@ -335,12 +346,20 @@ class PPOTrainer(PPOSeams):
         return Experience(
             query_responses=rollout.query_responses,
             attention_mask=rollout.attention_mask,
-            response_mask=mask,
+            response_mask=rollout.response_mask,
             logprobs=rollout.logprobs,
             values=rollout.values,
             advantages=masked_whiten(advantages, mask, reduce_sum=self._sum),
             returns=returns,
+            loss_mask=mask,
         )
+
+    def _paid_scores(self, rollout: Rollout) -> Tensor:
+        """Clip the scores first, so that the missing-EOS penalty or score counts in full."""
+        args = self.args
+        scores = clip_scores(rollout.scores, args.score_clip)
+        scores = penalize_missing_eos(scores, rollout.stopped, args.missing_eos_penalty)
+        return replace_missing_eos(scores, rollout.stopped, args.missing_eos_score)
 
     # ---- Learning ----
 
@@ -377,10 +396,12 @@ class PPOTrainer(PPOSeams):
             statistics: Takes the figures of each micro-batch.
 
         Returns:
-            Gradient norm before clipping.
+            Gradient norm before clipping; 0 for a mini-batch in which no response has a score: it takes no step.
         """
         args = self.args
-        num_tokens = float(self._sum(minibatch.response_mask.sum()))
+        num_tokens = float(self._sum(minibatch.loss_mask.sum()))
+        if num_tokens == 0:
+            return 0.0
         parts = minibatch.parts(args.per_device_train_batch_size)
         for index, part in enumerate(parts):
             is_last = index == len(parts) - 1
@@ -416,9 +437,9 @@ class PPOTrainer(PPOSeams):
         Returns:
             The loss, a scalar; with `return_outputs` also `(PolicyAndValueOutput, PolicyLoss, ValueLoss)`.
         """
-        args, mask = self.args, inputs.response_mask
+        args, mask = self.args, inputs.loss_mask
         num_tokens = float(mask.sum()) if num_items_in_batch is None else float(num_items_in_batch)
-        output = PolicyAndValueOutput(*model(inputs.query_responses, inputs.attention_mask, mask))
+        output = PolicyAndValueOutput(*model(inputs.query_responses, inputs.attention_mask, inputs.response_mask))
         policy_loss = clipped_policy_loss(output.logprobs, inputs.logprobs, inputs.advantages, args.cliprange)
         value_loss = clipped_value_loss(output.values, inputs.values, inputs.returns, args.cliprange_value)
         loss = token_mean(policy_loss.loss, mask, num_tokens) + args.vf_coef * token_mean(
@@ -463,7 +484,7 @@ class PPOTrainer(PPOSeams):
             self.callback_handler.eval_dataloader = cast(Any, dataloader)
             for batch in dataloader:
                 rollout = self.collect_rollout(model, Prompts.from_collated(batch, args.device))
-                scores = penalize_missing_eos(rollout.scores, rollout.stopped, args.missing_eos_penalty)
+                scores = self._paid_scores(rollout)
                 kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
                 kl = kl.masked_fill(~rollout.response_mask, 0.0)
                 columns = episode_columns(rollout, scores, kl, -args.kl_coef * kl)
@@ -471,6 +492,7 @@ class PPOTrainer(PPOSeams):
                 self._fire("on_prediction_step")
         self._timer.drain()
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        warn_of_unscored(columns["scores"])
         metrics = evaluation_metrics(columns, metric_key_prefix)
         extra = {f"{metric_key_prefix}_{name}": value for name, value in self._metrics_of_reward_functions().items()}
         return EvalLoopOutput(None, None, metrics | extra, len(columns["scores"]))  # pyright: ignore

@@ -1,5 +1,6 @@
 """Checks of single argument values whose errors name the argument, its value and what it may be."""
 
+import json
 import math
 import types
 from numbers import Integral, Real
@@ -28,6 +29,8 @@ class Interval(NamedTuple):
         return math.isfinite(value) and above and below
 
     def __str__(self) -> str:
+        if self.low == -math.inf and self.high == math.inf:
+            return "finite"
         if self.high == math.inf:
             return f"finite and {'greater than' if self.open_low else 'at least'} {self.low:g}"
         return f"in {'(' if self.open_low else '['}{self.low:g}, {self.high:g}{')' if self.open_high else ']'}"
@@ -55,7 +58,7 @@ def check_type(name: str, value: Any, annotation: Any, meaning: str) -> None:
     Args:
         name: Name of the argument.
         value: Its value.
-        annotation: A class, a `Literal`, a `list[...]` or a union of them.
+        annotation: A class, a `Literal`, a `list[...]`, a `dict[..., ...]` or a union of them.
         meaning: What the argument is for; ends the message.
 
     Raises:
@@ -73,6 +76,46 @@ def check_type(name: str, value: Any, annotation: Any, meaning: str) -> None:
     raise TypeError(f"{name}={value!r} is not {expected.replace('NoneType', 'None')}. {name}: {meaning}")
 
 
+def parse_weights(name: str, value: Any) -> Any:
+    """Read weights that were written as text: JSON of a list or of an object, or numbers as a command line gives them.
+
+    Args:
+        name: Name of the argument.
+        value: `[1.0, 0.5]`, `{"first": 1.0}`, the JSON text of either, a list that holds only such a text, or a list
+            of numbers written as text. Anything else comes back as it is, for `check_type` to judge.
+
+    Returns:
+        A list or a dict where the text could be read.
+
+    Raises:
+        ValueError: The text is neither, or there is no weight, or one is not finite.
+    """
+    given = value
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        is_json = len(value) == 1 and value[0].lstrip()[:1] in ("[", "{")
+        value = value[0] if is_json else f"[{', '.join(value)}]"
+    if isinstance(value, str):
+        value = _json(value)
+        if not isinstance(value, list | dict):
+            raise ValueError(
+                f"{name}={given!r} cannot be read; write numbers, a JSON list such as '[1.0, 0.5]', or a JSON object "
+                """such as '{"length": 0.5}'"""
+            )
+    if isinstance(value, list | dict):
+        weights = value.values() if isinstance(value, dict) else value
+        if not value or not all(math.isfinite(weight) for weight in weights if isinstance(weight, Real)):
+            raise ValueError(f"{name}={given!r} must hold one finite number for each reward")
+    return value
+
+
+def _json(text: str) -> Any:
+    """Return what a JSON text says, or None if it is no JSON."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None
+
+
 def _matches(value: Any, annotation: Any) -> bool:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -81,6 +124,9 @@ def _matches(value: Any, annotation: Any) -> bool:
         return value in arguments
     if origin is list:
         return isinstance(value, list) and all(_matches(item, arguments[0]) for item in value)
+    if origin is dict:
+        of_key, of_value = arguments
+        return isinstance(value, dict) and all(_matches(k, of_key) and _matches(v, of_value) for k, v in value.items())
     # NumPy's numbers count as numbers; bool is an int in Python, but `num_mini_batches=True` is a mistake.
     number = {int: Integral, float: Real}.get(annotation)
     return isinstance(value, number or annotation) and not (number and isinstance(value, bool))

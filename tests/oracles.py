@@ -38,6 +38,8 @@ class Settings:
     kl_coef: float = 0.05
     kl_estimator: str = "k1"
     missing_eos_penalty: float = 0.0
+    missing_eos_score: float | None = None
+    score_clip: float | None = None
     whiten_rewards: bool = False
     bootstrap_truncated: bool = False
     gamma: float = 1.0
@@ -164,10 +166,7 @@ def estimate(
     ref_logprobs = [llama.response(reference, episode, settings.temperature)[0] for episode in episodes]
     all_values = [llama.values(value_model, episode) for episode in episodes]
     values, final = [row[:-1] for row in all_values], [float(row[-1]) for row in all_values]
-    paid = [
-        score - (0.0 if episode.stopped else settings.missing_eos_penalty)
-        for score, episode in zip(scores, episodes, strict=True)
-    ]
+    paid = [_paid(score, episode, settings) for score, episode in zip(scores, episodes, strict=True)]
     kl = [_kl(new, ref, settings.kl_estimator) for new, ref in zip(logprobs, ref_logprobs, strict=True)]
     charged = [-settings.kl_coef * row for row in kl]
     rewards = [row + score * (np.arange(len(row)) == len(row) - 1) for row, score in zip(charged, paid, strict=True)]
@@ -184,6 +183,13 @@ def estimate(
     ]
     returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
     return Estimates(logprobs, ref_logprobs, values, final, paid, kl, charged, rewards, _whiten(advantages), returns)
+
+
+def _paid(score: float, episode: Episode, settings: Settings) -> float:
+    if not episode.stopped and settings.missing_eos_score is not None:
+        return settings.missing_eos_score
+    limit = np.inf if settings.score_clip is None else settings.score_clip
+    return min(max(score, -limit), limit) - (0.0 if episode.stopped else settings.missing_eos_penalty)
 
 
 def _kl(logprobs: Array, ref_logprobs: Array, estimator: str) -> Array:

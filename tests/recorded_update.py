@@ -194,7 +194,8 @@ def _account(
     episodes = [_episode(row["input_ids"], sampled, stop) for row, sampled in zip(prompts, generated, strict=True)]
     settings = _settings(args)
     by_source = _scores(trainer, llama, episodes)
-    weights = args.reward_weights or [1.0] * len(by_source)
+    weights: Any = args.reward_weights or [1.0] * len(by_source)
+    weights = [weights[name] for name in by_source] if isinstance(weights, dict) else weights
     scores = (np.array(list(by_source.values())) * np.array(weights)[:, None]).sum(axis=0)
     known = oracles.estimate(
         llama, episodes, initial["policy"], initial["ref"], initial["value"], list(scores), settings

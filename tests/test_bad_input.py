@@ -191,10 +191,20 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     ),
     # the reward functions
     "a reward that cannot be called": (
-        lambda: {"reward_funcs": [count_w4, "length"]}, TypeError, "reward_funcs holds 'length'"
+        lambda: {"reward_funcs": [count_w4, 4]}, TypeError, "reward_funcs holds 4, which cannot be called"
+    ),
+    "the name of no reward": (
+        lambda: {"reward_funcs": "length"}, ValueError, "reward_funcs holds 'length', .*'path/file.py:function'"
+    ),
+    "a reward in a module that is not there": (
+        lambda: {"reward_funcs": [count_w4, "tests.rewards_of_nobody.length"]},
+        ValueError, "holds 'tests.rewards_of_nobody.length', but Python finds no module 'tests.rewards_of_nobody'",
     ),
     "as many weights as there are no rewards": (
         lambda: {"reward_weights": [1.0, 2.0]}, ValueError, r"reward_weights has 2 numbers \(\[1.0, 2.0\]\) for 1 "
+    ),
+    "the weight of an unknown reward": (
+        lambda: {"reward_weights": {"count_w5": 1.0}}, ValueError, r"names \['count_w5'\].*rewards are \['count_w4'\]"
     ),
     # adapters
     "a peft_config for a PeftModel": (
@@ -300,10 +310,6 @@ def one_number(completions: list[str], **columns: Any) -> Any:
     return 1.0
 
 
-def unscored(completions: list[str], **columns: Any) -> Any:
-    return [None] * len(completions)
-
-
 def asks_for_a_column(completions: list[str], answer: list[str]) -> list[float]:
     return [0.0] * len(completions)
 
@@ -321,7 +327,6 @@ FUNCTIONS: dict[Any, tuple[type[Exception], str]] = {
     strings: (TypeError, r"'strings' returned 'good' \(str\) for row 0"),
     nothing: (TypeError, r"'nothing' returned None \(NoneType\)"),
     one_number: (TypeError, r"'one_number' returned 1.0 \(float\)"),
-    unscored: (ValueError, r"no reward scored row 0 of the batch: \['unscored'\]"),
     asks_for_a_column: (ValueError, r"'asks_for_a_column' requires the arguments \['answer'\]"),
     late_nan: (ValueError, "'late_nan' returned nan for row 0"),
 }

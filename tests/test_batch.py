@@ -36,7 +36,8 @@ def per_token(offset: float = 0.0) -> Tensor:
 
 def experience() -> Experience:
     names = ("logprobs", "values", "advantages", "returns")
-    return responses(**{name: per_token(100 * index) for index, name in enumerate(names)})
+    fields = {name: per_token(100 * index) for index, name in enumerate(names)}
+    return responses(**fields, loss_mask=per_token() % 7 < 5)
 
 
 def rollout() -> Rollout:
@@ -113,7 +114,7 @@ def test_parts_hold_every_real_token_once_in_order_without_common_padding() -> N
     assert widths == [(4, 3), (3, 6), (1, 1)]
     for start, part in zip((0, 2, 4), parts, strict=True):
         for row in range(len(part)):
-            for name in ("query_responses", "logprobs", "values", "advantages", "returns"):
+            for name in ("query_responses", "logprobs", "values", "advantages", "returns", "loss_mask"):
                 mask = "attention_mask" if name == "query_responses" else "response_mask"
                 ours = getattr(part, name)[row][getattr(part, mask)[row]]
                 assert torch.equal(ours, getattr(whole, name)[start + row][getattr(whole, mask)[start + row]]), name
@@ -130,6 +131,12 @@ def test_parts_of_any_size_put_together_are_the_whole(size: int) -> None:
     assert torch.equal(restored, whole.values.masked_fill(~whole.response_mask, 0))
     assert torch.equal(torch.cat([part.scores for part in parts]), whole.scores)
     assert torch.equal(torch.cat([part.stopped for part in parts]), whole.stopped)
+
+
+def test_the_loss_mask_leaves_out_padding_and_responses_without_a_score() -> None:
+    whole = dataclasses.replace(rollout(), scores=torch.tensor([1.0, float("nan"), -1.0, 0.0, float("nan")]))
+    expected = [0 if row in (1, 4) else length for row, length in enumerate(RESPONSE_LENGTHS)]
+    assert whole.loss_mask.sum(dim=1).tolist() == expected and not (whole.loss_mask & ~whole.response_mask).any()
 
 
 def test_trimming_works_where_prompt_and_response_are_equally_wide() -> None:
@@ -160,7 +167,7 @@ def order(batch: Experience, num_mini_batches: int, seed: int = 0, update: int =
 def wide_experience(rows: int) -> Experience:
     ids = 10 * torch.arange(rows)[:, None] + torch.arange(10)
     masks = torch.ones(rows, 10, dtype=torch.bool), torch.ones(rows, 6, dtype=torch.bool)
-    return Experience(ids, *masks, *(torch.zeros(rows, 6) for _ in range(4)))
+    return Experience(ids, *masks, *(torch.zeros(rows, 6) for _ in range(4)), masks[1])
 
 
 @pytest.mark.parametrize("num_mini_batches", [1, 2, 3, 12])

@@ -53,8 +53,16 @@ CASES = [
     Case("local_rollout_forward_batch_size", 64, "2", 2, (*COUNT, None)),
     Case("ds3_gather_for_generation", True, "false", False, ("no", None)),
     Case("num_sample_generations", 10, "0", 0, (-1, 1.5, None)),
-    Case("reward_weights", None, "1.0 -0.5", [1.0, -0.5], ([], [NAN], [1.0, INF], ["1"], 1.0)),
+    Case(
+        "reward_weights",
+        None,
+        "1.0 -0.5",
+        [1.0, -0.5],
+        ([], {}, [NAN], [1.0, INF], {"a": NAN}, ["a"], [True], {"a": "1"}, {1: 1.0}, 1.0, "", "a", "1.0", '{"a": 1'),
+    ),
     Case("missing_eos_penalty", None, "1.0", 1.0, (0, 0.0, -1.0, NAN, INF)),
+    Case("missing_eos_score", None, "-1", -1.0, (NAN, INF, "-1", True)),
+    Case("score_clip", None, "2.5", 2.5, (0.0, -1.0, NAN, INF)),
     Case("bootstrap_truncated", False, "true", True, ("yes", None)),
     Case("kl_coef", 0.05, "0", 0.0, (-0.1, NAN, INF, None)),
     Case("kl_estimator", "k1", "k3", "k3", ("k2", "K1", None)),
@@ -166,6 +174,11 @@ def test_both_stop_options(stop_token_id: int):
         PPOConfig(stop_token="eos", stop_token_id=stop_token_id)
 
 
+def test_penalty_and_replacement_of_the_score():
+    with pytest.raises(ValueError, match=r"missing_eos_penalty=1\.0 and missing_eos_score=0\.0 exclude each other"):
+        PPOConfig(missing_eos_penalty=1.0, missing_eos_score=0.0)
+
+
 def test_an_unknown_kl_estimator_is_told_what_k2_is_for():
     with pytest.raises(ValueError, match=r"kl_estimator='k2'.*\['k1', 'k3'\].*'k2' is biased and only logged"):
         make(kl_estimator="k2")
@@ -195,6 +208,54 @@ def test_values_assigned_later_are_checked_when_the_trainer_starts():
     args.label_smoothing_factor = 0.1
     with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
         args.fill_derived(1, 100)
+
+
+# ---- Reward weights ----
+
+
+@pytest.mark.parametrize(
+    ("given", "weights"),
+    [
+        ([1, 0.5], [1, 0.5]),
+        ({"a": 1.0, "b": -2}, {"a": 1.0, "b": -2}),
+        ("[1.0, 0.5]", [1.0, 0.5]),
+        (' {"a": 1.0, "b": -2}', {"a": 1.0, "b": -2}),
+        (["1", "-5e-1"], [1.0, -0.5]),
+        (['{"a": 1.0}'], {"a": 1.0}),
+    ],
+)
+def test_reward_weights_are_a_list_a_dict_or_either_as_text(given: Any, weights: Any):
+    assert make(reward_weights=given).reward_weights == weights
+    args = PPOConfig()
+    args.reward_weights = given
+    args.fill_derived(1, 100)
+    assert args.reward_weights == weights
+
+
+@pytest.mark.parametrize(
+    ("texts", "weights"),
+    [
+        (["1", "-0.5"], [1.0, -0.5]),
+        (["2.5"], [2.5]),
+        (["[1.0, -0.5]"], [1.0, -0.5]),
+        (['{"length": 0.5, "reward_model": 1}'], {"length": 0.5, "reward_model": 1}),
+    ],
+)
+def test_reward_weights_on_the_command_line(texts: list[str], weights: Any):
+    assert from_command_line("--reward_weights", *texts, "--seed", "1").reward_weights == weights
+
+
+@pytest.mark.parametrize("text", ["{length: 0.5, b: -1}", """'{"length": 0.5, "b": -1}'"""])
+def test_reward_weights_by_name_in_yaml(text: str, tmp_path: Path):
+    args = from_yaml(tmp_path / "config.yaml", f"reward_weights: {text}")
+    assert args.reward_weights == {"length": 0.5, "b": -1}
+
+
+def test_reward_weights_that_cannot_be_read_are_told_what_to_write():
+    with pytest.raises(
+        ValueError, match=r"reward_weights='\{length: 1\}' cannot be read; .*'\[1.0, 0.5\]', or a JSON"
+    ):
+        PPOConfig(reward_weights="{length: 1}")
 
 
 # ---- Precision ----

@@ -80,6 +80,13 @@ NUMBERS: dict[str, Callable[[], dict[str, Any]]] = {
     "k3": lambda: {"kl_estimator": "k3"},
     "whiten_rewards": lambda: {"whiten_rewards": True},
     "missing_eos_penalty": lambda: {"missing_eos_penalty": 1.5},
+    "missing_eos_score": lambda: {"missing_eos_score": -1.5},
+    "score_clip": lambda: {"reward_funcs": number_of_tokens, "score_clip": 0.3, "missing_eos_penalty": 1.5},
+    "score_clip_and_missing_eos_score": lambda: {
+        "reward_funcs": number_of_tokens,
+        "score_clip": 0.3,
+        "missing_eos_score": -1.5,
+    },
     "bootstrap_truncated": lambda: {"bootstrap_truncated": True, "gamma": 0.9, "lam": 0.8},
     "coefficients": lambda: {"kl_coef": 0.7, "vf_coef": 0.5, "cliprange": 0.05, "cliprange_value": 0.3},
     "another_stop_token": lambda: {"stop_token": None, "stop_token_id": 9, "missing_eos_penalty": 1.5},
@@ -93,6 +100,10 @@ NUMBERS: dict[str, Callable[[], dict[str, Any]]] = {
         "reward_model": tiny_scorer(seed=7),
         "reward_funcs": [share_of_w4, number_of_tokens],
         "reward_weights": [0.5, -2.0, 3.0],
+    },
+    "weights_by_name": lambda: {
+        "reward_funcs": [share_of_w4, number_of_tokens],
+        "reward_weights": '{"number_of_tokens": 3.0, "share_of_w4": -2.0}',
     },
 }
 

@@ -50,6 +50,7 @@ AT_LEAST, ABOVE = Interval(2, math.inf), Interval(2, math.inf, open_low=True)
     [
         (CLOSED, (0, 0.5, 1), (-1e-9, 1 + 1e-9), r"must be in \[0, 1\]"),
         (OPEN, (1e-9, 1 - 1e-9), (0, 1), r"must be in \(0, 1\)"),
+        (Interval(-math.inf, math.inf), (-1e300, 0, 1e300), (), "must be finite"),
         (AT_LEAST, (2, 1e300), (1.99,), "must be finite and at least 2"),
         (ABOVE, (2.01,), (2,), "must be finite and greater than 2"),
     ],

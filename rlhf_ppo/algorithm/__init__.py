@@ -19,12 +19,19 @@ from rlhf_ppo.algorithm.losses import (
     token_mean,
 )
 from rlhf_ppo.algorithm.masked import masked_mean, masked_var, masked_whiten, zero_outside
-from rlhf_ppo.algorithm.penalties import kl_estimate, penalize_missing_eos, token_rewards
+from rlhf_ppo.algorithm.penalties import (
+    clip_scores,
+    kl_estimate,
+    penalize_missing_eos,
+    replace_missing_eos,
+    token_rewards,
+)
 
 __all__ = [
     "PolicyLoss",
     "ValueLoss",
     "approx_kl",
+    "clip_scores",
     "clipped_policy_loss",
     "clipped_value_loss",
     "explained_variance",
@@ -34,6 +41,7 @@ __all__ = [
     "masked_var",
     "masked_whiten",
     "penalize_missing_eos",
+    "replace_missing_eos",
     "token_mean",
     "token_rewards",
     "zero_outside",

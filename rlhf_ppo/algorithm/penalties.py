@@ -58,6 +58,37 @@ def penalize_missing_eos(scores: Tensor, stopped: Tensor, penalty: float | None)
     return scores if penalty is None else torch.where(stopped, scores, scores - penalty)
 
 
+def clip_scores(scores: Tensor, score_clip: float | None) -> Tensor:
+    """Keep scores within a distance of 0: `clip(score, -score_clip, score_clip)`.
+
+    Args:
+        scores: `(B,)`, in the reward's unit; NaN stays NaN.
+        score_clip: Positive, in the reward's unit; None leaves the scores as they are.
+
+    Returns:
+        float32 `(B,)`.
+    """
+    scores = scores.float()
+    return scores if score_clip is None else scores.clamp(-score_clip, score_clip)
+
+
+def replace_missing_eos(scores: Tensor, stopped: Tensor, replacement: float | None) -> Tensor:
+    """Give every response that never stopped the same score: `score if stopped else replacement`.
+
+    The *EOS trick* of the N+ implementation details, 2403.17031, section 7.
+
+    Args:
+        scores: `(B,)`, in the reward's unit; NaN, for a response without a score, stays NaN.
+        stopped: Whether the response holds the stop token, bool `(B,)`.
+        replacement: In the reward's unit; None leaves the scores as they are.
+
+    Returns:
+        float32 `(B,)`.
+    """
+    scores = scores.float()
+    return scores if replacement is None else torch.where(stopped | scores.isnan(), scores, replacement)
+
+
 def token_rewards(kl: Tensor, scores: Tensor, response_mask: Tensor, kl_coef: float) -> tuple[Tensor, Tensor]:
     """Charge each token its KL and pay the score at the last real token.
 

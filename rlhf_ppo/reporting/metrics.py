@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl
 from rlhf_ppo.batch import Experience, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
+
+logger = get_logger(__name__)
 
 LATEST = frozenset({"episode", "eps", "lr"})
 """Keys logged as they are now; all others are means (or minima, maxima) over the updates since the last log."""
@@ -57,33 +60,51 @@ def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
     """Average per-episode figures over the episodes of all ranks.
 
     `objective/kl`, `objective/entropy` and `objective/non_score_reward` are sums over a response's real tokens, then
-    means over episodes; `objective/rlhf_reward = objective/scores + objective/non_score_reward`.
+    means over episodes; `objective/rlhf_reward = objective/scores + objective/non_score_reward`. Means of scores run
+    over the episodes that have one.
 
     Args:
-        columns: What `episode_columns` gave, gathered.
+        columns: What `episode_columns` gave, gathered; NaN where an episode has no score.
 
     Returns:
-        Metrics by their logged keys.
+        Metrics by their logged keys; those of scores are left out where no episode has one.
     """
     means = {name: float(values.mean()) for name, values in columns.items() if not name.startswith("rewards/")}
+    score = columns["scores"].nanmean()
     metrics = {
         "objective/kl": means["kl"],
         "objective/entropy": means["entropy"],
         "objective/non_score_reward": means["non_score_reward"],
-        "objective/rlhf_reward": means["scores"] + means["non_score_reward"],
-        "objective/scores": means["scores"],
+        "objective/rlhf_reward": float(score) + means["non_score_reward"],
+        "objective/scores": float(score),
         "val/num_eos_tokens": float(columns["stopped"].sum()),
         "response/length_mean": means["length"],
         "response/length_min": float(columns["length"].min()),
         "response/length_max": float(columns["length"].max()),
         "response/ended_frac": means["stopped"],
     }
+    if score.isnan():
+        del metrics["objective/rlhf_reward"], metrics["objective/scores"]
     for name, values in columns.items():
-        if name.startswith("rewards/"):
-            scored = values[~values.isnan()]
+        scored = values[~values.isnan()]
+        if name.startswith("rewards/") and len(scored) > 0:
             metrics[f"{name}/mean"] = float(scored.mean())
             metrics[f"{name}/std"] = float(scored.std()) if len(scored) > 1 else 0.0
     return metrics
+
+
+def warn_of_unscored(scores: Tensor) -> None:
+    """Say how many episodes no reward scored, if there are any.
+
+    Args:
+        scores: Scores of the episodes of all ranks, `(N,)`; NaN where there is none.
+    """
+    num_unscored = int(scores.isnan().sum())
+    if num_unscored > 0:
+        logger.warning(
+            f"{num_unscored} of {len(scores)} responses were scored by no reward (all returned None); they are left "
+            "out of the losses and of the score metrics."
+        )
 
 
 def evaluation_metrics(columns: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
@@ -94,18 +115,19 @@ def evaluation_metrics(columns: Mapping[str, Tensor], prefix: str) -> dict[str, 
         prefix: Put before each key, with an underscore.
 
     Returns:
-        `score`, `kl`, `entropy`, `response_length_mean`, `ended_frac` and `rewards/<name>/mean|std`.
+        `score`, `kl`, `entropy`, `response_length_mean`, `ended_frac` and `rewards/<name>/mean|std`; without those of
+        scores where no row has one.
     """
-    training = rollout_metrics(columns)
-    metrics = {
-        "score": training["objective/scores"],
-        "kl": training["objective/kl"],
-        "entropy": training["objective/entropy"],
-        "response_length_mean": training["response/length_mean"],
-        "ended_frac": training["response/ended_frac"],
-        **{key: value for key, value in training.items() if key.startswith("rewards/")},
+    names = {
+        "objective/scores": "score",
+        "objective/kl": "kl",
+        "objective/entropy": "entropy",
+        "response/length_mean": "response_length_mean",
+        "response/ended_frac": "ended_frac",
     }
-    return {f"{prefix}_{key}": value for key, value in metrics.items()}
+    training = rollout_metrics(columns)
+    names |= {key: key for key in training if key.startswith("rewards/")}
+    return {f"{prefix}_{name}": training[key] for key, name in names.items() if key in training}
 
 
 @dataclass
@@ -113,8 +135,7 @@ class UpdateStatistics:
     """Sums over the real tokens of an update's micro-batches; read once, at the end of the update.
 
     Attributes:
-        sums: Per-token sums, in the order of `KEYS`, and the number of tokens last.
-        ratios: Mean importance ratio of each micro-batch.
+        sums: Per-token sums of each micro-batch, in the order of `KEYS`, and the number of tokens last.
     """
 
     KEYS = (
@@ -128,7 +149,6 @@ class UpdateStatistics:
     )
 
     sums: list[Tensor] = field(default_factory=list)
-    ratios: list[Tensor] = field(default_factory=list)
 
     @torch.no_grad()
     def add(self, part: Experience, output: PolicyAndValueOutput, policy: PolicyLoss, value: ValueLoss) -> None:
@@ -140,7 +160,7 @@ class UpdateStatistics:
             policy: The policy's per-token loss, `(B, T)` each field.
             value: The value model's per-token loss.
         """
-        mask = part.response_mask
+        mask = part.loss_mask
         per_token = (
             approx_kl(output.logprobs, part.logprobs),
             policy.clipped,
@@ -151,9 +171,7 @@ class UpdateStatistics:
             policy.ratio,
         )
         sums = [values.float().masked_fill(~mask, 0.0).sum() for values in per_token]
-        num_tokens = mask.sum().float()
-        self.sums.append(torch.stack([*sums, num_tokens]))
-        self.ratios.append(sums[-1] / num_tokens)
+        self.sums.append(torch.stack([*sums, mask.sum().float()]))
 
     def metrics(self, reduce_sum: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Average over all tokens of all ranks.
@@ -164,9 +182,14 @@ class UpdateStatistics:
 
         Returns:
             Token means by `KEYS`, and `val/ratio_var`: the variance of the micro-batches' mean ratios, of all ranks.
+            Nothing if no micro-batch was added, which is so on all ranks or on none.
         """
-        *sums, num_tokens = reduce_sum(torch.stack(self.sums).sum(dim=0)).tolist()
-        ratios = gather(torch.stack(self.ratios))
+        if not self.sums:
+            return {}
+        of_parts = torch.stack(self.sums)
+        *sums, num_tokens = reduce_sum(of_parts.sum(dim=0)).tolist()
+        ratio_sums, num_tokens_of_parts = gather(of_parts[:, -2:]).unbind(dim=1)
+        ratios = (ratio_sums / num_tokens_of_parts)[num_tokens_of_parts > 0]
         means = {key: total / num_tokens for key, total in zip(self.KEYS, sums, strict=True)}
         return {**means, "val/ratio_var": float(ratios.var()) if len(ratios) > 1 else 0.0}
 

@@ -32,6 +32,8 @@ _HYPERPARAMETERS = (
     "lam",
     "whiten_rewards",
     "missing_eos_penalty",
+    "missing_eos_score",
+    "score_clip",
     "reward_weights",
     "response_length",
     "stop_token",

@@ -74,7 +74,7 @@ class Scores:
     """What a batch of responses is worth.
 
     Attributes:
-        total: Weighted sum over the sources that scored the response, float32 `(B,)`.
+        total: Weighted sum over the sources that scored the response, float32 `(B,)`; NaN where none did.
         by_source: Each source's own scores before weighting, float32 `(B,)`, NaN where it gave none.
     """
 
@@ -89,26 +89,18 @@ class Scorer:
 
     Args:
         sources: The reward sources, in the order of `weights`; sources of one name are called `name`, `name_2`, ...
-        weights: One weight per source; None weighs each 1.
+        weights: One weight per source, in their order or by their names; None weighs each 1.
 
     Raises:
-        ValueError: There is no source, or `weights` has another length or a number that is not finite.
+        ValueError: There is no source, or `weights` has another length, other names or a number that is not finite.
     """
 
-    def __init__(self, sources: Sequence[RewardSource], weights: Sequence[float] | None) -> None:
+    def __init__(self, sources: Sequence[RewardSource], weights: Sequence[float] | Mapping[str, float] | None) -> None:
         if not sources:
             raise ValueError("no reward: pass a reward_model, reward_funcs, or both")
         self.names = _unique([source.name for source in sources])
         self.sources = dict(zip(self.names, sources, strict=True))
-        weights = [1.0] * len(sources) if weights is None else list(weights)
-        if len(weights) != len(sources):
-            raise ValueError(
-                f"reward_weights has {len(weights)} numbers ({weights}) for {len(sources)} rewards ({self.names}): "
-                "give one per reward, the reward model's first"
-            )
-        if not all(math.isfinite(weight) for weight in weights):
-            raise ValueError(f"reward_weights={weights} for the rewards {self.names}: every weight must be finite")
-        self.weights = dict(zip(self.names, weights, strict=True))
+        self.weights = _weights_by_name(self.names, weights)
 
     @torch.no_grad()
     def __call__(self, batch: ScoringBatch) -> Scores:
@@ -121,7 +113,7 @@ class Scorer:
             The totals and each source's scores, on the batch's device.
 
         Raises:
-            ValueError: A source returned another shape, or no source scored a row.
+            ValueError: A source returned another shape.
         """
         running = {
             name: source.submit(batch)  # pyright: ignore[reportAttributeAccessIssue]
@@ -137,15 +129,35 @@ class Scorer:
         device = batch.query_responses.device
         by_source = {name: scores.to(device, torch.float32) for name, scores in by_source.items()}
         unscored = torch.stack([scores.isnan() for scores in by_source.values()]).all(dim=0)
-        if unscored.any():
-            row = int(unscored.nonzero()[0])
-            columns = {name: values[row] for name, values in batch.columns.items()}
-            raise ValueError(
-                f"no reward scored row {row} of the batch: {self.names} all returned None for {columns!r:.500}; "
-                "let one of them return a number"
-            )
         total = torch.stack([self.weights[name] * scores for name, scores in by_source.items()]).nansum(dim=0)
-        return Scores(total, by_source)
+        return Scores(total.masked_fill(unscored, math.nan), by_source)
+
+
+def _weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:
+    if weights is None:
+        return dict.fromkeys(names, 1.0)
+    if isinstance(weights, Mapping):
+        unknown, missing = (
+            [name for name in weights if name not in names],
+            [name for name in names if name not in weights],
+        )
+        if unknown or missing:
+            problems = [f"names {unknown}"] * bool(unknown) + [f"has no weight for {missing}"] * bool(missing)
+            raise ValueError(
+                f"reward_weights={dict(weights)} {' and '.join(problems)}: the rewards are {list(names)}; give each a "
+                "weight, 0 for one that is only to be logged"
+            )
+        by_name = {name: weights[name] for name in names}
+    elif len(weights) != len(names):
+        raise ValueError(
+            f"reward_weights has {len(weights)} numbers ({weights}) for {len(names)} rewards ({names}): "
+            "give one per reward, the reward model's first"
+        )
+    else:
+        by_name = dict(zip(names, weights, strict=True))
+    if not all(map(math.isfinite, by_name.values())):
+        raise ValueError(f"reward_weights={weights} for the rewards {names}: every weight must be finite")
+    return by_name
 
 
 def _selected(ids: Tensor, mask: Tensor) -> list[list[int]]:

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_ppo.algorithm.penalties import kl_estimate, penalize_missing_eos, token_rewards
+from rlhf_ppo.algorithm.penalties import (
+    clip_scores,
+    kl_estimate,
+    penalize_missing_eos,
+    replace_missing_eos,
+    token_rewards,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -51,6 +57,20 @@ def test_only_responses_without_the_stop_token_are_penalised():
     stopped = torch.tensor([True, False, False])
     torch.testing.assert_close(penalize_missing_eos(scores, stopped, 1.5), torch.tensor([1.0, -3.5, -1.0]))
     assert scores.tolist() == [1.0, -2.0, 0.5]  # the caller's scores are left alone
+
+
+def test_scores_are_clipped_on_both_sides():
+    scores = torch.tensor([3.0, -3.0, 0.5, NAN])
+    torch.testing.assert_close(clip_scores(scores, 2.0), torch.tensor([2.0, -2.0, 0.5, NAN]), equal_nan=True)
+    torch.testing.assert_close(clip_scores(scores, None), scores, equal_nan=True)
+
+
+def test_scores_of_responses_without_the_stop_token_are_replaced():
+    scores, stopped = torch.tensor([1.0, -2.0, NAN, NAN]), torch.tensor([True, False, False, True])
+    expected = torch.tensor([1.0, -1.0, NAN, NAN])  # what has no score is left out of the update, not punished
+    torch.testing.assert_close(replace_missing_eos(scores, stopped, -1.0), expected, equal_nan=True)
+    torch.testing.assert_close(replace_missing_eos(scores, stopped, None), scores, equal_nan=True)
+    assert replace_missing_eos(torch.tensor([5.0]), torch.tensor([False]), 0.0).tolist() == [0.0]
 
 
 def test_no_penalty_leaves_the_scores():

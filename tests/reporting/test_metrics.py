@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,11 +89,30 @@ def test_rollout_metrics_by_hand() -> None:
 
 
 def test_a_source_that_scored_one_row_or_none() -> None:
-    """The mean over nothing is not a number; the deviation of one number is 0."""
+    """The mean over nothing is left out; the deviation of one number is 0."""
     one = rollout_metrics(columns() | {"rewards/b": torch.tensor([NAN, 4.0, NAN])})
     assert (one["rewards/b/mean"], one["rewards/b/std"]) == (4, 0)
     none = rollout_metrics(columns() | {"rewards/b": torch.full((3,), NAN)})
-    assert np.isnan(none["rewards/b/mean"]) and none["rewards/b/std"] == 0
+    assert none.keys() == one.keys() - {"rewards/b/mean", "rewards/b/std"}
+    evaluated = evaluation_metrics(columns() | {"rewards/b": torch.full((3,), NAN)}, "eval")
+    assert "eval_rewards/a/mean" in evaluated and "eval_rewards/b/mean" not in evaluated
+
+
+def test_an_episode_without_a_score_is_left_out_of_the_scores_alone() -> None:
+    metrics, whole = rollout_metrics(columns() | {"scores": torch.tensor([1.0, NAN, 4.0])}), rollout_metrics(columns())
+    assert metrics["objective/scores"] == 2.5
+    assert metrics["objective/rlhf_reward"] == pytest.approx(2.5 - 0.17 / 3)
+    of_scores = {"objective/scores", "objective/rlhf_reward"}
+    assert {key: metrics[key] for key in metrics.keys() - of_scores} == {
+        key: whole[key] for key in whole.keys() - of_scores
+    }
+    none = columns() | {"scores": torch.full((3,), NAN)}
+    assert rollout_metrics(none).keys() == whole.keys() - of_scores
+    assert "eval_score" not in evaluation_metrics(none, "eval") and "eval_kl" in evaluation_metrics(none, "eval")
+
+
+def test_other_figures_that_are_not_numbers_are_shown() -> None:
+    assert np.isnan(rollout_metrics(columns() | {"kl": torch.tensor([NAN, 1.0, 1.0])})["objective/kl"])
 
 
 def test_evaluation_metrics_have_the_prefix_and_the_training_figures() -> None:
@@ -130,7 +150,7 @@ def micro_batch(mask: list[list[int]], seed: int) -> tuple[Experience, PolicyAnd
         return torch.rand(real.shape, generator=random).masked_fill(~real, NAN)
 
     attention_mask = torch.cat((torch.ones(len(mask), 1, dtype=torch.bool), real), dim=1)
-    part = Experience(attention_mask.long(), attention_mask, real, *(figures() for _ in range(4)))
+    part = Experience(attention_mask.long(), attention_mask, real, *(figures() for _ in range(4)), real)
     output = PolicyAndValueOutput(figures(), figures(), figures(), torch.zeros(len(mask)))
     clipped = [torch.rand(real.shape, generator=random) > 0.5 for _ in range(2)]
     return part, output, PolicyLoss(figures(), figures(), clipped[0]), ValueLoss(figures(), clipped[1])
@@ -180,12 +200,12 @@ def test_update_metrics_are_means_over_real_tokens_not_over_micro_batches() -> N
 
 
 def test_update_metrics_are_those_of_all_ranks() -> None:
-    """Three ranks, one micro-batch each, exchange sums and ratios."""
+    """Three ranks, one micro-batch each, exchange sums, and the micro-batches' ratios."""
     ranks = [statistics(part) for part in MICRO_BATCHES]
     total = torch.stack([rank.sums[0] for rank in ranks]).sum(dim=0)
-    ratios = torch.stack([rank.ratios[0] for rank in ranks])
+    gathered = torch.stack([rank.sums[0][-2:] for rank in ranks])
     for rank in ranks:
-        metrics = rank.metrics(lambda tensor: total.view_as(tensor), lambda tensor: ratios)
+        metrics = rank.metrics(lambda tensor: total.view_as(tensor), lambda tensor: gathered)
         assert metrics == pytest.approx(expected_metrics(), rel=1e-5)
 
 
@@ -193,11 +213,19 @@ def test_one_micro_batch_has_no_variance() -> None:
     assert statistics(MICRO_BATCHES[0]).metrics(identity, identity)["val/ratio_var"] == 0
 
 
+def test_a_micro_batch_without_scores_changes_nothing() -> None:
+    part, *figures = micro_batch([[1, 1, 0], [1, 1, 1]], 5)
+    unscored = replace(part, loss_mask=torch.zeros_like(part.loss_mask))
+    ours = statistics(*MICRO_BATCHES, (unscored, *figures)).metrics(identity, identity)
+    assert ours == pytest.approx(expected_metrics(), rel=1e-5)
+    assert UpdateStatistics().metrics(identity, identity) == {}
+
+
 def test_statistics_keep_no_graph() -> None:
     part, output, policy, value = micro_batch([[1, 1]], 3)
     loss = policy.loss.clone().requires_grad_()
     collected = statistics((part, output, policy._replace(loss=loss * 2), value))
-    assert not collected.sums[0].requires_grad and not collected.ratios[0].requires_grad
+    assert not collected.sums[0].requires_grad
 
 
 # ---- Windows ----

@@ -44,10 +44,10 @@ def test_weights_default_to_one_and_may_be_zero_or_negative() -> None:
     assert Scorer([a], None)(make_batch()).total.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_row_that_nobody_scored_is_an_error_naming_it() -> None:
+def test_a_row_that_nobody_scored_has_no_total() -> None:
     a, b = Fixed("a", [1.0, NAN, 3.0]), Fixed("b", [NAN, NAN, 3.0])
-    with pytest.raises(ValueError, match=r"no reward scored row 1.*\['a', 'b'\].*'answer': 'y'"):
-        Scorer([a, b], None)(make_batch(answer=["x", "y", "z"]))
+    total = Scorer([a, b], [1.0, 0.0])(make_batch()).total
+    assert total[[0, 2]].tolist() == [1.0, 3.0] and total[1].isnan()
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], []])
@@ -58,8 +58,30 @@ def test_wrong_number_of_weights(weights: list[float]) -> None:
 
 @pytest.mark.parametrize("weight", [NAN, float("inf")])
 def test_weights_must_be_finite(weight: float) -> None:
-    with pytest.raises(ValueError, match="finite"):
-        Scorer([Fixed("a", [])], [weight])
+    for weights in ([weight], {"a": weight}):
+        with pytest.raises(ValueError, match="finite"):
+            Scorer([Fixed("a", [])], weights)
+
+
+def test_weights_by_name_come_in_any_order() -> None:
+    sources = [Fixed("a", [1.0]), Fixed("b", [10.0]), Fixed("b", [100.0])]
+    scorer = Scorer(sources, {"b_2": 3.0, "a": 1.0, "b": 2.0})
+    assert list(scorer.weights.items()) == [("a", 1.0), ("b", 2.0), ("b_2", 3.0)]
+    assert float(scorer(make_batch(rows=1)).total) == 1 + 20 + 300
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ({"a": 1.0, "B": 1.0}, r"names \['B'\] and has no weight for \['b'\]"),
+        ({"a": 1.0, "b": 1.0, "c": 1.0}, r"names \['c'\]"),
+        ({"b": 1.0}, r"has no weight for \['a'\]"),
+        ({}, r"has no weight for \['a', 'b'\]"),
+    ],
+)
+def test_unknown_and_missing_names_are_errors_naming_the_known_ones(weights: dict[str, float], problem: str) -> None:
+    with pytest.raises(ValueError, match=rf"reward_weights=.* {problem}: the rewards are \['a', 'b'\]"):
+        Scorer([Fixed("a", []), Fixed("b", [])], weights)
 
 
 def test_no_source_is_an_error() -> None:

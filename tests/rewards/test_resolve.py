@@ -1,0 +1,137 @@
+"""Reward functions named by a text."""
+
+import functools
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.rewards import resolve_reward
+from tests.conftest import count_w4
+from tests.runs import QUICK
+
+SOURCE = """
+from dataclasses import dataclass
+
+CONSTANT = 3
+
+def brief(completion_ids, **kwargs):
+    return [-float(len(ids)) for ids in completion_ids]
+
+@dataclass
+class Fixed:
+    value: float
+
+    def __call__(self, completions, **kwargs):
+        return [self.value] * len(completions)
+
+fixed = Fixed(2.0)
+
+def _hidden():
+    pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, with a file of rewards and a package on the path that holds the same."""
+    (tmp_path / "my-rewards.py").write_text(SOURCE)
+    package = tmp_path / "on_path" / "mine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "rewards.py").write_text(SOURCE)
+    (package / "broken.py").write_text("import no_such_module_at_all\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "on_path"))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("spec", [count_w4, functools.partial(count_w4, x=1), print])
+def test_a_callable_stays(spec: Callable[..., Any]) -> None:
+    assert resolve_reward(spec) is spec
+
+
+@pytest.mark.parametrize("name", ["brief", "fixed"])
+@pytest.mark.parametrize(
+    "where", ["mine.rewards.{}", "my-rewards.py:{}", "./my-rewards.py:{}", "{folder}/my-rewards.py:{}"]
+)
+def test_dotted_names_and_files(folder: Path, where: str, name: str) -> None:
+    reward = resolve_reward(where.format(name, folder=folder))
+    expected = {"brief": [-1.0, -2.0], "fixed": [2.0, 2.0]}[name]
+    assert reward(completions=["a", "b c"], completion_ids=[[5], [5, 6]]) == expected
+    assert pickle.loads(pickle.dumps(reward))(completions=["a", "b c"], completion_ids=[[5], [5, 6]]) == expected
+
+
+def test_the_home_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.chdir(os.sep)
+    assert resolve_reward("~/my-rewards.py:brief")(completion_ids=[[5]]) == [-1.0]
+
+
+def test_a_file_runs_once_and_files_of_one_name_are_two(folder: Path) -> None:
+    assert resolve_reward("my-rewards.py:fixed") is resolve_reward(f"{folder}/my-rewards.py:fixed")
+    other = folder / "other" / "my-rewards.py"
+    other.parent.mkdir()
+    other.write_text("def brief(**kwargs):\n    return 'other'\n")
+    assert resolve_reward("other/my-rewards.py:brief")() == "other"
+    assert resolve_reward("my-rewards.py:brief")(completion_ids=[[5]]) == [-1.0]
+
+
+def test_a_bare_name_is_looked_up(folder: Path) -> None:
+    assert resolve_reward("count", {"count": count_w4}) is count_w4
+    with pytest.raises(ValueError, match=r"holds 'cuont', .*'path/file.py:function', or one of \['count', 'other'\]"):
+        resolve_reward("cuont", {"other": print, "count": count_w4})
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "words"),
+    [
+        ("brief", ValueError, "names no reward function; write 'package.module.function' or 'path/file.py:function'$"),
+        ("", ValueError, "holds '', which names no"),
+        ("a..b", ValueError, "holds 'a..b', which names no"),
+        ("mine.rewards:brief", ValueError, "holds 'mine.rewards:brief', which names no"),
+        ("http://localhost/x.y", ValueError, "which names no"),
+        (3, TypeError, "holds 3, which cannot be called"),
+        ("missing.py:brief", ValueError, "there is no file 'missing.py' in /"),
+        ("my-rewards.py:breif", ValueError, r"my-rewards.py has no 'breif'; it has \['Fixed', 'brief', .*'fixed'\]"),
+        ("my-rewards.py:CONSTANT", TypeError, "holds 'my-rewards.py:CONSTANT', which is 3 and cannot be called"),
+        ("mine.rewards.breif", ValueError, r"rewards.py has no 'breif'; it has \['Fixed', 'brief'"),
+        ("mine.missing.brief", ValueError, "finds no module 'mine.missing'"),
+        ("nobody.rewards.brief", ValueError, "finds no module 'nobody'"),
+    ],
+)
+def test_what_is_not_there(folder: Path, spec: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        resolve_reward(spec)
+
+
+def test_what_a_module_itself_raises_comes_through_with_a_note(folder: Path) -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all") as error:
+        resolve_reward("mine.broken.brief")
+    assert "'mine.broken.brief'" in error.value.__notes__[0]
+    (folder / "raises.py").write_text("raise RuntimeError('mine')\n")
+    for _ in range(2):  # a failed load leaves nothing behind
+        with pytest.raises(RuntimeError, match="mine") as failure:
+            resolve_reward("raises.py:brief")
+        assert "'raises.py:brief'" in failure.value.__notes__[0]
+
+
+def test_the_trainer_takes_names(folder: Path, make_trainer: Callable[..., PPOTrainer]) -> None:
+    trainer = make_trainer(
+        **QUICK,
+        reward_funcs=["my-rewards.py:brief", count_w4, "mine.rewards.fixed"],
+        reward_weights={"brief": 0.5, "count_w4": 0.0, "Fixed": 1.0},
+    )
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["rewards/brief/mean"] == -logged["response/length_mean"]
+    assert logged["objective/scores"] == pytest.approx(2.0 - 0.5 * logged["response/length_mean"])
+    assert make_trainer(**QUICK, reward_funcs="my-rewards.py:brief").scorer.names == ["brief"]
