@@ -22,7 +22,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from rlhf_ppo.rewards import answers
 
@@ -270,7 +270,7 @@ class TrlReward:
         found = getattr(trl.rewards, name)
         is_factory = name.startswith("get_")
         self._call = found(**settings) if is_factory else functools.partial(found, **_accepted(found, settings))
-        self.__name__ = self._call.__name__ if is_factory else name
+        self.__name__ = cast(Any, self._call).__name__ if is_factory else name
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, self.settings)
