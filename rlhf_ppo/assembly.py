@@ -15,8 +15,8 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
-from rlhf_ppo.models.adapters import activate_adapter, add_adapter
-from rlhf_ppo.models.inputs import disable_dropout, freeze, is_peft_model, is_sharded, transformers_model
+from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
+from rlhf_ppo.models.inputs import is_peft_model, transformers_model
 from rlhf_ppo.models.loading import (
     check_value_model,
     load_policy,
@@ -131,6 +131,7 @@ def assemble_models(
     reward_model: ModelOrPath | None,
     value_model: ModelOrPath | None,
     peft_config: Any,
+    value_peft_config: Any = None,
 ) -> Models:
     """Load what is given by path, make what is not given, freeze what is not trained.
 
@@ -139,8 +140,6 @@ def assemble_models(
     """
     _check_distinct(model=model, ref_model=ref_model, reward_model=reward_model, value_model=value_model)
     policy = load_policy(model, "model")
-    if ref_model is None and peft_config is None and not isinstance(model, nn.Module) and is_sharded(policy):
-        ref_model = model  # sharded parameters cannot be copied: load them again
     reference_model = None if ref_model is None else load_policy(ref_model, "ref_model")
     scorer_model = None if reward_model is None else load_scalar_model(reward_model, "reward_model")
     if value_model is None:
@@ -148,6 +147,8 @@ def assemble_models(
     else:
         critic = load_scalar_model(value_model, "value_model")
     check_value_model(critic)
+    if value_peft_config is not None:
+        critic = add_value_adapter(critic, value_peft_config)
     if peft_config is not None:
         policy = add_adapter(policy, peft_config, args.model_adapter_name, reference_model is None)
     elif is_peft_model(policy):
@@ -162,8 +163,7 @@ def assemble_models(
     )
     prepare_trainable(policy, critic)
     if scorer_model is not None:
-        disable_dropout(scorer_model)
-        freeze(scorer_model)
+        scorer_model.requires_grad_(False)
     if low := low_precision_parameters(policy):
         logger.warning(
             f"{len(low)} trainable tensors of the policy are stored in 16 bits (the first is {low[0]}), where most of "
@@ -289,7 +289,7 @@ def make_scorer(
     """Put the reward model and the reward functions into one scorer, the reward model first.
 
     Args:
-        reward_model: The frozen reward model, or None.
+        reward_model: The reward model as a `FrozenScorer`, placed where it runs, or None.
         functions: The reward functions.
         tokenizer: The policy's tokenizer, which decodes for the functions.
         args: Gives `reward_weights` and `local_rollout_forward_batch_size`.

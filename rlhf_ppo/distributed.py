@@ -109,7 +109,7 @@ def place_frozen(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Put a frozen model where it runs: sharded like the policy under ZeRO-3 and FSDP2, else on this rank's device.
 
     Args:
-        model: A module whose forward pass is all that is called.
+        model: A module whose forward pass is all that is called, with `config` and `_no_split_modules`.
         accelerator: Knows the engine.
 
     Returns:
@@ -120,5 +120,8 @@ def place_frozen(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     if zero_stage(accelerator) == 3:
         return prepare_deepspeed(model, accelerator)
     if is_fsdp(accelerator):
-        return cast(nn.Module, prepare_fsdp(model.to(accelerator.device), accelerator))
+        model.to(accelerator.device)
+        for block in [part for part in model.modules() if type(part).__name__ in cast(Any, model)._no_split_modules]:
+            prepare_fsdp(block, accelerator)
+        return cast(nn.Module, prepare_fsdp(model, accelerator))
     return model.to(accelerator.device)

@@ -37,6 +37,7 @@ from rlhf_ppo.distributed import gather_over_ranks, on_whole_policy, place_froze
 from rlhf_ppo.evaluation.completions import print_table, report_table, sample_rows, table_of
 from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
 from rlhf_ppo.generation.sequences import contains_token, join_responses
+from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
@@ -79,6 +80,7 @@ class PPOTrainer(PPOSeams):
         callbacks: Trainer callbacks.
         peft_config: Adds an adapter to the policy; the reference is then the policy without it.
         reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async.
+        value_peft_config: Adds an adapter to the value model, which is trained with the head instead of all weights.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -103,6 +105,7 @@ class PPOTrainer(PPOSeams):
         peft_config: PeftConfig | None = None,
         *,
         reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+        value_peft_config: PeftConfig | None = None,
     ) -> None:
         self._functions = as_functions(reward_funcs)
         self._logged = LoggedByFunctions()
@@ -110,7 +113,7 @@ class PPOTrainer(PPOSeams):
         self.tokens = special_tokens(args, processing_class)
         args.fill_derived(num_processes(args), length(train_dataset))
 
-        models = assemble_models(args, model, ref_model, reward_model, value_model, peft_config)
+        models = assemble_models(args, model, ref_model, reward_model, value_model, peft_config, value_peft_config)
         check_vocabularies(models, processing_class, self.tokens)
         self.policy_model, self.value_model, self.reward_model = models.policy, models.value_model, models.reward_model
         self.reference = models.reference
@@ -134,10 +137,11 @@ class PPOTrainer(PPOSeams):
         self.model.config.use_cache = use_cache  # Trainer switches it off, and it would be saved with the policy
         if self.reference.model is not None:
             self.reference.model = place_frozen(self.reference.model, self.accelerator)
-        if self.reward_model is not None:
-            self.reward_model.to(self.args.device)
+        scorer = None
+        if models.reward_model is not None:
+            scorer = place_frozen(FrozenScorer(models.reward_model), self.accelerator)
         self.scorer = make_scorer(
-            self.reward_model, self._functions, processing_class, args, self._autocast, self._get_state, self._logged
+            scorer, self._functions, processing_class, args, self._autocast, self._get_state, self._logged
         )
         self._sum = sum_over_ranks(self.accelerator)
         self._gather = gather_over_ranks(self.accelerator)

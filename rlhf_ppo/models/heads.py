@@ -4,8 +4,56 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
-from rlhf_ppo.models.inputs import backbone, hidden_states, is_sharded, probe_ids, transformers_model
+from rlhf_ppo.models.inputs import (
+    backbone,
+    disable_dropout,
+    freeze,
+    hidden_states,
+    is_sharded,
+    no_split_modules,
+    probe_ids,
+    transformers_model,
+)
+
+
+class FrozenScorer(nn.Module):
+    """A reward model whose forward pass gives one score per text.
+
+    A causal model's score is its head at the last real token, found from the mask; an encoder's is whatever it pools.
+
+    Args:
+        model: A sequence-classification model with one label; it is frozen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        disable_dropout(model)
+        self.model = freeze(model)
+        self._score = last_token_score if reads_last_token(model) else pooled_score
+        self.eval()
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The model's configuration; engines that shard models read it."""
+        return transformers_model(self.model).config
+
+    @property
+    def _no_split_modules(self) -> list[str]:
+        return no_split_modules(self.model)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Score texts.
+
+        Args:
+            input_ids: Token ids, long `(B, L)`, padded on either side or both.
+            attention_mask: True on real tokens, bool `(B, L)`.
+
+        Returns:
+            One score per row, float32 `(B,)`.
+        """
+        return self._score(self.model, input_ids, attention_mask)
 
 
 def scalar_head(model: nn.Module) -> nn.Module | None:
@@ -42,12 +90,13 @@ def check_one_label(model: nn.Module, argument: str) -> None:
 def reads_last_token(model: nn.Module) -> bool:
     """Tell whether the model's score is its head applied to the last token's hidden state.
 
-    True for causal models (`score(h_last)`); False for encoders that pool (BERT's `classifier(pooler(h_0))`).
+    True for causal models (`score(h_last)`); False for encoders that pool (BERT's `classifier(pooler(h_0))`). The
+    model is asked once, on three tokens; a sharded one, which cannot run yet, is told by its head's name.
     """
     if scalar_head(model) is None:
         return False
     if is_sharded(model):
-        return True
+        return isinstance(getattr(transformers_model(model), "score", None), nn.Module)
     ids = probe_ids(model)
     mask = torch.ones_like(ids, dtype=torch.bool)
     was_training = model.training
@@ -92,6 +141,23 @@ def last_token_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor
     last = length - 1 - attention_mask.flip(1).to(torch.int8).argmax(dim=1)
     states = hidden_states(model, input_ids, attention_mask)
     return _apply_head(model, states[torch.arange(len(states), device=states.device), last])
+
+
+def pooled_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Ask the whole model, with the real tokens moved to the left: encoders read their first token (CLS).
+
+    Args:
+        model: A sequence-classification model with one label.
+        input_ids: Token ids, long `(B, L)`, padded on either side or both.
+        attention_mask: True on real tokens, bool `(B, L)`.
+
+    Returns:
+        One score per row, float32 `(B,)`.
+    """
+    order = (~attention_mask).to(torch.int8).argsort(dim=1, stable=True)
+    mask = attention_mask.gather(1, order)
+    ids = input_ids.gather(1, order).masked_fill(~mask, 0)
+    return model(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()
 
 
 def _apply_head(model: nn.Module, states: Tensor) -> Tensor:

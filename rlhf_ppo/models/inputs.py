@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -93,9 +95,29 @@ def freeze(model: nn.Module) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
+def no_split_modules(*models: nn.Module) -> list[str]:
+    """Name the classes of the blocks that FSDP wraps one by one."""
+    return sorted({name for model in models for name in transformers_model(model)._no_split_modules or ()})
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether DeepSpeed ZeRO-3 has taken the parameters apart, so that they are empty outside its hooks."""
     return any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in model.parameters())
+
+
+def gathered(parameters: Iterable[nn.Parameter], modify: bool = False) -> AbstractContextManager[None]:
+    """Make parameters that ZeRO-3 has sharded whole while a context lasts; every rank enters it.
+
+    Args:
+        parameters: Sharded or not.
+        modify: Whether what rank 0 has written into them stays.
+    """
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if modify else None)
 
 
 def probe_ids(model: nn.Module) -> Tensor:

@@ -11,8 +11,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory, load_adapter
+from rlhf_ppo.models.copying import copy_model, copy_weights
 from rlhf_ppo.models.heads import check_one_label, reads_last_token, scalar_head
-from rlhf_ppo.models.inputs import backbone, disable_dropout, is_peft_model, transformers_model
+from rlhf_ppo.models.inputs import (
+    backbone,
+    disable_dropout,
+    gathered,
+    is_peft_model,
+    is_sharded,
+    transformers_model,
+)
 
 
 def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.Module:
@@ -88,21 +96,28 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
     original = reward_model if reward_model is not None and reads_last_token(reward_model) else policy
     if _is_quantized(original):
         raise ValueError("value_model=None, but what it would be made from is quantized; pass value_model")
-    source = _without_adapters(copy.deepcopy(original))
+    if is_peft_model(original) and is_sharded(original):
+        raise ValueError(
+            "value_model=None, but what it would be made from is a PeftModel that ZeRO-3 has sharded, whose adapter "
+            "cannot be merged; pass value_model"
+        )
     if original is reward_model:
-        return source.float().train().requires_grad_(True)
+        return _without_adapters(copy_model(original)).float().train().requires_grad_(True)
+    source = _without_adapters(copy.deepcopy(original)) if is_peft_model(original) else original
     config = copy.deepcopy(transformers_model(source).config)
     config.num_labels = 1
     try:
-        value_model = AutoModelForSequenceClassification.from_config(config)
+        value_model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     except ValueError as error:
         raise ValueError(
             f"value_model=None, but transformers has no sequence-classification class for {type(source).__name__}; "
             "pass value_model"
         ) from error
-    backbone(value_model).load_state_dict(backbone(source).state_dict())
-    nn.init.zeros_(cast(Any, scalar_head(value_model)).weight)
-    return value_model.to(next(source.parameters()).device).float().train()
+    copy_weights(backbone(source), backbone(value_model))
+    head = cast(Any, scalar_head(value_model)).weight
+    with gathered([head], modify=True):
+        nn.init.zeros_(head)
+    return value_model.to(next(source.parameters()).device).train()
 
 
 def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:

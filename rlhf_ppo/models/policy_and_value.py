@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from rlhf_ppo.models.heads import token_values
-from rlhf_ppo.models.inputs import transformers_model
+from rlhf_ppo.models.inputs import no_split_modules, transformers_model
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 
 
@@ -56,12 +56,7 @@ class PolicyAndValue(nn.Module):
 
     @property
     def _no_split_modules(self) -> list[str]:
-        names = {
-            name
-            for model in (self.policy, self.value_model)
-            for name in transformers_model(model)._no_split_modules or ()
-        }
-        return sorted(names)
+        return no_split_modules(self.policy, self.value_model)
 
     @property
     def device(self) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from trl.trainer.utils import use_adapter
 
-from rlhf_ppo.models.inputs import disable_dropout, freeze, is_peft_model, is_sharded, transformers_model
+from rlhf_ppo.models.copying import copy_model
+from rlhf_ppo.models.inputs import (
+    disable_dropout,
+    freeze,
+    is_peft_model,
+    no_split_modules,
+    transformers_model,
+)
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 
 INITIAL_ADAPTER = "ref"
@@ -38,6 +44,10 @@ class FrozenPolicy(nn.Module):
     def config(self) -> PreTrainedConfig:
         """The model's configuration; engines that shard models read it."""
         return transformers_model(self.policy).config
+
+    @property
+    def _no_split_modules(self) -> list[str]:
+        return no_split_modules(self.policy)
 
     def forward(self, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor) -> ResponseLogprobs:
         """Evaluate responses; shapes as in `response_logprobs`."""
@@ -100,11 +110,7 @@ def make_reference(
     if ref_model is not None:
         return Reference(FrozenPolicy(ref_model, temperature))
     if not is_peft_model(policy):
-        if is_sharded(policy):
-            raise ValueError(
-                "ref_model=None cannot copy a policy that ZeRO-3 has sharded; pass ref_model, or model as a path"
-            )
-        return Reference(FrozenPolicy(copy.deepcopy(policy), temperature))
+        return Reference(FrozenPolicy(copy_model(policy), temperature))
     if adapter_is_new:
         return Reference(None)
     _copy_active_adapter(cast(Any, policy), INITIAL_ADAPTER)

@@ -8,17 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from rlhf_ppo.models import heads
 from rlhf_ppo.rewards.scorer import ScoringBatch
 
 
 class RewardModel:
     """Scores prompt and response with a one-label sequence-classification model that shares the policy's vocabulary.
 
-    A causal model's score is its head at the last real token, found from the mask; an encoder's is whatever it pools.
-
     Args:
-        model: The model, frozen and in eval mode.
+        scorer: Gives scores `(B,)` of token ids and mask `(B, L)`: a `FrozenScorer`, placed where it runs.
         rows_per_pass: Number of rows in one forward pass.
         autocast: Makes the context of the forward passes.
     """
@@ -27,14 +24,13 @@ class RewardModel:
 
     def __init__(
         self,
-        model: nn.Module,
+        scorer: nn.Module,
         rows_per_pass: int,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         if rows_per_pass < 1:
             raise ValueError(f"rows_per_pass={rows_per_pass} must be at least 1")
-        self.model, self.rows_per_pass, self.autocast = model, rows_per_pass, autocast
-        self._score = heads.last_token_score if heads.reads_last_token(model) else _pooled_score
+        self.scorer, self.rows_per_pass, self.autocast = scorer, rows_per_pass, autocast
 
     @torch.no_grad()
     def __call__(self, batch: ScoringBatch) -> Tensor:
@@ -55,7 +51,7 @@ class RewardModel:
                 rows = slice(start, start + self.rows_per_pass)
                 mask = batch.attention_mask[rows].bool()
                 used = mask.any(dim=0)  # columns that are padding in every row of this pass cost time only
-                scores.append(self._score(self.model, batch.query_responses[rows][:, used], mask[:, used]))
+                scores.append(self.scorer(batch.query_responses[rows][:, used], mask[:, used]))
         score = torch.cat(scores).float()
         if not score.isfinite().all():
             row = int((~score.isfinite()).nonzero()[0])
@@ -64,11 +60,3 @@ class RewardModel:
                 "and check its weights"
             )
         return score
-
-
-def _pooled_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    # Encoders read their first token (CLS): the real tokens go to the left.
-    order = (~attention_mask).to(torch.int8).argsort(dim=1, stable=True)
-    mask = attention_mask.gather(1, order)
-    ids = input_ids.gather(1, order).masked_fill(~mask, 0)
-    return model(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.rewards import RewardModel, ScoringBatch
 
 EOS = 1
@@ -106,7 +107,7 @@ def test_scores_equal_the_model_run_by_hand(make: Any, rows_per_pass: int, pad: 
     model = make().eval()
     expected = by_hand(model)
     assert max(expected) - min(expected) > 0.1
-    scores = RewardModel(model, rows_per_pass)(make_batch(pad, left, right))
+    scores = RewardModel(FrozenScorer(model), rows_per_pass)(make_batch(pad, left, right))
     assert scores.dtype == torch.float32 and not scores.requires_grad
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
 
@@ -120,7 +121,7 @@ def test_passes_have_the_rows_asked_for_without_common_padding_and_run_in_the_co
         entered.append(True)
         yield
 
-    source = RewardModel(model, 2, context)
+    source = RewardModel(FrozenScorer(model), 2, context)
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
@@ -131,7 +132,7 @@ def test_passes_have_the_rows_asked_for_without_common_padding_and_run_in_the_co
 def test_a_model_in_low_precision_scores_in_float32_within_its_context() -> None:
     torch.manual_seed(0)
     model = llama().eval()
-    source = RewardModel(model, 2, lambda: torch.autocast("cpu", torch.bfloat16))
+    source = RewardModel(FrozenScorer(model), 2, lambda: torch.autocast("cpu", torch.bfloat16))
     scores, expected = source(make_batch()), by_hand(model)
     assert scores.dtype == torch.float32
     assert scores.tolist() == pytest.approx(expected, rel=0.1, abs=0.1) and scores.tolist() != expected
@@ -143,13 +144,13 @@ def test_a_score_that_is_not_finite_is_an_error_naming_the_row() -> None:
     with torch.no_grad():
         model.get_input_embeddings().weight[19] = float("nan")  # only row 3 has this token
     with pytest.raises(ValueError, match="reward model's score of row 3 is nan"):
-        RewardModel(model, 2)(make_batch())
+        RewardModel(FrozenScorer(model), 2)(make_batch())
 
 
 def test_rows_per_pass_must_be_positive() -> None:
     with pytest.raises(ValueError, match="rows_per_pass=0"):
-        RewardModel(llama(), 0)
+        RewardModel(FrozenScorer(llama()), 0)
 
 
 def test_its_name() -> None:
-    assert RewardModel(llama(), 1).name == "reward_model"
+    assert RewardModel(FrozenScorer(llama()), 1).name == "reward_model"
