@@ -120,7 +120,27 @@ class Responses:
 
 
 @dataclass(frozen=True)
-class Rollout(Responses):
+class ScoredResponses(Responses):
+    """Responses of which some may have no score; nothing is learned from those.
+
+    Attributes:
+        scored: Whether any reward source scored the response, bool `(B,)`.
+    """
+
+    scored: Tensor
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_shape("scored", self.scored, (len(self),))
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """True on the real tokens of scored responses, bool `(B, T)`: those that losses and statistics are about."""
+        return self.response_mask & self.scored[:, None]
+
+
+@dataclass(frozen=True)
+class Rollout(ScoredResponses):
     """Responses of the current policy with everything that was known when they were sampled.
 
     Attributes:
@@ -129,7 +149,9 @@ class Rollout(Responses):
         ref_logprobs: The same under the reference policy.
         values: Value estimate before each response token, float32 `(B, T)`.
         final_values: Value estimate after the last real token, float32 `(B,)`; used when a cut response bootstraps.
-        scores: Score of each response before the missing-EOS penalty, float32 `(B,)`.
+        scores: Weighted score of each response, paid at its last token, before scaling, clipping and the missing-EOS
+            penalty, float32 `(B,)`; 0 where it has none.
+        token_scores: Weighted rewards of single tokens, float32 `(B, T)`, 0 outside the mask.
         scores_by_source: What each reward source gave, unweighted, float32 `(B,)` each; NaN where it gave none.
     """
 
@@ -139,18 +161,19 @@ class Rollout(Responses):
     values: Tensor
     final_values: Tensor
     scores: Tensor
+    token_scores: Tensor
     scores_by_source: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("logprobs", "ref_logprobs", "values"):
+        for name in ("logprobs", "ref_logprobs", "values", "token_scores"):
             _check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
         for name in ("stopped", "final_values", "scores"):
             _check_shape(name, getattr(self, name), (len(self),))
 
 
 @dataclass(frozen=True)
-class Experience(Responses):
+class Experience(ScoredResponses):
     """What the policy and value losses read.
 
     Attributes:

@@ -63,6 +63,7 @@ class Progress:
         loss: Sum of the losses since the last log.
         last_logged_step: Update at which the last log was written.
         pending_metrics: Metrics of the updates since the last log.
+        score_moments: Fields of the `ScoreMoments` that `score_scaling` divides by.
     """
 
     episode: int = 0
@@ -71,6 +72,7 @@ class Progress:
     loss: float = 0.0
     last_logged_step: int = 0
     pending_metrics: list[dict[str, float]] = field(default_factory=list)
+    score_moments: dict[str, float] = field(default_factory=dict)
 
     def save(self, directory: str) -> None:
         """Write `ppo_state.json`."""

@@ -18,7 +18,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torc
 
 from rlhf_ppo.inherited_arguments import RejectsRemoved, reject_unsupported
 from rlhf_ppo.sizes import batch_sizes, run_length
-from rlhf_ppo.validation import Interval, check_range, check_type
+from rlhf_ppo.validation import Interval, check_range, check_type, check_weights, parse_weights
 
 logger = logging.get_logger(__name__)
 
@@ -27,8 +27,10 @@ _NOT_NEGATIVE = Interval(0, math.inf)
 _AT_LEAST_ONE = Interval(1, math.inf)
 
 RANGES: dict[str, Interval] = {
-    **dict.fromkeys(("temperature", "cliprange", "cliprange_value", "missing_eos_penalty"), _POSITIVE),
+    **dict.fromkeys(("temperature", "cliprange", "cliprange_value"), _POSITIVE),
+    **dict.fromkeys(("missing_eos_penalty", "score_clip"), _POSITIVE),
     **dict.fromkeys(("num_train_epochs",), _POSITIVE),
+    "missing_eos_score": Interval(-math.inf, math.inf),
     **dict.fromkeys(("kl_coef", "vf_coef", "learning_rate", "max_grad_norm", "logging_steps"), _NOT_NEGATIVE),
     **dict.fromkeys(("top_k", "num_sample_generations", "stop_token_id"), _NOT_NEGATIVE),
     **dict.fromkeys(("response_length", "num_ppo_epochs", "num_mini_batches", "total_episodes"), _AT_LEAST_ONE),
@@ -126,11 +128,30 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
     num_sample_generations: int = _option(10, "How often to print a table of samples in the run; 0: never.")
 
     # --- Reward ---
-    reward_weights: list[float] | None = _option(  # noqa: RUF009 (a new field object, no shared list)
-        None, "Weight of each reward: the reward model first, then reward_funcs in their order. None: all 1."
+    # A text in second place is what HfArgumentParser reads from the command line.
+    reward_weights: dict[str, float] | str | list[float] | None = _option(  # noqa: RUF009 (no shared object)
+        None,
+        "Weight of each reward: numbers, the reward models' first, then those of reward_funcs in their order; or a "
+        "dict by name, also as JSON. None: all 1.",
+        nargs="+",
+    )
+    reward_head: list[str] | str | None = _option(  # noqa: RUF009
+        None,
+        "Label, by name or position, that a reward model with several labels scores with: one for all reward models, "
+        "or one for each.",
+        nargs="+",
+    )
+    score_scaling: bool = _option(
+        False, "Divide scores by the standard deviation of all scores of the run so far, of all processes."
+    )
+    score_clip: float | None = _option(
+        None, "Largest absolute value of a score, after score_scaling; greater ones are clipped."
     )
     missing_eos_penalty: float | None = _option(
         None, "Subtracted from the score of a response that lacks the stop token; must be positive."
+    )
+    missing_eos_score: float | None = _option(
+        None, "Replaces the score of a response that lacks the stop token; not together with missing_eos_penalty."
     )
     bootstrap_truncated: bool = _option(
         False,
@@ -171,6 +192,8 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
         if self.bf16 is None:
             self.bf16 = not self._launched_in_fp16() and self._accelerator_has_bf16()
         self._mirror_checkpointing()
+        self.reward_weights = parse_weights(self.reward_weights)
+        self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
         if self.metric_for_best_model is None and self._compares_models():
@@ -240,9 +263,12 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
                 f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} contradict each other; set "
                 "warmup_steps alone, which is a share of the run below 1"
             )
-        weights = self.reward_weights
-        if weights is not None and not (weights and all(map(math.isfinite, weights))):
-            raise ValueError(f"reward_weights={weights} must hold one finite number for each reward")
+        if self.missing_eos_penalty is not None and self.missing_eos_score is not None:
+            raise ValueError(
+                f"missing_eos_penalty={self.missing_eos_penalty} and missing_eos_score={self.missing_eos_score} "
+                "exclude each other: the one lowers a score, the other replaces it; leave one None"
+            )
+        check_weights(self.reward_weights)
         self._batch_sizes(num_processes=1, num_examples=None)
 
     def _batch_sizes(self, num_processes: int, num_examples: int | None) -> dict[str, int]:

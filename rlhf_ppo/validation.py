@@ -1,9 +1,11 @@
 """Checks of single argument values whose errors name the argument, its value and what it may be."""
 
+import json
 import math
 import types
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, cast, get_args, get_origin
 
 
 class Interval(NamedTuple):
@@ -73,12 +75,49 @@ def check_type(name: str, value: Any, annotation: Any, meaning: str) -> None:
     raise TypeError(f"{name}={value!r} is not {expected.replace('NoneType', 'None')}. {name}: {meaning}")
 
 
+def parse_weights(weights: Any) -> Any:
+    """Read what a command line says about weights: numbers, or one JSON object or list.
+
+    Args:
+        weights: Texts are read, everything else comes back as it is.
+
+    Raises:
+        ValueError: A text is neither a number nor JSON.
+    """
+    if isinstance(weights, str):
+        weights = [weights]
+    if not isinstance(weights, list) or not any(isinstance(weight, str) for weight in weights):
+        return weights
+    try:
+        parsed = [json.loads(weight) if isinstance(weight, str) else weight for weight in weights]
+    except ValueError as error:
+        raise ValueError(
+            f"reward_weights={weights!r} are neither numbers nor JSON ({error}): give numbers, such as 1.0 0.5, or "
+            """an object, such as '{"correctness": 1.0, "formatting": 0.1}'"""
+        ) from error
+    return parsed[0] if len(parsed) == 1 and isinstance(parsed[0], list | dict) else parsed
+
+
+def check_weights(weights: Sequence[float] | Mapping[str, float] | str | None) -> None:
+    """Check that weights are finite numbers, one at least.
+
+    Raises:
+        ValueError: They are not.
+    """
+    numbers = list(weights.values()) if isinstance(weights, Mapping) else weights
+    if numbers is not None and not (numbers and all(math.isfinite(cast(float, number)) for number in numbers)):
+        raise ValueError(f"reward_weights={weights!r} must hold one finite number for each reward")
+
+
 def _matches(value: Any, annotation: Any) -> bool:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return any(_matches(value, option) for option in arguments)
     if origin is Literal:
         return value in arguments
+    if origin is dict:
+        keys, values = arguments
+        return isinstance(value, dict) and all(_matches(k, keys) and _matches(v, values) for k, v in value.items())
     if origin is list:
         return isinstance(value, list) and all(_matches(item, arguments[0]) for item in value)
     # NumPy's numbers count as numbers; bool is an int in Python, but `num_mini_batches=True` is a mistake.

@@ -21,7 +21,7 @@ def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor, non_score_rewa
 
     Args:
         rollout: `B` responses.
-        scores: Scores after the missing-EOS penalty, float32 `(B,)`.
+        scores: What each response is worth, after the missing-EOS penalty, float32 `(B,)`.
         kl: KL estimate per token, nats, `(B, T)`, 0 outside the mask.
         non_score_reward: `-kl_coef * kl`, `(B, T)`.
 
@@ -35,6 +35,7 @@ def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor, non_score_rewa
         "non_score_reward": non_score_reward.sum(dim=1),
         "length": rollout.response_mask.sum(dim=1).float(),
         "stopped": rollout.stopped.float(),
+        "scored": rollout.scored.float(),
         **{f"rewards/{name}": values for name, values in rollout.scores_by_source.items()},
     }
 
@@ -57,32 +58,31 @@ def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
     """Average per-episode figures over the episodes of all ranks.
 
     `objective/kl`, `objective/entropy` and `objective/non_score_reward` are sums over a response's real tokens, then
-    means over episodes; `objective/rlhf_reward = objective/scores + objective/non_score_reward`.
+    means over the episodes that were scored; `objective/rlhf_reward = objective/scores + objective/non_score_reward`.
 
     Args:
         columns: What `episode_columns` gave, gathered.
 
     Returns:
-        Metrics by their logged keys.
+        Metrics by their logged keys; without those that are means over nothing.
     """
-    means = {name: float(values.mean()) for name, values in columns.items() if not name.startswith("rewards/")}
+    scored = columns["scored"].bool()
     metrics = {
-        "objective/kl": means["kl"],
-        "objective/entropy": means["entropy"],
-        "objective/non_score_reward": means["non_score_reward"],
-        "objective/rlhf_reward": means["scores"] + means["non_score_reward"],
-        "objective/scores": means["scores"],
         "val/num_eos_tokens": float(columns["stopped"].sum()),
-        "response/length_mean": means["length"],
+        "response/length_mean": float(columns["length"].mean()),
         "response/length_min": float(columns["length"].min()),
         "response/length_max": float(columns["length"].max()),
-        "response/ended_frac": means["stopped"],
+        "response/ended_frac": float(columns["stopped"].mean()),
     }
+    if scored.any():
+        for name in ("kl", "entropy", "non_score_reward", "scores"):
+            metrics[f"objective/{name}"] = float(columns[name][scored].mean())
+        metrics["objective/rlhf_reward"] = metrics["objective/scores"] + metrics["objective/non_score_reward"]
     for name, values in columns.items():
-        if name.startswith("rewards/"):
-            scored = values[~values.isnan()]
-            metrics[f"{name}/mean"] = float(scored.mean())
-            metrics[f"{name}/std"] = float(scored.std()) if len(scored) > 1 else 0.0
+        given = values[~values.isnan()]
+        if name.startswith("rewards/") and len(given) > 0:
+            metrics[f"{name}/mean"] = float(given.mean())
+            metrics[f"{name}/std"] = float(given.std()) if len(given) > 1 else 0.0
     return metrics
 
 
@@ -96,16 +96,19 @@ def evaluation_metrics(columns: Mapping[str, Tensor], prefix: str) -> dict[str, 
     Returns:
         `score`, `kl`, `entropy`, `response_length_mean`, `ended_frac` and `rewards/<name>/mean|std`.
     """
-    training = rollout_metrics(columns)
-    metrics = {
-        "score": training["objective/scores"],
-        "kl": training["objective/kl"],
-        "entropy": training["objective/entropy"],
-        "response_length_mean": training["response/length_mean"],
-        "ended_frac": training["response/ended_frac"],
-        **{key: value for key, value in training.items() if key.startswith("rewards/")},
+    names = {
+        "objective/scores": "score",
+        "objective/kl": "kl",
+        "objective/entropy": "entropy",
+        "response/length_mean": "response_length_mean",
+        "response/ended_frac": "ended_frac",
     }
-    return {f"{prefix}_{key}": value for key, value in metrics.items()}
+    training = rollout_metrics(columns).items()
+    return {
+        f"{prefix}_{names.get(key, key)}": value
+        for key, value in training
+        if key in names or key.startswith("rewards/")
+    }
 
 
 @dataclass
@@ -140,7 +143,7 @@ class UpdateStatistics:
             policy: The policy's per-token loss, `(B, T)` each field.
             value: The value model's per-token loss.
         """
-        mask = part.response_mask
+        mask = part.loss_mask
         per_token = (
             approx_kl(output.logprobs, part.logprobs),
             policy.clipped,
@@ -164,9 +167,13 @@ class UpdateStatistics:
 
         Returns:
             Token means by `KEYS`, and `val/ratio_var`: the variance of the micro-batches' mean ratios, of all ranks.
+            Nothing if there was no micro-batch; one without a scored response has no ratio.
         """
+        if not self.sums:
+            return {}
         *sums, num_tokens = reduce_sum(torch.stack(self.sums).sum(dim=0)).tolist()
         ratios = gather(torch.stack(self.ratios))
+        ratios = ratios[~ratios.isnan()]
         means = {key: total / num_tokens for key, total in zip(self.KEYS, sums, strict=True)}
         return {**means, "val/ratio_var": float(ratios.var()) if len(ratios) > 1 else 0.0}
 
