@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
-from rlhf_ppo.models.adapters import activate_adapter, add_adapter
+from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.inputs import is_peft_model, transformers_model
 from rlhf_ppo.models.loading import (
     check_value_model,
@@ -131,6 +131,7 @@ def assemble_models(
     reward_model: ModelOrPath | None,
     value_model: ModelOrPath | None,
     peft_config: Any,
+    value_peft_config: Any = None,
 ) -> Models:
     """Load what is given by path, make what is not given, freeze what is not trained.
 
@@ -146,6 +147,8 @@ def assemble_models(
     else:
         critic = load_scalar_model(value_model, "value_model")
     check_value_model(critic)
+    if value_peft_config is not None:
+        critic = add_value_adapter(critic, value_peft_config)
     if peft_config is not None:
         policy = add_adapter(policy, peft_config, args.model_adapter_name, reference_model is None)
     elif is_peft_model(policy):

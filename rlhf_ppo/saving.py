@@ -19,6 +19,7 @@ from rlhf_ppo.checkpoints import (
     what_is_missing,
 )
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.inputs import is_peft_model
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.reporting.metrics import MetricWindow
@@ -118,10 +119,14 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
             return
         wrapper = self._unwrapped(self.model)
         value_directory = os.path.join(resume_from_checkpoint, VALUE_MODEL_DIR)
-        for part, directory in ((wrapper.policy, resume_from_checkpoint), (wrapper.value_model, value_directory)):
+        parts = ((wrapper.policy, resume_from_checkpoint), (wrapper.value_model, value_directory))
+        for part, directory in parts:
             check_fits(part, directory)
-        super()._load_from_checkpoint(resume_from_checkpoint, wrapper.policy)
-        super()._load_from_checkpoint(value_directory, wrapper.value_model)
+        for part, directory in parts:
+            if is_peft_model(part):
+                load_adapter_weights(part, directory)
+            else:
+                super()._load_from_checkpoint(directory, part)
 
     def _load_best_model(self) -> None:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:

@@ -80,6 +80,7 @@ class PPOTrainer(PPOSeams):
         callbacks: Trainer callbacks.
         peft_config: Adds an adapter to the policy; the reference is then the policy without it.
         reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async.
+        value_peft_config: Adds an adapter to the value model, which is trained with the head instead of all weights.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -104,6 +105,7 @@ class PPOTrainer(PPOSeams):
         peft_config: PeftConfig | None = None,
         *,
         reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+        value_peft_config: PeftConfig | None = None,
     ) -> None:
         self._functions = as_functions(reward_funcs)
         self._logged = LoggedByFunctions()
@@ -111,7 +113,7 @@ class PPOTrainer(PPOSeams):
         self.tokens = special_tokens(args, processing_class)
         args.fill_derived(num_processes(args), length(train_dataset))
 
-        models = assemble_models(args, model, ref_model, reward_model, value_model, peft_config)
+        models = assemble_models(args, model, ref_model, reward_model, value_model, peft_config, value_peft_config)
         check_vocabularies(models, processing_class, self.tokens)
         self.policy_model, self.value_model, self.reward_model = models.policy, models.value_model, models.reward_model
         self.reference = models.reference

@@ -286,6 +286,31 @@ def test_a_named_adapter_is_saved_in_a_folder_of_its_name(make_trainer: MakeTrai
     assert not (tmp_path / "sft").exists()
 
 
+# ---- A value model with an adapter ----
+
+
+def test_of_the_value_model_only_adapter_and_head_train(make_trainer: MakeTrainer):
+    trainer = make_trainer(value_peft_config=lora(), **QUICK)
+    before = weights(trainer.value_model)
+
+    trainer.train()
+
+    moved = changed(before, trainer.value_model)
+    assert moved == {name for name in before if ".lora_" in name or "modules_to_save" in name}
+    assert len(moved) == 9 and any(name.endswith("score.modules_to_save.default.weight") for name in moved)
+
+
+def test_the_value_adapter_is_saved_by_itself_and_loads_onto_its_base(make_trainer: MakeTrainer):
+    trainer = make_trainer(value_peft_config=lora(), save_strategy="steps", save_steps=1, **QUICK)
+    trainer.train()
+
+    folder = Path(trainer.args.output_dir) / "checkpoint-3" / "value_model"
+    assert {path.name for path in folder.glob("*.safetensors")} == {"adapter_model.safetensors"}
+    loaded = peft.PeftModel.from_pretrained(tiny_scorer(seed=2), folder)
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, trainer.value_model.eval()(IDS).logits)
+
+
 # ---- Saving and resuming ----
 
 
@@ -316,8 +341,10 @@ def test_what_is_saved_is_an_adapter_that_loads_and_merges(make_trainer: MakeTra
         lambda: {"peft_config": lora(init_lora_weights=False, modules_to_save=["lm_head"])},
         lambda: {"model": trained_adapter()},
         lambda: {"model": two_adapters(), "model_adapter_name": "policy", "ref_adapter_name": "sft"},
+        lambda: {"value_peft_config": lora()},
+        lambda: {"peft_config": lora(), "value_peft_config": lora()},
     ],
-    ids=["new adapter", "trained adapter", "named adapters"],
+    ids=["new adapter", "trained adapter", "named adapters", "value adapter", "both adapters"],
 )
 def test_resuming_equals_a_run_that_was_never_stopped(make_trainer: MakeTrainer, tmp_path: Path, policy: Any):
     def make(name: str, **kwargs: Any) -> Any:
@@ -394,6 +421,12 @@ def test_a_quantized_base_with_an_adapter_and_a_frozen_quantized_reward_model_ca
     [
         (lambda: {"peft_config": {"r": 8}}, TypeError, "peft_config must be a peft.PeftConfig"),
         (lambda: {"model": trained_adapter(), "peft_config": lora()}, ValueError, "already a PeftModel"),
+        (lambda: {"value_peft_config": {"r": 8}}, TypeError, "value_peft_config must be a peft.PeftConfig"),
+        (
+            lambda: {"value_model": peft.get_peft_model(tiny_scorer(), lora()), "value_peft_config": lora()},
+            ValueError,
+            "value_model is already a PeftModel and value_peft_config is given too",
+        ),
         (lambda: {"model": trained_adapter(), "model_adapter_name": "other"}, ValueError, "'other' is no adapter"),
         (lambda: {"model": trained_adapter(), "ref_adapter_name": "other"}, ValueError, "'other' is no adapter"),
         (lambda: {"model_adapter_name": "policy"}, ValueError, "model is no PeftModel"),

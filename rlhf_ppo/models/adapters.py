@@ -1,13 +1,15 @@
-"""Adapters over the policy: a new one, a trained one, and what must hold for the base to be the reference."""
+"""Adapters over policy and value model: new ones, trained ones, and what must hold for the base as the reference."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from rlhf_ppo.models.heads import scalar_head
 from rlhf_ppo.models.inputs import is_peft_model, is_sharded, probe_ids
 
 
@@ -57,25 +59,50 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_is_r
         TypeError: `peft_config` is no `PeftConfig`.
         ValueError: There already is an adapter, the method is unsuitable, or the base would change.
     """
-    from peft import PeftConfig, get_peft_model
+    from peft import get_peft_model
 
-    if not isinstance(peft_config, PeftConfig):
-        raise TypeError(f"peft_config must be a peft.PeftConfig such as LoraConfig, got {type(peft_config).__name__}")
-    if is_peft_model(policy):
-        raise ValueError(
-            "model is already a PeftModel and peft_config is given too; call model.merge_and_unload() first, or leave "
-            "peft_config out to go on training the adapter"
-        )
-    if peft_config.is_prompt_learning:
-        raise ValueError(
-            f"peft_config is a {type(peft_config).__name__}; prompt learning changes the sequence itself; use "
-            "a method like LoRA"
-        )
+    _check_config(policy, peft_config, "model", "peft_config")
     before = None if is_sharded(policy) else _probe(policy)
     adapted = get_peft_model(cast(Any, policy), peft_config, adapter_name=name or "default")
     if base_is_reference:
         _check_base_stays(adapted, peft_config, before)
     return adapted
+
+
+def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
+    """Put a new adapter over the value model, and train its head along with it.
+
+    Args:
+        value_model: A model with a per-token scalar head.
+        peft_config: A `peft.PeftConfig`; the head is added to its `modules_to_save`.
+
+    Returns:
+        The value model as a `PeftModel`.
+
+    Raises:
+        TypeError: `peft_config` is no `PeftConfig`.
+        ValueError: There already is an adapter, or the method is unsuitable.
+    """
+    from peft import get_peft_model
+
+    _check_config(value_model, peft_config, "value_model", "value_peft_config")
+    head = scalar_head(value_model)
+    name = next(name for name, module in value_model.named_modules() if module is head)
+    modules = {name, *(getattr(peft_config, "modules_to_save", None) or ())}
+    return get_peft_model(cast(Any, value_model), dataclasses.replace(peft_config, modules_to_save=sorted(modules)))
+
+
+def load_adapter_weights(model: nn.Module, directory: str) -> None:
+    """Read the active adapter's weights, as `save_pretrained` wrote them, into a `PeftModel`.
+
+    Args:
+        model: The `PeftModel`.
+        directory: The directory that was given to `save_pretrained`.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    weights = load_peft_weights(adapter_directory(model, directory), device="cpu")
+    set_peft_model_state_dict(model, weights, adapter_name=cast(Any, model).active_adapter)
 
 
 def activate_adapter(policy: nn.Module, name: str | None) -> None:
@@ -92,6 +119,23 @@ def activate_adapter(policy: nn.Module, name: str | None) -> None:
     if name is not None and name not in adapters:
         raise ValueError(f"model_adapter_name={name!r} is no adapter of the policy, which has {adapters}")
     cast(Any, policy).set_adapter(cast(Any, policy).active_adapter if name is None else name)
+
+
+def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) -> None:
+    from peft import PeftConfig
+
+    if not isinstance(peft_config, PeftConfig):
+        raise TypeError(f"{argument} must be a peft.PeftConfig such as LoraConfig, got {type(peft_config).__name__}")
+    if is_peft_model(model):
+        raise ValueError(
+            f"{role} is already a PeftModel and {argument} is given too; call {role}.merge_and_unload() first, or "
+            f"leave {argument} out to go on training the adapter"
+        )
+    if peft_config.is_prompt_learning:
+        raise ValueError(
+            f"{argument} is a {type(peft_config).__name__}; prompt learning changes the sequence itself; use "
+            "a method like LoRA"
+        )
 
 
 def _check_base_stays(adapted: Any, peft_config: Any, before: Tensor | None) -> None:

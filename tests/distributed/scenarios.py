@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.batch import Prompts, Responses
@@ -34,25 +39,91 @@ class FixedResponses(PPOTrainer):
         return join_responses(prompts, torch.stack(rows), self.tokens.stop, self.tokens.pad)
 
 
+class DieAt(TrainerCallback):
+    """Ends every process the hard way before the update after `step`."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def make_trainer(
-    output_dir: str, models: str, trainer_class: type[PPOTrainer] = PPOTrainer, num_prompts: int = 32, **overrides: Any
+    output_dir: str,
+    models: str,
+    trainer_class: type[PPOTrainer] = PPOTrainer,
+    num_prompts: int = 32,
+    given: dict[str, Any] | None = None,
+    **overrides: Any,
 ) -> PPOTrainer:
-    """A tiny trainer for a few updates, on the models in the directories `policy` and `value_model`."""
+    """A tiny trainer for a few updates, on the models in the directories `policy` and `value_model`.
+
+    `given` are arguments of the trainer, `overrides` of its configuration.
+    """
     values: dict[str, Any] = {
         "output_dir": output_dir, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
         "num_ppo_epochs": 2, "num_mini_batches": 2, "max_steps": 3, "response_length": 8, "stop_token": "eos",
         "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
         "bf16": False, "gradient_checkpointing": False, "num_sample_generations": 0, "seed": 3, "ddp_backend": "gloo",
     }  # fmt: skip
-    return trainer_class(
-        args=PPOConfig(**{**values, **overrides}),
-        processing_class=conftest.make_tokenizer(),
-        model=f"{models}/policy",
-        value_model=f"{models}/value_model",
-        train_dataset=Dataset.from_list(conftest.prompt_rows(num_prompts)),
-        eval_dataset=Dataset.from_list(conftest.prompt_rows(6, seed=1)),
-        reward_funcs=conftest.count_w4,
+    arguments: dict[str, Any] = {
+        "model": f"{models}/policy",
+        "value_model": f"{models}/value_model",
+        "train_dataset": Dataset.from_list(conftest.prompt_rows(num_prompts)),
+        "eval_dataset": Dataset.from_list(conftest.prompt_rows(6, seed=1)),
+        "reward_funcs": conftest.count_w4,
+    }
+    args = PPOConfig(**{**values, **overrides})
+    return trainer_class(args=args, processing_class=conftest.make_tokenizer(), **{**arguments, **(given or {})})
+
+
+def lora() -> dict[str, Any]:
+    """An adapter for the policy and one for the value model."""
+    config = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    return {"peft_config": LoraConfig(**config), "value_peft_config": LoraConfig(**config)}
+
+
+def whole_parameters(trainer: PPOTrainer) -> dict[str, np.ndarray]:
+    """All parameters of both models, put together from all ranks; every rank calls this."""
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
+    return {name: value.float().cpu().numpy() for name, value in state.items()}
+
+
+def own_optimizer_state(trainer: PPOTrainer) -> list[np.ndarray]:
+    """This rank's share of the optimizer's moments and step counts."""
+    optimizer: Any = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    tensors = [value for state in optimizer.state.values() for _, value in sorted(state.items())]
+    return [(value.to_local() if hasattr(value, "to_local") else value).float().cpu().numpy() for value in tensors]
+
+
+def train_with_checkpoints(
+    output_dir: str,
+    models: str,
+    adapters: bool = False,
+    die_at: int | None = None,
+    resume: bool | str = False,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Train with a checkpoint at each update; return all that an exact continuation must give again."""
+    given: dict[str, Any] = {"callbacks": [] if die_at is None else [DieAt(die_at)], **(lora() if adapters else {})}
+    trainer = make_trainer(
+        output_dir,
+        models,
+        given=given,
+        **{"save_strategy": "steps", "save_steps": 1, "num_ppo_epochs": 1, **overrides},
     )
+    trainer.train(resume_from_checkpoint=resume)
+    return {
+        **launched_as(trainer),
+        "log": trainer.state.log_history,
+        "parameters": whole_parameters(trainer),
+        "optimizer": own_optimizer_state(trainer),
+        "random": torch.rand(4).numpy(),
+    }
 
 
 def train(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
@@ -60,8 +131,7 @@ def train(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
     trainer = make_trainer(output_dir, models, **overrides)
     trainer.train()
     trainer.save_model(f"{output_dir}/policy")
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
-    policy = {name: value.float().cpu().numpy() for name, value in state.items() if name.startswith("policy.")}
+    policy = {name: value for name, value in whole_parameters(trainer).items() if name.startswith("policy.")}
     return {**launched_as(trainer), "log": trainer.state.log_history, "policy": policy}
 
 
@@ -73,6 +143,4 @@ def one_step(output_dir: str, models: str, local_batch_size: int) -> dict[str, A
         whiten_rewards=True, missing_eos_penalty=1.0,
     )  # fmt: skip
     trainer.train()
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
-    parameters = {name: value.float().cpu().numpy() for name, value in state.items()}
-    return {**launched_as(trainer), "log": trainer.state.log_history, "parameters": parameters}
+    return {**launched_as(trainer), "log": trainer.state.log_history, "parameters": whole_parameters(trainer)}
