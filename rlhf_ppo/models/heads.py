@@ -83,7 +83,11 @@ def check_one_label(model: nn.Module, argument: str) -> None:
         raise ValueError(
             f"{argument} has num_labels={labels}; a {argument} gives one number per text: load it with "
             "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
-            + (f", or take one of its labels {list((base.config.id2label or {}).values())} with reward_head" if reward else "")
+            + (
+                f", or take one of its labels {list((base.config.id2label or {}).values())} with reward_head"
+                if reward
+                else ""
+            )
         )
 
 

@@ -1,4 +1,4 @@
-"""What reward functions log themselves, through `log_metric` and `log_extra` of GRPO's convention."""
+"""What is said about rewards: what functions log themselves (`log_metric`, `log_extra`), and what had no score."""
 
 from __future__ import annotations
 
@@ -6,7 +6,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
+from torch import Tensor
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class UnscoredResponses:
+    """Counts the responses that no reward source scored, and says so when their number has doubled.
+
+    Attributes:
+        total: How many there were.
+    """
+
+    total: int = 0
+
+    def count(self, scored: Tensor) -> None:
+        """Count those of one update.
+
+        Args:
+            scored: 1 for each response of all ranks that has a score, else 0, `(N,)`.
+        """
+        before, unscored = self.total, int((scored == 0).sum())
+        self.total += unscored
+        if self.total.bit_length() > before.bit_length():
+            logger.warning(
+                f"No reward scored {unscored} of {len(scored)} responses ({self.total} so far): all returned None. "
+                "They are left out of the losses."
+            )
 
 
 @dataclass
