@@ -124,10 +124,8 @@ class PPOTrainer(PPOSeams):
         check_vocabularies(models, processing_class, self.tokens)
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [reward.model for reward in rewards]
-        self.reward_model = next(iter(self.reward_models), None)
         self._max_positions = max_positions(models)
-        self._tokenizer = processing_class
-        self._config = args
+        self._tokenizer, self._config = processing_class, args
         train_dataset = self._prepared(train_dataset, "train_dataset")
         args.fill_derived(num_processes(args), length(train_dataset))  # again: long prompts were dropped
         use_one_device(args)
@@ -155,8 +153,12 @@ class PPOTrainer(PPOSeams):
             self._get_state,
             self._logged,
         )
-        self._sum = sum_over_ranks(self.accelerator)
-        self._gather = gather_over_ranks(self.accelerator)
+        self._sum, self._gather = sum_over_ranks(self.accelerator), gather_over_ranks(self.accelerator)
+
+    @property
+    def reward_model(self) -> nn.Module | None:
+        """The first reward model, under the name that TRL has for it."""
+        return next(iter(self.reward_models), None)
 
     # ---- The loop ----
 

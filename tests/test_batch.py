@@ -36,7 +36,8 @@ def per_token(offset: float = 0.0) -> Tensor:
 
 def experience() -> Experience:
     names = ("logprobs", "values", "advantages", "returns")
-    return responses(**{name: per_token(100 * index) for index, name in enumerate(names)})
+    scored = torch.tensor([True, True, False, True, False])
+    return responses(scored=scored, **{name: per_token(100 * index) for index, name in enumerate(names)})
 
 
 def rollout() -> Rollout:
@@ -44,7 +45,9 @@ def rollout() -> Rollout:
         stopped=torch.tensor([True, False, True, False, True]),
         **{name: per_token(100 * index) for index, name in enumerate(("logprobs", "ref_logprobs", "values"))},
         final_values=torch.arange(5.0),
+        scored=torch.tensor([True, True, False, True, False]),
         scores=torch.arange(5.0) + 10,
+        token_scores=per_token(300),
         scores_by_source={"a": torch.arange(5.0)},
     )
 
@@ -160,7 +163,7 @@ def order(batch: Experience, num_mini_batches: int, seed: int = 0, update: int =
 def wide_experience(rows: int) -> Experience:
     ids = 10 * torch.arange(rows)[:, None] + torch.arange(10)
     masks = torch.ones(rows, 10, dtype=torch.bool), torch.ones(rows, 6, dtype=torch.bool)
-    return Experience(ids, *masks, *(torch.zeros(rows, 6) for _ in range(4)))
+    return Experience(ids, *masks, torch.ones(rows).bool(), *(torch.zeros(rows, 6) for _ in range(4)))
 
 
 @pytest.mark.parametrize("num_mini_batches", [1, 2, 3, 12])
@@ -220,7 +223,10 @@ def test_padding_columns(mask: list[list[int]], columns: int) -> None:
     assert padding_columns(torch.tensor(mask, dtype=torch.bool)) == columns
 
 
-@pytest.mark.parametrize("name", ["logprobs", "ref_logprobs", "values", "stopped", "final_values", "scores"])
+@pytest.mark.parametrize(
+    "name",
+    ["logprobs", "ref_logprobs", "values", "stopped", "final_values", "scored", "scores", "token_scores"],
+)
 def test_every_shape_of_a_rollout_is_checked(name: str) -> None:
     whole = rollout()
     with pytest.raises(ValueError, match=rf"{name} has shape \("):
@@ -240,3 +246,11 @@ def test_a_response_mask_that_leaves_no_prompt_is_an_error() -> None:
         Responses(torch.ones(2, 3), mask, mask)
     with pytest.raises(ValueError, match=r"response_mask .* does not fit query_responses"):
         Responses(torch.ones(2, 3), mask, mask[:1, :2])
+
+
+def test_the_loss_mask_leaves_out_what_nothing_scored_however_rows_are_cut() -> None:
+    whole = experience()
+    assert whole.loss_mask.sum(dim=1).tolist() == [3, 1, 0, 2, 0]
+    assert rollout().loss_mask.equal(whole.loss_mask)
+    assert [part.loss_mask.sum(dim=1).tolist() for part in whole.parts(2)] == [[3, 1], [0, 2], [0]]
+    assert whole[torch.tensor([3, 2])].loss_mask.sum(dim=1).tolist() == [2, 0]

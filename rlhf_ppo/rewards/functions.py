@@ -159,15 +159,15 @@ def check_scores(returned: Any, name: str, lengths: Sequence[int]) -> Tensor:
             f"the reward function {name!r} returned {returned!r:.60} ({type(returned).__name__}): "
             f"return a list of {len(lengths)} numbers, one per completion"
         )
-    values = [_plain(value) for value in values]
+    values = list(values)
     if len(values) != len(lengths):
         raise ValueError(
             f"the reward function {name!r} returned {len(values)} rewards for {len(lengths)} completions: "
             "return one per completion, None where it has none to give"
         )
     first = next((value for value in values if value is not None), None)
-    if isinstance(first, list | tuple):
-        return _per_token(values, name, lengths)
+    if isinstance(_plain(first), list | tuple):
+        return _per_token([_plain(value) for value in values], name, lengths)
     return torch.tensor([_as_float(value, name, f"row {row}") for row, value in enumerate(values)])
 
 

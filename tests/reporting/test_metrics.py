@@ -36,7 +36,9 @@ def rollout(**overrides: Any) -> Rollout:
         "ref_logprobs": torch.zeros(3, 3),
         "values": torch.zeros(3, 3),
         "final_values": torch.zeros(3),
+        "scored": torch.tensor([True, True, True]),
         "scores": torch.tensor([1.0, 5.0, 3.0]),
+        "token_scores": torch.zeros(3, 3),
         "scores_by_source": {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([0.0, 3.0, NAN])},
     }
     return Rollout(**{**values, **overrides})
@@ -58,6 +60,7 @@ def test_episode_columns_by_hand() -> None:
         "non_score_reward": [-0.04, -0.03, -0.1],
         "length": [2.0, 3.0, 1.0],
         "stopped": [1.0, 0.0, 1.0],
+        "scored": [1.0, 1.0, 1.0],
         "rewards/a": [1.0, 2.0, 3.0],
         "rewards/b": [0.0, 3.0, NAN],
     }
@@ -88,11 +91,25 @@ def test_rollout_metrics_by_hand() -> None:
 
 
 def test_a_source_that_scored_one_row_or_none() -> None:
-    """The mean over nothing is not a number; the deviation of one number is 0."""
+    """There is no mean over nothing; the deviation of one number is 0."""
     one = rollout_metrics(columns() | {"rewards/b": torch.tensor([NAN, 4.0, NAN])})
     assert (one["rewards/b/mean"], one["rewards/b/std"]) == (4, 0)
     none = rollout_metrics(columns() | {"rewards/b": torch.full((3,), NAN)})
-    assert np.isnan(none["rewards/b/mean"]) and none["rewards/b/std"] == 0
+    assert none.keys() == one.keys() - {"rewards/b/mean", "rewards/b/std"}
+
+
+def test_responses_that_nothing_scored_are_left_out_of_the_objective_alone() -> None:
+    some = rollout_metrics(columns() | {"scored": torch.tensor([1.0, 0.0, 1.0])})
+    expected = {"kl": 0.7, "entropy": 3, "non_score_reward": -0.07, "scores": 2, "rlhf_reward": 1.93}
+    assert {key: some[f"objective/{key}"] for key in expected} == pytest.approx(expected, rel=1e-6)
+    every = rollout_metrics(columns())
+    assert all(some[key] == every[key] for key in every if not key.startswith("objective/"))
+    none = rollout_metrics(columns() | {"scored": torch.zeros(3)})
+    assert none == {key: value for key, value in every.items() if not key.startswith("objective/")}
+    assert evaluation_metrics(columns() | {"scored": torch.zeros(3)}, "eval").keys() == {
+        "eval_response_length_mean", "eval_ended_frac", "eval_rewards/a/mean", "eval_rewards/a/std",
+        "eval_rewards/b/mean", "eval_rewards/b/std",
+    }  # fmt: skip
 
 
 def test_evaluation_metrics_have_the_prefix_and_the_training_figures() -> None:
@@ -122,15 +139,18 @@ def test_all_columns_are_gathered_in_one_exchange() -> None:
 # ---- Updates ----
 
 
-def micro_batch(mask: list[list[int]], seed: int) -> tuple[Experience, PolicyAndValueOutput, PolicyLoss, ValueLoss]:
-    """Random figures on real tokens, NaN elsewhere."""
+def micro_batch(
+    mask: list[list[int]], seed: int, unscored: int = 0
+) -> tuple[Experience, PolicyAndValueOutput, PolicyLoss, ValueLoss]:
+    """Random figures on real tokens, NaN elsewhere; the last `unscored` rows have no score."""
     real, random = torch.tensor(mask, dtype=torch.bool), torch.Generator().manual_seed(seed)
 
     def figures() -> Tensor:
         return torch.rand(real.shape, generator=random).masked_fill(~real, NAN)
 
     attention_mask = torch.cat((torch.ones(len(mask), 1, dtype=torch.bool), real), dim=1)
-    part = Experience(attention_mask.long(), attention_mask, real, *(figures() for _ in range(4)))
+    scored = torch.arange(len(mask)) < len(mask) - unscored
+    part = Experience(attention_mask.long(), attention_mask, real, scored, *(figures() for _ in range(4)))
     output = PolicyAndValueOutput(figures(), figures(), figures(), torch.zeros(len(mask)))
     clipped = [torch.rand(real.shape, generator=random) > 0.5 for _ in range(2)]
     return part, output, PolicyLoss(figures(), figures(), clipped[0]), ValueLoss(figures(), clipped[1])

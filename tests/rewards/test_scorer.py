@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 class Fixed:
-    def __init__(self, name: str, scores: Sequence[float]) -> None:
+    def __init__(self, name: str, scores: Sequence[Any]) -> None:
         self.name, self.scores = name, torch.tensor(scores, dtype=torch.float64, requires_grad=True)
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
@@ -44,10 +44,50 @@ def test_weights_default_to_one_and_may_be_zero_or_negative() -> None:
     assert Scorer([a], None)(make_batch()).total.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_row_that_nobody_scored_is_an_error_naming_it() -> None:
+def test_a_row_that_nobody_scored_is_marked() -> None:
     a, b = Fixed("a", [1.0, NAN, 3.0]), Fixed("b", [NAN, NAN, 3.0])
-    with pytest.raises(ValueError, match=r"no reward scored row 1.*\['a', 'b'\].*'answer': 'y'"):
-        Scorer([a, b], None)(make_batch(answer=["x", "y", "z"]))
+    scores = Scorer([a, b], None)(make_batch())
+    assert scores.scored.tolist() == [True, False, True]
+    assert scores.final.tolist() == [1.0, 0.0, 6.0]
+    assert scores.total.tolist() == pytest.approx([1.0, NAN, 6.0], nan_ok=True)
+
+
+def test_rewards_per_token_are_added_token_by_token_beside_the_scores() -> None:
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool()
+    ids = torch.full((3, 4), 3)
+    batch = ScoringBatch(ids, torch.ones(3, 4).bool(), mask, {})
+    a, b = Fixed("a", [1.0, NAN, NAN]), Fixed("b", [[1.0, 2.0], [4.0, 99.0], [NAN, NAN]])
+    c = Fixed("c", [[0.5, 0.25], [NAN, NAN], [NAN, NAN]])
+    scores = Scorer([a, b, c], {"c": 2.0, "b": -1.0, "a": 10.0})(batch)
+    assert scores.per_token.tolist() == [[-1 + 1.0, -2 + 0.5], [-4.0, 0.0], [0.0, 0.0]]
+    assert scores.final.tolist() == [10.0, 0.0, 0.0]
+    assert scores.scored.tolist() == [True, True, False]
+    assert scores.by_source["b"].tolist() == pytest.approx([3.0, 4.0, NAN], nan_ok=True)
+    assert scores.by_source["c"].tolist() == pytest.approx([0.75, NAN, NAN], nan_ok=True)
+    assert scores.total.tolist() == pytest.approx([8.5, -4.0, NAN], nan_ok=True)
+
+
+def test_weights_by_name() -> None:
+    sources = [Fixed("a", [1.0]), Fixed("b", [10.0]), Fixed("a", [100.0])]
+    assert Scorer(sources, {"a_2": 3.0, "a": 1.0, "b": 2.0})(make_batch(1)).total.tolist() == [321.0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        (
+            {"a": 1.0, "correctnes": 1.0},
+            r"names 'correctnes', but the rewards are \['a', 'correctness'\]; did you mean 'c",
+        ),
+        ({"a": 1.0, "correctness": 1.0, "zzz": 0.0}, r"names 'zzz', but the rewards are \['a', 'correctness'\]$"),
+        ({"a": 1.0}, r"no weight for \['correctness'\]"),
+        ({}, r"no weight for \['a', 'correctness'\]"),
+        ({"a": 1.0, "correctness": NAN}, "every weight must be finite"),
+    ],
+)
+def test_a_misspelt_or_missing_weight_is_an_error_naming_it(weights: dict[str, float], says: str) -> None:
+    with pytest.raises(ValueError, match=f"reward_weights.*{says}"):
+        Scorer([Fixed("a", []), Fixed("correctness", [])], weights)
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], []])
@@ -80,7 +120,7 @@ def test_sources_of_one_name_are_told_apart_and_keep_their_weights() -> None:
 
 
 def test_a_source_of_another_shape_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match=r"'short' has shape \(2,\), expected \(3,\)"):
+    with pytest.raises(ValueError, match=r"'short' has shape \(2,\), expected \(3,\), or \(3, 2\)"):
         Scorer([Fixed("a", [1.0, 2.0, 3.0]), Fixed("short", [1.0, 2.0])], None)(make_batch())
 
 
@@ -125,7 +165,27 @@ def test_the_note_of_a_failing_async_function_survives(tokenizer: PreTrainedToke
     source = RewardFunction(broken, tokenizer, TrainerState)
     with pytest.raises(RuntimeError, match="no answer") as error:
         Scorer([source], None)(make_batch())
-    assert error.value.__notes__ == ["raised by the reward function 'broken'"]
+    assert error.value.__notes__ == ["raised by the reward function 'broken', given the rows 0 to 2"]
+
+
+def test_slow_sources_run_between_start_and_the_call_and_are_asked_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    entered, go_on, calls = threading.Event(), threading.Event(), []
+
+    async def slow(completions: list[str]) -> list[float]:
+        calls.append(len(completions))
+        entered.set()
+        while not go_on.is_set():
+            await asyncio.sleep(0.001)
+        return [5.0] * len(completions)
+
+    scorer, batch, other = Scorer([RewardFunction(slow, tokenizer, TrainerState)]), make_batch(3), make_batch(2)
+    scorer.start(batch)
+    assert entered.wait(timeout=30)  # it runs while nobody waits for it
+    go_on.set()
+    assert scorer(batch).total.tolist() == [5.0] * 3 and calls == [3]
+    scorer.start(batch)
+    assert scorer(other).total.tolist() == [5.0] * 2 and calls == [3, 3, 2]  # another batch's answers are not taken
+    assert scorer(batch).total.tolist() == [5.0] * 3 and calls == [3, 3, 2, 3]
 
 
 def test_the_batch_checks_its_shapes() -> None:
