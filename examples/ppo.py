@@ -13,7 +13,7 @@ python examples/ppo.py \
     --reward_model_path EleutherAI/pythia-1b-deduped \
     --missing_eos_penalty 1.0
 
-accelerate launch --config_file accelerate_configs/zero3.yaml \
+accelerate launch --config_file accelerate_configs/deepspeed_zero3.yaml \
     examples/ppo.py \
     --dataset_name trl-internal-testing/descriptiveness-sentiment-trl-style \
     --dataset_train_split descriptiveness \

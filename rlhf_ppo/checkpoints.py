@@ -64,6 +64,8 @@ class Progress:
         last_logged_step: Update at which the last log was written.
         pending_metrics: Metrics of the updates since the last log.
         score_moments: Fields of the `ScoreMoments` that `score_scaling` divides by.
+        batch_size: Episodes of an update, on all ranks.
+        num_processes: Number of processes of the run.
     """
 
     episode: int = 0
@@ -73,6 +75,8 @@ class Progress:
     last_logged_step: int = 0
     pending_metrics: list[dict[str, float]] = field(default_factory=list)
     score_moments: dict[str, float] = field(default_factory=dict)
+    batch_size: int = 0
+    num_processes: int = 0
 
     def save(self, directory: str) -> None:
         """Write `ppo_state.json`."""
@@ -82,6 +86,32 @@ class Progress:
     def load(cls, directory: str) -> Self:
         """Read `ppo_state.json`."""
         return cls(**json.loads(Path(directory, PROGRESS_NAME).read_text(encoding="utf-8")))
+
+
+def check_same_split(progress: Progress, batch_size: int, num_processes: int, is_deepspeed: bool) -> None:
+    """Check that a checkpoint can go on with this number of processes.
+
+    Args:
+        progress: The checkpoint's.
+        batch_size: Episodes of an update now, on all ranks.
+        num_processes: Number of processes now.
+        is_deepspeed: Whether DeepSpeed holds the optimizer, whose state it has split among the processes.
+
+    Raises:
+        ValueError: The prompts could not go on where they were, or the optimizer's state cannot be split anew.
+    """
+    if progress.batch_size != batch_size:
+        raise ValueError(
+            f"the checkpoint is of a run with batch_size={progress.batch_size} episodes per update, but with "
+            f"{num_processes} processes it is {batch_size} now: choose per_device_train_batch_size and "
+            f"gradient_accumulation_steps so that, times {num_processes} processes, they give {progress.batch_size}"
+        )
+    if is_deepspeed and progress.num_processes != num_processes:
+        raise ValueError(
+            f"the checkpoint is of {progress.num_processes} processes, but there are {num_processes} now, and "
+            f"DeepSpeed cannot split its optimizer state anew: start {progress.num_processes} processes, or start a "
+            "new run from the checkpoint with model=<checkpoint> and value_model=<checkpoint>/value_model"
+        )
 
 
 def start_checkpoint(directory: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from rlhf_ppo.models.inputs import is_sharded
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 
 T = TypeVar("T")
@@ -46,6 +49,30 @@ def gather_over_ranks(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
     return gather
 
 
+@contextmanager
+def failing_together(accelerator: Accelerator) -> Iterator[None]:
+    """Run a block of each rank's own work; an error on one rank is raised on all, which would else wait forever.
+
+    Args:
+        accelerator: Knows the process group; with one process nothing is exchanged.
+
+    Raises:
+        RuntimeError: Another rank failed; the message tells which, and its error.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    if accelerator.num_processes > 1:
+        text = None if own is None else f"{type(own).__name__}: {own}"
+        for rank, other in enumerate(gather_object([text])):
+            if own is None and other is not None:
+                raise RuntimeError(f"rank {rank} failed: {other}")
+    if own is not None:
+        raise own
+
+
 def zero_stage(accelerator: Accelerator) -> int | None:
     """Return the stage of DeepSpeed ZeRO, or None without DeepSpeed."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
@@ -73,7 +100,7 @@ def on_whole_policy(model: nn.Module, accelerator: Accelerator, gather: bool, fu
         What the function returned.
     """
     policy = cast(PolicyAndValue, accelerator.unwrap_model(model, keep_torch_compile=False)).policy
-    if zero_stage(accelerator) == 3 and gather:
+    if zero_stage(accelerator) == 3 and gather and is_sharded(policy):
         return _with_gathered(model, policy, function)
     if isinstance(model, FSDPModule):
         return _with_unsharded(model, function)

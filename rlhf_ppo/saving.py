@@ -72,6 +72,8 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
             self._progress.loss = float(self._tr_loss)
             self._progress.last_logged_step = self._globalstep_last_logged
             self._progress.pending_metrics = self._window.updates
+            self._progress.batch_size = cast(int, self.args.batch_size)
+            self._progress.num_processes = self.accelerator.num_processes
             self._progress.save(directory)
             self.create_model_card()
         self.accelerator.wait_for_everyone()

@@ -11,23 +11,25 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from accelerate import PartialState, skip_first_batches
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, set_seed
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers.optimization import GreedyLR
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.batch import Prompts
-from rlhf_ppo.checkpoints import PPOTrainerState, Progress
+from rlhf_ppo.checkpoints import PPOTrainerState, Progress, check_same_split
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.models.inputs import drop_foreign_padding
+from rlhf_ppo.models.inputs import drop_foreign_padding, gathered
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.reproducibility import isolated_rng
@@ -46,11 +48,15 @@ class PPOSeams(SavesPolicyAndValue):
         self._num_response_tokens = 0
         self._updates_per_epoch = 1
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        if plugin is not None and "scheduler" in plugin.deepspeed_config:
+        if plugin is None:
+            return
+        if "scheduler" in plugin.deepspeed_config:
             raise ValueError(
                 "the DeepSpeed configuration has a `scheduler`, which DeepSpeed would step at every optimizer step; "
                 "remove it and set lr_scheduler_type and warmup_steps, which count PPO updates"
             )
+        if plugin.zero_stage == 3:  # or save_model could not write what from_pretrained reads
+            plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
 
     # ---- Data ----
 
@@ -126,7 +132,15 @@ class PPOSeams(SavesPolicyAndValue):
         super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        self._progress = Progress() if resume_from_checkpoint is None else Progress.load(resume_from_checkpoint)
+        self._progress = Progress()
+        if resume_from_checkpoint is not None:
+            self._progress = Progress.load(resume_from_checkpoint)
+            check_same_split(
+                self._progress,
+                cast(int, self.args.batch_size),
+                self.accelerator.num_processes,
+                self.accelerator.distributed_type == DistributedType.DEEPSPEED,
+            )
         self._window = MetricWindow(self._progress.pending_metrics)
         self.state = PPOTrainerState.of(self.state, self._progress.episode)
         skipped = 0 if self.args.ignore_data_skip else self._progress.batches_in_epoch
@@ -138,6 +152,13 @@ class PPOSeams(SavesPolicyAndValue):
             mode = "max" if self.args.greater_is_better else "min"
             self.args.lr_scheduler_kwargs = {"mode": mode} | cast(dict, self.args.lr_scheduler_kwargs or {})
         return super().create_scheduler(num_training_steps, optimizer)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Go on with each rank's random numbers; with another number of processes, with new ones for each."""
+        if checkpoint is not None and self._progress.num_processes != self.accelerator.num_processes:
+            set_seed(self.args.seed + self.state.global_step, device_specific=True)
+        else:
+            super()._load_rng_state(checkpoint)
 
     # ---- The loop's bookkeeping ----
 
@@ -260,6 +281,16 @@ class PPOSeams(SavesPolicyAndValue):
 
     def _fire(self, event: str) -> None:
         self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
+
+    @contextmanager
+    def _runnable_model(self) -> Iterator[torch.nn.Module]:
+        """Give the prepared model, or, before training, the plain one with all its parameters on this device."""
+        model = cast(torch.nn.Module, self.model_wrapped)
+        if isinstance(model, PolicyAndValue) and not isinstance(model, FSDPModule):
+            with gathered(model.parameters()):
+                yield model.to(self.args.device)
+        else:
+            yield model
 
     def _autocast(self) -> AbstractContextManager[None]:
         return self.accelerator.autocast()

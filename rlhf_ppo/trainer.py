@@ -33,7 +33,7 @@ from rlhf_ppo.assembly import (
 from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import PromptCollator, check_lengths
-from rlhf_ppo.distributed import gather_over_ranks, on_whole_policy, place_frozen, sum_over_ranks
+from rlhf_ppo.distributed import failing_together, gather_over_ranks, on_whole_policy, place_frozen, sum_over_ranks
 from rlhf_ppo.evaluation.completions import print_table, report_table, sample_rows, table_of
 from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
 from rlhf_ppo.generation.sequences import contains_token, join_responses
@@ -52,6 +52,7 @@ from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
 from rlhf_ppo.rewards.shaping import ScoreMoments, judge_missing_eos, shape_scores, whole_scores
 from rlhf_ppo.seams import PPOSeams, length, num_processes
+from rlhf_ppo.termination import StopsOnSigterm
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -154,6 +155,8 @@ class PPOTrainer(PPOSeams):
             self._logged,
         )
         self._sum, self._gather = sum_over_ranks(self.accelerator), gather_over_ranks(self.accelerator)
+        self._sigterm = StopsOnSigterm(self._sum)
+        self.add_callback(self._sigterm)
 
     @property
     def reward_model(self) -> nn.Module | None:
@@ -168,7 +171,7 @@ class PPOTrainer(PPOSeams):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Run PPO.
+        """Run PPO. After SIGTERM the current update is finished, a checkpoint saved, and training ends.
 
         Args:
             resume_from_checkpoint: A checkpoint's directory; True for the newest whole one in `output_dir`; None for
@@ -184,7 +187,8 @@ class PPOTrainer(PPOSeams):
         """
         checkpoint = self._resolve_checkpoint(resume_from_checkpoint)
         set_seed(self.args.seed, device_specific=True)
-        return super().train(checkpoint, trial, ignore_keys_for_eval)
+        with self._sigterm.listening():
+            return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def _inner_training_loop(
         self,
@@ -306,7 +310,8 @@ class PPOTrainer(PPOSeams):
         Returns:
             Weighted sums and each source's scores.
         """
-        return self.scorer(_scoring_batch(responses, prompts))
+        with failing_together(self.accelerator):
+            return self.scorer(_scoring_batch(responses, prompts))
 
     def _in_passes(self, responses: Responses, forward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Call `forward` on a few rows at a time, trimmed, and put the `(b, T')` or `(b,)` results together."""
@@ -486,12 +491,10 @@ class PPOTrainer(PPOSeams):
         """Collect a rollout for every batch of `dataloader`, with its own random numbers, the same at every call."""
         args = self.args
         parts: list[dict[str, Tensor]] = []
-        with isolated_rng(args.seed):
+        with isolated_rng(args.seed), self._runnable_model() as model:
             self.callback_handler.eval_dataloader = cast(Any, dataloader)
             for batch in dataloader:
-                rollout = self.collect_rollout(
-                    cast(nn.Module, self.model_wrapped), Prompts.from_collated(batch, args.device)
-                )
+                rollout = self.collect_rollout(model, Prompts.from_collated(batch, args.device))
                 scores = judge_missing_eos(rollout.scores, rollout, args) + rollout.token_scores.sum(dim=1)
                 kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
                 kl = kl.masked_fill(~rollout.response_mask, 0.0)
@@ -518,8 +521,7 @@ class PPOTrainer(PPOSeams):
         if self.eval_dataset is None:
             return None
         rows: list[dict[str, Any]] = []
-        model = cast(nn.Module, self.model_wrapped)
-        with isolated_rng(self.args.seed):
+        with isolated_rng(self.args.seed), self._runnable_model() as model:
             for batch in self._evaluation_batches():
                 prompts = Prompts.from_collated(batch, self.args.device)
                 responses = self._generate(model, prompts, greedy_config(self.args, self.tokens.stop))

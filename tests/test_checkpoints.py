@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pickle
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.checkpoints import last_whole_checkpoint, what_is_missing
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK, DieAt, RunDied, assert_identical, parameters
+from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]
 SAVING: dict[str, Any] = {**QUICK, "total_episodes": 4, "save_strategy": "steps", "save_steps": 1}
@@ -394,3 +395,35 @@ def test_train_end_leaves_config_as_it_was(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**QUICK, callbacks=[SeesCache()], gradient_checkpointing=True)
     trainer.train()
     assert trainer.model.policy.config.use_cache is True
+
+
+class DiskIsFullAfter(TrainerCallback):
+    """From the checkpoint of `step` on no file may grow beyond a few bytes."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_loadable(
+    make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = {**QUICK, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    whole = make_trainer(**run, output_dir="whole")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    stopped = make_trainer(**run, output_dir="stopped", callbacks=[DiskIsFullAfter(2)])
+    try:
+        with pytest.raises(Exception, match=r"(?i)file too large|os error 27|errno 27"):
+            stopped.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert last_whole_checkpoint("stopped") == "stopped/checkpoint-2"
+    resumed = make_trainer(**run, output_dir="stopped")
+    resumed.train(resume_from_checkpoint=True)
+    whole.train()
+    assert_identical(end_of_run(resumed), end_of_run(whole))

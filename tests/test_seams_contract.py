@@ -19,6 +19,7 @@ FILES = [PACKAGE / name for name in ("trainer.py", "seams.py", "saving.py")]
 
 # Trainer's methods that the package calls or overrides: their parameters, in order.
 METHODS: dict[str, tuple[str, ...]] = {
+    "add_callback": ("callback",),
     "_clip_grad_norm": ("model",),
     "_evaluate": ("trial", "ignore_keys_for_eval", "skip_scheduler"),
     "_finalize_training": ("trial", "num_train_samples", "start_time"),

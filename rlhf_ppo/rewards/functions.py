@@ -83,7 +83,13 @@ class RewardFunction:
 
     def submit(self, batch: ScoringBatch) -> Future[Tensor]:
         """Start an async function and return its future, so that several can run side by side."""
-        return asyncio.run_coroutine_threadsafe(self._score_async(batch, self.arguments(batch)), _event_loop())
+        try:
+            arguments = self.arguments(batch)
+        except Exception as error:  # raised where the scores are collected, like every other error
+            failed: Future[Tensor] = Future()
+            failed.set_exception(error)
+            return failed
+        return asyncio.run_coroutine_threadsafe(self._score_async(batch, arguments), _event_loop())
 
     async def _score_async(self, batch: ScoringBatch, arguments: Mapping[str, Any]) -> Tensor:
         with _naming(self.name, len(batch)):

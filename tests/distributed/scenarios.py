@@ -104,16 +104,17 @@ def train_with_checkpoints(
     output_dir: str,
     models: str,
     adapters: bool = False,
+    fixed_responses: bool = False,
     die_at: int | None = None,
     resume: bool | str = False,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Train with a checkpoint at each update; return all that an exact continuation must give again."""
-    given: dict[str, Any] = {"callbacks": [] if die_at is None else [DieAt(die_at)], **(lora() if adapters else {})}
     trainer = make_trainer(
         output_dir,
         models,
-        given=given,
+        FixedResponses if fixed_responses else PPOTrainer,
+        given={"callbacks": [] if die_at is None else [DieAt(die_at)], **(lora() if adapters else {})},
         **{"save_strategy": "steps", "save_steps": 1, "num_ppo_epochs": 1, **overrides},
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -144,3 +145,60 @@ def one_step(output_dir: str, models: str, local_batch_size: int) -> dict[str, A
     )  # fmt: skip
     trainer.train()
     return {**launched_as(trainer), "log": trainer.state.log_history, "parameters": whole_parameters(trainer)}
+
+
+def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
+    """Evaluate, then train on a reward model, with the reference and the value model made by the trainer."""
+    given = {"reward_model": f"{models}/reward_model", "value_model": None, "reward_funcs": None}
+    trainer = make_trainer(output_dir, models, given=given, **overrides)
+    before = trainer.evaluate()
+    trainer.train()
+    frozen = [*trainer.reward_model.parameters(), *trainer.reference.model.parameters()]
+    return {
+        **launched_as(trainer),
+        "before": before,
+        "log": trainer.state.log_history,
+        "frozen_numbers_here": sum(own_numbers(parameter) for parameter in frozen),
+    }
+
+
+def own_numbers(parameter: Any) -> int:
+    """How many numbers of a parameter this rank holds."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor.numel()
+    return (parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel()
+
+
+def reward_function_fails_on_one_rank(output_dir: str, models: str) -> str:
+    """Train with a reward function that raises in the second update of rank 1; return this rank's error."""
+    trainer = make_trainer(output_dir, models)
+
+    def count_or_fail(**kwargs: Any) -> list[float]:
+        if trainer.args.process_index == 1 and trainer.state.global_step == 1:
+            raise ZeroDivisionError("no such luck")
+        return conftest.count_w4(**kwargs)
+
+    trainer.scorer = make_trainer(output_dir, models, given={"reward_funcs": count_or_fail}).scorer
+    try:
+        trainer.train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class SigtermAt(TrainerCallback):
+    """Sends SIGTERM to one rank in the update after `step`."""
+
+    def __init__(self, step: int, rank: int) -> None:
+        self.step, self.rank = step, rank
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and args.process_index == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_until_sigterm(output_dir: str, models: str) -> dict[str, Any]:
+    """Rank 1 receives SIGTERM in the second of three updates."""
+    trainer = make_trainer(output_dir, models, given={"callbacks": [SigtermAt(1, rank=1)]}, num_ppo_epochs=1)
+    trainer.train()
+    return {**launched_as(trainer), "global_step": trainer.state.global_step}

@@ -1,0 +1,61 @@
+"""Frozen models are sharded like the trained ones, and score as they do whole; errors reach every rank."""
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from tests.conftest import tiny_policy, tiny_scorer
+from tests.distributed import processes
+from tests.distributed.test_launchers import LAUNCHERS, numbers
+
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    tiny_policy().save_pretrained(folder / "policy")
+    tiny_scorer(seed=2).save_pretrained(folder / "value_model")
+    tiny_scorer(seed=5).save_pretrained(folder / "reward_model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ddp(models, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("ddp"))
+    return processes.run("multi_gpu", "train_with_reward_model", output_dir=folder, models=str(models))
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [
+        ("deepspeed_zero3", {}),
+        ("deepspeed_zero3", {"ds3_gather_for_generation": False}),
+        ("fsdp2", {}),
+    ],
+    ids=["ZeRO-3", "ZeRO-3 that gathers layer by layer", "FSDP2"],
+)
+def test_frozen_models_are_sharded_and_give_the_same_numbers(config, arguments, models, ddp, tmp_path):
+    ranks = processes.run(config, "train_with_reward_model", output_dir=str(tmp_path), models=str(models), **arguments)
+
+    assert [(rank["num_processes"], rank["zero_stage"]) for rank in ranks] == [(2, LAUNCHERS[config][1])] * 2
+    whole = sum(value.numel() for value in tiny_policy().parameters())
+    whole += sum(
+        value.numel()
+        for value in AutoModelForSequenceClassification.from_pretrained(models / "reward_model").parameters()
+    )
+    assert ddp[0]["frozen_numbers_here"] == whole
+    here = [rank["frozen_numbers_here"] for rank in ranks]
+    assert sum(here) >= whole and max(here) < 0.55 * whole  # padding comes to the halves
+    for ours, theirs in zip(numbers(ranks[0]["log"]), numbers(ddp[0]["log"]), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    for name in ("eval_score", "eval_kl", "eval_response_length_mean"):
+        assert ranks[0]["before"][name] == pytest.approx(ddp[0]["before"][name], rel=1e-4, abs=1e-5)
+
+
+def test_an_error_of_one_ranks_reward_function_is_raised_on_all(models, tmp_path):
+    errors = processes.run(
+        "multi_gpu", "reward_function_fails_on_one_rank", output_dir=str(tmp_path), models=str(models), timeout=60
+    )
+
+    assert errors[1] == "ZeroDivisionError: no such luck"
+    assert errors[0] == "RuntimeError: rank 1 failed: ZeroDivisionError: no such luck"
