@@ -20,8 +20,8 @@ _NUMBER = re.compile(
 def final_answer(text: str) -> str:
     r"""Return the answer that a text announces last, or the whole text where it announces none.
 
-    Announced is what stands behind `####`, "the answer is" or "Answer:" up to the end of the line, and the content of
-    `\boxed{}`.
+    Announced is what stands behind `####`, "the answer is" or "Answer:" up to the end of the line, without the
+    asterisks of bold type, and the content of `\boxed{}`.
     """
     boxed = text.rfind(_BOXED)
     marked = [match.end() for match in MARKERS.finditer(text)]
@@ -29,7 +29,7 @@ def final_answer(text: str) -> str:
         return _braced(text[boxed + len(_BOXED) :]).strip()
     if not marked:
         return text.strip()
-    return text[marked[-1] :].lstrip().lstrip("* ").split("\n")[0].strip()
+    return text[marked[-1] :].lstrip("* \t\n").split("\n")[0].rstrip("* \t")
 
 
 def same_text(answer: str, reference: str) -> bool:
@@ -38,13 +38,17 @@ def same_text(answer: str, reference: str) -> bool:
 
 
 def same_number(answer: str, reference: str) -> bool:
-    """Tell whether two texts end in the same number, to one part in a million.
+    """Tell whether two texts end in the same number; fractions to one part in a million, whole numbers exactly.
 
     A number may have thousands separators, a sign, a currency before it and units behind it; `3/4` is 0.75. It is the
     first one of an announced answer (behind its last `=`, if there is one), or else the last one of the text.
     """
     given, wanted = final_number(answer), final_number(reference)
-    return given is not None and wanted is not None and math.isclose(given, wanted, rel_tol=1e-6, abs_tol=1e-9)
+    if given is None or wanted is None:
+        return False
+    if given.is_integer() and wanted.is_integer():
+        return given == wanted  # one part in a million would let 1,000,001 pass for 1,000,000
+    return math.isclose(given, wanted, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def final_number(text: str) -> float | None:

@@ -75,10 +75,17 @@ class Length:
 
     Attributes:
         unit: Number of words that are worth 1.
+
+    Raises:
+        ValueError: `unit` is not above 0.
     """
 
     __name__: ClassVar[str] = "length"
     unit: int = 100
+
+    def __post_init__(self) -> None:
+        if not self.unit > 0:
+            raise ValueError(f"length: unit={self.unit!r} must be above 0")
 
     def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
         """Score every response, at least 0."""
@@ -108,8 +115,8 @@ class Correctness:
     def __post_init__(self) -> None:
         if self.mode not in _AGREE:
             raise ValueError(f"correctness: mode={self.mode!r} must be one of {list(_AGREE)}")
-        if self.mode == "math" and importlib.util.find_spec("math_verify") is None:
-            raise ImportError("correctness: mode='math' needs the package math-verify; pip install math-verify")
+        if self.mode == "math":
+            _require_math_verify("correctness: mode='math'")
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Score every response.
@@ -164,14 +171,15 @@ class Keyword:
         keywords: The keywords.
 
     Raises:
-        ValueError: They are one text, or there is none.
+        ValueError: They are one text, there is none, or one is empty or no text.
     """
 
     __name__: ClassVar[str] = "keyword"
     keywords: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.keywords, str) or not self.keywords:
+        is_list = isinstance(self.keywords, Sequence) and not isinstance(self.keywords, str)
+        if not is_list or not self.keywords or not all(isinstance(word, str) and word for word in self.keywords):
             raise ValueError(f"keyword: keywords={self.keywords!r} must be a list of texts, such as ['yes']")
 
     def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
@@ -227,6 +235,8 @@ TRL_REWARDS: tuple[str, ...] = (
 )
 """The rewards of `trl.rewards`; those that begin with `get_` take settings. Older versions of TRL have fewer."""
 
+_COMPARING = ("accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward")
+
 
 def builtin_reward(name: str, **settings: Any) -> Callable[..., Any]:
     """Make a reward function by name.
@@ -240,6 +250,7 @@ def builtin_reward(name: str, **settings: Any) -> Callable[..., Any]:
 
     Raises:
         ValueError: There is no such reward, or it has no such setting.
+        ImportError: The reward needs math-verify, which is not installed.
     """
     if name not in BUILTIN_REWARDS and name not in TRL_REWARDS:
         raise ValueError(f"there is no reward {name!r}; choose one of {[*BUILTIN_REWARDS, *TRL_REWARDS]}")
@@ -259,6 +270,7 @@ class TrlReward:
     Raises:
         ValueError: The installed TRL has no such reward.
         TypeError: It does not take these settings.
+        ImportError: The reward compares answers, and math-verify is not installed.
     """
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
@@ -266,11 +278,14 @@ class TrlReward:
 
         if not hasattr(trl.rewards, name):
             raise ValueError(f"the installed version of TRL has no trl.rewards.{name}; update it")
+        if name in _COMPARING:
+            _require_math_verify(f"trl.rewards.{name}")
         self.name, self.settings = name, settings
         found = getattr(trl.rewards, name)
         is_factory = name.startswith("get_")
         self._call = found(**settings) if is_factory else functools.partial(found, **_accepted(found, settings))
         self.__name__ = cast(Any, self._call).__name__ if is_factory else name
+        self.__signature__ = inspect.signature(self._call)  # the columns that it requires
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, self.settings)
@@ -295,6 +310,11 @@ def prompt_text(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     return "".join(f"{message['role'].capitalize()}: {message['content']}\n\n" for message in prompt)
+
+
+def _require_math_verify(what: str) -> None:
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError(f"{what} needs the package math-verify; pip install math-verify")
 
 
 def _num_words(text: str) -> int:
@@ -326,6 +346,6 @@ _AGREE: dict[str, Callable[[str, str], bool]] = {
 def _accepted(function: Callable[..., Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings; a TypeError if one is no parameter with a default, which columns would fill."""
     known = {p.name for p in inspect.signature(function).parameters.values() if p.default is not p.empty}
-    if unknown := settings.keys() - known - {"log_extra"}:
+    if unknown := settings.keys() - (known - {"log_extra"}):
         raise TypeError(f"it takes no {sorted(unknown)}")
     return settings

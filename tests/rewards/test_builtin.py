@@ -1,0 +1,205 @@
+"""Rewards by name: every equation by hand, the answers of real problems, and what TRL's own say."""
+
+import importlib.util
+import inspect
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase, TrainerState
+
+from rlhf_ppo.rewards import RewardFunction, ScoringBatch
+from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
+from rlhf_ppo.rewards.functions import function_name
+
+HAS_MATH_VERIFY = importlib.util.find_spec("math_verify") is not None
+WORDS_60 = " ".join(["word"] * 60)
+
+
+def joined(prompt: str, generated: str, full_text: str) -> float:
+    """For `custom`: a number that tells its three texts apart."""
+    return len(prompt) + 10 * len(generated) + 100 * (full_text == prompt + generated)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {"keyword": {"keywords": ["yes", "no"]}, "custom": {"function": joined}}
+TRL_SETTINGS: dict[str, dict[str, Any]] = {
+    "get_cosine_scaled_reward": {"max_len": 10},
+    "get_soft_overlong_punishment": {"max_completion_len": 6, "soft_punish_cache": 4},
+}
+
+
+def score(name: str, *texts: str, columns: dict[str, list[Any]] | None = None, **settings: Any) -> list[float | None]:
+    prompts = ["prompt"] * len(texts)
+    return builtin_reward(name, **settings)(prompts=prompts, completions=list(texts), **columns or {})
+
+
+def test_the_documented_names_exist() -> None:
+    assert list(BUILTIN_REWARDS) == [
+        *["default", "length_penalty", "length", "correctness", "formatting", "keyword", "custom"]
+    ]
+
+
+def test_length_penalty_is_a_hundredth_per_word_beyond_fifty() -> None:
+    assert score("length_penalty", "a b", " ".join(["w"] * 50), WORDS_60, "") == pytest.approx([0, 0, -0.1, 0])
+    assert score("length_penalty", "a b  c\nd", max_words=1, penalty=0.5) == [-1.5]
+
+
+def test_default_adds_half_for_a_sentence_that_ends() -> None:
+    assert score("default", "Hi", "Hi.", "Hi! Hi?", "?", WORDS_60 + ".") == pytest.approx([0, 0.5, 0.5, 0.5, 0.4])
+    assert score("default", "one two.", max_words=1, penalty=1.0, bonus=3.0) == [2.0]
+
+
+def test_length_is_a_hundredth_per_word() -> None:
+    assert score("length", WORDS_60, "") == pytest.approx([0.6, 0.0])
+    assert score("length", "a b c", unit=2) == [1.5]
+
+
+def test_formatting_finds_an_announced_answer_or_a_pattern() -> None:
+    assert score("formatting", "Answer: 5", "#### 5", r"\boxed{5}", "answer 5", "boxed{5}") == [1, 1, 1, 0, 0]
+    assert score("formatting", "<a>x</a>", "<a>x", pattern=r"<a>.*</a>") == [1, 0]
+
+
+def test_keyword_counts_each_keyword_once() -> None:
+    assert score("keyword", "yes yes", "yes, no", "Yes", "", keywords=["yes", "no"]) == [1, 2, 0, 0]
+
+
+def test_custom_gets_prompt_response_and_both() -> None:
+    assert score("custom", "ab", "", function=joined) == [6 + 20 + 100, 6 + 100]
+    conversation = [[{"role": "user", "content": "Hi"}]]  # "User: Hi\n\n" has 10 characters
+    response = [[{"role": "assistant", "content": "abc"}]]
+    assert builtin_reward("custom", function=joined)(prompts=conversation, completions=response) == [10 + 30 + 100]
+
+
+ANSWERS = {
+    "auto": [("#### 72", "72", 1), ("It is 72 clips.", "#### 72", 1), ("71", "72", 0), ("Paris.", "paris", 1)],
+    "exact": [("72.0", "72", 0), ("The answer is Paris", "Paris", 1), ("Paris, France", "Paris", 0)],
+    "numeric": [("72.0", "72 clips", 1), ("3/4", "0.75", 1), ("$1,200", "1200", 1), ("none", "none", 0)],
+}
+
+
+@pytest.mark.parametrize("mode", ANSWERS)
+def test_correctness_compares_the_answers_that_texts_end_in(mode: str) -> None:
+    texts, wanted, expected = (list(column) for column in zip(*ANSWERS[mode], strict=True))
+    assert score("correctness", *texts, columns={"answer": wanted}, mode=mode) == expected
+
+
+def test_correctness_reads_the_column_answer_then_solution_or_the_one_given() -> None:
+    columns = {"solution": ["2"], "other": [3]}
+    assert score("correctness", "1", columns={"answer": ["1"], **columns}) == [1]
+    assert score("correctness", "1", "2", columns={"solution": ["2", "2"]}) == [0, 1]
+    assert score("correctness", "3", columns={"answer": ["1"], **columns}, column="other") == [1]
+    assert score("correctness", "3", "4", columns={"answer": [None, 4]}) == [None, 1]
+
+
+def test_correctness_of_real_solutions(shared_data: Path) -> None:
+    lines = (shared_data / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()[::10]
+    gold = [json.loads(line)["answer"] for line in lines]
+    steps, answers = zip(*(text.rsplit("#### ", 1) for text in gold), strict=True)
+    wrong = [f"{text}#### {int(answer.replace(',', '')) + 1:,}" for text, answer in zip(steps, answers, strict=True)]
+
+    for mode in ("auto", "numeric", "exact"):
+        assert score("correctness", *gold, columns={"answer": gold}, mode=mode) == [1.0] * len(gold)
+        assert score("correctness", *wrong, columns={"answer": gold}, mode=mode) == [0.0] * len(gold)
+    assert score("correctness", *answers, columns={"answer": gold}) == [1.0] * len(gold)
+
+
+def test_math_mode_needs_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("trl.rewards.accuracy_rewards")  # which looks for the package once, at its import
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ImportError, match=r"correctness: mode='math' needs .*pip install math-verify"):
+        builtin_reward("correctness", mode="math")
+    with pytest.raises(ImportError, match=r"trl.rewards.accuracy_reward needs .*pip install math-verify"):
+        builtin_reward("accuracy_reward")
+
+
+@pytest.mark.skipif(not HAS_MATH_VERIFY, reason="math-verify is not installed")
+def test_math_mode_compares_expressions() -> None:
+    texts = [r"so \boxed{\frac{2}{4}}", r"\boxed{x^2 + 2x + 1}", r"$\frac{1}{3}$", "I do not know"]
+    wanted = [r"\frac{1}{2}", "(x+1)^2", "0.5", "7"]
+    assert score("correctness", *texts, columns={"answer": wanted}, mode="math") == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("name", BUILTIN_REWARDS)
+def test_builtins_are_picklable_and_named(name: str) -> None:
+    reward = builtin_reward(name, **SETTINGS.get(name, {}))
+    again = pickle.loads(pickle.dumps(reward))
+
+    arguments = {"prompts": ["p"], "completions": ["yes. #### 3"], "answer": ["3"]}
+    assert again(**arguments) == reward(**arguments)
+    assert function_name(again) == function_name(reward) == name
+
+
+@pytest.mark.parametrize("name", TRL_REWARDS)
+def test_trl_rewards_score_texts_as_trl_scores_messages(name: str) -> None:
+    rewards = pytest.importorskip("trl.rewards")
+    if not hasattr(rewards, name):
+        pytest.skip("this version of TRL does not have it")
+    if "accuracy" in name or "cosine" in name:
+        pytest.importorskip("math_verify")
+    settings = TRL_SETTINGS.get(name, {})
+    theirs = getattr(rewards, name)(**settings) if name.startswith("get_") else getattr(rewards, name)
+    texts = [r"<think>hm</think> \boxed{3}", "a b c a b c a b c", r"\boxed{4}"]
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    columns = {"completion_ids": [[1] * 3, [1] * 5, [1] * 9], "solution": [r"\boxed{3}"] * 3}
+
+    ours = pickle.loads(pickle.dumps(builtin_reward(name, **settings)))
+    expected = theirs(completions=messages, **columns)
+    assert ours(completions=texts, **columns) == ours(completions=messages, **columns) == expected
+    assert len(set(expected)) > 1, "an example that the reward tells apart"
+    assert function_name(ours) == theirs.__name__
+
+
+def one_row(**columns: list[Any]) -> ScoringBatch:
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    return ScoringBatch(torch.tensor([[5, 6, 7]]), mask, mask[:, :2], columns)
+
+
+def test_the_column_that_a_trl_reward_lacks_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
+    reward = builtin_reward("get_soft_overlong_punishment", max_completion_len=3, soft_punish_cache=2)
+    source = RewardFunction(reward, tokenizer, TrainerState)
+    assert source(one_row()).tolist() == [-0.5]  # 2 tokens: (3 - 2 - 2) / 2
+
+    assert "completion_ids" in inspect.signature(reward).parameters
+
+    pytest.importorskip("math_verify")
+    with pytest.raises(ValueError, match=r"'accuracy_reward' requires the arguments \['solution'\]"):
+        RewardFunction(builtin_reward("accuracy_reward"), tokenizer, TrainerState)(one_row(answer=["5"]))
+
+
+def only_one(prompt: str) -> float:
+    return 0.0
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "unknown": (
+        lambda: builtin_reward("corectness"),
+        ValueError,
+        r"no reward 'corectness'; choose one of \[",
+    ),
+    "setting": (lambda: builtin_reward("length", units=3), ValueError, r"'length' .*\{'units': 3\}.*units"),
+    "mode": (lambda: builtin_reward("correctness", mode="fuzzy"), ValueError, r"mode='fuzzy' must be one of \['auto'"),
+    "unit": (lambda: builtin_reward("length", unit=0), ValueError, "unit=0 must be above 0"),
+    "pattern": (lambda: builtin_reward("formatting", pattern="("), ValueError, r"pattern='\(' is no regular"),
+    "no_keywords": (lambda: builtin_reward("keyword"), ValueError, r"keywords=\(\) must be a list"),
+    "keyword_text": (lambda: builtin_reward("keyword", keywords="yes"), ValueError, "keywords='yes' must be a list"),
+    "keyword_number": (lambda: builtin_reward("keyword", keywords=["a", 1]), ValueError, r"keywords=\['a', 1\]"),
+    "keyword_empty": (lambda: builtin_reward("keyword", keywords=[""]), ValueError, r"keywords=\[''\]"),
+    "custom": (lambda: builtin_reward("custom", function=only_one), ValueError, "`prompt`, `generated`"),
+    "custom_text": (lambda: builtin_reward("custom", function="f"), ValueError, "function='f' must take"),
+    "trl": (lambda: builtin_reward("think_format_reward", tag="x"), ValueError, r"takes no \['tag'\]"),
+    "trl_factory": (lambda: builtin_reward("get_soft_overlong_punishment"), ValueError, "max_completion_len"),
+    "column": (lambda: score("correctness", "1"), ValueError, "no column 'answer' or 'solution'"),
+    "own_column": (lambda: score("correctness", "1", column="gold"), ValueError, "no column 'gold'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named(mistake: str) -> None:
+    make, kind, message = MISTAKES[mistake]
+    with pytest.raises(kind, match=message):
+        make()
