@@ -114,7 +114,7 @@ class PPOTrainer(PPOSeams):
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
         value_peft_config: PeftConfig | None = None,
     ) -> None:
-        self._functions = resolve_rewards(reward_funcs)
+        self._functions = functions = resolve_rewards(reward_funcs)
         self._logged, self._unscored = LoggedByFunctions(), UnscoredResponses()
         check_given(args, train_dataset, has_reward=reward_model is not None or bool(self._functions))
         self.tokens = special_tokens(args, processing_class)
@@ -145,14 +145,7 @@ class PPOTrainer(PPOSeams):
         if self.reference.model is not None:
             self.reference.model = place_frozen(self.reference.model, self.accelerator)
         self.scorer = make_scorer(
-            args,
-            rewards,
-            self._functions,
-            processing_class,
-            self.tokens,
-            self.accelerator,
-            self._get_state,
-            self._logged,
+            args, rewards, functions, processing_class, self.tokens, self.accelerator, self._get_state, self._logged
         )
         self._sum, self._gather = sum_over_ranks(self.accelerator), gather_over_ranks(self.accelerator)
         self._sigterm = StopsOnSigterm(self._sum)
