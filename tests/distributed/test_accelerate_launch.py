@@ -58,7 +58,7 @@ def start(config, local, output_dir, options, rank=0, num_machines=1, port=0):
     script = f"""--dataset_name {folder}/prompts.jsonl --sft_model_path {stories} --model_name_or_path {stories}
         --reward_model_path {folder}/reward --output_dir {output_dir} --missing_eos_penalty 1.0 --response_length 8
         --bf16 False --gradient_checkpointing False --report_to none --num_sample_generations 0
-        {'' if config == 'single_gpu' else '--ddp_backend gloo'} {options}"""
+        {"" if config == "single_gpu" else "--ddp_backend gloo"} {options}"""
     paths = [str(ROOT / "tests" / "distributed" / "on_cpu"), str(ROOT)]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
