@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rlhf_ppo.models.inputs import disable_dropout, freeze, no_split_modules, transformers_model
+from rlhf_ppo.models.inputs import disable_dropout, no_split_modules, transformers_model
 
 
 class Frozen(nn.Module):
@@ -20,7 +20,7 @@ class Frozen(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         disable_dropout(model)
-        self.model = freeze(model)
+        self.model = model.requires_grad_(False)
         self.eval()
 
     @property
