@@ -329,15 +329,12 @@ class PPOTrainer(PPOSeams):
             reward scored are masked out.
         """
         args, mask = self.args, rollout.loss_mask
-        scores = self._paid_scores(rollout)
-        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
-        kl = kl.masked_fill(~rollout.response_mask, 0.0)
-        non_score_reward, rewards = token_rewards(kl, scores, rollout.response_mask, args.kl_coef)
+        rewards, columns = self._rewards_of(rollout)
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False, reduce_sum=self._sum)
         cut = rollout.final_values.masked_fill(rollout.stopped, 0.0) if args.bootstrap_truncated else None
         advantages, returns = gae(rewards, rollout.values, mask, args.gamma, args.lam, cut)
-        columns = gather_columns(episode_columns(rollout, scores, kl, non_score_reward), self._gather)
+        columns = gather_columns(columns, self._gather)
         warn_of_unscored(columns["scores"])
         self._metrics |= rollout_metrics(columns) | self._metrics_of_reward_functions()
         self._metrics["val/explained_variance"] = float(explained_variance(rollout.values, returns, mask, self._sum))
@@ -354,12 +351,16 @@ class PPOTrainer(PPOSeams):
             loss_mask=mask,
         )
 
-    def _paid_scores(self, rollout: Rollout) -> Tensor:
-        """Clip the scores first, so that the missing-EOS penalty or score counts in full."""
+    def _rewards_of(self, rollout: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return per-token rewards `(B, T)` and what they are made of, one number per episode, for the metrics."""
         args = self.args
-        scores = clip_scores(rollout.scores, args.score_clip)
+        scores = clip_scores(rollout.scores, args.score_clip)  # first, so that the missing-EOS penalty counts in full
         scores = penalize_missing_eos(scores, rollout.stopped, args.missing_eos_penalty)
-        return replace_missing_eos(scores, rollout.stopped, args.missing_eos_score)
+        scores = replace_missing_eos(scores, rollout.stopped, args.missing_eos_score)
+        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
+        kl = kl.masked_fill(~rollout.response_mask, 0.0)
+        non_score_reward, rewards = token_rewards(kl, scores, rollout.response_mask, args.kl_coef)
+        return rewards, episode_columns(rollout, scores, kl, non_score_reward)
 
     # ---- Learning ----
 
@@ -484,10 +485,7 @@ class PPOTrainer(PPOSeams):
             self.callback_handler.eval_dataloader = cast(Any, dataloader)
             for batch in dataloader:
                 rollout = self.collect_rollout(model, Prompts.from_collated(batch, args.device))
-                scores = self._paid_scores(rollout)
-                kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
-                kl = kl.masked_fill(~rollout.response_mask, 0.0)
-                columns = episode_columns(rollout, scores, kl, -args.kl_coef * kl)
+                _, columns = self._rewards_of(rollout)
                 parts.append(gather_columns(columns, cast(Any, self.accelerator.gather_for_metrics)))
                 self._fire("on_prediction_step")
         self._timer.drain()
