@@ -27,7 +27,7 @@ LAUNCHED = {  # what each configuration must be seen as from inside, with two pr
 DOCUMENTED_FOR_ZERO3 = """--num_ppo_epochs 1 --num_mini_batches 1 --per_device_train_batch_size 1
     --gradient_accumulation_steps 16 --local_rollout_forward_batch_size 1"""
 
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
 
 def test_every_configuration_is_launched():

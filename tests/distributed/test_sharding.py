@@ -3,20 +3,12 @@
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from tests.conftest import tiny_policy, tiny_scorer
+from tests.conftest import tiny_policy
 from tests.distributed import processes
-from tests.distributed.test_launchers import LAUNCHERS, numbers
+from tests.distributed.comparing import numbers
+from tests.distributed.processes import LAUNCHERS
 
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    tiny_policy().save_pretrained(folder / "policy")
-    tiny_scorer(seed=2).save_pretrained(folder / "value_model")
-    tiny_scorer(seed=5).save_pretrained(folder / "reward_model")
-    return folder
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
