@@ -18,6 +18,7 @@ from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.inputs import is_peft_model, transformers_model
 from rlhf_ppo.models.loading import (
+    check_runs_on,
     check_value_model,
     load_policy,
     load_scalar_model,
@@ -143,10 +144,13 @@ def assemble_models(
     policy = load_policy(model, "model")
     reference_model = None if ref_model is None else load_policy(ref_model, "ref_model")
     scorer_model = None if reward_model is None else load_scalar_model(reward_model, "reward_model")
-    if value_model is None:
+    critic = None if value_model is None else load_scalar_model(value_model, "value_model")
+    loaded = {"model": policy, "ref_model": reference_model, "reward_model": scorer_model, "value_model": critic}
+    for name, module in loaded.items():
+        if module is not None:
+            check_runs_on(module, name, args.device)
+    if critic is None:
         critic = make_value_model(policy, scorer_model)
-    else:
-        critic = load_scalar_model(value_model, "value_model")
     check_value_model(critic)
     if value_peft_config is not None:
         critic = add_value_adapter(critic, value_peft_config)

@@ -79,7 +79,8 @@ def assert_loads_as_trained(whole, adapter, folder, models):
     assert not np.allclose(whole[0]["logits"], adapter[0]["logits"], atol=1e-3)
     for name, logits in loaded.items():
         trained = whole if name == "whole" else adapter
-        np.testing.assert_allclose(logits, trained[0]["logits"], rtol=0, atol=1e-6, err_msg=name)
+        rounding = 1e-5 if name == "merged" else 1e-6  # merged, the sum of two products is another one
+        np.testing.assert_allclose(logits, trained[0]["logits"], rtol=0, atol=rounding, err_msg=name)
 
 
 def test_ranks_sample_different_responses_from_shared_weights(ddp):
@@ -91,8 +92,21 @@ def test_ranks_sample_different_responses_from_shared_weights(ddp):
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])
 def test_ranks_share_the_prompts_of_an_epoch(strategy, models, tmp_path):
     """Each prompt goes to one rank, once an epoch: the ranks must agree on the order."""
-    run = {"output_dir": str(tmp_path), "models": str(models), "train_sampling_strategy": strategy}
-    one, other = (rank["seen"] for rank in processes.run("multi_gpu", "see_prompts", **run))
+    one, other = seen(models, tmp_path, train_sampling_strategy=strategy)
     for epoch in (slice(0, 8), slice(8, 16)):
         assert sorted(one[epoch] + other[epoch]) == list(range(3, 19))
     assert one[:8] != one[8:]
+
+
+def test_ranks_share_the_prompts_of_a_stream(models, tmp_path):
+    one, other = seen(models, tmp_path, stream=True)
+    assert len(one) == len(other) == 16
+    for epoch in (slice(0, 8), slice(8, 16)):
+        assert sorted(one[epoch] + other[epoch]) == list(range(3, 19))
+
+
+def seen(models, folder, **arguments):
+    """The first token of each prompt that each rank was given in two passes over 16 prompts."""
+    ranks = processes.run("multi_gpu", "see_prompts", output_dir=str(folder), models=str(models), **arguments)
+    assert [rank["num_processes"] for rank in ranks] == [2, 2]
+    return [rank["seen"] for rank in ranks]

@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from tests.distributed import processes
 from tests.distributed.comparing import assert_same_end, updates
@@ -28,10 +29,20 @@ def test_a_killed_run_ends_like_one_that_was_not(config, models, tmp_path):
         config, [call("full", False, resume=True), call("LoRA", True, die_at=1)], last_is_killed=True
     )
     assert checkpoints(tmp_path / "LoRA") == {"checkpoint-1"}
-    ((resumed_adapters),) = processes.run_all(config, [call("LoRA", True, resume=True)])
+    (resumed_adapters,) = processes.run_all(config, [call("LoRA", True, resume=True)])
 
     assert_same_end(resumed, whole)
     assert_same_end(resumed_adapters, whole_adapters)
+    if config.startswith("deepspeed"):
+        names = stored_by_deepspeed(tmp_path / "LoRA" / "checkpoint-1")
+        assert names and all("lora_" in name or "modules_to_save" in name for name in names)
+
+
+def stored_by_deepspeed(checkpoint):
+    """Names of the parameters in DeepSpeed's own file of the modules."""
+    path = sorted(checkpoint.glob("global_step*/*model_states.pt"))[0]
+    state = torch.load(path, weights_only=False)
+    return {*state["module"], *(state["frozen_param_fragments"] or ())}
 
 
 def checkpoints(folder):
