@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from typing import Any
 
@@ -230,6 +231,33 @@ def train_until_sigterm(output_dir: str, models: str) -> dict[str, Any]:
     trainer = make_trainer(output_dir, models, given={"callbacks": [SigtermAt(1, rank=1)]}, num_ppo_epochs=1)
     trainer.train()
     return {**launched_as(trainer), "global_step": trainer.state.global_step}
+
+
+class DiskIsFullAfter(TrainerCallback):
+    """After the checkpoint of `step` no file of one rank may grow beyond a few bytes."""
+
+    def __init__(self, step: int, rank: int) -> None:
+        self.step, self.rank = step, rank
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and args.process_index == self.rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+
+
+def train_until_the_disk_is_full(output_dir: str, models: str, rank: int) -> str:
+    """One rank cannot write its part of the second checkpoint; return each rank's error."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        trainer = make_trainer(
+            output_dir, models, given={"callbacks": [DiskIsFullAfter(1, rank)]}, num_ppo_epochs=1,
+            save_strategy="steps", save_steps=1,
+        )  # fmt: skip
+        trainer.train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "no error"
 
 
 def error_of(scenario: str, **arguments: Any) -> str:

@@ -1,11 +1,13 @@
 """Two processes are killed and resumed: the end is that of a run that was never stopped, bit for bit."""
 
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
 
+from rlhf_ppo.checkpoints import last_whole_checkpoint
 from tests.distributed import processes
 from tests.distributed.comparing import assert_same_end, updates
 from tests.distributed.processes import LAUNCHERS
@@ -64,6 +66,16 @@ def test_sigterm_to_one_rank_saves_a_checkpoint_from_which_the_run_goes_on(model
     assert checkpoints(tmp_path / "stopped") == {"checkpoint-2"}
     resumed = processes.run("multi_gpu", "train_with_checkpoints", resume=True, **stopping)
     assert_same_end(resumed, whole)
+
+
+@pytest.mark.parametrize(("config", "rank"), [("multi_gpu", 0), ("deepspeed_zero2", 1)])
+def test_one_ranks_full_disk_ends_all_and_leaves_the_previous_checkpoint(config, rank, models, tmp_path):
+    run = {"output_dir": str(tmp_path), "models": str(models), "rank": rank}
+    errors = processes.run(config, "train_until_the_disk_is_full", timeout=60, **run)
+
+    assert "no error" not in errors
+    assert re.search("File too large|unexpected pos", errors[rank])
+    assert last_whole_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-1")
 
 
 @pytest.mark.parametrize("config", ["multi_gpu", "fsdp2"])
