@@ -158,7 +158,12 @@ def test_a_rank_that_dies_stops_all_of_them(long_run):
 
 
 def test_sigterm_to_the_launcher_saves_a_checkpoint_and_the_script_comes_to_its_end(long_run, local, tmp_path):
-    """The launcher passes the signal on, waits for its processes, and then ends with an error of its own."""
+    """The launcher passes the signal on, waits for its processes, and then ends with an error of its own.
+
+    As under a scheduler that signals every process of a job, the ranks have had the signal before.
+    """
+    for rank in range(2):
+        os.kill(_process_of_rank(long_run.pid, rank), signal.SIGTERM)
     long_run.terminate()
     output, _ = long_run.communicate(timeout=60)
     assert long_run.returncode == 1 and "SignalException" in output
