@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
-from rlhf_ppo.distributed import place_frozen
+from rlhf_ppo.distributed import failing_together, place_frozen
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.models.inputs import is_peft_model, transformers_model
@@ -315,6 +315,7 @@ def make_scorer(
             lambda: accelerator.autocast(),
             None if reward.tokenizer is None else Retokenizer(tokenizer, reward.tokenizer, tokens.end),
             positions(reward.model),
+            lambda: failing_together(accelerator),
         )
         for reward in rewards
     ]

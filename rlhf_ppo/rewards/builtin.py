@@ -325,7 +325,7 @@ def _math_verified(answer: str, reference: str) -> bool:
     import math_verify  # pyright: ignore[reportMissingImports]
 
     # Its time limits are signals, which only a program's main thread may set; responses are short.
-    parse = functools.partial(math_verify.parse, parsing_timeout=None)
+    parse = functools.partial(cast(Any, math_verify.parse), parsing_timeout=None)
     wanted = parse(f"${final}$") if (final := answers.final_answer(reference)) else []
     return bool(math_verify.verify(wanted, parse(answer), timeout_seconds=None))
 
