@@ -177,22 +177,6 @@ def two_updates_of_scaled_rewards(output_dir: str, models: str, local_batch_size
     }
 
 
-def reward_model_reads_too_long_a_text_on_one_rank(output_dir: str, models: str) -> str:
-    """Under ZeRO-3 all ranks enter the reward model's passes together; one has a row that it cannot read."""
-    trainer = make_trainer(
-        output_dir, models,
-        given={"reward_model": f"{models}/reward_model", "reward_processing_classes": conftest.make_tokenizer(),
-               "reward_funcs": None},
-    )  # fmt: skip
-    source = trainer.scorer.sources["reward_model"]
-    source.max_positions = 2 if trainer.args.process_index == 1 else None
-    try:
-        trainer.train()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
     """Evaluate, then train on a reward model, with the reference and the value model made by the trainer."""
     given = {"reward_model": f"{models}/reward_model", "value_model": None, "reward_funcs": None}
