@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -109,6 +110,13 @@ class PreferenceReward:
                 "for each, -1 or None where it has none"
             )
         return [_verdict(value, self.__name__) for value in verdicts]
+
+
+def opponent_of(function: Callable[..., Any]) -> str | None:
+    """Return the opponent that a reward function has its responses compared with, or None."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "opponent", None)
 
 
 class RewardModelJudge:
