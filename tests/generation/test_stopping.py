@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo import PPOConfig
 from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
 from rlhf_ppo.generation.sequences import ended, join_responses
 from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_engine import count_calls, prompts, scripted_policy
+from tests.runs import record_rollouts
 
 MakeArgs = Callable[..., PPOConfig]
 CORPUS = [
@@ -234,19 +235,6 @@ def test_sampling_draws_the_same_tokens_as_without(make_args: MakeArgs) -> None:
 # ---- In the trainer ----
 
 
-def recording(trainer: PPOTrainer) -> list[Any]:
-    """Collect the rollouts that a trainer makes."""
-    rollouts: list[Any] = []
-    collect = trainer.collect_rollout
-
-    def collect_rollout(*args: Any) -> Any:
-        rollouts.append(collect(*args))
-        return rollouts[-1]
-
-    trainer.collect_rollout = collect_rollout  # pyright: ignore[reportAttributeAccessIssue]
-    return rollouts
-
-
 STOPS = ("w4", "w11", "w20", "w7")
 
 
@@ -264,7 +252,7 @@ def test_a_run_with_stop_strings(make_trainer: Any, padding_side: str, stop_toke
         total_episodes=8,
         eval_dataset=[{"input_ids": [5, 7]}] * 4,  # the prompt ends with w4
     )
-    rollouts = recording(trainer)
+    rollouts = record_rollouts(trainer)
 
     trainer.train()
 
