@@ -68,7 +68,7 @@ define make_venv
 	@test -n "$(PYTHON_BASE)" || { echo "No Python >= 3.11 with venv found; name one with PYTHON_BASE=..."; exit 1; }
 	$(PYTHON_BASE) -m venv $(1)
 	$(1)/bin/python -m pip install --quiet --no-compile -c $(2) torch
-	$(1)/bin/python -m pip install --quiet --no-compile -c $(2) -e ".[$(3),deepspeed,peft,wandb]"
+	$(1)/bin/python -m pip install --quiet --no-compile -c $(2) -e ".[$(3),deepspeed,math,peft,wandb]"
 	@touch $@
 endef
 
