@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,10 +54,12 @@ class StopStrings:
         Returns:
             Number of tokens up to and including that one, or None if there is none.
         """
-        if not self.are_in([ids])[0]:
-            return None
-        # What a text holds it keeps as it grows, so the lengths that hold a stop string begin at one.
-        return bisect.bisect_left(range(len(ids)), True, lo=1, key=lambda n: self.are_in([ids[:n]])[0])
+        # Token by token: a text may lose what it held, where bytes that follow make a character invalid.
+        return next((n for n in range(1, len(ids) + 1) if self._completed_by_last(ids[:n])), None)
+
+    def _completed_by_last(self, ids: Sequence[int]) -> bool:
+        # Only the whole response decides: the first token of a tail may decode to another text than it has inside.
+        return self.are_in([ids[-self.num_tail_tokens :]])[0] and self.are_in([ids])[0]
 
     def mask(self, responses: Tensor) -> Tensor:
         """Mark each response's tokens up to and including the first that completes a stop string.
