@@ -46,6 +46,10 @@ def logs_more(log_metric: Any, completion_ids: list[list[int]], **columns: Any) 
     return [float(ids[0] % 5) for ids in completion_ids]
 
 
+def some_rows(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
+    return [None if ids[0] % 5 == 0 else float(ids[0] % 7) for ids in completion_ids]
+
+
 SAMPLED = {"eval_strategy": "steps", "eval_steps": 2, "num_sample_generations": 4}
 PLATEAU = {
     "lr_scheduler_type": "reduce_lr_on_plateau",
@@ -79,6 +83,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, int]]] = {
     "with prompts grouped by length": ({"train_sampling_strategy": "group_by_length"}, ("on_step_begin", 3)),
     "with a seed for the data": ({"data_seed": 11}, ("on_step_begin", 3)),
     "counting input tokens": ({"include_num_input_tokens_seen": "non_padding"}, ("on_step_begin", 2)),
+    "with scores scaled by all before": (
+        {"reward_funcs": some_rows, "score_scaling": True, "score_clip": 1.5},
+        ("on_step_begin", 2),
+    ),
     "with a plateau schedule": (PLATEAU, ("on_step_begin", 2)),
 }
 

@@ -73,7 +73,7 @@ def check_one_label(model: nn.Module, argument: str) -> None:
         ValueError: It has several labels, or it is no sequence-classification model.
     """
     base = transformers_model(model)
-    labels = getattr(base.config, "num_labels", None)
+    labels, reward = getattr(base.config, "num_labels", None), argument.startswith("reward_model")
     if base.get_output_embeddings() is not None and scalar_head(model) is None:
         raise ValueError(
             f"{argument} is a {type(base).__name__}, a language model without a scalar head; load it with "
@@ -83,6 +83,11 @@ def check_one_label(model: nn.Module, argument: str) -> None:
         raise ValueError(
             f"{argument} has num_labels={labels}; a {argument} gives one number per text: load it with "
             "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
+            + (
+                f", or take one of its labels {list((base.config.id2label or {}).values())} with reward_head"
+                if reward
+                else ""
+            )
         )
 
 
