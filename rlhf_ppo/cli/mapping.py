@@ -167,7 +167,7 @@ def explained(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     try:
         return make(**arguments)
     except (TypeError, ValueError) as error:
-        set_by = {new: old for old, new in {**TRAINING, **PPO, "rl_mini_batch_size": "num_mini_batches"}.items()}
+        set_by = {new: old for old, new in {**TRAINING, **PPO}.items()}
         flags = [f"{new} is --{old.replace('_', '-')}" for new, old in set_by.items() if f"{new}=" in str(error)]
         raise type(error)(f"{error} ({', '.join(flags)})" if flags else str(error)) from error
 

@@ -118,9 +118,13 @@ class LLMTrainingParams:
         None, "A reward's name, package.module.function, file.py:function or an URL; `default` without reward model."
     )
     rl_multi_objective: bool = _option(False, "Short for rl_env_type=multi_objective.")
-    rl_reward_weights: dict[str, Any] | str | None = _option(None, "Weights of the rewards by name, as JSON; reward_model is one.")
+    rl_reward_weights: dict[str, Any] | str | None = _option(  # noqa: RUF009 (a new field object)
+        None, "Weights of the rewards by name, as JSON; reward_model is one."
+    )
     rl_env_type: str | None = _option(None, "One of text_generation, multi_objective, preference_comparison.")
-    rl_env_config: dict[str, Any] | str | None = _option(None, "Settings of the environment, as JSON.")
+    rl_env_config: dict[str, Any] | str | None = _option(  # noqa: RUF009 (a new field object)
+        None, "Settings of the environment, as JSON."
+    )
     rl_num_ppo_epochs: int = _option(4, "Passes over each rollout.")
     rl_chunk_size: int = _option(128, "Rows per forward pass in the rollout.")
     rl_mini_batch_size: int = _option(8, "Episodes per optimizer step and device; at most those of one update.")

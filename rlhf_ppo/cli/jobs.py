@@ -1,0 +1,162 @@
+"""AITraining's three jobs: everything that a run is made of, resolved from its parameters before anything is loaded."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import Trainer, TrainingArguments
+from trl.trainer.model_config import ModelConfig
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.sft_config import SFTConfig
+
+from rlhf_ppo.cli import mapping
+from rlhf_ppo.cli.params import LLMTrainingParams
+from rlhf_ppo.cli.rows import load_rows
+from rlhf_ppo.cli.sources import PPOScriptArguments
+from rlhf_ppo.cli.training import ppo_trainer, reward_trainer, sft_trainer, train_and_save
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.rewards.builtin import Custom
+from rlhf_ppo.rewards.environments import make_environment
+from rlhf_ppo.rewards.resolve import resolve_reward
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, ready to be built.
+
+    Attributes:
+        params: What the user gave.
+        script_args: Where the data is.
+        args: The trainer's arguments, checked.
+        model_args: How models are loaded, and the adapter.
+        reward_funcs: PPO's reward functions.
+    """
+
+    params: LLMTrainingParams
+    script_args: PPOScriptArguments
+    args: TrainingArguments
+    model_args: ModelConfig
+    reward_funcs: list[Callable[..., Any]] = field(default_factory=list)
+
+
+def make_job(params: LLMTrainingParams) -> Job:
+    """Resolve the parameters: nothing is loaded, everything that can be checked is.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of its range, or names no reward or environment.
+    """
+    script_args, model_args = mapping.script_arguments(params), mapping.model_arguments(params)
+    if params.trainer == "ppo":
+        functions, settings = reward_sources(params)
+        args = mapping.explained(PPOConfig, {**mapping.ppo_arguments(params), **settings})
+        return Job(params, script_args, args, model_args, functions)
+    if params.trainer == "reward":
+        return Job(params, script_args, mapping.explained(RewardConfig, mapping.reward_arguments(params)), model_args)
+    return Job(params, script_args, mapping.explained(SFTConfig, mapping.sft_arguments(params)), model_args)
+
+
+def build_trainer(job: Job) -> Trainer:
+    """Load data and models and make the trainer.
+
+    Raises:
+        ValueError: There is no such data, column or model, or they do not fit each other.
+    """
+    given: Any = (job.script_args, job.args, job.model_args, *load_rows(job.params))
+    if job.params.trainer == "reward":
+        return reward_trainer(*given)
+    if job.params.trainer == "sft":
+        return sft_trainer(*given)
+    return ppo_trainer(
+        *given,
+        reward_model=job.params.rl_reward_model_path,
+        ref_model=job.params.model_ref,
+        reward_funcs=job.reward_funcs or None,
+    )
+
+
+def run_job(job: Job) -> Trainer:
+    """Build the trainer, train, and save the result in the project's directory.
+
+    Returns:
+        The trainer.
+    """
+    if job.params.token is not None:
+        os.environ.setdefault("HF_TOKEN", job.params.token)  # for models and data that need it
+    trainer = build_trainer(job)
+    if job.params.padding is not None:
+        tokenizer: Any = trainer.processing_class
+        tokenizer.padding_side = job.params.padding
+    train_and_save(trainer, job.params.data_path, merge=job.params.merge_adapter)
+    return trainer
+
+
+def reward_sources(params: LLMTrainingParams) -> tuple[list[Callable[..., Any]], dict[str, Any]]:
+    """Choose PPO's reward functions, and what their environment changes in `PPOConfig`.
+
+    Returns:
+        The functions that score beside the reward model, and arguments of `PPOConfig`.
+
+    Raises:
+        ValueError: There is no such reward, or the environment does not know a setting.
+    """
+    function = None if params.rl_reward_fn is None else _resolved(params.rl_reward_fn)
+    if params.environment is not None:
+        environment = make_environment(
+            params.environment,
+            params.rl_env_config,
+            reward_weights=params.rl_reward_weights,
+            reward_fn=params.rl_reward_fn,
+        )
+        weights = environment.reward_weights
+        if weights is not None and params.rl_reward_model_path is not None:
+            weights = {"reward_model": 1.0, **weights}
+        return list(environment.reward_funcs), {**environment.settings, "reward_weights": weights}
+    if function is not None:
+        return [function], {}
+    return ([] if params.rl_reward_model_path is not None else [resolve_reward("default")]), {}
+
+
+def print_job(job: Job) -> None:
+    """Print every effective value once: those that the parameters set, by the names of the trainer's arguments."""
+    table = Table("argument", "value", title=f"{type(job.args).__name__} of {job.args.output_dir}")
+    for name, value in effective_values(job):
+        table.add_row(name, str(value))
+    Console().print(table)
+
+
+def effective_values(job: Job) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of every argument that the parameters set."""
+    params = job.params
+    arguments = {
+        "ppo": mapping.ppo_arguments,
+        "reward": mapping.reward_arguments,
+        "sft": mapping.sft_arguments,
+    }[params.trainer](params)
+    settings = reward_sources(params)[1] if params.trainer == "ppo" else {}
+    for name in {**arguments, **settings}:
+        yield name, "***" if name == "hub_token" and params.token else getattr(job.args, name)
+    for name in (*mapping.MODEL.values(), "lora_target_modules", "load_in_4bit", "load_in_8bit", "attn_implementation"):
+        yield name, getattr(job.model_args, name)
+    yield from ((name, getattr(params, name)) for name in ("data_path", "train_split", "valid_split", "max_samples"))
+    if params.trainer == "ppo":
+        yield "ref_model", params.model_ref
+        yield "reward_model", params.rl_reward_model_path
+        yield "reward_funcs", [getattr(f, "__name__", repr(f)) for f in job.reward_funcs]
+
+
+def _resolved(spec: str) -> Callable[..., Any]:
+    """Return the reward function; AITraining's signature, one row at a time, is accepted too."""
+    if spec == "custom":
+        raise ValueError(
+            "--rl-reward-fn custom does not say which: write package.module.function or path/file.py:function, with "
+            "the arguments prompt, generated and full_text, or GRPOTrainer's"
+        )
+    function = resolve_reward(spec)
+    return Custom(function) if "generated" in inspect.signature(function).parameters else function
