@@ -22,7 +22,6 @@ from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import ppo_trainer, reward_trainer, sft_trainer, train_and_save
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.rewards.builtin import Custom
-from rlhf_ppo.rewards.environments import make_environment
 from rlhf_ppo.rewards.resolve import resolve_reward
 
 
@@ -33,13 +32,15 @@ class Job:
     Attributes:
         params: What the user gave.
         script_args: Where the data is.
-        args: The trainer's arguments, checked.
+        arguments: What the parameters set of the trainer's arguments, by its names.
+        args: All of the trainer's arguments, checked.
         model_args: How models are loaded, and the adapter.
         reward_funcs: PPO's reward functions.
     """
 
     params: LLMTrainingParams
     script_args: PPOScriptArguments
+    arguments: dict[str, Any]
     args: TrainingArguments
     model_args: ModelConfig
     reward_funcs: list[Callable[..., Any]] = field(default_factory=list)
@@ -52,14 +53,22 @@ def make_job(params: LLMTrainingParams) -> Job:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of its range, or names no reward or environment.
     """
-    script_args, model_args = mapping.script_arguments(params), mapping.model_arguments(params)
+    functions: list[Callable[..., Any]] = []
     if params.trainer == "ppo":
         functions, settings = reward_sources(params)
-        args = mapping.explained(PPOConfig, {**mapping.ppo_arguments(params), **settings})
-        return Job(params, script_args, args, model_args, functions)
-    if params.trainer == "reward":
-        return Job(params, script_args, mapping.explained(RewardConfig, mapping.reward_arguments(params)), model_args)
-    return Job(params, script_args, mapping.explained(SFTConfig, mapping.sft_arguments(params)), model_args)
+        config, arguments = PPOConfig, {**mapping.ppo_arguments(params), **settings}
+    elif params.trainer == "reward":
+        config, arguments = RewardConfig, mapping.reward_arguments(params)
+    else:
+        config, arguments = SFTConfig, mapping.sft_arguments(params)
+    return Job(
+        params,
+        mapping.script_arguments(params),
+        arguments,
+        mapping.explained(config, arguments),
+        mapping.model_arguments(params),
+        functions,
+    )
 
 
 def build_trainer(job: Job) -> Trainer:
@@ -108,6 +117,8 @@ def reward_sources(params: LLMTrainingParams) -> tuple[list[Callable[..., Any]],
     """
     function = None if params.rl_reward_fn is None else _resolved(params.rl_reward_fn)
     if params.environment is not None:
+        from rlhf_ppo.rewards.environments import make_environment
+
         environment = make_environment(
             params.environment,
             params.rl_env_config,
@@ -134,15 +145,15 @@ def print_job(job: Job) -> None:
 def effective_values(job: Job) -> Iterator[tuple[str, Any]]:
     """Yield name and value of every argument that the parameters set."""
     params = job.params
-    arguments = {
-        "ppo": mapping.ppo_arguments,
-        "reward": mapping.reward_arguments,
-        "sft": mapping.sft_arguments,
-    }[params.trainer](params)
-    settings = reward_sources(params)[1] if params.trainer == "ppo" else {}
-    for name in {**arguments, **settings}:
+    for name in job.arguments:
         yield name, "***" if name == "hub_token" and params.token else getattr(job.args, name)
-    for name in (*mapping.MODEL.values(), "lora_target_modules", "load_in_4bit", "load_in_8bit", "attn_implementation"):
+    for name in (
+        *mapping.MODEL.values(),
+        "lora_target_modules",
+        "load_in_4bit",
+        "load_in_8bit",
+        "attn_implementation",
+    ):
         yield name, getattr(job.model_args, name)
     yield from ((name, getattr(params, name)) for name in ("data_path", "train_split", "valid_split", "max_samples"))
     if params.trainer == "ppo":
