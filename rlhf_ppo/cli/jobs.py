@@ -1,4 +1,4 @@
-"""AITraining's three jobs: everything that a run is made of, resolved from its parameters before anything is loaded."""
+"""AITraining's three jobs: what a run is made of, resolved from its parameters before anything is loaded."""
 
 from __future__ import annotations
 
@@ -146,20 +146,22 @@ def effective_values(job: Job) -> Iterator[tuple[str, Any]]:
     """Yield name and value of every argument that the parameters set."""
     params = job.params
     for name in job.arguments:
-        yield name, "***" if name == "hub_token" and params.token else getattr(job.args, name)
-    for name in (
-        *mapping.MODEL.values(),
-        "lora_target_modules",
-        "load_in_4bit",
-        "load_in_8bit",
-        "attn_implementation",
-    ):
+        value = getattr(job.args, name)
+        yield (
+            name,
+            "***" if name == "hub_token" and value else getattr(value, "value", value),
+        )  # enums as they are given
+    for name in (*mapping.MODEL.values(), *_LOADING):
         yield name, getattr(job.model_args, name)
-    yield from ((name, getattr(params, name)) for name in ("data_path", "train_split", "valid_split", "max_samples"))
+    for name in ("data_path", "train_split", "valid_split", "max_samples"):
+        yield name, getattr(params, name)
     if params.trainer == "ppo":
         yield "ref_model", params.model_ref
         yield "reward_model", params.rl_reward_model_path
         yield "reward_funcs", [getattr(f, "__name__", repr(f)) for f in job.reward_funcs]
+
+
+_LOADING = ("lora_target_modules", "load_in_4bit", "load_in_8bit", "attn_implementation")
 
 
 def _resolved(spec: str) -> Callable[..., Any]:

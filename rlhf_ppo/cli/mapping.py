@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from transformers import TrainingArguments
 from transformers.utils import logging
 from trl.trainer.model_config import ModelConfig
 
@@ -74,7 +75,6 @@ def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
         "report_to": _tracker(params.log),
         "eval_strategy": params.eval_strategy if evaluates else "no",
         "load_best_model_at_end": evaluates and params.save_strategy == params.eval_strategy,
-        "gradient_checkpointing": not params.disable_gradient_checkpointing,
         "bf16": params.mixed_precision == "bf16",
         "fp16": params.mixed_precision == "fp16",
         "hub_model_id": f"{params.username}/{params.project_name}" if params.push_to_hub else None,
@@ -86,6 +86,7 @@ def ppo_arguments(params: LLMTrainingParams) -> dict[str, Any]:
     return {
         **training_arguments(params),
         **_renamed(params, PPO),
+        "gradient_checkpointing": not params.disable_gradient_checkpointing,
         "exp_name": params.project_name,
         "sft_model_path": params.model,
         **({} if params.rl_reward_model_path is None else {"reward_model_path": params.rl_reward_model_path}),
@@ -100,8 +101,11 @@ def ppo_arguments(params: LLMTrainingParams) -> dict[str, Any]:
 
 def reward_arguments(params: LLMTrainingParams) -> dict[str, Any]:
     """Return the arguments of TRL's `RewardConfig`."""
+    renamed = hasattr(TrainingArguments, "activation_checkpointing")  # where the old name only warns
+    checkpointing = "activation_checkpointing" if renamed else "gradient_checkpointing"
     return {
         **training_arguments(params),
+        checkpointing: not params.disable_gradient_checkpointing,
         "max_length": _max_length(params),
         "auto_find_batch_size": params.auto_find_batch_size,
     }

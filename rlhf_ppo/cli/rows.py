@@ -40,16 +40,12 @@ def wanted_columns(columns: list[str], params: LLMTrainingParams) -> dict[str, s
         ValueError: A column is not there.
     """
     if params.trainer == "ppo":
-        return {
-            "prompt": _column(columns, "prompt_text_column" if params.prompt_text_column else "text_column", params)
-        }
+        option = "text_column" if params.prompt_text_column is None else "prompt_text_column"
+        return {"prompt": _column(columns, option, params)}
     if params.trainer == "sft":
-        own = [name for name in ("messages", "prompt") if name in columns]
-        return (
-            {}
-            if own and params.text_column == "text"
-            else {params.text_column: _column(columns, "text_column", params)}
-        )
+        if params.text_column == "text" and {"messages", "prompt"} & set(columns):
+            return {}
+        return {params.text_column: _column(columns, "text_column", params)}
     pair = {
         "chosen": _column(columns, "text_column", params),
         "rejected": _column(columns, "rejected_text_column", params),
