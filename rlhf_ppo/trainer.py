@@ -36,7 +36,7 @@ from rlhf_ppo.data import PromptCollator, check_lengths
 from rlhf_ppo.distributed import failing_together, gather_over_ranks, on_whole_policy, place_frozen, sum_over_ranks
 from rlhf_ppo.evaluation.completions import print_table, report_table, sample_rows, table_of
 from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
-from rlhf_ppo.generation.sequences import contains_token, join_responses
+from rlhf_ppo.generation.sequences import ended, join_responses
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
@@ -259,7 +259,7 @@ class PPOTrainer(PPOSeams):
             query_responses=responses.query_responses,
             attention_mask=responses.attention_mask,
             response_mask=responses.response_mask,
-            stopped=contains_token(responses, self.tokens.end),
+            stopped=ended(responses, self.tokens.end, self.tokens.stop_strings),
             logprobs=output[0],
             ref_logprobs=ref_output[0],
             values=output[2],
@@ -270,7 +270,7 @@ class PPOTrainer(PPOSeams):
         )
 
     def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
-        """Sample a response to each prompt and truncate it after the stop token.
+        """Sample a response to each prompt and truncate it after the stop token or string.
 
         Args:
             policy: The unwrapped policy.
@@ -282,8 +282,10 @@ class PPOTrainer(PPOSeams):
         """
         check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._max_positions)
         with self._autocast():
-            sampled = sample_responses(policy, prompts, config, self.args.local_rollout_forward_batch_size)
-        return join_responses(prompts, sampled, self.tokens.stop, self.tokens.pad)
+            sampled = sample_responses(
+                policy, prompts, config, self.args.local_rollout_forward_batch_size, self.tokens.stop_strings
+            )
+        return join_responses(prompts, sampled, self.tokens.stop, self.tokens.pad, self.tokens.stop_strings)
 
     def _generate(self, model: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
         return on_whole_policy(
