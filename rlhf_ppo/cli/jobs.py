@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -22,7 +22,27 @@ from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import ppo_trainer, reward_trainer, sft_trainer, train_and_save
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.rewards.builtin import Custom
+from rlhf_ppo.rewards.environments import REWARD_MODEL, make_environment
+from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.resolve import resolve_reward
+
+JUDGES = {"judge", "preference_model", "human_feedback_fn"}
+"""Where a preference environment's config names its judge; without one it is the reward model."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What scores PPO's responses.
+
+    Attributes:
+        model: Path of the reward model, or None.
+        functions: The reward functions that score beside it, or alone.
+        settings: What they set in `PPOConfig`.
+    """
+
+    model: str | None
+    functions: list[Callable[..., Any]]
+    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -35,7 +55,7 @@ class Job:
         arguments: What the parameters set of the trainer's arguments, by its names.
         args: All of the trainer's arguments, checked.
         model_args: How models are loaded, and the adapter.
-        reward_funcs: PPO's reward functions.
+        rewards: What scores PPO's responses.
     """
 
     params: LLMTrainingParams
@@ -43,7 +63,7 @@ class Job:
     arguments: dict[str, Any]
     args: TrainingArguments
     model_args: ModelConfig
-    reward_funcs: list[Callable[..., Any]] = field(default_factory=list)
+    rewards: Rewards | None = None
 
 
 def make_job(params: LLMTrainingParams) -> Job:
@@ -53,10 +73,10 @@ def make_job(params: LLMTrainingParams) -> Job:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of its range, or names no reward or environment.
     """
-    functions: list[Callable[..., Any]] = []
+    rewards = None
     if params.trainer == "ppo":
-        functions, settings = reward_sources(params)
-        config, arguments = PPOConfig, {**mapping.ppo_arguments(params), **settings}
+        rewards = reward_sources(params)
+        config, arguments = PPOConfig, {**mapping.ppo_arguments(params), **rewards.settings}
     elif params.trainer == "reward":
         config, arguments = RewardConfig, mapping.reward_arguments(params)
     else:
@@ -67,7 +87,7 @@ def make_job(params: LLMTrainingParams) -> Job:
         arguments,
         mapping.explained(config, arguments),
         mapping.model_arguments(params),
-        functions,
+        rewards,
     )
 
 
@@ -78,15 +98,13 @@ def build_trainer(job: Job) -> Trainer:
         ValueError: There is no such data, column or model, or they do not fit each other.
     """
     given: Any = (job.script_args, job.args, job.model_args, *load_rows(job.params))
-    if job.params.trainer == "reward":
-        return reward_trainer(*given)
-    if job.params.trainer == "sft":
-        return sft_trainer(*given)
+    if job.rewards is None:
+        return (reward_trainer if job.params.trainer == "reward" else sft_trainer)(*given)
     return ppo_trainer(
         *given,
-        reward_model=job.params.rl_reward_model_path,
+        reward_model=job.rewards.model,
         ref_model=job.params.model_ref,
-        reward_funcs=job.reward_funcs or None,
+        reward_funcs=job.rewards.functions or None,
     )
 
 
@@ -106,32 +124,25 @@ def run_job(job: Job) -> Trainer:
     return trainer
 
 
-def reward_sources(params: LLMTrainingParams) -> tuple[list[Callable[..., Any]], dict[str, Any]]:
-    """Choose PPO's reward functions, and what their environment changes in `PPOConfig`.
-
-    Returns:
-        The functions that score beside the reward model, and arguments of `PPOConfig`.
+def reward_sources(params: LLMTrainingParams) -> Rewards:
+    """Choose what scores PPO's responses, and what their environment changes in `PPOConfig`.
 
     Raises:
         ValueError: There is no such reward, or the environment does not know a setting.
     """
+    model = params.rl_reward_model_path
     function = None if params.rl_reward_fn is None else _resolved(params.rl_reward_fn)
-    if params.environment is not None:
-        from rlhf_ppo.rewards.environments import make_environment
-
-        environment = make_environment(
-            params.environment,
-            params.rl_env_config,
-            reward_weights=params.rl_reward_weights,
-            reward_fn=params.rl_reward_fn,
-        )
-        weights = environment.reward_weights
-        if weights is not None and params.rl_reward_model_path is not None:
-            weights = {"reward_model": 1.0, **weights}
-        return list(environment.reward_funcs), {**environment.settings, "reward_weights": weights}
-    if function is not None:
-        return [function], {}
-    return ([] if params.rl_reward_model_path is not None else [resolve_reward("default")]), {}
+    if params.environment is None:
+        functions = [function] if function else [] if model else [resolve_reward("default")]
+        return Rewards(model, functions, {"reward_weights": _with_model(model, params.rl_reward_weights)})
+    config = mapping.json_object("rl_env_config", params.rl_env_config or {})
+    if params.environment == "preference_comparison" and model is not None and not JUDGES & config.keys():
+        config, model = {**config, "preference_model": model}, None
+    environment = make_environment(
+        params.environment, config, reward_weights=params.rl_reward_weights, reward_fn=function
+    )
+    weights = _with_model(model, environment.reward_weights)
+    return Rewards(model, environment.reward_funcs, {**environment.settings, "reward_weights": weights})
 
 
 def print_job(job: Job) -> None:
@@ -155,13 +166,21 @@ def effective_values(job: Job) -> Iterator[tuple[str, Any]]:
         yield name, getattr(job.model_args, name)
     for name in ("data_path", "train_split", "valid_split", "max_samples"):
         yield name, getattr(params, name)
-    if params.trainer == "ppo":
+    if job.rewards is not None:
         yield "ref_model", params.model_ref
-        yield "reward_model", params.rl_reward_model_path
-        yield "reward_funcs", [getattr(f, "__name__", repr(f)) for f in job.reward_funcs]
+        yield "reward_model", job.rewards.model
+        yield "reward_funcs", [function_name(function) for function in job.rewards.functions]
 
 
 _LOADING = ("lora_target_modules", "load_in_4bit", "load_in_8bit", "attn_implementation")
+
+
+def _with_model(model: str | None, given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
+    """Return the weights by name; the reward model counts 1 where they do not name it."""
+    if given is None:
+        return None
+    weights = mapping.json_object("rl_reward_weights", given)
+    return weights if model is None else {REWARD_MODEL: 1.0, **weights}
 
 
 def _resolved(spec: str) -> Callable[..., Any]:

@@ -53,9 +53,12 @@ def llm(argv: Sequence[str] | None = None) -> Trainer | None:
     Raises:
         SystemExit: An option is unknown, wrong or not available; the message says what to use.
     """
-    parser: Any = HfArgumentParser((LLMCommand, LLMTrainingParams), prog="rlhf-ppo llm")  # pyright: ignore[reportArgumentType]
+    usage = "rlhf-ppo llm --train --trainer ppo|reward|sft [options]; --help lists the options"
+    parser: Any = HfArgumentParser((LLMCommand, LLMTrainingParams), usage=usage)  # pyright: ignore[reportArgumentType]
     try:
-        command, params = parser.parse_args_into_dataclasses(None if argv is None else list(argv))
+        command, params, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+        if unknown:
+            raise ValueError(f"there is no option {' '.join(unknown)}")
         project = AutoTrainProject(params, backend=command.backend, process=True)
     except (TypeError, ValueError) as error:
         parser.error(str(error))

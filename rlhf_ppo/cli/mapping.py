@@ -82,7 +82,7 @@ def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
 
 
 def ppo_arguments(params: LLMTrainingParams) -> dict[str, Any]:
-    """Return the arguments of `PPOConfig`, without those that an environment adds."""
+    """Return the arguments of `PPOConfig`, without those that the rewards add."""
     return {
         **training_arguments(params),
         **_renamed(params, PPO),
@@ -92,7 +92,6 @@ def ppo_arguments(params: LLMTrainingParams) -> dict[str, Any]:
         **({} if params.rl_reward_model_path is None else {"reward_model_path": params.rl_reward_model_path}),
         "num_mini_batches": _num_mini_batches(params),
         "torch_empty_cache_steps": 1 if params.rl_optimize_device_cache else None,
-        "reward_weights": reward_weights(params),
         "max_prompt_length": _max_prompt_length(params),
         "stop_token": "eos",
         "num_sample_generations": 0 if params.valid_split is None else 10,
@@ -142,21 +141,6 @@ def script_arguments(params: LLMTrainingParams) -> PPOScriptArguments:
     return script
 
 
-def reward_weights(params: LLMTrainingParams) -> dict[str, float] | None:
-    """Return `rl_reward_weights` by name; the reward model counts 1 where they do not name it.
-
-    Raises:
-        ValueError: They are no JSON object of numbers.
-    """
-    given = params.rl_reward_weights
-    if given is None:
-        return None
-    weights = _json_object("rl_reward_weights", given)
-    if params.rl_reward_model_path is not None:
-        weights = {"reward_model": 1.0, **weights}
-    return weights
-
-
 def explained(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Make a configuration; an error also names the option of the command line that set the argument.
 
@@ -176,11 +160,16 @@ def explained(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         raise type(error)(f"{error} ({', '.join(flags)})" if flags else str(error)) from error
 
 
-def _renamed(params: LLMTrainingParams, names: Mapping[str, str]) -> dict[str, Any]:
-    return {new: getattr(params, old) for old, new in names.items()}
+def json_object(name: str, given: Mapping[str, Any] | str) -> dict[str, Any]:
+    """Return a dict that may be written as JSON.
 
+    Args:
+        name: Name of the parameter, for error messages.
+        given: The dict or its text.
 
-def _json_object(name: str, given: Mapping[str, Any] | str) -> dict[str, Any]:
+    Raises:
+        ValueError: It is none.
+    """
     try:
         value = json.loads(given) if isinstance(given, str) else dict(given)
     except ValueError as error:
@@ -188,6 +177,10 @@ def _json_object(name: str, given: Mapping[str, Any] | str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"--{name.replace('_', '-')} {given!r} must be a JSON object, such as '{{\"name\": 1.0}}'")
     return value
+
+
+def _renamed(params: LLMTrainingParams, names: Mapping[str, str]) -> dict[str, Any]:
+    return {new: getattr(params, old) for old, new in names.items()}
 
 
 def _num_mini_batches(params: LLMTrainingParams) -> int:

@@ -25,8 +25,8 @@ _WANDB = "set W&B's environment variables: WANDB_API_KEY, WANDB_PROJECT, WANDB_E
 _COLUMNS = "name the columns with prompt_text_column, text_column and rejected_text_column"
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _option(default: Any, help: str, **argparse: Any) -> Any:
+    return field(default=default, metadata={"help": help, **argparse})
 
 
 def _absent(default: Any, instead: str) -> Any:
@@ -82,7 +82,7 @@ class LLMTrainingParams:
     disable_gradient_checkpointing: bool = _option(False, "Keep activations in memory: faster, more memory.")
     use_flash_attention_2: bool = _option(False, "Short for attn_implementation=flash_attention_2.")
     attn_implementation: str | None = _option(None, "Attention: eager, sdpa, flash_attention_2, ...")
-    packing: bool | None = _option(None, "Put several short texts into one row (sft).")
+    packing: bool | None = _option(None, "Put several short texts into one row (sft).", nargs="?", const=True)
     seed: int = _option(42, "Seed of everything random.")
 
     # --- Adapters ---
