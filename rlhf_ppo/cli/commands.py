@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
+from trl.scripts.utils import ScriptArguments
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
@@ -31,7 +32,7 @@ def train(argv: Sequence[str] | None = None) -> PPOTrainer:
     Returns:
         The trainer, after training, saving and a table of samples.
     """
-    script_args, args, model_args = _parse("train", PPOConfig, argv)
+    script_args, args, model_args = _parse("train", PPOScriptArguments, PPOConfig, argv)
     if args.stop_token is None and args.stop_token_id is None:
         args.stop_token = "eos"
     train_dataset, eval_dataset = _splits(script_args, always_evaluates=True)
@@ -56,13 +57,13 @@ def reward(argv: Sequence[str] | None = None) -> Trainer:
     """Train a reward model with TRL's `RewardTrainer`, with the options of its configuration.
 
     Args:
-        argv: The options: those of `PPOScriptArguments`, TRL's `RewardConfig` and `ModelConfig`, or `--config`.
+        argv: The options: those of TRL's `ScriptArguments`, `RewardConfig` and `ModelConfig`, or `--config`.
 
     Returns:
         The trainer, after training and saving.
     """
-    script_args, args, model_args = _parse("reward", RewardConfig, argv)
-    trainer = reward_trainer(script_args, args, model_args, *_splits(script_args))
+    script_args, args, model_args = _parse("reward", ScriptArguments, RewardConfig, argv)
+    trainer = reward_trainer(args, model_args, *_splits(script_args))
     train_and_save(trainer, script_args.dataset_name)
     return trainer
 
@@ -71,13 +72,13 @@ def sft(argv: Sequence[str] | None = None) -> Trainer:
     """Train a language model on texts with TRL's `SFTTrainer`, with the options of its configuration.
 
     Args:
-        argv: The options: those of `PPOScriptArguments`, TRL's `SFTConfig` and `ModelConfig`, or `--config`.
+        argv: The options: those of TRL's `ScriptArguments`, `SFTConfig` and `ModelConfig`, or `--config`.
 
     Returns:
         The trainer, after training and saving.
     """
-    script_args, args, model_args = _parse("sft", SFTConfig, argv)
-    trainer = sft_trainer(script_args, args, model_args, *_splits(script_args))
+    script_args, args, model_args = _parse("sft", ScriptArguments, SFTConfig, argv)
+    trainer = sft_trainer(args, model_args, *_splits(script_args))
     train_and_save(trainer, script_args.dataset_name)
     return trainer
 
@@ -116,12 +117,12 @@ def plot(argv: Sequence[str] | None = None) -> None:
     plot_metrics(options.runs, options.output, metrics=options.metrics)
 
 
-def _parse(command: str, config: type, argv: Sequence[str] | None) -> Any:
-    parser: Any = PPOArgumentParser((PPOScriptArguments, config, ModelConfig), prog=f"rlhf-ppo {command}")  # pyright: ignore[reportArgumentType]
+def _parse(command: str, script: type, config: type, argv: Sequence[str] | None) -> Any:
+    parser: Any = PPOArgumentParser((script, config, ModelConfig), prog=f"rlhf-ppo {command}")  # pyright: ignore[reportArgumentType]
     return parser.parse_args_and_config(argv)
 
 
-def _splits(script_args: PPOScriptArguments, always_evaluates: bool = False) -> tuple[Any, Any]:
+def _splits(script_args: ScriptArguments, always_evaluates: bool = False) -> tuple[Any, Any]:
     """Load the rows to train on and those to evaluate on; without the latter take some of the former, or none."""
     splits = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
     train_dataset = choose_split(splits, script_args.dataset_train_split, "dataset_train_split")

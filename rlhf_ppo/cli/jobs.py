@@ -51,7 +51,6 @@ class Job:
 
     Attributes:
         params: What the user gave.
-        script_args: Where the data is.
         arguments: What the parameters set of the trainer's arguments, by its names.
         args: All of the trainer's arguments, checked.
         model_args: How models are loaded, and the adapter.
@@ -59,7 +58,6 @@ class Job:
     """
 
     params: LLMTrainingParams
-    script_args: PPOScriptArguments
     arguments: dict[str, Any]
     args: TrainingArguments
     model_args: ModelConfig
@@ -83,7 +81,6 @@ def make_job(params: LLMTrainingParams) -> Job:
         config, arguments = SFTConfig, mapping.sft_arguments(params)
     return Job(
         params,
-        mapping.script_arguments(params),
         arguments,
         mapping.explained(config, arguments),
         mapping.model_arguments(params),
@@ -97,10 +94,11 @@ def build_trainer(job: Job) -> Trainer:
     Raises:
         ValueError: There is no such data, column or model, or they do not fit each other.
     """
-    given: Any = (job.script_args, job.args, job.model_args, *load_rows(job.params))
+    given: Any = (job.args, job.model_args, *load_rows(job.params))
     if job.rewards is None:
         return (reward_trainer if job.params.trainer == "reward" else sft_trainer)(*given)
     return ppo_trainer(
+        PPOScriptArguments(),
         *given,
         reward_model=job.rewards.model,
         ref_model=job.params.model_ref,

@@ -12,7 +12,6 @@ from transformers.utils import logging
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.params import LLMTrainingParams
-from rlhf_ppo.cli.sources import PPOScriptArguments
 
 logger = logging.get_logger(__name__)
 
@@ -60,9 +59,6 @@ MODEL: dict[str, str] = {
     "lora_dropout": "lora_dropout",
 }
 """Parameter: the argument of TRL's `ModelConfig` that takes its value as it is."""
-
-SCRIPT: dict[str, str] = {"data_path": "dataset_name", "train_split": "dataset_train_split"}
-"""Parameter: the argument of TRL's `ScriptArguments` that takes its value as it is."""
 
 
 def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
@@ -132,13 +128,6 @@ def model_arguments(params: LLMTrainingParams) -> ModelConfig:
         load_in_8bit=params.quantization == "int8",
         attn_implementation="flash_attention_2" if params.use_flash_attention_2 else params.attn_implementation,
     )
-
-
-def script_arguments(params: LLMTrainingParams) -> PPOScriptArguments:
-    """Return where the data is."""
-    script = PPOScriptArguments(**_renamed(params, SCRIPT))
-    script.dataset_test_split = params.valid_split or "test"
-    return script
 
 
 def explained(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

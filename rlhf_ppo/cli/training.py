@@ -52,13 +52,13 @@ def ppo_trainer(
         ref_model: Path of the reference; None compares with the policy as it starts.
         reward_funcs: As `PPOTrainer` takes them.
     """
-    settings = loading_settings(script_args, model_args)
+    settings = loading_settings(script_args.trust_remote_code, model_args)
     peft_config = get_peft_config(model_args)
     if ref_model is None and peft_config is None:
         ref_model = args.sft_model_path
     return PPOTrainer(
         args,
-        load_tokenizer(model_args.model_name_or_path or args.sft_model_path, script_args),
+        load_tokenizer(model_args.model_name_or_path or args.sft_model_path, script_args.trust_remote_code),
         model=AutoModelForCausalLM.from_pretrained(args.sft_model_path, **settings),
         ref_model=None if ref_model is None else AutoModelForCausalLM.from_pretrained(ref_model, **settings),
         reward_model=reward_model,
@@ -76,7 +76,7 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
     Returns:
         Arguments of `ppo_trainer`.
     """
-    settings = loading_settings(script_args, model_args)
+    settings = loading_settings(script_args.trust_remote_code, model_args)
     labels = {} if args.reward_head else {"num_labels": 1}
     auto, path = AutoModelForSequenceClassification, args.reward_model_path
     models = {"reward_model": auto.from_pretrained(path, **labels, **settings)}
@@ -88,41 +88,33 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
 
 
 def reward_trainer(
-    script_args: PPOScriptArguments,
-    args: RewardConfig,
-    model_args: ModelConfig,
-    train_dataset: Any,
-    eval_dataset: Any,
+    args: RewardConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any
 ) -> RewardTrainer:
     """Make TRL's trainer of a reward model from pairs of a better and a worse response.
 
     Args:
-        script_args: Gives `trust_remote_code`.
         args: The arguments.
         model_args: The model that gets a scalar head, and its adapter.
         train_dataset: Rows with `chosen` and `rejected`, and `prompt` unless they begin with it.
         eval_dataset: Such rows for evaluation, or None.
     """
-    path = _with_loading_settings(script_args, args, model_args)
-    tokenizer = load_tokenizer(path, script_args)
+    path = _with_loading_settings(args, model_args)
+    tokenizer = load_tokenizer(path, args.trust_remote_code)
     peft_config = get_peft_config(model_args)
     return RewardTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
 
 
-def sft_trainer(
-    script_args: PPOScriptArguments, args: SFTConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any
-) -> SFTTrainer:
+def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> SFTTrainer:
     """Make TRL's trainer of a language model that imitates texts.
 
     Args:
-        script_args: Gives `trust_remote_code`.
         args: The arguments.
         model_args: The model, and its adapter.
         train_dataset: Rows with a text, with `prompt` and `completion`, or with `messages`.
         eval_dataset: Such rows for evaluation, or None.
     """
-    path = _with_loading_settings(script_args, args, model_args)
-    tokenizer = load_tokenizer(path, script_args)
+    path = _with_loading_settings(args, model_args)
+    tokenizer = load_tokenizer(path, args.trust_remote_code)
     peft_config = get_peft_config(model_args)
     return SFTTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
 
@@ -171,23 +163,21 @@ def merge_adapter(directory: str) -> None:
     merged.save_pretrained(directory)
 
 
-def load_tokenizer(path: str, script_args: PPOScriptArguments) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load a tokenizer that pads on the left, with EOS where it has no PAD."""
-    tokenizer = AutoTokenizer.from_pretrained(
-        path, padding_side="left", trust_remote_code=script_args.trust_remote_code
-    )
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # a new token would lie outside the models' vocabularies
     return tokenizer
 
 
-def loading_settings(script_args: PPOScriptArguments, model_args: ModelConfig) -> dict[str, Any]:
+def loading_settings(trust_remote_code: bool, model_args: ModelConfig) -> dict[str, Any]:
     """Return the keyword arguments of `from_pretrained`."""
     dtype = model_args.dtype
     settings: dict[str, Any] = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
-        "trust_remote_code": script_args.trust_remote_code,
+        "trust_remote_code": trust_remote_code,
         "dtype": dtype if dtype in ("auto", None) else getattr(torch, dtype),
     }
     quantization_config = get_quantization_config(model_args)
@@ -197,11 +187,11 @@ def loading_settings(script_args: PPOScriptArguments, model_args: ModelConfig) -
     return settings
 
 
-def _with_loading_settings(script_args: PPOScriptArguments, args: Any, model_args: ModelConfig) -> str:
+def _with_loading_settings(args: Any, model_args: ModelConfig) -> str:
     if model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path=None: give the directory or hub name of the model to train")
     given = args.model_init_kwargs or {}
-    args.model_init_kwargs = {**loading_settings(script_args, model_args), **given}
+    args.model_init_kwargs = {**loading_settings(args.trust_remote_code, model_args), **given}
     return model_args.model_name_or_path
 
 

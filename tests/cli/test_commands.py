@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -133,15 +135,18 @@ def test_every_command_shows_its_options(command, capsys):
 def test_the_module_is_the_program(places):
     options = "llm --trainer ppo --rl-reward-model-path scorer --log none --rl-gamma 0.875 --dry-run"
     ended = subprocess.run(
-        [sys.executable, "-m", "rlhf_ppo", *options.split()], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-m", "rlhf_ppo", *options.split()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
 
     assert "0.875" in ended.stdout and not Path("project-name").exists()
 
 
 def test_the_program_is_installed_under_its_name():
-    import tomllib
-
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"rlhf-ppo": "rlhf_ppo.cli.main:main"}
 
