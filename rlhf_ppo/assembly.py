@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
-from rlhf_ppo.distributed import place_frozen
+from rlhf_ppo.distributed import failing_together, place_frozen
 from rlhf_ppo.generation.stopping import StopStrings
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.heads import FrozenScorer
@@ -322,6 +322,7 @@ def make_scorer(
             lambda: accelerator.autocast(),
             None if reward.tokenizer is None else Retokenizer(tokenizer, reward.tokenizer, tokens.end),
             positions(reward.model),
+            lambda: failing_together(accelerator),
         )
         for reward in rewards
     ]

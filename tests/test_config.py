@@ -174,48 +174,11 @@ def test_yaml_writes_exponents_without_a_dot_as_text(text: str, tmp_path: Path):
     assert from_yaml(tmp_path / "config.yaml", f"learning_rate: {text}").learning_rate == float(text)
 
 
-# ---- Weights and labels in several forms ----
-
-BY_NAME_WEIGHTS = {"correctness": 1.0, "formatting": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [
-        (["1", "-0.5"], [1, -0.5]),
-        (["2"], [2]),
-        (["[1, 0.5]"], [1, 0.5]),
-        (['{"correctness": 1.0, "formatting": 0.1}'], BY_NAME_WEIGHTS),
-    ],
-)
-def test_weights_on_the_command_line(words: list[str], value: Any):
-    assert from_command_line("--reward_weights", *words).reward_weights == value
-    assert make(reward_weights=words).reward_weights == value
-
-
-def test_weights_as_json_and_by_name_in_python_and_yaml(tmp_path: Path):
-    assert make(reward_weights='{"a": 1, "b": -2}').reward_weights == {"a": 1, "b": -2}
-    assert make(reward_weights=BY_NAME_WEIGHTS).reward_weights == BY_NAME_WEIGHTS
-    text = yaml.safe_dump({"reward_weights": BY_NAME_WEIGHTS})
-    assert from_yaml(tmp_path / "config.yaml", text).reward_weights == BY_NAME_WEIGHTS
-
-
-@pytest.mark.parametrize("text", ["{a: 1}", "one", '{"a": 1'])
-def test_weights_that_are_no_json(text: str):
-    with pytest.raises(ValueError, match=r"reward_weights=.* are neither numbers nor JSON"):
-        make(reward_weights=text)
-
-
 def test_one_label_may_stand_alone():
     assert make(reward_head="helpful").reward_head == ["helpful"]
 
 
 # ---- What excludes each other ----
-
-
-def test_both_ways_to_treat_a_missing_stop_token():
-    with pytest.raises(ValueError, match=r"missing_eos_penalty=1\.0 and missing_eos_score=-1\.0 exclude each other"):
-        PPOConfig(missing_eos_penalty=1.0, missing_eos_score=-1.0)
 
 
 @pytest.mark.parametrize("stop_token_id", [0, 7])

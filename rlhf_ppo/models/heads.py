@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
-from rlhf_ppo.models.inputs import (
-    backbone,
-    disable_dropout,
-    freeze,
-    hidden_states,
-    is_sharded,
-    no_split_modules,
-    probe_ids,
-    transformers_model,
-)
+from rlhf_ppo.models.frozen import Frozen
+from rlhf_ppo.models.inputs import backbone, hidden_states, is_sharded, probe_ids, transformers_model
 
 
-class FrozenScorer(nn.Module):
+class FrozenScorer(Frozen):
     """A reward model whose forward pass gives one score per text.
 
     A causal model's score is its head at the last real token, found from the mask; an encoder's is whatever it pools.
@@ -28,20 +19,8 @@ class FrozenScorer(nn.Module):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        disable_dropout(model)
-        self.model = freeze(model)
+        super().__init__(model)
         self._score = last_token_score if reads_last_token(model) else pooled_score
-        self.eval()
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """The model's configuration; engines that shard models read it."""
-        return transformers_model(self.model).config
-
-    @property
-    def _no_split_modules(self) -> list[str]:
-        return no_split_modules(self.model)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Score texts.

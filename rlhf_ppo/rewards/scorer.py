@@ -213,9 +213,10 @@ def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str
     if unknown or missing:
         problems = [f"names {unknown}"] * bool(unknown) + [f"has no weight for {missing}"] * bool(missing)
         near = [match for name in unknown for match in difflib.get_close_matches(name, missing, n=1)]
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(
             f"reward_weights={dict(weights)} {' and '.join(problems)}: the rewards are {list(names)}"
-            f"{f' (did you mean {near[0]!r}?)' if near else ''}; give each a weight, 0 for one that is only to be logged"
+            f"{hint}; give each a weight, 0 for one that is only to be logged"
         )
     if not all(math.isfinite(weight) for weight in weights.values()):
         raise ValueError(f"reward_weights={dict(weights)}: every weight must be finite")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from typing import Any
@@ -145,6 +146,35 @@ def one_step(output_dir: str, models: str, local_batch_size: int) -> dict[str, A
     )  # fmt: skip
     trainer.train()
     return {**launched_as(trainer), "log": trainer.state.log_history, "parameters": whole_parameters(trainer)}
+
+
+def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+    """A reward for each token."""
+    return [[0.5 if token % 2 == 0 else token / 100 for token in ids] for ids in completion_ids]
+
+
+async def slow_length(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """An endpoint's manner: late, and without a score for some."""
+    await asyncio.sleep(0.01)
+    return [None if ids[0] % 3 == 0 else float(len(ids)) for ids in completion_ids]
+
+
+def two_updates_of_scaled_rewards(output_dir: str, models: str, local_batch_size: int) -> dict[str, Any]:
+    """Train on rewards per token and a slow function, scaled by the scores of all ranks; responses are given."""
+    trainer = make_trainer(
+        output_dir, models, FixedResponses, num_prompts=16, gradient_accumulation_steps=local_batch_size // 2,
+        given={"reward_funcs": [even_tokens, slow_length], "ref_model": f"{models}/policy"},
+        reward_weights={"even_tokens": 2.0, "slow_length": 0.5}, score_scaling=True, score_clip=1.5,
+        missing_eos_penalty=0.25, num_ppo_epochs=1, num_mini_batches=1, max_steps=2, optim="sgd", learning_rate=0.1,
+        max_grad_norm=0.0, dataloader_drop_last=True, train_sampling_strategy="sequential",
+    )  # fmt: skip
+    trainer.train()
+    return {
+        **launched_as(trainer),
+        "log": trainer.state.log_history,
+        "parameters": whole_parameters(trainer),
+        "score_moments": trainer._progress.score_moments,
+    }
 
 
 def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:

@@ -65,6 +65,28 @@ def one_process(models, tmp_path_factory):
     return processes.run("multi_gpu", "one_step", world=1, output_dir=folder, models=str(models), local_batch_size=8)
 
 
+def test_rewards_per_token_and_scaled_scores_are_those_of_one_process(models, tmp_path):
+    """The running deviation is that of all ranks' scores; a slow reward and unscored rows change nothing of it."""
+    (one,) = processes.run(
+        "multi_gpu", "two_updates_of_scaled_rewards", world=1, output_dir=str(tmp_path / "1"), models=str(models),
+        local_batch_size=8,
+    )  # fmt: skip
+    two = processes.run(
+        "multi_gpu", "two_updates_of_scaled_rewards", output_dir=str(tmp_path / "2"), models=str(models),
+        local_batch_size=4,
+    )  # fmt: skip
+
+    assert one["score_moments"]["count"] == 16
+    for rank in two:
+        assert rank["num_processes"] == 2
+        assert rank["score_moments"] == pytest.approx(one["score_moments"], rel=1e-5)
+    for ours, theirs in zip(numbers(two[0]["log"])[:2], numbers(one["log"])[:2], strict=True):
+        ours.pop("val/ratio_var"), theirs.pop("val/ratio_var")
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    for name, value in one["parameters"].items():
+        np.testing.assert_allclose(two[0]["parameters"][name], value, rtol=0, atol=2e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("config", LAUNCHERS)
 def test_two_processes_take_the_step_of_one(config, models, one_process, tmp_path):
     single = one_process[0]
