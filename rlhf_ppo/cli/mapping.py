@@ -110,7 +110,6 @@ def sft_arguments(params: LLMTrainingParams) -> dict[str, Any]:
     """Return the arguments of TRL's `SFTConfig`."""
     return {
         **reward_arguments(params),
-        "dataset_text_field": params.text_column,
         "packing": bool(params.packing),
     }
 

@@ -45,7 +45,7 @@ def wanted_columns(columns: list[str], params: LLMTrainingParams) -> dict[str, s
     if params.trainer == "sft":
         if params.text_column == "text" and {"messages", "prompt"} & set(columns):
             return {}
-        return {params.text_column: _column(columns, "text_column", params)}
+        return {"text": _column(columns, "text_column", params)}
     pair = {
         "chosen": _column(columns, "text_column", params),
         "rejected": _column(columns, "rejected_text_column", params),
@@ -83,6 +83,7 @@ def _prepared(dataset: Any, params: LLMTrainingParams) -> Any:
         dataset = dataset.select(range(min(params.max_samples, len(dataset))))
     names = wanted_columns(dataset.column_names, params)
     others = [column for column in dataset.column_names if column not in names.values()]
-    taken = [column for column in others if column in names or params.trainer == "reward"]
+    alone = bool(names) and params.trainer != "ppo"  # TRL would read a `prompt` beside the text as half of a pair
+    taken = [column for column in others if column in names or alone]
     dataset = dataset.remove_columns(taken)
     return dataset.rename_columns({old: new for new, old in names.items() if old != new})

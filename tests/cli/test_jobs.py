@@ -185,9 +185,9 @@ TRAINING_NAMES = {name for effect in TRAINING_EFFECTS.values() for name in effec
     ("options", "expected"),
     [
         ("--trainer reward --block-size 300", {"max_length": 300}),
-        ("--trainer sft", {"max_length": 1024, "dataset_text_field": "text", "packing": False}),
+        ("--trainer sft", {"max_length": 1024, "packing": False}),
         ("--trainer sft --model-max-length 77", {"max_length": 77}),
-        ("--trainer sft --text-column body --packing", {"dataset_text_field": "body", "packing": True}),
+        ("--trainer sft --packing", {"packing": True}),
         ("--trainer sft --auto-find-batch-size", {"auto_find_batch_size": True}),
         ("--trainer ppo --model-ref x --block-size 300", {"max_prompt_length": 150}),
         ("--trainer ppo --model-ref x --model-max-length 200", {"max_prompt_length": 72}),

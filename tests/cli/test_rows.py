@@ -26,7 +26,7 @@ def params(trainer: str, **given: object) -> LLMTrainingParams:
         ("sft", {}, "text", {"text": "text"}),
         ("sft", {}, "prompt completion", {}),
         ("sft", {}, "messages", {}),
-        ("sft", {"text_column": "body"}, "body prompt", {"body": "body"}),
+        ("sft", {"text_column": "body"}, "body prompt", {"text": "body"}),
         ("reward", {}, "chosen rejected", {"chosen": "chosen", "rejected": "rejected"}),
         ("reward", {}, "prompt chosen rejected", {"chosen": "chosen", "rejected": "rejected", "prompt": "prompt"}),
         ("reward", {}, "text rejected", {"chosen": "text", "rejected": "rejected"}),
@@ -78,6 +78,12 @@ def test_rows_are_cut_renamed_and_split(folder):
 
     assert train.to_dict() == {"chosen": ["g0", "g1", "g2", "g3"], "rejected": ["b0", "b1", "b2", "b3"]}
     assert valid["chosen"] == ["g0", "g1", "g2"]
+
+
+def test_a_text_to_imitate_stands_alone(folder):
+    train, _ = load_rows(params("sft", data_path="data", text_column="good"))
+
+    assert train.column_names == ["text"] and train["text"][0] == "g0"
 
 
 def test_the_columns_that_rewards_may_read_stay_with_prompts(folder):
