@@ -6,8 +6,9 @@ Logits exist for one chunk of tokens at a time, forward and backward; the gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def fused_logprobs(
         Log-probabilities and entropies in nats, float32 `(N,)`, both differentiable.
     """
     factors = [tensor for pair in zip(head.states, head.weights, strict=True) for tensor in pair]
-    with gathered(head.parameters()):
+    with _whole(head.weights, head.bias):
         return _FusedLogprobs.apply(targets, scaling, max_elements, head.bias, *factors)  # pyright: ignore
 
 
@@ -101,7 +102,7 @@ class _FusedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         targets, log_total, entropy, kept, bias, *factors = ctx.saved_tensors
         needs_bias, *needs = ctx.needs_input_grad[3:]
-        with gathered(factors[1::2] if bias is None else [*factors[1::2], bias]):
+        with _whole(factors[1::2], bias):
             logits = _Logits(bias, factors, ctx.scaling, ctx.dtype)
             gradients = [
                 torch.zeros(factor.shape, device=factor.device, dtype=torch.float32) if needed else None
@@ -134,6 +135,11 @@ class _FusedLogprobs(torch.autograd.Function):
             for gradient, factor in zip(gradients, factors, strict=True)
         ]
         return None, None, None, None if by_bias is None or bias is None else by_bias.to(bias.dtype), *cast
+
+
+def _whole(weights: Sequence[Tensor], bias: Tensor | None) -> AbstractContextManager[None]:
+    """Make whole what ZeRO-3 has sharded, leaving out what is whole already: gathering does not nest."""
+    return gathered(cast(Any, [part for part in (*weights, bias) if part is not None and part.numel() == 0]))
 
 
 def _by_distribution(

@@ -21,10 +21,6 @@ class HeadFactors(NamedTuple):
     weights: tuple[Tensor, ...]
     bias: Tensor | None
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the weights and the bias."""
-        return cast(Any, [*self.weights, *([] if self.bias is None else [self.bias])])
-
 
 def head_factors(head: nn.Module, states: Tensor) -> HeadFactors | None:
     """Take a head apart, if it is a linear layer with at most plain LoRA adapters.
