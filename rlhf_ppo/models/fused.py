@@ -6,16 +6,14 @@ Logits exist for one chunk of tokens at a time, forward and backward; the gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_ppo.models.head_factors import HeadFactors
-from rlhf_ppo.models.inputs import gathered
 
 
 class LogitScaling(NamedTuple):
@@ -63,8 +61,7 @@ def fused_logprobs(
         Log-probabilities and entropies in nats, float32 `(N,)`, both differentiable.
     """
     factors = [tensor for pair in zip(head.states, head.weights, strict=True) for tensor in pair]
-    with _whole(head.weights, head.bias):
-        return _FusedLogprobs.apply(targets, scaling, max_elements, head.bias, *factors)  # pyright: ignore
+    return _FusedLogprobs.apply(targets, scaling, max_elements, head.bias, *factors)  # pyright: ignore
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -102,44 +99,38 @@ class _FusedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         targets, log_total, entropy, kept, bias, *factors = ctx.saved_tensors
         needs_bias, *needs = ctx.needs_input_grad[3:]
-        with _whole(factors[1::2], bias):
-            logits = _Logits(bias, factors, ctx.scaling, ctx.dtype)
-            gradients = [
-                torch.zeros(factor.shape, device=factor.device, dtype=torch.float32) if needed else None
-                for factor, needed in zip(factors, needs, strict=True)
-            ]
-            by_bias = torch.zeros(logits.vocabulary, device=log_total.device) if needs_bias else None
-            scaled = by_logits = None
-            for rows in _slices(len(targets), ctx.chunk):
-                if kept is None:
-                    scaled = logits.of(rows, scaled)
-                    log_distribution = scaled.sub_(log_total[rows, None])
-                else:
-                    log_distribution = kept
-                by_logits = _by_distribution(
-                    log_distribution,
-                    targets[rows],
-                    None if by_logprobs is None else by_logprobs[rows],
-                    None if by_entropy is None else by_entropy[rows],
-                    entropy[rows],
-                    by_logits,
-                )
-                if ctx.scaling.cap is not None:
-                    log_distribution = log_distribution + log_total[rows, None]
-                by_logits = ctx.scaling.multiply_by_slope_(by_logits, log_distribution)
-                logits.add_gradients(gradients, by_logits, rows)
-                if by_bias is not None:
-                    by_bias += by_logits.sum(dim=0)
+        logits = _Logits(bias, factors, ctx.scaling, ctx.dtype)
+        gradients = [
+            torch.zeros(factor.shape, device=factor.device, dtype=torch.float32) if needed else None
+            for factor, needed in zip(factors, needs, strict=True)
+        ]
+        by_bias = torch.zeros(logits.vocabulary, device=log_total.device) if needs_bias else None
+        scaled = by_logits = None
+        for rows in _slices(len(targets), ctx.chunk):
+            if kept is None:
+                scaled = logits.of(rows, scaled)
+                log_distribution = scaled.sub_(log_total[rows, None])
+            else:
+                log_distribution = kept
+            by_logits = _by_distribution(
+                log_distribution,
+                targets[rows],
+                None if by_logprobs is None else by_logprobs[rows],
+                None if by_entropy is None else by_entropy[rows],
+                entropy[rows],
+                by_logits,
+            )
+            if ctx.scaling.cap is not None:
+                log_distribution = log_distribution + log_total[rows, None]
+            by_logits = ctx.scaling.multiply_by_slope_(by_logits, log_distribution)
+            logits.add_gradients(gradients, by_logits, rows)
+            if by_bias is not None:
+                by_bias += by_logits.sum(dim=0)
         cast = [
             None if gradient is None else gradient.to(factor.dtype)
             for gradient, factor in zip(gradients, factors, strict=True)
         ]
         return None, None, None, None if by_bias is None or bias is None else by_bias.to(bias.dtype), *cast
-
-
-def _whole(weights: Sequence[Tensor], bias: Tensor | None) -> AbstractContextManager[None]:
-    """Make whole what ZeRO-3 has sharded, leaving out what is whole already: gathering does not nest."""
-    return gathered(cast(Any, [part for part in (*weights, bias) if part is not None and part.numel() == 0]))
 
 
 def _by_distribution(

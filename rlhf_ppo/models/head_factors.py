@@ -43,9 +43,7 @@ def head_factors(head: nn.Module, states: Tensor) -> HeadFactors | None:
 
 
 def _is_observed(head: nn.Module) -> bool:
-    """Tell whether something else than its forward happens at a call; what ZeRO-3 hooks up, `gathered` does."""
-    if hasattr(head.weight, "ds_id"):
-        return False
+    """Tell whether more than its forward happens at a call, as under ZeRO-3, whose hooks gather the weight."""
     return bool(head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head))
 
 
