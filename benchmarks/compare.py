@@ -19,7 +19,7 @@ from measure import PHASES
 from workloads import WORKLOADS, Workload
 
 FOLDER = Path(__file__).parent
-COLUMNS = ("workload", "threads", "s/update", "TRL", "faster", "generate", "score", "learn", "MB", "TRL", "ratio",
+COLUMNS = ("workload", "threads", "s/update", "faster", "CPU s/update", "faster", *PHASES, "MB", "TRL's", "ratio",
            "of the bound", "learning")  # fmt: skip
 
 
@@ -54,16 +54,23 @@ def measurements(
 def row(name: str, threads: int, results: dict[str, list[dict[str, Any]]], rates: tuple[float, float]) -> list[str]:
     """Summarize a workload: medians over updates, ratios of TRL's to ours."""
     ours, trl = (
-        {phase: median(update[phase] for run in results[trainer] for update in run["updates"]) for phase in PHASES}
-        | {"all": median(sum(update.values()) for run in results[trainer] for update in run["updates"])}
+        {
+            key: median(update[key] for run in results[trainer] for update in run["updates"])
+            for key in (*PHASES, "wall")
+        }
+        | {"all": median(sum(update[p] for p in PHASES) for run in results[trainer] for update in run["updates"])}
         | {"memory": median(run["memory"] for run in results[trainer])}
         for trainer in ("ours", "trl")
     )
     whole, learning = bounds(WORKLOADS[name], results["ours"], rates)
     phases = [f"{ours[phase]:.2f} / {trl[phase]:.2f}" for phase in PHASES]
     memory = [f"{ours['memory']:.0f}", f"{trl['memory']:.0f}", f"{ours['memory'] / trl['memory']:.2f}x"]
-    shares = [f"{whole / ours['all']:.0%}", f"{learning / ours['learn']:.0%}"]
-    speed = [f"{ours['all']:.2f}", f"{trl['all']:.2f}", f"**{trl['all'] / ours['all']:.2f}x**"]
+    shares = [f"{threads * whole / ours['all']:.0%}", f"{threads * learning / ours['learn']:.0%}"]
+    speed = [
+        cell
+        for key in ("wall", "all")
+        for cell in (f"{ours[key]:.2f} / {trl[key]:.2f}", f"**{trl[key] / ours[key]:.2f}x**")
+    ]
     return [name, str(threads), *speed, *phases, *memory, *shares]
 
 

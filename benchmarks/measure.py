@@ -19,19 +19,21 @@ from workloads import WORKLOADS, Workload, hyper_parameters, make_models, make_p
 
 
 class Clock(TrainerCallback):
-    """Reads the time at the end of each update and of its phases.
+    """Reads this process's CPU time at the end of each phase, and the time of day at the end of each update.
+
+    CPU time is what a busy machine leaves comparable; on an idle one it is the time of day times the busy threads.
 
     Attributes:
-        updates: Seconds by phase, of each update: generate, score, learn.
+        updates: Of each update: CPU seconds by phase (generate, score, learn), and `wall`, seconds.
     """
 
     def __init__(self) -> None:
         self.updates: list[dict[str, float]] = []
-        self.phase, self.since, self.seconds = "score", time.perf_counter(), dict.fromkeys(PHASES, 0.0)
+        self.on_train_begin()
 
     def enter(self, phase: str) -> None:
         """Count the time since the last change to the phase that was, and change."""
-        now = time.perf_counter()
+        now = time.process_time()
         self.seconds[self.phase] += now - self.since
         self.phase, self.since = phase, now
 
@@ -48,13 +50,14 @@ class Clock(TrainerCallback):
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start."""
-        self.phase, self.since = "score", time.perf_counter()
+        self.phase, self.since, self.began = "score", time.process_time(), time.perf_counter()
+        self.seconds = dict.fromkeys(PHASES, 0.0)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """End an update."""
         self.enter("score")
-        self.updates.append(self.seconds)
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.updates.append(self.seconds | {"wall": time.perf_counter() - self.began})
+        self.on_train_begin()
 
 
 PHASES = ("generate", "score", "learn")
@@ -121,8 +124,8 @@ def measure(trainer: str, workload: Workload, num_updates: int) -> dict[str, Any
         num_updates: How many; the first, which allocates, is left out.
 
     Returns:
-        Seconds by phase of each update after the first, the peak of memory above that of the models and the trainer,
-        MB, and for ours each update's prompt and response lengths.
+        What the clock read of each update after the first, the peak of memory above that of the models and the
+        trainer, MB, and for ours each update's prompt and response lengths.
     """
     clock, lengths = Clock(), []
     with tempfile.TemporaryDirectory() as folder:

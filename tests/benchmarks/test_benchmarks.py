@@ -42,7 +42,7 @@ def test_the_tiny_workload_runs_and_is_measured() -> None:
     result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     measured = json.loads(result.stdout.splitlines()[-1])
     assert len(measured["updates"]) == len(measured["lengths"]) == 2
-    assert all(set(update) == {"generate", "score", "learn"} for update in measured["updates"])
+    assert all(set(update) == {"generate", "score", "learn", "wall"} for update in measured["updates"])
     assert all(min(update.values()) > 0 for update in measured["updates"])
     for prompts, responses in measured["lengths"]:
         assert len(prompts) == len(responses) == 4
@@ -65,10 +65,10 @@ def test_the_row_of_a_workload_gives_medians_and_ratios() -> None:
     from compare import COLUMNS, row
 
     def run(seconds: float, memory: float) -> dict[str, object]:
-        phases = {"generate": seconds, "score": seconds, "learn": 2 * seconds}
+        phases = {"generate": seconds, "score": seconds, "learn": 2 * seconds, "wall": 5 * seconds}
         return {"updates": [phases] * 3, "memory": memory, "lengths": [[[2, 3], [4, 5]]]}
 
     cells = row("tiny", 1, {"ours": [run(1.0, 10.0)], "trl": [run(3.0, 40.0)]}, (1e9, 1e9))
     assert len(cells) == len(COLUMNS)
-    assert cells[:5] == ["tiny", "1", "4.00", "12.00", "**3.00x**"]
-    assert cells[5:11] == ["1.00 / 3.00", "1.00 / 3.00", "2.00 / 6.00", "10", "40", "0.25x"]
+    assert cells[:6] == ["tiny", "1", "5.00 / 15.00", "**3.00x**", "4.00 / 12.00", "**3.00x**"]
+    assert cells[6:12] == ["1.00 / 3.00", "1.00 / 3.00", "2.00 / 6.00", "10", "40", "0.25x"]
