@@ -11,7 +11,8 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS)
-FAST := not learning and not slow and not distributed
+ONE_PROCESS := not learning and not slow and not distributed
+FAST := $(ONE_PROCESS) and not thorough
 
 # Tests that read ../shared/data skip where it is absent, except in CI: there its absence is a failure.
 export REQUIRE_SHARED_DATA ?= $(if $(filter true,$(CI)),1,0)
@@ -40,7 +41,7 @@ fast: install ## The fast tests alone
 
 check: lint fast ## Lint, types and the fast tests: a few minutes
 
-test: check ## Everything: check, then the learning, distributed and slow tests
+test: check ## Everything: check, then the thorough, learning, distributed and slow tests
 	$(PYTEST) -m "not ($(FAST))"
 
 test-learning: install ## Training runs that must reach a reward
@@ -49,8 +50,8 @@ test-learning: install ## Training runs that must reach a reward
 test-distributed: install ## Runs with several processes
 	$(PYTEST) -m distributed
 
-test-oldest: $(VENV)-oldest/installed ## The fast tests with the oldest supported transformers
-	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) -m "$(FAST)"
+test-oldest: $(VENV)-oldest/installed ## The fast and thorough tests with the oldest supported transformers
+	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) -m "$(ONE_PROCESS)"
 
 demo: install ## Train a language model, a reward model and a PPO policy from scratch, with no hub
 	$(PYTHON) examples/demo.py
@@ -70,7 +71,7 @@ define make_venv
 	@test -n "$(PYTHON_BASE)" || { echo "No Python >= 3.11 with venv found; name one with PYTHON_BASE=..."; exit 1; }
 	$(PYTHON_BASE) -m venv $(1)
 	$(1)/bin/python -m pip install --quiet --no-compile -c $(2) torch
-	$(1)/bin/python -m pip install --quiet --no-compile -c $(2) -e ".[$(3),deepspeed,peft,wandb]"
+	$(1)/bin/python -m pip install --quiet --no-compile -c $(2) -e ".[$(3),deepspeed,math,peft,wandb]"
 	@touch $@
 endef
 

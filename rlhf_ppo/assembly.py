@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -15,9 +15,12 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
+from rlhf_ppo.distributed import failing_together, place_frozen
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
+from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.models.inputs import is_peft_model, transformers_model
 from rlhf_ppo.models.loading import (
+    check_runs_on,
     check_value_model,
     load_policy,
     load_scalar_model,
@@ -29,8 +32,8 @@ from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.reference import Reference, make_reference
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.logged import LoggedByFunctions
-from rlhf_ppo.rewards.resolve import resolve_reward
-from rlhf_ppo.rewards.reward_model import RewardModel
+from rlhf_ppo.rewards.retokenizing import Retokenizer
+from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel
 from rlhf_ppo.rewards.scorer import Scorer
 
 logger = get_logger(__name__)
@@ -116,37 +119,52 @@ class Models:
         policy: The trained language model.
         value_model: The trained value model.
         reference: What the KL penalty compares with.
-        reward_model: The frozen reward model, or None.
+        rewards: The frozen reward models.
     """
 
     policy: nn.Module
     value_model: nn.Module
     reference: Reference
-    reward_model: nn.Module | None
+    rewards: Sequence[LoadedRewardModel]
+
+    @property
+    def reading_policy_tokens(self) -> dict[str, nn.Module]:
+        """All models that are given the policy's tokens, by what they are called."""
+        rewards = {f"reward_model{_number(index, self.rewards)}": reward for index, reward in enumerate(self.rewards)}
+        return {
+            "model": self.policy,
+            "value_model": self.value_model,
+            **{name: reward.model for name, reward in rewards.items() if reward.tokenizer is None},
+        }
 
 
 def assemble_models(
     args: PPOConfig,
     model: ModelOrPath,
     ref_model: ModelOrPath | None,
-    reward_model: ModelOrPath | None,
+    rewards: Sequence[LoadedRewardModel],
     value_model: ModelOrPath | None,
     peft_config: Any,
     value_peft_config: Any = None,
 ) -> Models:
     """Load what is given by path, make what is not given, freeze what is not trained.
 
+    A value model is made from the first reward model that reads the policy's tokens, else from the policy.
+
     Raises:
         ValueError: Two arguments are the same object, or a model cannot serve in its role.
     """
-    _check_distinct(model=model, ref_model=ref_model, reward_model=reward_model, value_model=value_model)
+    scorers = {f"reward_model{_number(index, rewards)}": reward.model for index, reward in enumerate(rewards)}
+    _check_distinct(**{"model": model, "ref_model": ref_model, **scorers, "value_model": value_model})
     policy = load_policy(model, "model")
     reference_model = None if ref_model is None else load_policy(ref_model, "ref_model")
-    scorer_model = None if reward_model is None else load_scalar_model(reward_model, "reward_model")
-    if value_model is None:
-        critic = make_value_model(policy, scorer_model)
-    else:
-        critic = load_scalar_model(value_model, "value_model")
+    critic = None if value_model is None else load_scalar_model(value_model, "value_model")
+    loaded = {"model": policy, "ref_model": reference_model, "value_model": critic} | scorers
+    for name, module in loaded.items():
+        if module is not None:
+            check_runs_on(cast(nn.Module, module), name, args.device)
+    if critic is None:
+        critic = make_value_model(policy, next((r.model for r in rewards if r.tokenizer is None), None))
     check_value_model(critic)
     if value_peft_config is not None:
         critic = add_value_adapter(critic, value_peft_config)
@@ -163,15 +181,19 @@ def assemble_models(
         policy, reference_model, args.ref_adapter_name, peft_config is not None, args.temperature
     )
     prepare_trainable(policy, critic)
-    if scorer_model is not None:
-        scorer_model.requires_grad_(False)
+    for scorer in scorers.values():
+        scorer.requires_grad_(False)
     if low := low_precision_parameters(policy):
         logger.warning(
             f"{len(low)} trainable tensors of the policy are stored in 16 bits (the first is {low[0]}), where most of "
             f"an update at learning_rate={args.learning_rate} is rounded away; load the policy in float32 and set "
             "bf16=True for 16-bit arithmetic."
         )
-    return Models(policy, critic, reference, scorer_model)
+    return Models(policy, critic, reference, rewards)
+
+
+def _number(index: int, rewards: Sequence[Any]) -> str:
+    return "" if len(rewards) == 1 else f"[{index}]"
 
 
 def _check_distinct(**models: Any) -> None:
@@ -187,13 +209,14 @@ def _check_distinct(**models: Any) -> None:
 
 def max_positions(models: Models) -> int | None:
     """Return the longest sequence that every model can place, in tokens, or None if none of them states a limit."""
-    given = [models.policy, models.value_model, models.reference.model, models.reward_model]
-    limits = [
-        getattr(transformers_model(model).config.get_text_config(), "max_position_embeddings", None)
-        for model in given
-        if model is not None
-    ]
+    given = [*models.reading_policy_tokens.values(), models.reference.model]
+    limits = [positions(model) for model in given if model is not None]
     return min((limit for limit in limits if limit), default=None)
+
+
+def positions(model: nn.Module) -> int | None:
+    """Return the longest sequence that a model can place, in tokens, or None if it states no limit."""
+    return getattr(transformers_model(model).config.get_text_config(), "max_position_embeddings", None)
 
 
 def check_vocabularies(models: Models, tokenizer: PreTrainedTokenizerBase, tokens: SpecialTokens) -> None:
@@ -208,35 +231,18 @@ def check_vocabularies(models: Models, tokenizer: PreTrainedTokenizerBase, token
         logger.info(
             f"The PAD token {tokens.pad} lies outside the policy's vocabulary; it is masked and never embedded."
         )
-    roles = {"model": models.policy, "value_model": models.value_model, "reward_model": models.reward_model}
-    for name, model in roles.items():
-        if model is not None and vocab_size(model) <= min(largest, vocabulary - 1):
+    for name, model in models.reading_policy_tokens.items():
+        if vocab_size(model) <= min(largest, vocabulary - 1):
             raise ValueError(
                 f"{name} has {vocab_size(model)} token ids, but processing_class makes ids up to {largest}: it was "
-                "trained with another tokenizer; call model.resize_token_embeddings(len(tokenizer)), or pass such a "
-                "reward model as one of reward_funcs"
+                "trained with another tokenizer; call model.resize_token_embeddings(len(tokenizer)), or pass a reward "
+                "model's tokenizer as reward_processing_classes"
             )
 
 
 def vocab_size(model: nn.Module) -> int:
     """Return the number of token ids that a model embeds."""
     return transformers_model(model).config.get_text_config().vocab_size
-
-
-def as_functions(
-    reward_funcs: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None,
-) -> list[Callable[..., Any]]:
-    """Return reward functions, some of which may be named by a text, as a list.
-
-    Raises:
-        TypeError: One of them cannot be called.
-        ValueError: A text names no function.
-    """
-    if reward_funcs is None:
-        return []
-    if callable(reward_funcs) or isinstance(reward_funcs, str):
-        return [resolve_reward(reward_funcs)]
-    return [resolve_reward(spec) for spec in reward_funcs]
 
 
 def prepare_checked(
@@ -282,30 +288,41 @@ def prepare_checked(
 
 
 def make_scorer(
-    reward_model: nn.Module | None,
+    args: PPOConfig,
+    rewards: Sequence[LoadedRewardModel],
     functions: Sequence[Callable[..., Any]],
     tokenizer: PreTrainedTokenizerBase,
-    args: PPOConfig,
-    autocast: Callable[[], AbstractContextManager[None]],
+    tokens: SpecialTokens,
+    accelerator: Accelerator,
     get_state: Callable[[], TrainerState],
     logged: LoggedByFunctions,
 ) -> Scorer:
-    """Put the reward model and the reward functions into one scorer, the reward model first.
+    """Put reward models and reward functions into one scorer, the models first.
 
     Args:
-        reward_model: The reward model as a `FrozenScorer`, placed where it runs, or None.
-        functions: The reward functions.
-        tokenizer: The policy's tokenizer, which decodes for the functions.
         args: Gives `reward_weights` and `local_rollout_forward_batch_size`.
-        autocast: Makes the context of the reward model's passes.
+        rewards: The reward models; they are placed where they run.
+        functions: The reward functions.
+        tokenizer: The policy's tokenizer, which decodes for the functions and for models with another tokenizer.
+        tokens: Its special tokens.
+        accelerator: Places the models.
         get_state: Returns the trainer's state, for the functions.
         logged: Takes what the functions log.
 
     Raises:
         ValueError: `reward_weights` does not fit.
     """
-    rows_per_pass = args.local_rollout_forward_batch_size
-    models = [] if reward_model is None else [RewardModel(reward_model, rows_per_pass, autocast)]
+    models = [
+        RewardModel(
+            place_frozen(FrozenScorer(reward.model), accelerator),
+            args.local_rollout_forward_batch_size,
+            lambda: accelerator.autocast(),
+            None if reward.tokenizer is None else Retokenizer(tokenizer, reward.tokenizer, tokens.end),
+            positions(reward.model),
+            lambda: failing_together(accelerator),
+        )
+        for reward in rewards
+    ]
     wrapped = [
         RewardFunction(function, tokenizer, get_state, logged.log_metric, log_extra=logged.log_extra)
         for function in functions

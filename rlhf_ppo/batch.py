@@ -129,7 +129,9 @@ class Rollout(Responses):
         ref_logprobs: The same under the reference policy.
         values: Value estimate before each response token, float32 `(B, T)`.
         final_values: Value estimate after the last real token, float32 `(B,)`; used when a cut response bootstraps.
-        scores: Score of each response before the missing-EOS penalty, float32 `(B,)`; NaN where no source scored it.
+        scores: Weighted score of each response, paid at its last token, before scaling, clipping and the missing-EOS
+            penalty, float32 `(B,)`; NaN where no source scored the response.
+        token_scores: Weighted rewards of single tokens, float32 `(B, T)`, 0 outside the mask.
         scores_by_source: What each reward source gave, unweighted, float32 `(B,)` each; NaN where it gave none.
     """
 
@@ -139,11 +141,12 @@ class Rollout(Responses):
     values: Tensor
     final_values: Tensor
     scores: Tensor
+    token_scores: Tensor
     scores_by_source: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("logprobs", "ref_logprobs", "values"):
+        for name in ("logprobs", "ref_logprobs", "values", "token_scores"):
             _check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
         for name in ("stopped", "final_values", "scores"):
             _check_shape(name, getattr(self, name), (len(self),))

@@ -63,6 +63,7 @@ class Progress:
         loss: Sum of the losses since the last log.
         last_logged_step: Update at which the last log was written.
         pending_metrics: Metrics of the updates since the last log.
+        score_moments: Fields of the `ScoreMoments` that `score_scaling` divides by.
         batch_size: Episodes of an update, on all ranks.
         num_processes: Number of processes of the run.
     """
@@ -73,6 +74,7 @@ class Progress:
     loss: float = 0.0
     last_logged_step: int = 0
     pending_metrics: list[dict[str, float]] = field(default_factory=list)
+    score_moments: dict[str, float] = field(default_factory=dict)
     batch_size: int = 0
     num_processes: int = 0
 

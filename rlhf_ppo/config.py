@@ -130,10 +130,24 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
     # HfArgumentParser reads the second of several types from the command line.
     reward_weights: list[float] | str | dict[str, float] | None = _option(  # noqa: RUF009 (a new field object)
         None,
-        "Weight of each reward: numbers for the reward model first, then reward_funcs in their order; or a dict by "
-        "name, in which the reward model is 'reward_model' and a function has its own name; or either as JSON text. "
-        "None: all 1.",
+        "Weight of each reward: numbers, the reward models' first, then those of reward_funcs in their order; or a "
+        "dict by name, in which a reward model is 'reward_model' and a function has its own name; or either as JSON "
+        "text. None: all 1.",
         nargs="+",
+    )
+    reward_head: list[str] | str | None = _option(  # noqa: RUF009 (a new field object)
+        None,
+        "Label, by name or position, that a reward model with several labels scores with: one for all reward models, "
+        "or one for each.",
+        nargs="+",
+    )
+    score_scaling: bool = _option(
+        False, "Divide scores by the standard deviation of all scores of the run so far, of all processes."
+    )
+    score_clip: float | None = _option(
+        None,
+        "Clip the summed score to [-score_clip, score_clip], after score_scaling and before missing_eos_penalty or "
+        "missing_eos_score; must be positive.",
     )
     missing_eos_penalty: float | None = _option(
         None, "Subtracted from the score of a response that lacks the stop token; must be positive."
@@ -142,11 +156,6 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
         None,
         "Replaces the score of a response that lacks the stop token, such as -1 (the EOS trick of arXiv 2403.17031); "
         "not together with missing_eos_penalty.",
-    )
-    score_clip: float | None = _option(
-        None,
-        "Clip the summed score to [-score_clip, score_clip], before missing_eos_penalty or missing_eos_score; must be "
-        "positive.",
     )
     bootstrap_truncated: bool = _option(
         False,
@@ -187,6 +196,7 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
         if self.bf16 is None:
             self.bf16 = not self._launched_in_fp16() and self._accelerator_has_bf16()
         self._mirror_checkpointing()
+        self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
         if self.metric_for_best_model is None and self._compares_models():

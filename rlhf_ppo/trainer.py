@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -16,16 +17,9 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import clipped_policy_loss, clipped_value_loss, explained_variance, token_mean
 from rlhf_ppo.algorithm.masked import masked_whiten
-from rlhf_ppo.algorithm.penalties import (
-    clip_scores,
-    kl_estimate,
-    penalize_missing_eos,
-    replace_missing_eos,
-    token_rewards,
-)
+from rlhf_ppo.algorithm.penalties import kl_estimate, token_rewards
 from rlhf_ppo.assembly import (
     ModelOrPath,
-    as_functions,
     assemble_models,
     check_given,
     check_vocabularies,
@@ -43,7 +37,6 @@ from rlhf_ppo.distributed import failing_together, gather_over_ranks, on_whole_p
 from rlhf_ppo.evaluation.completions import print_table, report_table, sample_rows, table_of
 from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
 from rlhf_ppo.generation.sequences import contains_token, join_responses
-from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
@@ -55,7 +48,10 @@ from rlhf_ppo.reporting.metrics import (
 )
 from rlhf_ppo.reproducibility import isolated_rng, shuffling_generator
 from rlhf_ppo.rewards.logged import LoggedByFunctions
+from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
+from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
+from rlhf_ppo.rewards.shaping import ScoreMoments, shape_scores, whole_scores
 from rlhf_ppo.seams import PPOSeams, length, num_processes
 from rlhf_ppo.termination import StopsOnSigterm
 
@@ -76,8 +72,8 @@ class PPOTrainer(PPOSeams):
         processing_class: The policy's tokenizer; its padding side does not matter.
         model: The policy: a causal language model, a `PeftModel`, a directory or a hub name.
         ref_model: The policy that the KL penalty compares with; None compares with the initial policy.
-        reward_model: A sequence-classification model with one label that shares the policy's tokens; None if
-            `reward_funcs` alone score.
+        reward_model: A sequence-classification model with one label, or with several of which `args.reward_head`
+            names one; or a list of such models; None if `reward_funcs` alone score.
         train_dataset: Rows with `prompt` (text or conversation), `text` or `input_ids`; other columns reach
             `reward_funcs`.
         value_model: A sequence-classification model with one label, trained along; None makes one from the reward
@@ -87,8 +83,10 @@ class PPOTrainer(PPOSeams):
         optimizers: An optimizer over the trainable parameters and a scheduler that counts PPO updates.
         callbacks: Trainer callbacks.
         peft_config: Adds an adapter to the policy; the reference is then the policy without it.
-        reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async; each may be
-            written as `"package.module.function"` or `"path/file.py:function"`.
+        reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async, or their names:
+            see `rlhf_ppo.rewards.resolve.resolve_reward`.
+        reward_processing_classes: The tokenizer of each reward model that reads other tokens than the policy's; None
+            takes the one saved beside the model if its tokens differ.
         value_peft_config: Adds an adapter to the value model, which is trained with the head instead of all weights.
 
     Raises:
@@ -104,7 +102,7 @@ class PPOTrainer(PPOSeams):
         processing_class: PreTrainedTokenizerBase,
         model: ModelOrPath,
         ref_model: ModelOrPath | None = None,
-        reward_model: ModelOrPath | None = None,
+        reward_model: ModelOrPath | Sequence[ModelOrPath] | None = None,
         train_dataset: Any = None,
         value_model: ModelOrPath | None = None,
         data_collator: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
@@ -113,22 +111,23 @@ class PPOTrainer(PPOSeams):
         callbacks: list[TrainerCallback] | None = None,
         peft_config: PeftConfig | None = None,
         *,
-        reward_funcs: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None = None,
+        reward_funcs: RewardSpec | Sequence[RewardSpec] | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
         value_peft_config: PeftConfig | None = None,
     ) -> None:
-        self._functions = as_functions(reward_funcs)
+        self._functions = functions = resolve_rewards(reward_funcs)
         self._logged = LoggedByFunctions()
         check_given(args, train_dataset, has_reward=reward_model is not None or bool(self._functions))
         self.tokens = special_tokens(args, processing_class)
         args.fill_derived(num_processes(args), length(train_dataset))
 
-        models = assemble_models(args, model, ref_model, reward_model, value_model, peft_config, value_peft_config)
+        rewards = load_reward_models(reward_model, reward_processing_classes, args.reward_head, processing_class)
+        models = assemble_models(args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
         check_vocabularies(models, processing_class, self.tokens)
-        self.policy_model, self.value_model, self.reward_model = models.policy, models.value_model, models.reward_model
-        self.reference = models.reference
+        self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
+        self.reward_models = [reward.model for reward in rewards]
         self._max_positions = max_positions(models)
-        self._tokenizer = processing_class
-        self._config = args
+        self._tokenizer, self._config = processing_class, args
         train_dataset = self._prepared(train_dataset, "train_dataset")
         args.fill_derived(num_processes(args), length(train_dataset))  # again: long prompts were dropped
         use_one_device(args)
@@ -146,16 +145,17 @@ class PPOTrainer(PPOSeams):
         self.model.config.use_cache = use_cache  # Trainer switches it off, and it would be saved with the policy
         if self.reference.model is not None:
             self.reference.model = place_frozen(self.reference.model, self.accelerator)
-        scorer = None
-        if models.reward_model is not None:
-            scorer = place_frozen(FrozenScorer(models.reward_model), self.accelerator)
         self.scorer = make_scorer(
-            scorer, self._functions, processing_class, args, self._autocast, self._get_state, self._logged
+            args, rewards, functions, processing_class, self.tokens, self.accelerator, self._get_state, self._logged
         )
-        self._sum = sum_over_ranks(self.accelerator)
-        self._gather = gather_over_ranks(self.accelerator)
+        self._sum, self._gather = sum_over_ranks(self.accelerator), gather_over_ranks(self.accelerator)
         self._sigterm = StopsOnSigterm(self._sum)
         self.add_callback(self._sigterm)
+
+    @property
+    def reward_model(self) -> nn.Module | None:
+        """The first reward model, under the name that TRL has for it."""
+        return next(iter(self.reward_models), None)
 
     # ---- The loop ----
 
@@ -233,6 +233,8 @@ class PPOTrainer(PPOSeams):
     def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
         """Generate a response to each prompt, score it, and evaluate all models on it.
 
+        Slow rewards (async functions, endpoints) are asked before the models run and heard after.
+
         Args:
             model: The prepared `PolicyAndValue`.
             prompts: This rank's prompts.
@@ -246,11 +248,13 @@ class PPOTrainer(PPOSeams):
         with self._timer.phase("generate"):
             responses = self._generate(model, prompts, sampling_config(self.args, self.tokens.stop))
         with self._timer.phase("score"):
-            scores = self.score_responses(responses, prompts)
+            self.scorer.start(_scoring_batch(responses, prompts))
         with self._timer.phase("evaluate"):
             output = self._in_passes(responses, model)
             with self.reference.forward(model, policy) as reference:
                 ref_output = self._in_passes(responses, reference)
+        with self._timer.phase("score"):
+            scores = self.score_responses(responses, prompts)
         return Rollout(
             query_responses=responses.query_responses,
             attention_mask=responses.attention_mask,
@@ -260,7 +264,8 @@ class PPOTrainer(PPOSeams):
             ref_logprobs=ref_output[0],
             values=output[2],
             final_values=output[3],
-            scores=scores.total,
+            scores=scores.final,
+            token_scores=scores.per_token,
             scores_by_source=scores.by_source,
         )
 
@@ -296,13 +301,10 @@ class PPOTrainer(PPOSeams):
             prompts: The same rows' prompts, with the data set's other columns.
 
         Returns:
-            Weighted sums and each source's scores, `(B,)`.
+            Weighted sums and each source's scores.
         """
-        batch = ScoringBatch(
-            responses.query_responses, responses.attention_mask, responses.response_mask, prompts.columns
-        )
         with failing_together(self.accelerator):
-            return self.scorer(batch)
+            return self.scorer(_scoring_batch(responses, prompts))
 
     def _in_passes(self, responses: Responses, forward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Call `forward` on a few rows at a time, trimmed, and put the `(b, T')` or `(b,)` results together."""
@@ -329,15 +331,12 @@ class PPOTrainer(PPOSeams):
             reward scored are masked out.
         """
         args, mask = self.args, rollout.loss_mask
-        scores = self._paid_scores(rollout)
-        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
-        kl = kl.masked_fill(~rollout.response_mask, 0.0)
-        non_score_reward, rewards = token_rewards(kl, scores, rollout.response_mask, args.kl_coef)
+        rewards, columns = self._rewards_of(rollout, self._updated_score_std(rollout))
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False, reduce_sum=self._sum)
         cut = rollout.final_values.masked_fill(rollout.stopped, 0.0) if args.bootstrap_truncated else None
         advantages, returns = gae(rewards, rollout.values, mask, args.gamma, args.lam, cut)
-        columns = gather_columns(episode_columns(rollout, scores, kl, non_score_reward), self._gather)
+        columns = gather_columns(columns, self._gather)
         warn_of_unscored(columns["scores"])
         self._metrics |= rollout_metrics(columns) | self._metrics_of_reward_functions()
         self._metrics["val/explained_variance"] = float(explained_variance(rollout.values, returns, mask, self._sum))
@@ -354,12 +353,22 @@ class PPOTrainer(PPOSeams):
             loss_mask=mask,
         )
 
-    def _paid_scores(self, rollout: Rollout) -> Tensor:
-        """Clip the scores first, so that the missing-EOS penalty or score counts in full."""
+    def _rewards_of(self, rollout: Rollout, score_std: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return per-token rewards `(B, T)` and what they are made of, one number per episode, for the metrics."""
         args = self.args
-        scores = clip_scores(rollout.scores, args.score_clip)
-        scores = penalize_missing_eos(scores, rollout.stopped, args.missing_eos_penalty)
-        return replace_missing_eos(scores, rollout.stopped, args.missing_eos_score)
+        scores, token_scores = shape_scores(rollout, args, score_std)
+        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
+        kl = kl.masked_fill(~rollout.response_mask, 0.0)
+        non_score_reward, rewards = token_rewards(kl, scores, rollout.response_mask, args.kl_coef, token_scores)
+        return rewards, episode_columns(rollout, scores + token_scores.sum(dim=1), kl, non_score_reward)
+
+    def _updated_score_std(self, rollout: Rollout) -> float | None:
+        """Return what `score_scaling` divides this rollout's scores by; they count already."""
+        if not self.args.score_scaling:
+            return None
+        moments = ScoreMoments(**self._progress.score_moments).including(whole_scores(rollout), self._sum)
+        self._progress.score_moments = dataclasses.asdict(moments)
+        return moments.std
 
     # ---- Learning ----
 
@@ -461,8 +470,9 @@ class PPOTrainer(PPOSeams):
             metric_key_prefix: Put before each key.
 
         Returns:
-            `eval_score` (after the missing-EOS penalty), `eval_kl` and `eval_entropy` (nats per response),
-            `eval_response_length_mean` (tokens), `eval_ended_frac`, `eval_rewards/<name>/mean|std`, and speed.
+            `eval_score` (as it is paid in training, but never scaled), `eval_kl` and `eval_entropy`
+            (nats per response), `eval_response_length_mean` (tokens), `eval_ended_frac`,
+            `eval_rewards/<name>/mean|std`, and speed.
         """
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._prepared(eval_dataset, "eval_dataset")
@@ -484,10 +494,7 @@ class PPOTrainer(PPOSeams):
             self.callback_handler.eval_dataloader = cast(Any, dataloader)
             for batch in dataloader:
                 rollout = self.collect_rollout(model, Prompts.from_collated(batch, args.device))
-                scores = self._paid_scores(rollout)
-                kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
-                kl = kl.masked_fill(~rollout.response_mask, 0.0)
-                columns = episode_columns(rollout, scores, kl, -args.kl_coef * kl)
+                _, columns = self._rewards_of(rollout, score_std=None)
                 parts.append(gather_columns(columns, cast(Any, self.accelerator.gather_for_metrics)))
                 self._fire("on_prediction_step")
         self._timer.drain()
@@ -543,4 +550,8 @@ class PPOTrainer(PPOSeams):
         return self._logged.drain() if self._functions else {}
 
     def _reward_functions_read_columns(self) -> bool:
-        return bool(self._functions)
+        return self.scorer.reads_columns
+
+
+def _scoring_batch(responses: Responses, prompts: Prompts) -> ScoringBatch:
+    return ScoringBatch(responses.query_responses, responses.attention_mask, responses.response_mask, prompts.columns)

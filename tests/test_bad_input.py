@@ -150,6 +150,14 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "no EOS to stop at": (
         lambda: {"processing_class": _without_eos()}, ValueError, "stop_token='eos', but processing_class has no eos"
     ),
+    "no stop token to penalise the lack of": (
+        lambda: {"processing_class": _without_eos(), "stop_token": None, "missing_eos_penalty": 1.0},
+        ValueError, "missing_eos_penalty=1.0 needs a stop token",
+    ),
+    "no stop token to replace the score for the lack of": (
+        lambda: {"processing_class": _without_eos(), "stop_token": None, "missing_eos_score": -1.0},
+        ValueError, "missing_eos_score=-1.0 needs a stop token",
+    ),
     "no tokenizer": (
         lambda: {"processing_class": None}, TypeError, "processing_class must be a tokenizer, got NoneType"
     ),
@@ -161,7 +169,8 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         lambda: {"value_model": tiny_scorer(vocab_size=20)}, ValueError, "value_model has 20 token ids"
     ),
     "a reward model of another tokenizer": (
-        lambda: {"reward_model": tiny_scorer(vocab_size=20)}, ValueError, "reward_model has 20 token ids.*reward_funcs"
+        lambda: {"reward_model": tiny_scorer(vocab_size=20)},
+        ValueError, "reward_model has 20 token ids.*reward_processing_classes",
     ),
     # the models
     "a reward model with two labels": (
@@ -193,12 +202,40 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "a reward that cannot be called": (
         lambda: {"reward_funcs": [count_w4, 4]}, TypeError, "reward_funcs holds 4, which cannot be called"
     ),
-    "the name of no reward": (
-        lambda: {"reward_funcs": "length"}, ValueError, "reward_funcs holds 'length', .*'path/file.py:function'"
+    "a reward of an unknown name": (
+        lambda: {"reward_funcs": [count_w4, "corectness"]},
+        ValueError, "holds 'corectness', which names no reward; .*'path/file.py:function'"
     ),
     "a reward in a module that is not there": (
         lambda: {"reward_funcs": [count_w4, "tests.rewards_of_nobody.length"]},
         ValueError, "holds 'tests.rewards_of_nobody.length', but Python finds no module 'tests.rewards_of_nobody'",
+    ),
+    "a penalty and a replacement": (
+        lambda: {"missing_eos_penalty": 1.0, "missing_eos_score": -1.0},
+        ValueError, "missing_eos_penalty=1.0 and missing_eos_score=-1.0 exclude each other",
+    ),
+    "a label that is not there": (
+        lambda: {"reward_model": tiny_scorer(num_labels=2), "reward_head": "helpful"},
+        ValueError, r"reward_head='helpful' is no label of the reward model, which has \['LABEL_0', 'LABEL_1'\]",
+    ),
+    "more labels than reward models": (
+        lambda: {"reward_model": tiny_scorer(num_labels=2), "reward_head": ["0", "1"]},
+        ValueError, "reward_head has 2 entries for 1 reward models",
+    ),
+    "more tokenizers than reward models": (
+        lambda: {"reward_model": tiny_scorer(), "reward_processing_classes": [None, None]},
+        ValueError, "reward_processing_classes has 2 entries for 1 reward models",
+    ),
+    "something else as a reward model's tokenizer": (
+        lambda: {"reward_model": tiny_scorer(), "reward_processing_classes": "words"},
+        TypeError, "reward_processing_classes holds a str",
+    ),
+    "a tokenizer that the reward model does not know": (
+        lambda: {"reward_model": tiny_scorer(vocab_size=20), "reward_processing_classes": make_tokenizer()},
+        ValueError, "reward_model has 20 token ids, but its tokenizer makes ids up to 31",
+    ),
+    "two reward models in one": (
+        lambda: {"reward_model": [tiny_scorer()] * 2}, ValueError, r"reward_model\[0\] and reward_model\[1\] are"
     ),
     "as many weights as there are no rewards": (
         lambda: {"reward_weights": [1.0, 2.0]}, ValueError, r"reward_weights has 2 numbers \(\[1.0, 2.0\]\) for 1 "
@@ -310,6 +347,10 @@ def one_number(completions: list[str], **columns: Any) -> Any:
     return 1.0
 
 
+def too_few_tokens(completion_ids: list[list[int]], **columns: Any) -> Any:
+    return [[0.0] * len(completion_ids[0]), *([0.0] * (len(ids) - 1) for ids in completion_ids[1:])]
+
+
 def asks_for_a_column(completions: list[str], answer: list[str]) -> list[float]:
     return [0.0] * len(completions)
 
@@ -327,6 +368,7 @@ FUNCTIONS: dict[Any, tuple[type[Exception], str]] = {
     strings: (TypeError, r"'strings' returned 'good' \(str\) for row 0"),
     nothing: (TypeError, r"'nothing' returned None \(NoneType\)"),
     one_number: (TypeError, r"'one_number' returned 1.0 \(float\)"),
+    too_few_tokens: (ValueError, "'too_few_tokens' returned .* rewards for the .* tokens of row 1"),
     asks_for_a_column: (ValueError, r"'asks_for_a_column' requires the arguments \['answer'\]"),
     late_nan: (ValueError, "'late_nan' returned nan for row 0"),
 }

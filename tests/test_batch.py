@@ -46,6 +46,7 @@ def rollout() -> Rollout:
         **{name: per_token(100 * index) for index, name in enumerate(("logprobs", "ref_logprobs", "values"))},
         final_values=torch.arange(5.0),
         scores=torch.arange(5.0) + 10,
+        token_scores=per_token(300),
         scores_by_source={"a": torch.arange(5.0)},
     )
 
@@ -242,7 +243,9 @@ def test_padding_columns(mask: list[list[int]], columns: int) -> None:
     assert padding_columns(torch.tensor(mask, dtype=torch.bool)) == columns
 
 
-@pytest.mark.parametrize("name", ["logprobs", "ref_logprobs", "values", "stopped", "final_values", "scores"])
+@pytest.mark.parametrize(
+    "name", ["logprobs", "ref_logprobs", "values", "stopped", "final_values", "scores", "token_scores"]
+)
 def test_every_shape_of_a_rollout_is_checked(name: str) -> None:
     whole = rollout()
     with pytest.raises(ValueError, match=rf"{name} has shape \("):

@@ -60,6 +60,8 @@ CASES = [
         [1.0, -0.5],
         ([], {}, [NAN], [1.0, INF], {"a": NAN}, ["a"], [True], {"a": "1"}, {1: 1.0}, 1.0, "", "a", "1.0", '{"a": 1'),
     ),
+    Case("reward_head", None, "helpful 1", ["helpful", "1"], (1, [1])),
+    Case("score_scaling", False, "true", True, ("yes", None)),
     Case("missing_eos_penalty", None, "1.0", 1.0, (0, 0.0, -1.0, NAN, INF)),
     Case("missing_eos_score", None, "-1", -1.0, (NAN, INF, "-1", True)),
     Case("score_clip", None, "2.5", 2.5, (0.0, -1.0, NAN, INF)),
@@ -163,6 +165,10 @@ def test_signature_and_order_of_arguments_are_those_of_training_arguments():
 @pytest.mark.parametrize("text", ["3e-6", "1e-05"])
 def test_yaml_writes_exponents_without_a_dot_as_text(text: str, tmp_path: Path):
     assert from_yaml(tmp_path / "config.yaml", f"learning_rate: {text}").learning_rate == float(text)
+
+
+def test_one_label_may_stand_alone():
+    assert make(reward_head="helpful").reward_head == ["helpful"]
 
 
 # ---- What excludes each other ----

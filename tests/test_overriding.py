@@ -114,7 +114,8 @@ def test_score_responses(make_trainer):
         def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:
             scores = super().score_responses(responses, prompts)
             brevity = -responses.response_mask.sum(dim=1).float()
-            return Scores(scores.total + brevity, {**scores.by_source, "brevity": brevity})
+            by_source = {**scores.by_source, "brevity": brevity}
+            return dataclasses.replace(scores, final=scores.final + brevity, by_source=by_source)
 
     trainer = make_trainer(Brief, eval_dataset=prompt_rows(3), **QUICK)
     trainer.train()

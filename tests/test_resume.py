@@ -46,6 +46,10 @@ def logs_more(log_metric: Any, completion_ids: list[list[int]], **columns: Any) 
     return [float(ids[0] % 5) for ids in completion_ids]
 
 
+def some_rows(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
+    return [None if ids[0] % 5 == 0 else float(ids[0] % 7) for ids in completion_ids]
+
+
 SAMPLED = {"eval_strategy": "steps", "eval_steps": 2, "num_sample_generations": 4}
 PLATEAU = {
     "lr_scheduler_type": "reduce_lr_on_plateau",
@@ -79,6 +83,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, int]]] = {
     "with prompts grouped by length": ({"train_sampling_strategy": "group_by_length"}, ("on_step_begin", 3)),
     "with a seed for the data": ({"data_seed": 11}, ("on_step_begin", 3)),
     "counting input tokens": ({"include_num_input_tokens_seen": "non_padding"}, ("on_step_begin", 2)),
+    "with scores scaled by all before": (
+        {"reward_funcs": some_rows, "score_scaling": True, "score_clip": 1.5},
+        ("on_step_begin", 2),
+    ),
     "with a plateau schedule": (PLATEAU, ("on_step_begin", 2)),
 }
 
@@ -100,7 +108,18 @@ uninterrupted: dict[str, tuple[dict[str, Any], Any]] = {}
 """What runs that never stop end in; several cases share one."""
 
 
-@pytest.mark.parametrize("case", CASES)
+# One of each kind is seen at every `make check`; all of them by `make test`.
+QUICK = (
+    "in the middle of an epoch",
+    "after the last update",
+    "between a sample table and its checkpoint",
+    "with LoRA",
+)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.thorough) for case in CASES]
+)
 def test_resumed_run_equals_one_that_never_stopped(case: str, new_run: Callable[..., RecordingTrainer]) -> None:
     overrides, death = CASES[case]
     if repr(overrides) not in uninterrupted:

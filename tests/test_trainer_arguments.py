@@ -439,13 +439,12 @@ def test_gradient_checkpointing_kwargs_arrive(make_trainer: MakeTrainer) -> None
 def test_bf16_multiplies_in_bf16_everywhere_and_keeps_float32_weights(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**QUICK, bf16=True)
     dtypes: dict[str, set[torch.dtype]] = {"rollout": set(), "learning": set()}
-    for model in (trainer.model.policy, trainer.model.value_model, trainer.reference.model):
+    for model in (trainer.model.policy, trainer.model.value_model, trainer.reference.model.model):
 
         def record(module: Any, inputs: Any, output: Tensor) -> None:
             dtypes["learning" if torch.is_grad_enabled() else "rollout"].add(output.dtype)
 
-        base = model if hasattr(model, "model") else model.policy
-        base.model.layers[0].self_attn.q_proj.register_forward_hook(record)
+        model.model.layers[0].self_attn.q_proj.register_forward_hook(record)
     trainer.train()
     assert dtypes == {"rollout": {torch.bfloat16}, "learning": {torch.bfloat16}}
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}

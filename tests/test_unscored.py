@@ -139,6 +139,7 @@ def test_advantages_by_hand(make_trainer: MakeTrainer, caplog: pytest.LogCapture
         values=zeros,
         final_values=torch.zeros(3),
         scores=scores,
+        token_scores=zeros,
         scores_by_source={"a": scores, "b": torch.full((3,), NAN)},
     )
     with caplog.at_level(logging.WARNING, logger="rlhf_ppo"):

@@ -89,11 +89,13 @@ def replace_missing_eos(scores: Tensor, stopped: Tensor, replacement: float | No
     return scores if replacement is None else torch.where(stopped | scores.isnan(), scores, replacement)
 
 
-def token_rewards(kl: Tensor, scores: Tensor, response_mask: Tensor, kl_coef: float) -> tuple[Tensor, Tensor]:
-    """Charge each token its KL and pay the score at the last real token.
+def token_rewards(
+    kl: Tensor, scores: Tensor, response_mask: Tensor, kl_coef: float, token_scores: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Charge each token its KL, pay it its own reward, and pay the score at the last real token.
 
         non_score_reward_t = -kl_coef * kl_t
-        reward_t = non_score_reward_t + score * [t is the response's last real token]
+        reward_t = non_score_reward_t + token_score_t + score * [t is the response's last real token]
 
     Ziegler et al., 1909.08593, section 2 (eq. 2), spread over tokens as in 2403.17031, section 7.
 
@@ -102,6 +104,7 @@ def token_rewards(kl: Tensor, scores: Tensor, response_mask: Tensor, kl_coef: fl
         scores: One per response, after the missing-EOS penalty, `(B,)`, in the reward's unit.
         response_mask: True on real tokens, the stop token included, bool `(B, T)`.
         kl_coef: Reward per nat.
+        token_scores: Rewards of single tokens, `(B, T)`, in the reward's unit; None: there are none.
 
     Returns:
         `(non_score_reward, rewards)`, float32 `(B, T)`, 0 outside the mask.
@@ -118,4 +121,5 @@ def token_rewards(kl: Tensor, scores: Tensor, response_mask: Tensor, kl_coef: fl
     non_score_reward = zero_outside(-kl_coef * kl.float(), response_mask)
     num_tokens_left = response_mask.flip(1).cumsum(dim=1).flip(1)
     is_last = response_mask & (num_tokens_left == 1)
-    return non_score_reward, non_score_reward + zero_outside(scores[:, None].expand_as(kl), is_last)
+    rewards = non_score_reward + zero_outside(scores[:, None].expand_as(kl), is_last)
+    return non_score_reward, rewards if token_scores is None else rewards + zero_outside(token_scores, response_mask)

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
-from rlhf_ppo.models.inputs import (
-    backbone,
-    disable_dropout,
-    freeze,
-    hidden_states,
-    is_sharded,
-    no_split_modules,
-    probe_ids,
-    transformers_model,
-)
+from rlhf_ppo.models.frozen import Frozen
+from rlhf_ppo.models.inputs import backbone, hidden_states, is_sharded, probe_ids, transformers_model
 
 
-class FrozenScorer(nn.Module):
+class FrozenScorer(Frozen):
     """A reward model whose forward pass gives one score per text.
 
     A causal model's score is its head at the last real token, found from the mask; an encoder's is whatever it pools.
@@ -28,20 +19,8 @@ class FrozenScorer(nn.Module):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        disable_dropout(model)
-        self.model = freeze(model)
+        super().__init__(model)
         self._score = last_token_score if reads_last_token(model) else pooled_score
-        self.eval()
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """The model's configuration; engines that shard models read it."""
-        return transformers_model(self.model).config
-
-    @property
-    def _no_split_modules(self) -> list[str]:
-        return no_split_modules(self.model)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Score texts.
@@ -73,7 +52,7 @@ def check_one_label(model: nn.Module, argument: str) -> None:
         ValueError: It has several labels, or it is no sequence-classification model.
     """
     base = transformers_model(model)
-    labels = getattr(base.config, "num_labels", None)
+    labels, reward = getattr(base.config, "num_labels", None), argument.startswith("reward_model")
     if base.get_output_embeddings() is not None and scalar_head(model) is None:
         raise ValueError(
             f"{argument} is a {type(base).__name__}, a language model without a scalar head; load it with "
@@ -83,6 +62,11 @@ def check_one_label(model: nn.Module, argument: str) -> None:
         raise ValueError(
             f"{argument} has num_labels={labels}; a {argument} gives one number per text: load it with "
             "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
+            + (
+                f", or take one of its labels {list((base.config.id2label or {}).values())} with reward_head"
+                if reward
+                else ""
+            )
         )
 
 

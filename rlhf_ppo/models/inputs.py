@@ -96,11 +96,6 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def freeze(model: nn.Module) -> nn.Module:
-    """Put `model` in eval mode, without gradients."""
-    return model.eval().requires_grad_(False)
-
-
 def no_split_modules(*models: nn.Module) -> list[str]:
     """Name the classes of the blocks that FSDP wraps one by one."""
     return sorted({name for model in models for name in transformers_model(model)._no_split_modules or ()})

@@ -21,6 +21,7 @@ from rlhf_ppo.models.inputs import (
     is_sharded,
     transformers_model,
 )
+from rlhf_ppo.models.labels import keep_label, label_index, num_labels
 
 
 def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.Module:
@@ -58,10 +59,47 @@ def load_scalar_model(model: nn.Module | str | os.PathLike[str], argument: str) 
     Raises:
         ValueError: Nothing loadable is there, or the model has no, or more than one, output.
     """
-    if isinstance(model, str | os.PathLike):
-        model = _without_adapters(_load(AutoModelForSequenceClassification, model, argument, num_labels=1))
-    _check_transformers_model(model, argument)
+    model = load_classifier(model, argument, num_labels=1)
     check_one_label(model, argument)
+    return model
+
+
+def load_reward_model(model: nn.Module | str | os.PathLike[str], argument: str, label: str | None) -> nn.Module:
+    """Return a reward model with one label: its only one, or the one to keep.
+
+    Args:
+        model: The model, a directory, or a hub name.
+        argument: What the caller's argument is called, for error messages.
+        label: Name or position of the label to keep; None for a model that has but one.
+
+    Raises:
+        ValueError: Nothing loadable is there, the model has no such label, or several and `label` is None.
+    """
+    if label is None:
+        return load_scalar_model(model, argument)
+    model = load_classifier(model, argument)
+    label_index(transformers_model(model).config, label)
+    if num_labels(model) > 1:
+        model = keep_label(_without_adapters(model), label)
+    check_one_label(model, argument)
+    return model
+
+
+def load_classifier(model: nn.Module | str | os.PathLike[str], argument: str, **kwargs: Any) -> nn.Module:
+    """Return the sequence-classification model itself, or load it; an adapter in a directory is merged into its base.
+
+    Args:
+        model: The model, a directory, or a hub name.
+        argument: What the caller's argument is called, for error messages.
+        **kwargs: For `from_pretrained`.
+
+    Raises:
+        TypeError: It is no model.
+        ValueError: Nothing loadable is there.
+    """
+    if isinstance(model, str | os.PathLike):
+        model = _without_adapters(_load(AutoModelForSequenceClassification, model, argument, **kwargs))
+    _check_transformers_model(model, argument)
     return model
 
 
@@ -143,6 +181,26 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
         model.train()
 
 
+def check_runs_on(model: nn.Module, argument: str, device: torch.device) -> None:
+    """Check that a model that bitsandbytes has quantized is on CUDA.
+
+    Args:
+        model: The model.
+        argument: What the caller's argument is called, for the error message.
+        device: Where the run is.
+
+    Raises:
+        ValueError: It would run elsewhere.
+    """
+    base = transformers_model(model)
+    bits = 4 if getattr(base, "is_loaded_in_4bit", False) else 8 if getattr(base, "is_loaded_in_8bit", False) else None
+    if bits is not None and device.type != "cuda":
+        raise ValueError(
+            f"{argument} was loaded in {bits} bits (load_in_{bits}bit=True): bitsandbytes needs a CUDA GPU, but this "
+            f"run is on device={str(device)!r}; load it without quantization_config, or run on CUDA"
+        )
+
+
 def _is_quantized(model: nn.Module) -> bool:
     return bool(getattr(transformers_model(model), "is_quantized", False))
 
@@ -175,11 +233,13 @@ def _load(auto_class: Any, path: str | os.PathLike[str], argument: str, **kwargs
             f"{argument}={os.fspath(path)!r} could not be loaded: it is neither a directory with a model nor a model "
             "that the hub gave"
         ) from error
+    except ImportError as error:  # of what its quantization needs
+        raise ValueError(f"{argument}={os.fspath(path)!r} needs a package that is not installed: {error}") from error
     except (ValueError, RuntimeError) as error:  # another kind of model, or another number of labels
         options = ", ".join(f"{name}={value}" for name, value in kwargs.items())
         raise ValueError(
             f"{argument}={os.fspath(path)!r} cannot be loaded with {auto_class.__name__}.from_pretrained({options}): "
-            f"{error!s:.600}"
+            f"{error!s:.600}" + ("; of several labels reward_head takes one" if "reward" in argument else "")
         ) from error
 
 

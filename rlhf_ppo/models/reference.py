@@ -8,24 +8,18 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from trl.trainer.utils import use_adapter
 
 from rlhf_ppo.models.copying import copy_model
-from rlhf_ppo.models.inputs import (
-    disable_dropout,
-    freeze,
-    is_peft_model,
-    no_split_modules,
-    transformers_model,
-)
+from rlhf_ppo.models.frozen import Frozen
+from rlhf_ppo.models.inputs import is_peft_model
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 
 INITIAL_ADAPTER = "ref"
 """Name of the frozen copy of an adapter that was already trained when it was handed over."""
 
 
-class FrozenPolicy(nn.Module):
+class FrozenPolicy(Frozen):
     """A language model whose forward pass gives the log-probabilities of responses.
 
     Args:
@@ -34,24 +28,12 @@ class FrozenPolicy(nn.Module):
     """
 
     def __init__(self, policy: nn.Module, temperature: float) -> None:
-        super().__init__()
-        disable_dropout(policy)
-        self.policy = freeze(policy)
+        super().__init__(policy)
         self.temperature = temperature
-        self.eval()
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """The model's configuration; engines that shard models read it."""
-        return transformers_model(self.policy).config
-
-    @property
-    def _no_split_modules(self) -> list[str]:
-        return no_split_modules(self.policy)
 
     def forward(self, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor) -> ResponseLogprobs:
         """Evaluate responses; shapes as in `response_logprobs`."""
-        return response_logprobs(self.policy, query_responses, attention_mask, response_mask, self.temperature)
+        return response_logprobs(self.model, query_responses, attention_mask, response_mask, self.temperature)
 
 
 class Reference:

@@ -56,8 +56,9 @@ class WritesRunCard:
 
 
 def _reward_names(trainer: Any) -> list[str]:
-    origin = None if trainer.reward_model is None else _origin(trainer.reward_model)
-    return [origin if origin and name == "reward_model" else name for name in trainer.scorer.names]
+    origins = [_origin(model) for model in trainer.reward_models]  # the models come first
+    names = trainer.scorer.names
+    return [origin or name for origin, name in zip(origins, names, strict=False)] + names[len(origins) :]
 
 
 def _origin(model: Any) -> str | None:

@@ -314,7 +314,7 @@ def prompt_text(prompt: Any) -> str:
 
 def _require_math_verify(what: str) -> None:
     if importlib.util.find_spec("math_verify") is None:
-        raise ImportError(f"{what} needs the package math-verify; pip install math-verify")
+        raise ImportError(f"{what} needs the package math-verify; pip install math-verify (or rlhf_ppo[math])")
 
 
 def _num_words(text: str) -> int:
@@ -322,10 +322,10 @@ def _num_words(text: str) -> int:
 
 
 def _math_verified(answer: str, reference: str) -> bool:
-    import math_verify  # pyright: ignore[reportMissingImports]
+    import math_verify
 
     # Its time limits are signals, which only a program's main thread may set; responses are short.
-    parse = functools.partial(math_verify.parse, parsing_timeout=None)
+    parse = functools.partial(math_verify.parse, parsing_timeout=cast(Any, None))
     wanted = parse(f"${final}$") if (final := answers.final_answer(reference)) else []
     return bool(math_verify.verify(wanted, parse(answer), timeout_seconds=None))
 

@@ -8,12 +8,13 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.prompts import is_conversation
@@ -25,6 +26,8 @@ _NOT_PASSED = ("prompt", "completion", "completion_ids")
 
 class RewardFunction:
     """Scores responses with a function `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+
+    A list in place of each number rewards the response's tokens one by one; it is as long as `completion_ids[row]`.
 
     The convention is `GRPOTrainer`'s, so that the same functions serve both. Where the column `prompt` holds
     conversations, `prompts` are lists of messages and `completions` are `[{"role": "assistant", "content": text}]`;
@@ -64,7 +67,7 @@ class RewardFunction:
             batch: `B` prompts and truncated responses.
 
         Returns:
-            Scores, float32 `(B,)`; NaN where the function returned None.
+            Scores, float32 `(B,)`, or rewards per token, float32 `(B, T)`; NaN where the function returned None.
 
         Raises:
             TypeError: The function returned a string, one number or nothing.
@@ -74,18 +77,31 @@ class RewardFunction:
         if self.is_async:
             return self.submit(batch).result()
         arguments = self.arguments(batch)
-        with _naming(self.name), torch.no_grad():
+        with _naming(self.name, len(batch)), torch.no_grad():
             returned = self.function(**arguments)
-        return check_scores(returned, self.name, len(batch)).to(batch.query_responses.device)
+        return self._checked(returned, batch)
 
     def submit(self, batch: ScoringBatch) -> Future[Tensor]:
         """Start an async function and return its future, so that several can run side by side."""
-        return asyncio.run_coroutine_threadsafe(self._score_async(batch, self.arguments(batch)), _event_loop())
+        try:
+            arguments = self.arguments(batch)
+        except Exception as error:  # raised where the scores are collected, like every other error
+            failed: Future[Tensor] = Future()
+            failed.set_exception(error)
+            return failed
+        return asyncio.run_coroutine_threadsafe(self._score_async(batch, arguments), _event_loop())
 
     async def _score_async(self, batch: ScoringBatch, arguments: Mapping[str, Any]) -> Tensor:
-        with _naming(self.name):
+        with _naming(self.name, len(batch)):
             returned = await self.function(**arguments)
-        return check_scores(returned, self.name, len(batch)).to(batch.query_responses.device)
+        return self._checked(returned, batch)
+
+    def _checked(self, returned: Any, batch: ScoringBatch) -> Tensor:
+        mask = batch.response_mask
+        scores = check_scores(returned, self.name, mask.sum(dim=1).tolist())
+        if scores.dim() == 2:
+            scores = functional.pad(scores, (0, mask.shape[1] - scores.shape[1]))
+        return scores.to(mask.device)
 
     def arguments(self, batch: ScoringBatch) -> dict[str, Any]:
         """Return the keyword arguments for the function.
@@ -126,59 +142,95 @@ def function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
-def check_scores(returned: Any, name: str, num_rows: int) -> Tensor:
+def check_scores(returned: Any, name: str, lengths: Sequence[int]) -> Tensor:
     """Check what a reward function returned.
 
     Args:
-        returned: A list, a tensor, an array, or any other iterable of numbers and None.
+        returned: A list, a tensor, an array, or any other iterable, of one entry per row: numbers and None; or lists
+            of numbers, one per response token, and None.
         name: The function's name, for error messages.
-        num_rows: Number of scores it had to return.
+        lengths: Number of tokens of each of the `B` responses.
 
     Returns:
-        Scores, float32 `(num_rows,)`; NaN for None.
+        Scores, float32 `(B,)`, NaN for None; or rewards per token, float32 `(B, max(lengths))`, a row of NaN for None
+        and 0 behind the last token.
 
     Raises:
         TypeError: It is a text, one number, nothing, or holds something that is not a number.
         ValueError: It has another length, or a number that is not finite in float32.
     """
-    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    values = _plain(returned)
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise TypeError(
             f"the reward function {name!r} returned {returned!r:.60} ({type(returned).__name__}): "
-            f"return a list of {num_rows} numbers, one per completion"
+            f"return a list of {len(lengths)} numbers, one per completion"
         )
     values = list(values)
-    if len(values) != num_rows:
+    if len(values) != len(lengths):
         raise ValueError(
-            f"the reward function {name!r} returned {len(values)} rewards for {num_rows} completions: "
+            f"the reward function {name!r} returned {len(values)} rewards for {len(lengths)} completions: "
             "return one per completion, None where it has none to give"
         )
-    return torch.tensor([_as_float(value, name, row) for row, value in enumerate(values)], dtype=torch.float32)
+    first = next((value for value in values if value is not None), None)
+    if isinstance(_plain(first), list | tuple):
+        return _per_token([_plain(value) for value in values], name, lengths)
+    return torch.tensor([_as_float(value, name, f"row {row}") for row, value in enumerate(values)])
 
 
-def _as_float(value: Any, name: str, row: int) -> float:
+def _per_token(values: Sequence[Any], name: str, lengths: Sequence[int]) -> Tensor:
+    rewards = torch.zeros(len(lengths), max(lengths))
+    for row, (value, length) in enumerate(zip(values, lengths, strict=True)):
+        if value is None:
+            rewards[row] = math.nan
+            continue
+        if not isinstance(value, list | tuple):
+            raise TypeError(
+                f"the reward function {name!r} returned {value!r:.60} ({type(value).__name__}) for row {row}, and a "
+                "list for another: return a list for every row, of one reward per token, or a number for every row"
+            )
+        if len(value) != length:
+            raise ValueError(
+                f"the reward function {name!r} returned {len(value)} rewards for the {length} tokens of row {row}: "
+                "return one for each of completion_ids[row]"
+            )
+        if None in value:
+            raise TypeError(
+                f"the reward function {name!r} returned None for row {row}, token {list(value).index(None)}: "
+                "return 0.0 for a token without a reward, or None for the whole row"
+            )
+        numbers = [_as_float(number, name, f"row {row}, token {token}") for token, number in enumerate(value)]
+        rewards[row, :length] = torch.tensor(numbers)
+    return rewards
+
+
+def _plain(value: Any) -> Any:
+    """Return Python's own numbers and lists for a tensor or NumPy value."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _as_float(value: Any, name: str, place: str) -> float:
     if value is None:
         return math.nan
-    number = value.tolist() if hasattr(value, "tolist") else value  # a tensor or NumPy number
+    number = _plain(value)
     if not isinstance(number, int | float):
         raise TypeError(
-            f"the reward function {name!r} returned {value!r:.60} ({type(value).__name__}) for row {row}: "
+            f"the reward function {name!r} returned {value!r:.60} ({type(value).__name__}) for {place}: "
             "return a number, or None for a completion that it does not score"
         )
     if not abs(number) <= torch.finfo(torch.float32).max:
         raise ValueError(
-            f"the reward function {name!r} returned {number} for row {row}: "
+            f"the reward function {name!r} returned {number} for {place}: "
             "return a finite number, or None for a completion that it does not score"
         )
     return float(number)
 
 
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _naming(name: str, num_rows: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"raised by the reward function {name!r}")
+        error.add_note(f"raised by the reward function {name!r}, given the rows 0 to {num_rows - 1}")
         raise
 
 

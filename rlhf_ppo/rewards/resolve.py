@@ -1,29 +1,47 @@
-"""Reward functions that are named by a text instead of passed as an object."""
+"""Reward functions given as text: a built-in's name, a dotted name, a function in a file, or an endpoint's address."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
+from rlhf_ppo.rewards.endpoint import RewardEndpoint
 
-def resolve_reward(
-    spec: Callable[..., Any] | str, named: Mapping[str, Callable[..., Any]] | None = None
-) -> Callable[..., Any]:
-    """Return the reward function that is meant.
+RewardSpec = Callable[..., Any] | str
+"""A reward function, or where it is to be found."""
+
+
+def resolve_rewards(specs: RewardSpec | Sequence[RewardSpec] | None) -> list[Callable[..., Any]]:
+    """Return reward functions as a list, each ready to be called.
 
     Args:
-        spec: A callable, which comes back as it is; `"package.module.function"`; `"path/file.py:function"`, the path
-            relative to the working directory; or a key of `named`.
-        named: Reward functions that a text without dot and colon may name.
+        specs: None, one, or several of what `resolve_reward` takes.
 
-    Returns:
-        Something with the signature of `GRPOTrainer`'s reward functions.
+    Raises:
+        TypeError: One of them, or what it names, cannot be called.
+        ValueError: A text leads to no reward function.
+    """
+    if specs is None:
+        return []
+    return [resolve_reward(spec) for spec in ([specs] if isinstance(specs, str) or callable(specs) else specs)]
+
+
+def resolve_reward(spec: RewardSpec) -> Callable[..., Any]:
+    """Turn what a user wrote into a callable with `GRPOTrainer`'s signature.
+
+    Args:
+        spec: A callable, which comes back as it is; or the name of a built-in or of one of TRL's rewards; or
+            `"package.module.function"`; or `"path/file.py:function"`, the path relative to the working directory; or
+            `"http://host/path"`, also `https`. Modules are looked for in the working directory too, and what a file
+            imports beside it.
 
     Raises:
         TypeError: `spec` is neither callable nor a text, or what it names cannot be called.
@@ -33,17 +51,20 @@ def resolve_reward(
         if not callable(spec):
             raise TypeError(f"reward_funcs holds {spec!r}, which cannot be called; pass a Python function or its name")
         return spec
+    if spec.startswith(("http://", "https://")):
+        return RewardEndpoint(spec)
     path, colon, name = spec.rpartition(":")
     if colon and path.endswith(".py"):
         return _function(_load_file(spec, Path(path).expanduser()), name, spec)
+    if spec in BUILTIN_REWARDS or spec in TRL_REWARDS:
+        return builtin_reward(spec)
     module, dot, name = spec.rpartition(".")
     if dot and not colon and all(part.isidentifier() for part in spec.split(".")):
         return _function(_import_module(spec, module), name, spec)
-    if named and spec in named:
-        return named[spec]
     raise ValueError(
-        f"reward_funcs holds {spec!r}, which names no reward function; write 'package.module.function' or "
-        f"'path/file.py:function'{f', or one of {sorted(named)}' if named else ''}"
+        f"reward_funcs holds {spec!r}, which names no reward; write 'package.module.function', "
+        f"'path/file.py:function', 'http://host/path' or one of {[*BUILTIN_REWARDS, *TRL_REWARDS]}; a reward model is "
+        "passed as reward_model"
     )
 
 
@@ -56,6 +77,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     name = f"reward_file_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
+    _look_into(str(path.parent))
     import_spec = importlib.util.spec_from_file_location(name, path)
     assert import_spec is not None and import_spec.loader is not None  # a file that ends in .py has a loader
     module = importlib.util.module_from_spec(import_spec)
@@ -70,6 +92,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
 
 
 def _import_module(spec: str, name: str) -> ModuleType:
+    _look_into(os.getcwd())
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -83,11 +106,21 @@ def _import_module(spec: str, name: str) -> ModuleType:
         raise
 
 
+def _look_into(directory: str) -> None:
+    """Look for modules in a directory too, after all other places, so that nothing is hidden by it."""
+    if directory not in sys.path:
+        sys.path.append(directory)
+
+
 def _function(module: ModuleType, name: str, spec: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ValueError(f"reward_funcs holds {spec!r}, but {module.__file__} has no {name!r}; it has {sorted(own)}")
     function = getattr(module, name)
-    if not callable(function):
-        raise TypeError(f"reward_funcs holds {spec!r}, which is {function!r:.60} and cannot be called")
+    if isinstance(function, type) or not callable(function):
+        problem = "is a class, not" if isinstance(function, type) else "cannot be called; name"
+        raise TypeError(
+            f"reward_funcs holds {spec!r}, which is {function!r:.60} and {problem} a function or an object that can "
+            "be called"
+        )
     return function

@@ -1,23 +1,79 @@
-"""A reward model as a reward source."""
+"""Reward models as reward sources: loaded, with the tokenizer that each reads, and asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
+from rlhf_ppo.batch import pad_right
+from rlhf_ppo.models.inputs import transformers_model
+from rlhf_ppo.models.loading import load_reward_model
+from rlhf_ppo.rewards.retokenizing import Retokenizer, shares_tokens, tokenizer_beside
 from rlhf_ppo.rewards.scorer import ScoringBatch
 
 
+@dataclass(frozen=True)
+class LoadedRewardModel:
+    """A reward model and what it reads.
+
+    Attributes:
+        model: The sequence-classification model, cut down to one label.
+        tokenizer: Its own tokenizer; None where it reads the policy's tokens.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+def load_reward_models(
+    reward_model: Any, reward_processing_classes: Any, heads: Sequence[str] | None, tokenizer: PreTrainedTokenizerBase
+) -> list[LoadedRewardModel]:
+    """Load what is given by path, choose labels and tokenizers.
+
+    Args:
+        reward_model: None, or one or a list of models, directories and hub names.
+        reward_processing_classes: None, or one tokenizer, or a list with one, or None, for each reward model. Where it
+            is None, the tokenizer saved beside the model is used if its tokens are not the policy's.
+        heads: The label to take of each model that has several: one for all of them, or one for each model.
+        tokenizer: The policy's tokenizer.
+
+    Raises:
+        TypeError: A tokenizer is none.
+        ValueError: The lists do not have the same length, a label does not exist, or nothing loadable is there.
+    """
+    specs = _as_list(reward_model)
+    tokenizers = _one_for_each(_as_list(reward_processing_classes), specs, "reward_processing_classes")
+    labels = _one_for_each(list(heads or []), specs, "reward_head", spread=True)
+    loaded: list[LoadedRewardModel] = []
+    for number, (spec, own, label) in enumerate(zip(specs, tokenizers, labels, strict=True)):
+        argument = "reward_model" if len(specs) == 1 else f"reward_model[{number}]"
+        model = load_reward_model(spec, argument, label)
+        if own is None:
+            own = _own_tokenizer(spec, model, tokenizer)
+        elif not isinstance(own, PreTrainedTokenizerBase):
+            raise TypeError(f"reward_processing_classes holds a {type(own).__name__}; pass AutoTokenizer's")
+        _check_vocabulary(model, own, argument)
+        loaded.append(LoadedRewardModel(model, own))
+    return loaded
+
+
 class RewardModel:
-    """Scores prompt and response with a one-label sequence-classification model that shares the policy's vocabulary.
+    """Scores prompt and response with a reward model.
 
     Args:
         scorer: Gives scores `(B,)` of token ids and mask `(B, L)`: a `FrozenScorer`, placed where it runs.
         rows_per_pass: Number of rows in one forward pass.
         autocast: Makes the context of the forward passes.
+        retokenize: Gives the tokens that the model reads; None where it reads the policy's.
+        max_positions: Longest text that the model can place, in its own tokens; None if there is no limit.
+        together: Makes a context that raises one process' error on all, as those of sharded models enter each forward
+            pass together; every process enters it as often.
     """
 
     name = "reward_model"
@@ -27,10 +83,15 @@ class RewardModel:
         scorer: nn.Module,
         rows_per_pass: int,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        retokenize: Retokenizer | None = None,
+        max_positions: int | None = None,
+        together: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         if rows_per_pass < 1:
             raise ValueError(f"rows_per_pass={rows_per_pass} must be at least 1")
         self.scorer, self.rows_per_pass, self.autocast = scorer, rows_per_pass, autocast
+        self.retokenize, self.max_positions, self.together = retokenize, max_positions, together
+        self.reads_columns = retokenize is not None
 
     @torch.no_grad()
     def __call__(self, batch: ScoringBatch) -> Tensor:
@@ -43,20 +104,73 @@ class RewardModel:
             Scores, float32 `(B,)`.
 
         Raises:
-            ValueError: The model's score of a row is not finite.
+            ValueError: The model's score of a row is not finite, or a row is too long in the model's own tokens.
         """
+        ids, mask = batch.query_responses, batch.attention_mask.bool()
+        if self.retokenize is not None:
+            with self.together():
+                ids, mask = self._own_tokens(self.retokenize(batch), ids.device)
         scores: list[Tensor] = []
         with self.autocast():
             for start in range(0, len(batch), self.rows_per_pass):
                 rows = slice(start, start + self.rows_per_pass)
-                mask = batch.attention_mask[rows].bool()
-                used = mask.any(dim=0)  # columns that are padding in every row of this pass cost time only
-                scores.append(self.scorer(batch.query_responses[rows][:, used], mask[:, used]))
-        score = torch.cat(scores).float()
+                used = mask[rows].any(dim=0)  # columns that are padding in every row of this pass cost time only
+                scores.append(self.scorer(ids[rows][:, used], mask[rows][:, used]))
+        with self.together():
+            return self._checked(torch.cat(scores).float())
+
+    def _checked(self, score: Tensor) -> Tensor:
         if not score.isfinite().all():
             row = int((~score.isfinite()).nonzero()[0])
             raise ValueError(
-                f"the reward model's score of row {row} is {score[row].item()}: load it in float32 or bfloat16, "
-                "and check its weights"
+                f"the {self.name.replace('_', ' ')}'s score of row {row} is {score[row].item()}: load it in float32 "
+                "or bfloat16, and check its weights"
             )
         return score
+
+    def _own_tokens(self, rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+        for row, ids in enumerate(rows):
+            if self.max_positions is not None and len(ids) > self.max_positions:
+                raise ValueError(
+                    f"row {row} has {len(ids)} tokens for the reward model, which has {self.max_positions} positions: "
+                    "lower max_prompt_length or response_length"
+                )
+        ids = pad_right([torch.tensor([row], dtype=torch.long) for row in rows])
+        mask = pad_right([torch.ones(1, len(row), dtype=torch.long) for row in rows]).bool()
+        return ids.to(device), mask.to(device)
+
+
+def _own_tokenizer(
+    spec: Any, model: nn.Module, policy_tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase | None:
+    path = transformers_model(model).config._name_or_path if isinstance(spec, nn.Module) else cast(str, spec)
+    found = tokenizer_beside(path)
+    return None if found is None or shares_tokens(policy_tokenizer, found) else found
+
+
+def _check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, argument: str) -> None:
+    if tokenizer is None:
+        return
+    size = transformers_model(model).config.get_text_config().vocab_size
+    largest = max(number for number in tokenizer.get_vocab().values() if number != tokenizer.pad_token_id)
+    if largest >= size:
+        raise ValueError(
+            f"{argument} has {size} token ids, but its tokenizer makes ids up to {largest}: pass its own tokenizer in "
+            "reward_processing_classes"
+        )
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _one_for_each(values: list[Any], specs: Sequence[Any], argument: str, spread: bool = False) -> list[Any]:
+    if not values:
+        return [None] * len(specs)
+    if spread and len(values) == 1 and specs:
+        return values * len(specs)
+    if len(values) != len(specs):
+        raise ValueError(f"{argument} has {len(values)} entries for {len(specs)} reward models; give one for each")
+    return values

@@ -1,9 +1,11 @@
-"""One score per response: the weighted sum of what every reward source gives it."""
+"""What responses are worth: the weighted sum of what every reward source gives them."""
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,6 +60,8 @@ class ScoringBatch:
 class RewardSource(Protocol):
     """Anything that scores responses.
 
+    A slow source has `is_async = True` and a method `submit(batch) -> Future`; it then runs beside everything else.
+
     Attributes:
         name: What the source is called in metrics, tables and errors.
     """
@@ -65,7 +69,12 @@ class RewardSource(Protocol):
     name: str
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
-        """Score every response, float32 `(B,)`; NaN for a response that the source does not score."""
+        """Score every response.
+
+        Returns:
+            Float32 `(B,)`, one score per response; or `(B, T)`, one reward per response token. NaN for a response that
+            the source does not score, in its first `(B, T)` column at least.
+        """
         ...
 
 
@@ -74,90 +83,144 @@ class Scores:
     """What a batch of responses is worth.
 
     Attributes:
-        total: Weighted sum over the sources that scored the response, float32 `(B,)`; NaN where none did.
-        by_source: Each source's own scores before weighting, float32 `(B,)`, NaN where it gave none.
+        final: Weighted sum over the sources that gave the response one number, float32 `(B,)`: 0 where only rewards of
+            tokens were given, NaN where no source scored the response.
+        per_token: Weighted sum over the sources that reward tokens, float32 `(B, T)`, 0 outside the response.
+        by_source: Each source's own scores before weighting, float32 `(B,)`, NaN where it gave none; of a source that
+            rewards tokens, their sum.
     """
 
-    total: Tensor
+    final: Tensor
+    per_token: Tensor
     by_source: dict[str, Tensor]
+
+    @property
+    def total(self) -> Tensor:
+        """What each response is worth in all, float32 `(B,)`; NaN where no source scored it."""
+        return self.final + self.per_token.sum(dim=1)
 
 
 class Scorer:
-    """Adds up several reward sources: `total_b = sum_i w_i s_ib`, over the sources `i` that scored response `b`.
+    """Adds up several reward sources, over the sources `i` that scored response `b`.
 
-    Asynchronous reward functions are started first and run side by side while the others are computed.
+        final_b = sum_i w_i s_ib        per_token_bt = sum_i w_i r_ibt
 
     Args:
-        sources: The reward sources, in the order of `weights`; sources of one name are called `name`, `name_2`, ...
-        weights: One weight per source, in their order or by their names; None weighs each 1.
+        sources: The reward sources; sources of one name are called `name`, `name_2`, ...
+        weights: One weight per source, in their order or by name; None weighs each 1.
 
     Raises:
-        ValueError: There is no source, or `weights` has another length, other names or a number that is not finite.
+        ValueError: There is no source, or `weights` does not name each source once, or holds a number that is not
+            finite.
     """
 
-    def __init__(self, sources: Sequence[RewardSource], weights: Sequence[float] | Mapping[str, float] | None) -> None:
+    def __init__(
+        self, sources: Sequence[RewardSource], weights: Sequence[float] | Mapping[str, float] | None = None
+    ) -> None:
         if not sources:
             raise ValueError("no reward: pass a reward_model, reward_funcs, or both")
         self.names = _unique([source.name for source in sources])
         self.sources = dict(zip(self.names, sources, strict=True))
-        self.weights = _weights_by_name(self.names, weights)
+        self.weights = weights_by_name(self.names, weights)
+        self._started: tuple[Tensor, dict[str, Future[Tensor]]] | None = None
+
+    @property
+    def reads_columns(self) -> bool:
+        """Whether any source reads columns of the data set."""
+        return any(getattr(source, "reads_columns", True) for source in self.sources.values())
+
+    def start(self, batch: ScoringBatch) -> None:
+        """Start the slow sources on a batch, so that they run while the caller goes on.
+
+        Args:
+            batch: What the next call will score.
+        """
+        self._started = (batch.query_responses, self._submitted(batch))
 
     @torch.no_grad()
     def __call__(self, batch: ScoringBatch) -> Scores:
         """Score a batch.
 
+        The slow sources are started first, unless `start` did so, and collected last.
+
         Args:
             batch: `B` prompts and truncated responses.
 
         Returns:
-            The totals and each source's scores, on the batch's device.
+            The weighted sums and each source's scores, on the batch's device.
 
         Raises:
             ValueError: A source returned another shape.
         """
-        running = {
+        started, self._started = self._started, None
+        ours = started is not None and started[0] is batch.query_responses
+        running = started[1] if started is not None and ours else self._submitted(batch)
+        given = {name: source(batch) for name, source in self.sources.items() if name not in running}
+        given |= {name: future.result() for name, future in running.items()}
+        return self._added_up({name: given[name] for name in self.names}, batch)
+
+    def _submitted(self, batch: ScoringBatch) -> dict[str, Future[Tensor]]:
+        return {
             name: source.submit(batch)  # pyright: ignore[reportAttributeAccessIssue]
             for name, source in self.sources.items()
             if getattr(source, "is_async", False)
         }
-        by_source = {
-            name: running[name].result() if name in running else source(batch) for name, source in self.sources.items()
-        }
-        for name, scores in by_source.items():
-            if tuple(scores.shape) != (len(batch),):
-                raise ValueError(f"reward {name!r} has shape {tuple(scores.shape)}, expected ({len(batch)},)")
-        device = batch.query_responses.device
-        by_source = {name: scores.to(device, torch.float32) for name, scores in by_source.items()}
+
+    def _added_up(self, given: Mapping[str, Tensor], batch: ScoringBatch) -> Scores:
+        mask = batch.response_mask.bool()
+        final, per_token = torch.zeros(len(batch), device=mask.device), torch.zeros(mask.shape, device=mask.device)
+        by_source: dict[str, Tensor] = {}
+        for name, scores in given.items():
+            scores = scores.to(mask.device, torch.float32)
+            if tuple(scores.shape) == (len(batch),):
+                by_source[name] = scores
+                final = final + self.weights[name] * torch.where(scores.isnan(), 0.0, scores)
+            elif scores.shape == mask.shape:
+                unscored = scores[:, 0].isnan()
+                scores = torch.where(mask & ~unscored[:, None], scores, 0.0)
+                by_source[name] = scores.sum(dim=1).masked_fill(unscored, math.nan)
+                per_token = per_token + self.weights[name] * scores
+            else:
+                raise ValueError(
+                    f"reward {name!r} has shape {tuple(scores.shape)}, expected ({len(batch)},), or "
+                    f"{tuple(mask.shape)} for rewards per token"
+                )
         unscored = torch.stack([scores.isnan() for scores in by_source.values()]).all(dim=0)
-        total = torch.stack([self.weights[name] * scores for name, scores in by_source.items()]).nansum(dim=0)
-        return Scores(total.masked_fill(unscored, math.nan), by_source)
+        return Scores(final.masked_fill(unscored, math.nan), per_token, by_source)
 
 
-def _weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:
+def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:
+    """Give each reward source its weight.
+
+    Args:
+        names: The sources' names.
+        weights: As many numbers as there are names, or a number by each name, or None: all 1.
+
+    Raises:
+        ValueError: There are too few or too many, one names no source, or one is not finite.
+    """
     if weights is None:
         return dict.fromkeys(names, 1.0)
-    if isinstance(weights, Mapping):
-        unknown, missing = (
-            [name for name in weights if name not in names],
-            [name for name in names if name not in weights],
-        )
-        if unknown or missing:
-            problems = [f"names {unknown}"] * bool(unknown) + [f"has no weight for {missing}"] * bool(missing)
+    if not isinstance(weights, Mapping):
+        if len(weights) != len(names):
             raise ValueError(
-                f"reward_weights={dict(weights)} {' and '.join(problems)}: the rewards are {list(names)}; give each a "
-                "weight, 0 for one that is only to be logged"
+                f"reward_weights has {len(weights)} numbers ({list(weights)}) for {len(names)} rewards "
+                f"({list(names)}): give one per reward, the reward models' first"
             )
-        by_name = {name: weights[name] for name in names}
-    elif len(weights) != len(names):
+        weights = dict(zip(names, weights, strict=True))
+    unknown = [name for name in weights if name not in names]
+    missing = [name for name in names if name not in weights]
+    if unknown or missing:
+        problems = [f"names {unknown}"] * bool(unknown) + [f"has no weight for {missing}"] * bool(missing)
+        near = [match for name in unknown for match in difflib.get_close_matches(name, missing, n=1)]
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(
-            f"reward_weights has {len(weights)} numbers ({weights}) for {len(names)} rewards ({names}): "
-            "give one per reward, the reward model's first"
+            f"reward_weights={dict(weights)} {' and '.join(problems)}: the rewards are {list(names)}"
+            f"{hint}; give each a weight, 0 for one that is only to be logged"
         )
-    else:
-        by_name = dict(zip(names, weights, strict=True))
-    if not all(map(math.isfinite, by_name.values())):
-        raise ValueError(f"reward_weights={weights} for the rewards {names}: every weight must be finite")
-    return by_name
+    if not all(math.isfinite(weight) for weight in weights.values()):
+        raise ValueError(f"reward_weights={dict(weights)}: every weight must be finite")
+    return {name: float(weights[name]) for name in names}
 
 
 def _selected(ids: Tensor, mask: Tensor) -> list[list[int]]:

@@ -79,14 +79,24 @@ def test_no_penalty_leaves_the_scores():
     assert scores.tolist() == [1.0, -2.0]
 
 
-def oracle_token_rewards(kl, scores, mask, kl_coef):
+def test_only_responses_without_the_stop_token_are_replaced():
+    scores, stopped = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([True, False, False])
+    assert replace_missing_eos(scores, stopped, -1.0).tolist() == [1.0, -1.0, -1.0]
+    assert replace_missing_eos(scores, stopped, 0.0).tolist() == [1.0, 0.0, 0.0]
+    assert scores.tolist() == [1.0, -2.0, 0.5]  # the caller's scores are left alone
+    unchanged = replace_missing_eos(scores.bfloat16(), stopped, None)
+    assert unchanged.dtype == torch.float32 and unchanged.tolist() == [1.0, -2.0, 0.5]
+
+
+def oracle_token_rewards(kl, scores, mask, kl_coef, token_scores):
     """Walk every response to its last real token and pay there."""
     non_score, rewards = np.zeros(mask.shape), np.zeros(mask.shape)
     for i in range(mask.shape[0]):
         last = None
         for t in range(mask.shape[1]):
             if mask[i, t]:
-                non_score[i, t] = rewards[i, t] = -kl_coef * kl[i, t]
+                non_score[i, t] = -kl_coef * kl[i, t]
+                rewards[i, t] = non_score[i, t] + token_scores[i, t]
                 last = t
         rewards[i, last] += scores[i]
     return non_score, rewards
@@ -102,10 +112,12 @@ def test_rewards_equal_the_loop(seed, holes):
         mask[:, 0] |= ~mask.any(axis=1)
     kl, scores = np.where(mask, rng.normal(size=mask.shape), NAN), rng.normal(size=5)
     tensors = torch.tensor(kl, dtype=torch.float32), torch.tensor(scores, dtype=torch.float32), torch.tensor(mask)
-    expected = oracle_token_rewards(kl, scores, mask, 0.3)
-    for result, oracle in zip(token_rewards(*tensors, kl_coef=0.3), expected, strict=True):
-        assert result.dtype == torch.float32
-        np.testing.assert_allclose(result.numpy(), oracle, atol=1e-6)
+    token_scores = np.where(mask, rng.normal(size=mask.shape), NAN)
+    for per_token in (None, torch.tensor(token_scores, dtype=torch.float32)):
+        expected = oracle_token_rewards(kl, scores, mask, 0.3, 0 * mask if per_token is None else token_scores)
+        for result, oracle in zip(token_rewards(*tensors, 0.3, per_token), expected, strict=True):
+            assert result.dtype == torch.float32
+            np.testing.assert_allclose(result.numpy(), oracle, atol=1e-6)
 
 
 def test_score_is_paid_at_the_last_real_token_of_any_raggedness():

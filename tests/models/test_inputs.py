@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_ppo.models.inputs import (
     backbone,
     disable_dropout,
-    freeze,
     hidden_states,
     is_peft_model,
     is_sharded,
@@ -24,7 +23,7 @@ from rlhf_ppo.models.inputs import (
     probe_ids,
     transformers_model,
 )
-from tests.conftest import tiny_policy, tiny_scorer
+from tests.conftest import tiny_policy
 
 SIZES = {
     "vocab_size": 32,
@@ -163,12 +162,6 @@ def test_adapters_are_seen_through() -> None:
     assert is_peft_model(adapted) and not is_peft_model(base)
     assert transformers_model(adapted) is transformers_model(base) is base
     assert backbone(adapted) is backbone(base) is base.model
-
-
-def test_freeze() -> None:
-    model = tiny_scorer().train()
-    assert freeze(model) is model and not model.training
-    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_no_ordinary_model_is_sharded() -> None:

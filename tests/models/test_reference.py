@@ -56,7 +56,7 @@ def test_a_full_model_is_compared_with_a_frozen_copy_of_its_own() -> None:
     policy = tiny_policy()
     before = logprobs(policy)
     reference = make_reference(policy, None, None, adapter_is_new=False, temperature=1.0)
-    assert reference.model is not None and not reference.model.policy.training
+    assert reference.model is not None and not reference.model.model.training
     assert not any(parameter.requires_grad for parameter in reference.model.parameters())
     assert not storages(reference.model) & storages(policy)
     assert all(parameter.requires_grad for parameter in policy.parameters())
@@ -68,7 +68,7 @@ def test_a_full_model_is_compared_with_a_frozen_copy_of_its_own() -> None:
 def test_the_users_reference_is_frozen_without_dropout() -> None:
     policy, given = tiny_policy(), tiny_policy(seed=5, attention_dropout=0.5)
     reference = make_reference(policy, given, None, adapter_is_new=False, temperature=1.0)
-    assert reference.model.policy is given and not given.training
+    assert reference.model.model is given and not given.training
     assert not any(parameter.requires_grad for parameter in given.parameters())
     given.train()
     assert torch.equal(logprobs(given), logprobs(given))

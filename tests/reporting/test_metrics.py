@@ -38,6 +38,7 @@ def rollout(**overrides: Any) -> Rollout:
         "values": torch.zeros(3, 3),
         "final_values": torch.zeros(3),
         "scores": torch.tensor([1.0, 5.0, 3.0]),
+        "token_scores": torch.zeros(3, 3),
         "scores_by_source": {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([0.0, 3.0, NAN])},
     }
     return Rollout(**{**values, **overrides})

@@ -214,7 +214,7 @@ def test_what_the_function_raises_comes_through_with_its_name(
     function = flaky_async if is_async else flaky
     with pytest.raises(NoNetwork, match="no route") as error:
         source(function, tokenizer)(make_batch())
-    assert error.value.__notes__ == [f"raised by the reward function {function.__name__!r}"]
+    assert error.value.__notes__ == [f"raised by the reward function {function.__name__!r}, given the rows 0 to 2"]
 
 
 def test_an_async_client_keeps_its_loop_between_calls(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -252,12 +252,32 @@ def test_something_that_cannot_be_called_is_refused(tokenizer: PreTrainedTokeniz
     ],
 )
 def test_any_sequence_of_numbers_is_accepted(returned: Any) -> None:
-    scores = check_scores(returned, "f", 3)
+    scores = check_scores(returned, "f", [2, 2, 2])
     assert scores.dtype == torch.float32 and scores.tolist() == [1.0, 0.5, 1.0] and not scores.requires_grad
 
 
+def test_a_list_in_each_row_rewards_tokens() -> None:
+    for returned in ([[1.0, 2.0], None, [3]], [torch.tensor([1.0, 2.0]), None, np.array([3])]):
+        rewards = check_scores(returned, "f", [2, 4, 1])
+        assert rewards[0].tolist() == [1.0, 2.0, 0.0, 0.0] and rewards[2].tolist() == [3.0, 0.0, 0.0, 0.0]
+        assert rewards[1].isnan().all() and rewards.dtype == torch.float32
+    assert check_scores(torch.ones(2, 3), "f", [3, 3]).tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rewards_per_token_have_the_width_of_the_responses(is_async: bool, tokenizer: PreTrainedTokenizerFast) -> None:
+    def ids(completion_ids: list[list[int]]) -> list[list[int]]:
+        return completion_ids
+
+    async def ids_async(completion_ids: list[list[int]]) -> list[list[int]]:
+        return completion_ids
+
+    rewards = source(ids_async if is_async else ids, tokenizer)(make_batch())
+    assert rewards.tolist() == [[4.0, 5.0, EOS], [EOS, 0.0, 0.0], [8.0, 8.0, 8.0]]
+
+
 def test_none_is_not_scored() -> None:
-    scores = check_scores([None, 2, None], "f", 3)
+    scores = check_scores([None, 2, None], "f", [2, 2, 2])
     assert scores.isnan().tolist() == [True, False, True] and scores[1] == 2
 
 
@@ -278,7 +298,13 @@ def test_none_is_not_scored() -> None:
         (None, TypeError, "returned None"),
         ({0: 1.0, 1: 2.0, 2: 3.0}, TypeError, r"\(dict\)"),
         (["0.5", 1.0, 2.0], TypeError, r"returned '0.5' \(str\) for row 0"),
-        (torch.zeros(3, 1), TypeError, "for row 0"),
+        (torch.zeros(3, 1), ValueError, "returned 1 rewards for the 2 tokens of row 0"),
+        ([[1.0, 2.0], None, [3.0]], ValueError, "returned 1 rewards for the 2 tokens of row 2"),
+        ([[1.0, 2.0], [1.0, 2.0, 3.0], None], ValueError, "returned 3 rewards for the 2 tokens of row 1"),
+        ([[1.0, 2.0], 0.5, None], TypeError, r"returned 0.5 \(float\) for row 1, and a list for another"),
+        ([[1.0, 2.0], [1.0, NAN], None], ValueError, "returned nan for row 1, token 1"),
+        ([[1.0, 2.0], [None, 1.0], None], TypeError, "returned None for row 1, token 0"),
+        ([[1.0, 2.0], [1.0, "x"], None], TypeError, r"returned 'x' \(str\) for row 1, token 1"),
         ([0.0, [1.0], 2.0], TypeError, r"\(list\) for row 1"),
         ([0.0, torch.zeros(2), 2.0], TypeError, r"\(Tensor\) for row 1"),
         ([0.0, 1j, 2.0], TypeError, r"\(complex\) for row 1"),
@@ -286,5 +312,5 @@ def test_none_is_not_scored() -> None:
 )
 def test_anything_else_names_the_function_the_row_and_the_fix(returned: Any, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says) as error:
-        check_scores(returned, "my_reward", 3)
+        check_scores(returned, "my_reward", [2, 2, 2])
     assert "reward function 'my_reward'" in str(error.value) and "return " in str(error.value).rsplit(": ", 1)[1]

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.rewards import resolve_reward
+from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS
+from rlhf_ppo.rewards.endpoint import RewardEndpoint
+from rlhf_ppo.rewards.resolve import resolve_reward, resolve_rewards
 from tests.conftest import count_w4
 from tests.runs import QUICK
 
@@ -47,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (package / "rewards.py").write_text(SOURCE)
     (package / "broken.py").write_text("import no_such_module_at_all\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path / "on_path"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "on_path"), *sys.path])
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
@@ -85,20 +87,45 @@ def test_a_file_runs_once_and_files_of_one_name_are_two(folder: Path) -> None:
     assert resolve_reward("my-rewards.py:brief")(completion_ids=[[5]]) == [-1.0]
 
 
-def test_a_bare_name_is_looked_up(folder: Path) -> None:
-    assert resolve_reward("count", {"count": count_w4}) is count_w4
-    with pytest.raises(ValueError, match=r"holds 'cuont', .*'path/file.py:function', or one of \['count', 'other'\]"):
-        resolve_reward("cuont", {"other": print, "count": count_w4})
+def test_built_ins_by_name() -> None:
+    reward = resolve_reward("length_penalty")
+    assert isinstance(reward, BUILTIN_REWARDS["length_penalty"])
+    assert resolve_rewards("length_penalty") == [reward] and resolve_rewards(None) == []
+    assert resolve_rewards((count_w4, "length_penalty")) == [count_w4, reward]
+    assert resolve_reward("think_format_reward")(completions=["<think>a</think>b", "b"]) == [1.0, 0.0]
+
+
+def test_addresses() -> None:
+    assert resolve_reward("https://judge.example/v1/score") == RewardEndpoint("https://judge.example/v1/score")
+
+
+def test_modules_are_looked_for_in_the_working_directory_and_beside_a_file(folder: Path) -> None:
+    """As `python -m` and `python file.py` would, which a console script does not."""
+    (folder / "rewards_at_work.py").write_text("def f(completions, **_):\n    return [1.5] * len(completions)\n")
+    assert resolve_reward("rewards_at_work.f")(completions=["a", "b"]) == [1.5, 1.5]
+    beside = folder / "other"
+    beside.mkdir()
+    (beside / "neighbour_of_test.py").write_text("SCORE = 2.5\n")
+    (beside / "json.py").write_text("import neighbour_of_test\ndef f(**_):\n    return neighbour_of_test.SCORE\n")
+    assert resolve_reward("other/json.py:f")() == 2.5
+    import json
+
+    assert json.loads("1") == 1  # nothing that exists is hidden
 
 
 @pytest.mark.parametrize(
     ("spec", "error", "words"),
     [
-        ("brief", ValueError, "names no reward function; write 'package.module.function' or 'path/file.py:function'$"),
+        (
+            "brief",
+            ValueError,
+            "names no reward; .*'path/file.py:f.*'correctness'.*passed as reward_model$",
+        ),
+        ("EleutherAI/pythia-160m", ValueError, "which names no reward"),
+        ("my-rewards.py:Fixed", TypeError, "is a class, not a function or an object that can be called"),
         ("", ValueError, "holds '', which names no"),
         ("a..b", ValueError, "holds 'a..b', which names no"),
         ("mine.rewards:brief", ValueError, "holds 'mine.rewards:brief', which names no"),
-        ("http://localhost/x.y", ValueError, "which names no"),
         (3, TypeError, "holds 3, which cannot be called"),
         ("missing.py:brief", ValueError, "there is no file 'missing.py' in /"),
         ("my-rewards.py:breif", ValueError, r"my-rewards.py has no 'breif'; it has \['Fixed', 'brief', .*'fixed'\]"),

@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 class Fixed:
-    def __init__(self, name: str, scores: Sequence[float]) -> None:
+    def __init__(self, name: str, scores: Sequence[Any]) -> None:
         self.name, self.scores = name, torch.tensor(scores, dtype=torch.float64, requires_grad=True)
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
@@ -48,6 +48,20 @@ def test_a_row_that_nobody_scored_has_no_total() -> None:
     a, b = Fixed("a", [1.0, NAN, 3.0]), Fixed("b", [NAN, NAN, 3.0])
     total = Scorer([a, b], [1.0, 0.0])(make_batch()).total
     assert total[[0, 2]].tolist() == [1.0, 3.0] and total[1].isnan()
+
+
+def test_rewards_per_token_are_added_token_by_token_beside_the_scores() -> None:
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool()
+    ids = torch.full((3, 4), 3)
+    batch = ScoringBatch(ids, torch.ones(3, 4).bool(), mask, {})
+    a, b = Fixed("a", [1.0, NAN, NAN]), Fixed("b", [[1.0, 2.0], [4.0, 99.0], [NAN, NAN]])
+    c = Fixed("c", [[0.5, 0.25], [NAN, NAN], [NAN, NAN]])
+    scores = Scorer([a, b, c], {"c": 2.0, "b": -1.0, "a": 10.0})(batch)
+    assert scores.per_token.tolist() == [[-1 + 1.0, -2 + 0.5], [-4.0, 0.0], [0.0, 0.0]]
+    assert scores.final.tolist() == pytest.approx([10.0, 0.0, NAN], nan_ok=True)
+    assert scores.by_source["b"].tolist() == pytest.approx([3.0, 4.0, NAN], nan_ok=True)
+    assert scores.by_source["c"].tolist() == pytest.approx([0.75, NAN, NAN], nan_ok=True)
+    assert scores.total.tolist() == pytest.approx([8.5, -4.0, NAN], nan_ok=True)
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], []])
@@ -84,6 +98,11 @@ def test_unknown_and_missing_names_are_errors_naming_the_known_ones(weights: dic
         Scorer([Fixed("a", []), Fixed("b", [])], weights)
 
 
+def test_a_misspelt_name_is_set_right() -> None:
+    with pytest.raises(ValueError, match=r"the rewards are \['a', 'correctness'\] \(did you mean 'correctness'\?\)"):
+        Scorer([Fixed("a", []), Fixed("correctness", [])], {"a": 1.0, "correctnes": 1.0})
+
+
 def test_no_source_is_an_error() -> None:
     with pytest.raises(ValueError, match="pass a reward_model, reward_funcs, or both"):
         Scorer([], None)
@@ -102,7 +121,7 @@ def test_sources_of_one_name_are_told_apart_and_keep_their_weights() -> None:
 
 
 def test_a_source_of_another_shape_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match=r"'short' has shape \(2,\), expected \(3,\)"):
+    with pytest.raises(ValueError, match=r"'short' has shape \(2,\), expected \(3,\), or \(3, 2\)"):
         Scorer([Fixed("a", [1.0, 2.0, 3.0]), Fixed("short", [1.0, 2.0])], None)(make_batch())
 
 
@@ -147,7 +166,27 @@ def test_the_note_of_a_failing_async_function_survives(tokenizer: PreTrainedToke
     source = RewardFunction(broken, tokenizer, TrainerState)
     with pytest.raises(RuntimeError, match="no answer") as error:
         Scorer([source], None)(make_batch())
-    assert error.value.__notes__ == ["raised by the reward function 'broken'"]
+    assert error.value.__notes__ == ["raised by the reward function 'broken', given the rows 0 to 2"]
+
+
+def test_slow_sources_run_between_start_and_the_call_and_are_asked_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    entered, go_on, calls = threading.Event(), threading.Event(), []
+
+    async def slow(completions: list[str]) -> list[float]:
+        calls.append(len(completions))
+        entered.set()
+        while not go_on.is_set():
+            await asyncio.sleep(0.001)
+        return [5.0] * len(completions)
+
+    scorer, batch, other = Scorer([RewardFunction(slow, tokenizer, TrainerState)]), make_batch(3), make_batch(2)
+    scorer.start(batch)
+    assert entered.wait(timeout=30)  # it runs while nobody waits for it
+    go_on.set()
+    assert scorer(batch).total.tolist() == [5.0] * 3 and calls == [3]
+    scorer.start(batch)
+    assert scorer(other).total.tolist() == [5.0] * 2 and calls == [3, 3, 2]  # another batch's answers are not taken
+    assert scorer(batch).total.tolist() == [5.0] * 3 and calls == [3, 3, 2, 3]
 
 
 def test_the_batch_checks_its_shapes() -> None:

@@ -1,0 +1,163 @@
+"""Rewards from a server: prompts and responses go out as JSON, numbers come back.
+
+The request is a POST of `application/json` with one entry per response in each list:
+
+    {"prompts": [...], "completions": [...], "completion_ids": [[...], ...], "columns": {"<name>": [...], ...}}
+
+The answer has the status 200 and one reward per response, in the same order: a number, null (not scored), or a list of
+numbers, one for each of its `completion_ids`:
+
+    {"rewards": [0.5, null, -1.0]}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TOKEN_VARIABLE = "RLHF_PPO_REWARD_TOKEN"
+"""The environment variable that holds the bearer token, unless another is named."""
+
+_RETRIED_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_NOT_SENT = frozenset({"trainer_state", "log_extra", "log_metric"})
+
+
+@dataclass
+class RewardEndpoint:
+    """A reward function that asks a server, with `GRPOTrainer`'s signature; several requests run at the same time.
+
+    A request is repeated when the connection fails or times out, when the server answers with the status 408, 429,
+    500, 502, 503 or 504, and when the answer is no JSON. The `n`-th repetition waits `backoff * 2^(n-1)` seconds.
+    Redirects are not followed.
+
+    Attributes:
+        url: Where to post to, `http` or `https`.
+        name: Name in metrics, weights and errors; empty takes the last part of the path, or else the host.
+        timeout: Seconds that the server may stay silent.
+        retries: How often a failed request is repeated.
+        backoff: Seconds before the first repetition.
+        batch_size: Most responses in one request.
+        concurrency: Most requests at one time.
+        token_variable: The environment variable with the token for `Authorization: Bearer <token>`; nothing is sent
+            where it is not set.
+
+    Raises:
+        ValueError: The address is none of `http` or `https`, or a number is out of its range.
+    """
+
+    url: str
+    name: str = ""
+    timeout: float = 60.0
+    retries: int = 3
+    backoff: float = 1.0
+    batch_size: int = 32
+    concurrency: int = 8
+    token_variable: str = TOKEN_VARIABLE
+
+    def __post_init__(self) -> None:
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url={self.url!r} must be an address such as 'http://localhost:8000/score'")
+        for field, least in (("timeout", 0), ("retries", 0), ("backoff", 0), ("batch_size", 1), ("concurrency", 1)):
+            if getattr(self, field) < least or (field == "timeout" and self.timeout == 0):
+                raise ValueError(f"{field}={getattr(self, field)!r} of the endpoint {self.url} is too small")
+        self.__name__ = self.name or parts.path.strip("/").rpartition("/")[2] or parts.hostname
+
+    async def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
+    ) -> list[Any]:
+        """Score every response.
+
+        Raises:
+            ConnectionError: The server could not be asked, after all repetitions; names the rows.
+            ValueError: It answered something else than one reward per response.
+            TypeError: A column cannot be sent as JSON.
+        """
+        table = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            **{name: values for name, values in columns.items() if name not in _NOT_SENT},
+        }
+        slots = asyncio.Semaphore(self.concurrency)
+
+        async def score(start: int) -> list[Any]:
+            rows = range(start, min(start + self.batch_size, len(completions)))
+            async with slots:
+                return await self._ask({name: list(values[start : rows.stop]) for name, values in table.items()}, rows)
+
+        parts = await asyncio.gather(*[score(start) for start in range(0, len(completions), self.batch_size)])
+        return [reward for part in parts for reward in part]
+
+    async def _ask(self, table: Mapping[str, list[Any]], rows: range) -> list[Any]:
+        """Send one request and return its rewards."""
+        where = f"the endpoint {self.url}, asked for the rows {rows.start} to {rows.stop - 1},"
+        answer = await self._answer(self._body(table), where)
+        rewards = answer.get("rewards") if isinstance(answer, dict) else None
+        if not isinstance(rewards, list) or len(rewards) != len(rows):
+            wanted = f'{{"rewards": [...]}} with {len(rows)} entries'
+            raise ValueError(f"{where} answered {answer!r:.120}: it must answer {wanted}")
+        return rewards
+
+    async def _answer(self, body: bytes, where: str) -> Any:
+        """Post as often as need be, and return the decoded answer."""
+        attempt = 0
+        while True:
+            try:
+                return json.loads(await asyncio.to_thread(self._post, body))
+            except urllib.error.HTTPError as error:
+                reason = f"answered with the status {error.code} ({_excerpt(error)})"
+                if error.code not in _RETRIED_STATUS:
+                    raise ConnectionError(f"{where} {reason}") from error
+                failure: Exception = error
+            except (OSError, http.client.HTTPException) as error:
+                reason, failure = f"did not answer ({getattr(error, 'reason', error)!r})", error
+            except ValueError as error:
+                reason, failure = f"answered something that is no JSON ({error})", error
+            if attempt == self.retries:
+                raise ConnectionError(f"{where} {reason}, the last of {attempt + 1} times") from failure
+            await asyncio.sleep(self.backoff * 2**attempt)
+            attempt += 1
+
+    def _body(self, table: Mapping[str, list[Any]]) -> bytes:
+        fixed = ("prompts", "completions", "completion_ids")
+        columns = {name: values for name, values in table.items() if name not in fixed}
+        for name, values in columns.items():
+            try:
+                json.dumps(values)
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"the column {name!r} cannot be sent to the endpoint {self.url}: {error}; remove it from the data "
+                    "set, or make it text"
+                ) from error
+        return json.dumps({name: table[name] for name in fixed} | {"columns": columns}).encode()
+
+    def _post(self, body: bytes) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if token := os.environ.get(self.token_variable):
+            headers["Authorization"] = f"Bearer {token}"
+        request = urllib.request.Request(self.url, data=body, headers=headers, method="POST")
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=self.timeout) as response:
+            return response.read()
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Makes a redirect an error: followed, it would carry the token to another server."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _excerpt(error: urllib.error.HTTPError) -> str:
+    try:
+        return error.read(200).decode(errors="replace") or error.reason
+    except (OSError, http.client.HTTPException):
+        return error.reason

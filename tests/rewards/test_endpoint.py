@@ -1,0 +1,272 @@
+"""Rewards from a real server on this machine, which drops, delays and corrupts its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast, TrainerState
+
+from rlhf_ppo.rewards import RewardFunction
+from rlhf_ppo.rewards.endpoint import TOKEN_VARIABLE, RewardEndpoint
+from tests.rewards.test_functions import make_batch
+
+Reply = Callable[["Request"], None]
+
+
+class Request(BaseHTTPRequestHandler):
+    """Keeps every request and replies with the next of the server's replies, or lengths for ever."""
+
+    server: Any
+
+    def do_POST(self) -> None:
+        self.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.requests.append((self.headers, self.body))
+            reply = self.server.replies.pop(0) if self.server.replies else lengths
+        reply(self)
+
+    def answer(self, text: str, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(text)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def lengths(request: Request) -> None:
+    request.answer(json.dumps({"rewards": [float(len(text)) for text in request.body["completions"]]}))
+
+
+def drop(request: Request) -> None:
+    request.close_connection = True
+
+
+def delay(request: Request) -> None:
+    time.sleep(1.0)
+    request.close_connection = True
+
+
+def cut_off(request: Request) -> None:
+    request.answer('{"rewards": [1.0,', headers={"Content-Length": "400"})
+    request.close_connection = True
+
+
+def says(text: str, status: int = 200, **headers: str) -> Reply:
+    return lambda request: request.answer(text, status, headers)
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Request)
+    http.requests, http.replies, http.lock = [], [], threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
+    threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield http
+    http.shutdown()
+    http.server_close()
+
+
+def url(server: Any) -> str:
+    return f"http://127.0.0.1:{server.server_port}/v1/score"
+
+
+def endpoint(server: Any, **options: Any) -> RewardEndpoint:
+    return RewardEndpoint(url(server), **{"timeout": 0.3, "backoff": 0.001, **options})
+
+
+def ask(reward: RewardEndpoint, completions: list[str], **columns: Any) -> list[Any]:
+    ids = [[1] * len(text) for text in completions]
+    return asyncio.run(reward(prompts=["p"] * len(ids), completions=completions, completion_ids=ids, **columns))
+
+
+def test_the_request_is_what_the_contract_says(server: Any) -> None:
+    columns = {"answer": ["4", None], "trainer_state": TrainerState(), "log_metric": print, "log_extra": print}
+    assert ask(endpoint(server), ["abc", "de"], **columns) == [3.0, 2.0]
+    headers, body = server.requests[0]
+    assert headers["Content-Type"] == "application/json" and "Authorization" not in headers
+    assert body == {
+        "prompts": ["p", "p"],
+        "completions": ["abc", "de"],
+        "completion_ids": [[1, 1, 1], [1, 1]],
+        "columns": {"answer": ["4", None]},
+    }
+
+
+def test_the_token_comes_from_the_environment(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    monkeypatch.setenv("MINE", "other")
+    reward = endpoint(server)
+    ask(reward, ["a"])
+    ask(endpoint(server, token_variable="MINE"), ["a"])
+    assert [headers["Authorization"] for headers, _ in server.requests] == ["Bearer secret", "Bearer other"]
+    assert "secret" not in repr(reward) and b"secret" not in pickle.dumps(reward)
+
+
+def test_a_redirect_is_not_followed_with_the_token(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    server.replies = [says("", 302, Location=f"{url(server)}/elsewhere")]
+    with pytest.raises(ConnectionError, match="status 302"):
+        ask(endpoint(server), ["a"])
+    assert len(server.requests) == 1
+
+
+def test_requests_hold_at_most_a_batch_and_rewards_keep_their_order(server: Any) -> None:
+    texts = ["a" * length for length in (5, 1, 4, 2, 3)]
+    assert ask(endpoint(server, batch_size=2), texts, number=[0, 1, 2, 3, 4]) == [5.0, 1.0, 4.0, 2.0, 3.0]
+    sent = sorted((body["columns"]["number"], len(body["completion_ids"])) for _, body in server.requests)
+    assert sent == [([0, 1], 2), ([2, 3], 2), ([4], 1)]
+
+
+@pytest.mark.parametrize(("concurrency", "together"), [(1, 1), (2, 2), (8, 4)])
+def test_requests_run_at_the_same_time_up_to_a_limit(server: Any, concurrency: int, together: int) -> None:
+    running, most = 0, 0
+
+    def count(request: Request) -> None:
+        nonlocal running, most
+        with server.lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.1)
+        with server.lock:
+            running -= 1
+        lengths(request)
+
+    server.replies = [count] * 4
+    assert ask(endpoint(server, batch_size=1, concurrency=concurrency, timeout=5), ["a", "b", "c", "d"]) == [1.0] * 4
+    assert most == together
+
+
+FAILURES = {
+    "drops the connection": (drop, "did not answer"),
+    "is too slow": (delay, "did not answer .*timed out"),
+    "breaks off": (cut_off, "did not answer .*IncompleteRead"),
+    "answers no JSON": (says("<html>busy</html>"), "answered something that is no JSON"),
+    "is overloaded": (says("later", 429), r"answered with the status 429 \(later\)"),
+    "fails": (says("", 503), r"answered with the status 503 \(Service Unavailable\)"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failed_request_is_repeated(server: Any, failure: str) -> None:
+    server.replies = [FAILURES[failure][0]] * 2
+    assert ask(endpoint(server, retries=2), ["abc"]) == [3.0]
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_after_the_last_repetition_the_error_says_what_happened(server: Any, failure: str) -> None:
+    reply, words = FAILURES[failure]
+    server.replies = [lengths, reply, reply]
+    with pytest.raises(ConnectionError, match=f"{url(server)}, asked for the rows 1 to 1, {words}.*last of 2 times"):
+        ask(endpoint(server, retries=1, batch_size=1, concurrency=1), ["a", "b", "c"])
+
+
+def test_a_server_that_is_down(server: Any) -> None:
+    reward = endpoint(server, retries=1)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(
+        ConnectionError, match=r"rows 0 to 0, did not answer \(ConnectionRefusedError.*last of 2 times"
+    ):
+        ask(reward, ["a"])
+
+
+def test_the_wait_doubles(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    server.replies = [drop] * 3
+    assert ask(endpoint(server, retries=3, backoff=0.5), ["a"]) == [1.0]
+    assert waits == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 501])
+def test_a_refusal_is_not_repeated(server: Any, status: int) -> None:
+    server.replies = [says("no such judge", status)]
+    with pytest.raises(ConnectionError, match=rf"rows 0 to 1, answered with the status {status} \(no such judge\)"):
+        ask(endpoint(server), ["a", "b"])
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ['{"rewards": [1.0]}', '{"rewards": [1, 2, 3]}', '{"scores": [1, 2]}', "[1, 2]", '{"rewards": 1}', "null"],
+)
+def test_an_answer_of_another_form_is_an_error(server: Any, answer: str) -> None:
+    server.replies = [says(answer)]
+    with pytest.raises(
+        ValueError, match=r"rows 0 to 1, answered .*must answer \{\"rewards\": \[...\]\} with 2 entries"
+    ):
+        ask(endpoint(server), ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        ('{"rewards": [1, "good", 2]}', TypeError, r"'score' returned 'good' \(str\) for row 1"),
+        ('{"rewards": [1, 2, NaN]}', ValueError, "'score' returned nan for row 2"),
+        ('{"rewards": [[1, 2], null, null]}', ValueError, "'score' returned 2 rewards for the 3 tokens of row 0"),
+    ],
+)
+def test_a_wrong_value_names_the_source_and_the_row(
+    server: Any, answer: str, kind: type[Exception], words: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    server.replies = [says(answer)]
+    with pytest.raises(kind, match=words):
+        RewardFunction(endpoint(server), tokenizer, TrainerState)(make_batch())
+
+
+def test_it_is_a_reward_function(server: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    reward = RewardFunction(endpoint(server), tokenizer, TrainerState)
+    assert reward.is_async and reward.name == "score"
+    server.replies = [says('{"rewards": [0.5, null, -1]}'), says('{"rewards": [[1, 2, 3], [4], null]}')]
+    assert reward(make_batch())[[0, 2]].tolist() == [0.5, -1.0]
+    assert reward(make_batch(answer=["a", "b", "c"]))[:2].tolist() == [[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]]
+    assert server.requests[1][1]["columns"] == {"answer": ["a", "b", "c"]}
+
+
+def test_a_column_that_is_no_json_is_named(server: Any) -> None:
+    with pytest.raises(TypeError, match="column 'image' cannot be sent"):
+        ask(endpoint(server), ["a"], number=[1], image=[object()])
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("http://localhost:8000/v1/helpful/", "helpful"),
+        ("https://judge.example", "judge.example"),
+        ("http://localhost:8000/score?key=1", "score"),
+    ],
+)
+def test_its_name(address: str, name: str) -> None:
+    reward: Any = RewardEndpoint(address)
+    assert reward.__name__ == name
+    named: Any = RewardEndpoint(address, name="mine")
+    assert named.__name__ == pickle.loads(pickle.dumps(named)).__name__ == "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"url": "ftp://host/x"}, "url='ftp://host/x' must be an address"),
+        ({"url": "http://"}, "url='http://' must be an address"),
+        *(({name: value}, f"{name}={value}") for name, value in
+          [("timeout", 0), ("timeout", -1), ("retries", -1), ("backoff", -1), ("batch_size", 0), ("concurrency", 0)]),
+    ],
+)  # fmt: skip
+def test_settings_are_checked(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RewardEndpoint(**{"url": "http://host", **options})

@@ -1,0 +1,289 @@
+"""Rewards in the trainer: what each token is paid, what is left out, what runs at the same time, what fails how."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from numpy.testing import assert_allclose
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.batch import Experience, Rollout
+from rlhf_ppo.checkpoints import last_whole_checkpoint
+from rlhf_ppo.rewards.endpoint import RewardEndpoint
+from tests.conftest import tiny_policy, tiny_scorer
+from tests.recorded_update import RecordingTrainer, number_of_tokens, share_of_w4, stopping_policy
+from tests.rewards.test_retokenizing import alone
+from tests.runs import QUICK, assert_identical, end_of_run
+
+MakeTrainer = Callable[..., PPOTrainer]
+EOS = 1
+
+
+def marks_even_tokens(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+    """A reward for each token: 0.5 for an even id, a hundredth of it for an odd one."""
+    return [[0.5 if token % 2 == 0 else token / 100 for token in ids] for ids in completion_ids]
+
+
+def every_third(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """No score for responses that begin with an id that 3 divides."""
+    return [None if ids[0] % 3 == 0 else float(ids[0]) for ids in completion_ids]
+
+
+# ---- Sums ----
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"missing_eos_penalty": 1.5},
+        {"score_clip": 0.7, "missing_eos_score": -1.0},
+        {"score_scaling": True, "score_clip": 1.0, "missing_eos_penalty": 0.25},
+    ],
+    ids=["plain", "penalty", "clip and replacement", "scaling, clip and penalty"],
+)
+def test_every_token_is_paid_what_numpy_says(settings: dict[str, Any], make_trainer: MakeTrainer) -> None:
+    """Two functions, a model and rewards per token. With gamma = lam = 1 a return is the sum of rewards to come."""
+    reward_model = tiny_scorer(seed=7).eval()
+    weights = {"number_of_tokens": -2.0, "marks_even_tokens": 3.0, "reward_model": 0.5, "share_of_w4": 1.5}
+    trainer: Any = make_trainer(
+        RecordingTrainer,
+        model=stopping_policy(),
+        ref_model=tiny_policy(seed=5),
+        reward_model=reward_model,
+        reward_funcs=[share_of_w4, marks_even_tokens, number_of_tokens],
+        reward_weights=weights,
+        gamma=1.0,
+        lam=1.0,
+        kl_coef=0.3,
+        per_device_train_batch_size=12,
+        gradient_accumulation_steps=1,
+        total_episodes=12,
+        **settings,
+    )
+    trainer.train()
+    rollout, experience = trainer.rollout, trainer.experience
+    rows, scores, per_token = [], [], []
+    for row, real in enumerate(rollout.response_mask):
+        ids = rollout.responses[row][real].tolist()
+        whole = rollout.query_responses[row][rollout.attention_mask[row]].tolist()
+        rows.append(ids)
+        model_score = alone(reward_model, whole)
+        scores.append(0.5 * model_score + 1.5 * ids.count(7) / len(ids) - 2.0 * 0.1 * len(ids))
+        per_token.append(3.0 * np.array([0.5 if token % 2 == 0 else token / 100 for token in ids]))
+    wholes = [score + tokens.sum() for score, tokens in zip(scores, per_token, strict=True)]
+    std = np.std(wholes, ddof=1) if settings.get("score_scaling") else 1.0
+    assert {ids[-1] == EOS for ids in rows} == {True, False} and len({len(ids) for ids in rows}) > 2
+    expected_worth = []
+    for row, ids in enumerate(rows):
+        score = scores[row] / std
+        if "score_clip" in settings:
+            score = min(max(score, -settings["score_clip"]), settings["score_clip"])
+        if ids[-1] != EOS:
+            score = settings.get("missing_eos_score", score - settings.get("missing_eos_penalty", 0.0))
+        kl = (rollout.logprobs - rollout.ref_logprobs)[row, : len(ids)].double().numpy()
+        expected = -0.3 * kl + per_token[row] / std
+        expected[-1] += score
+        expected_worth.append(score + per_token[row].sum() / std)
+        returns = experience.returns[row].double().numpy()
+        paid = (returns - np.append(returns[1:], 0.0))[: len(ids)]
+        assert_allclose(paid, expected, rtol=1e-5, atol=1e-5, err_msg=f"row {row}")
+    logged = trainer.state.log_history[0]
+    assert logged["objective/scores"] == pytest.approx(np.mean(expected_worth), abs=1e-5)
+    assert logged["rewards/marks_even_tokens/mean"] == pytest.approx(np.mean([t.sum() / 3 for t in per_token]), 1e-5)
+    assert logged["rewards/number_of_tokens/mean"] == pytest.approx(np.mean([len(ids) / 10 for ids in rows]), 1e-5)
+
+
+def test_evaluation_does_not_scale_and_leaves_the_moments_alone(make_trainer: MakeTrainer) -> None:
+    def numbers(number: list[int], **_: Any) -> list[float]:
+        return [10.0 * value for value in number]
+
+    rows = [{"input_ids": [5, 6], "number": number} for number in range(4)]
+    trainer: Any = make_trainer(
+        **QUICK, model=tiny_policy(), eval_dataset=rows, train_dataset=Dataset.from_list(rows * 2),
+        reward_funcs=numbers, score_scaling=True, score_clip=0.5,
+    )  # fmt: skip
+    trainer.train()
+    moments = dict(trainer._progress.score_moments)
+    assert moments["count"] == 6
+    assert trainer.evaluate()["eval_score"] == pytest.approx(15.0)
+    assert trainer._progress.score_moments == moments
+    assert all(abs(entry["objective/scores"]) <= 0.5 for entry in trainer.state.log_history if "loss" in entry)
+
+
+@pytest.mark.parametrize(
+    "weights", ['{"share_of_w4": 2.0, "reward_model": 0}', {"reward_model": 0, "share_of_w4": 2.0}]
+)
+def test_weights_by_name_and_as_json(weights: Any, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, reward_model=tiny_scorer(seed=7), reward_funcs=share_of_w4, reward_weights=weights)
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert entry["objective/scores"] == pytest.approx(2 * entry["rewards/share_of_w4/mean"])
+    assert entry["rewards/reward_model/std"] > 0
+
+
+def test_rewards_by_name_file_and_label(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def seven(completions, **_):\n    return [7.0] * len(completions)\n")
+    names = {0: "helpful", 1: "harmless"}
+    trainer = make_trainer(
+        **QUICK,
+        reward_model=tiny_scorer(num_labels=2, id2label=names),
+        reward_head="harmless",
+        reward_funcs=["length_penalty", f"{tmp_path}/mine.py:seven"],
+    )
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert (entry["rewards/seven/mean"], entry["rewards/length_penalty/mean"]) == (7.0, 0.0)
+    assert "rewards/reward_model/mean" in entry
+
+
+# ---- Responses that nothing scored ----
+
+
+def gradients(trainer: Any, experience: Experience) -> dict[str, Tensor]:
+    trainer.model.zero_grad()
+    PPOTrainer.compute_loss(trainer, trainer.model, experience).backward()
+    return {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"whiten_rewards": True}, {"score_scaling": True, "score_clip": 1.0}])
+def test_what_nothing_scored_might_as_well_not_be_there(settings: dict[str, Any], make_trainer: MakeTrainer) -> None:
+    def run() -> Any:
+        one_batch = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1, "total_episodes": 12}
+        return make_trainer(
+            RecordingTrainer, model=stopping_policy(), ref_model=tiny_policy(seed=5), reward_funcs=every_third,
+            num_mini_batches=1, num_ppo_epochs=1, learning_rate=0.0, **one_batch, **settings,
+        )  # fmt: skip
+
+    trainer = run()
+    trainer.train()
+    rollout, whole = trainer.rollout, trainer.experience
+    logged = trainer.state.log_history[0]
+    scored = (~rollout.scores.isnan()).nonzero().flatten()
+    assert 0 < len(scored) < len(rollout)
+    small: Rollout = dataclasses.replace(rollout[scored], scores_by_source={})
+    fresh = run()
+    part = fresh.estimate_advantages(small)
+    for name in ("advantages", "returns"):
+        mask = part.loss_mask
+        assert_allclose(getattr(whole, name)[scored][mask], getattr(part, name)[mask], rtol=1e-5, atol=1e-6)
+    for key in ("objective/scores", "val/explained_variance"):
+        assert logged[key] == pytest.approx(fresh._metrics[key], rel=1e-5, abs=1e-6), key
+    expected = gradients(fresh, part)
+    for name, gradient in gradients(trainer, whole).items():
+        assert_allclose(gradient, expected[name], rtol=1e-4, atol=1e-7, err_msg=name)
+    ratios = trainer.ratios
+    assert logged["val/ratio"] == pytest.approx(1.0, abs=1e-5) and len(ratios) == 1
+
+
+def test_how_a_mini_batch_with_unscored_rows_is_cut_changes_nothing(make_trainer: MakeTrainer) -> None:
+    def run(rows: int) -> PPOTrainer:
+        trainer = make_trainer(
+            model=stopping_policy(), reward_funcs=every_third, per_device_train_batch_size=rows,
+            gradient_accumulation_steps=12 // rows, total_episodes=12, num_mini_batches=2, optimizers=(None, None),
+        )  # fmt: skip
+        trainer.train()
+        return trainer
+
+    whole, single = run(12), run(1)  # alone in a micro-batch, an unscored row has no ratio
+    entry, expected = single.state.log_history[0], whole.state.log_history[0]
+    for key in ("loss/policy_avg", "loss/value_avg", "val/ratio", "policy/entropy_avg", "objective/scores", "loss"):
+        assert entry[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), key
+    assert np.isfinite(entry["val/ratio_var"])
+
+
+# ---- At the same time ----
+
+
+def test_slow_rewards_run_while_the_models_do(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reward waits for the reference's pass to begin, which begins only after the reward was started."""
+    asked, reference_began, order = threading.Event(), threading.Event(), []
+
+    async def slow(completions: list[str], **_: Any) -> list[float]:
+        asked.set()
+        order.append("asked")
+        while not reference_began.is_set():
+            await asyncio.sleep(0.001)
+        return [1.0] * len(completions)
+
+    def blocking(completions: list[str], **_: Any) -> list[float]:
+        order.append("blocking")
+        return [1.0] * len(completions)
+
+    trainer = make_trainer(**{**QUICK, "total_episodes": 2}, reward_funcs=[slow, blocking])
+    reference = cast(Any, trainer.reference.model)
+    original = reference.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        assert asked.wait(timeout=30)
+        order.append("reference")
+        reference_began.set()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(reference, "forward", forward)
+    trainer.train()
+    assert order == ["asked", "reference", "blocking"]
+
+
+# ---- Failures ----
+
+
+def endpoint_that_is_down(completions: list[str], **_: Any) -> Any:
+    reward = RewardEndpoint("http://127.0.0.1:9/score", retries=1, backoff=0.0, timeout=0.2)
+    return asyncio.run(reward(prompts=completions, completions=completions, completion_ids=completions))
+
+
+FAILURES: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "raises": (lambda completions, **_: [][0], IndexError, "list index out of range"),
+    "returns NaN": (
+        lambda completions, **_: [0.0] * (len(completions) - 1) + [float("nan")],
+        ValueError, "'judge' .* nan for row 3",
+    ),
+    "returns too few": (lambda completions, **_: [1.0], ValueError, "'judge' returned 1 rewards for 4 completions"),
+    "returns strings": (lambda completions, **_: ["a"] * len(completions), TypeError, "'judge' .*'a' .* row 0"),
+    "is an endpoint that is down": (endpoint_that_is_down, ConnectionError, "127.0.0.1:9/score, asked for the rows 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_source_that_fails_leaves_the_last_checkpoint_to_resume_from(
+    failure: str, make_trainer: MakeTrainer
+) -> None:
+    """It breaks in the third update; once it is mended, the run ends as if nothing had happened."""
+    function, kind, words = FAILURES[failure]
+
+    def run(broken: bool, **overrides: Any) -> PPOTrainer:
+        def judge(completion_ids: list[list[int]], trainer_state: Any, **columns: Any) -> Any:
+            if broken and trainer_state.global_step == 2:
+                return function(**columns)
+            return [float(ids[0] % 5) for ids in completion_ids]
+
+        settings: dict[str, Any] = {
+            **QUICK, "per_device_train_batch_size": 4, "total_episodes": 16, "save_strategy": "steps", "save_steps": 1,
+        }  # fmt: skip
+        return make_trainer(reward_funcs=judge, score_scaling=True, **{**settings, **overrides})
+
+    whole = run(False, save_strategy="no")
+    whole.train()
+    failing = run(True)
+    with pytest.raises(kind, match=words) as error:
+        failing.train()
+    if kind in (IndexError, ConnectionError):
+        assert error.value.__notes__ == ["raised by the reward function 'judge', given the rows 0 to 3"]
+    checkpoint = last_whole_checkpoint(cast(str, failing.args.output_dir))
+    assert checkpoint is not None and checkpoint.endswith("checkpoint-2")
+    LlamaForCausalLM.from_pretrained(checkpoint)
+    mended = run(False)
+    mended.train(resume_from_checkpoint=True)
+    assert mended._initial_global_step == 2
+    assert_identical(end_of_run(mended), end_of_run(whole))

@@ -1,0 +1,129 @@
+"""From weighted scores to what is paid, by hand: scaling, then clipping, then the missing stop token."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.batch import Rollout
+from rlhf_ppo.rewards.shaping import ScoreMoments, shape_scores, whole_scores
+
+NAN = float("nan")
+
+
+def rollout(**overrides: Any) -> Rollout:
+    """Four responses of two tokens: stopped, cut, cut, and cut without a score."""
+    real, zeros = torch.ones(4, 2, dtype=torch.bool), torch.zeros(4, 2)
+    values = {
+        "query_responses": torch.ones(4, 3, dtype=torch.long),
+        "attention_mask": torch.ones(4, 3, dtype=torch.bool),
+        "response_mask": real,
+        "stopped": torch.tensor([True, False, False, False]),
+        "logprobs": zeros,
+        "ref_logprobs": zeros,
+        "values": zeros,
+        "final_values": torch.zeros(4),
+        "scores": torch.tensor([8.0, -6.0, 1.0, NAN]),
+        "token_scores": torch.tensor([[2.0, 0.0], [0.0, -4.0], [0.0, 0.0], [0.0, 0.0]]),
+        "scores_by_source": {},
+    }
+    return Rollout(**{**values, **overrides})
+
+
+TOKENS = [[2.0, 0.0], [0.0, -4.0], [0.0, 0.0], [0.0, 0.0]]
+HALVED = [[1.0, 0.0], [0.0, -2.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "std", "scores", "token_scores"),
+    [
+        ({}, 1.0, [8, -6, 1, NAN], TOKENS),
+        ({}, 2.0, [4, -3, 0.5, NAN], HALVED),
+        ({"score_clip": 5.0}, 1.0, [5, -5, 1, NAN], TOKENS),
+        ({"score_clip": 3.5}, 2.0, [3.5, -3, 0.5, NAN], HALVED),  # -6 / 2 is inside: clipping comes second
+        ({"missing_eos_penalty": 1.5}, 1.0, [8, -7.5, -0.5, NAN], TOKENS),
+        ({"missing_eos_score": -1.0}, 1.0, [8, -1, -1, NAN], TOKENS),
+        # After both, so that the penalty is paid in full and the replacement is what it says.
+        ({"score_clip": 3.5, "missing_eos_penalty": 1.5}, 2.0, [3.5, -4.5, -1, NAN], HALVED),
+        ({"score_clip": 0.5, "missing_eos_score": -10.0}, 2.0, [0.5, -10, -10, NAN], HALVED),
+    ],
+)
+def test_the_order_by_hand(settings: dict[str, Any], std: float, scores: list[float], token_scores: Any) -> None:
+    ours = shape_scores(rollout(), PPOConfig(**settings), std)
+    assert ours[0].tolist() == pytest.approx(scores, nan_ok=True) and ours[0].dtype == torch.float32
+    assert ours[1].tolist() == token_scores
+
+
+def test_an_evaluation_s_scores_keep_their_unit() -> None:
+    """Without a spread to divide by, a limit that is meant for scaled scores is left out."""
+    scaled = PPOConfig(score_scaling=True, score_clip=3.5, missing_eos_penalty=1.5)
+    assert shape_scores(rollout(), scaled)[0].tolist() == pytest.approx([8, -7.5, -0.5, NAN], nan_ok=True)
+    scaled.score_scaling = False
+    assert shape_scores(rollout(), scaled)[0].tolist() == pytest.approx([3.5, -5, -0.5, NAN], nan_ok=True)
+
+
+def test_the_spread_is_that_of_whole_scores_of_scored_responses() -> None:
+    assert whole_scores(rollout()).tolist() == [10.0, -10.0, 1.0]
+
+
+def alone(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def test_moments_of_batches_are_those_of_all_scores_together() -> None:
+    random = np.random.default_rng(0)
+    batches = [random.normal(1000, 3, size) for size in (5, 1, 0, 7, 2)]
+    moments = ScoreMoments()
+    for batch in batches:
+        moments = moments.including(torch.tensor(batch, dtype=torch.float32), alone)
+    whole = np.concatenate(batches)
+    assert moments.count == 15
+    assert moments.mean == pytest.approx(whole.mean(), rel=1e-6)
+    assert moments.std == pytest.approx(whole.std(ddof=1), rel=1e-4)
+
+
+def test_moments_by_hand() -> None:
+    moments = ScoreMoments().including(torch.tensor([1.0, 3.0]), alone)
+    assert dataclasses.asdict(moments) == {"count": 2, "mean": 2, "squares": 2}
+    moments = moments.including(torch.tensor([8.0]), alone)
+    assert dataclasses.asdict(moments) == {"count": 3, "mean": 4, "squares": 26}
+    assert moments.std == pytest.approx(13**0.5)
+
+
+@pytest.mark.parametrize("scores", [[], [5.0], [5.0, 5.0]])
+def test_without_a_spread_nothing_is_divided(scores: list[float]) -> None:
+    assert ScoreMoments().including(torch.tensor(scores), alone).std == 1.0
+
+
+def test_every_rank_has_the_moments_of_all_ranks() -> None:
+    """Two threads that add up in lockstep, one of them without a score in the second batch."""
+    batches = [[[1.0, 2.0], [7.0]], [[4.0, 4.0, 0.0], []]]
+    barrier, slots, results = threading.Barrier(2), [torch.zeros(0)] * 2, [ScoreMoments()] * 2
+
+    def rank(number: int) -> None:
+        def reduce_sum(tensor: Tensor) -> Tensor:
+            slots[number] = tensor
+            barrier.wait(timeout=30)
+            total = slots[0] + slots[1]
+            barrier.wait(timeout=30)
+            return total
+
+        for batch in batches[number]:
+            results[number] = results[number].including(torch.tensor(batch), reduce_sum)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0] == results[1]
+    everything = [1.0, 2.0, 7.0, 4.0, 4.0, 0.0]
+    assert (results[0].count, results[0].mean) == (6, pytest.approx(3.0))
+    assert results[0].std == pytest.approx(np.std(everything, ddof=1))
