@@ -36,6 +36,7 @@ def test_useful_flops_are_those_of_each_multiplication() -> None:
     assert update_flops(model, prompts, responses, num_ppo_epochs=2) == (5 * body + 3 * head + learning, learning)
 
 
+@pytest.mark.slow
 def test_the_tiny_workload_runs_and_is_measured() -> None:
     command = [sys.executable, str(FOLDER / "measure.py"), "ours", "tiny", "--updates=3"]
     environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
