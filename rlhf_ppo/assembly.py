@@ -20,6 +20,7 @@ from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_ad
 from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.models.inputs import is_peft_model, transformers_model
 from rlhf_ppo.models.loading import (
+    check_runs_on,
     check_value_model,
     load_policy,
     load_scalar_model,
@@ -157,10 +158,13 @@ def assemble_models(
     _check_distinct(**{"model": model, "ref_model": ref_model, **scorers, "value_model": value_model})
     policy = load_policy(model, "model")
     reference_model = None if ref_model is None else load_policy(ref_model, "ref_model")
-    if value_model is None:
+    critic = None if value_model is None else load_scalar_model(value_model, "value_model")
+    loaded = {"model": policy, "ref_model": reference_model, **scorers, "value_model": critic}
+    for name, module in loaded.items():
+        if module is not None:
+            check_runs_on(module, name, args.device)
+    if critic is None:
         critic = make_value_model(policy, next((r.model for r in rewards if r.tokenizer is None), None))
-    else:
-        critic = load_scalar_model(value_model, "value_model")
     check_value_model(critic)
     if value_peft_config is not None:
         critic = add_value_adapter(critic, value_peft_config)
