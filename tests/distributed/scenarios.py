@@ -221,6 +221,32 @@ def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> d
     }
 
 
+def step_on_a_model_that_reads_characters(
+    output_dir: str, models: str, local_batch_size: int = 4, unreadable_on: int | None = None
+) -> dict[str, Any]:
+    """Evaluate and take an SGD step on a reward model with a tokenizer of its own, on given responses.
+
+    The rank `unreadable_on` has texts that are too long for the model.
+    """
+    trainer = make_trainer(
+        output_dir, models, FixedResponses, num_prompts=8, gradient_accumulation_steps=local_batch_size // 2,
+        given={"reward_model": f"{models}/character_model", "reward_funcs": None},
+        num_ppo_epochs=1, num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
+    )  # fmt: skip
+    source: Any = trainer.scorer.sources["reward_model"]
+    if trainer.args.process_index == unreadable_on:
+        source.max_positions = 2
+    evaluated = trainer.evaluate()
+    trainer.train()
+    return {
+        **launched_as(trainer),
+        "evaluated": evaluated,
+        "log": trainer.state.log_history,
+        "parameters": whole_parameters(trainer),
+        "frozen_numbers_here": sum(own_numbers(parameter) for parameter in source.scorer.parameters()),
+    }
+
+
 def own_numbers(parameter: Any) -> int:
     """How many numbers of a parameter this rank holds."""
     if hasattr(parameter, "ds_tensor"):
