@@ -306,7 +306,7 @@ SERVER_FAILURES: dict[str, tuple[list[Reply], type[Exception], str]] = {
 def test_a_server_that_fails_in_a_run_leaves_the_last_checkpoint_to_resume_from(
     failure: str, server: Any, make_trainer: MakeTrainer
 ) -> None:
-    """It fails in the third update, in which another function has logged; mended, the run ends as if nothing had been."""
+    """It fails in the third update, in which another function has logged; mended, the run ends as if it had not."""
     replies, kind, words = SERVER_FAILURES[failure]
     endpoint = RewardEndpoint(url(server), timeout=0.3, retries=1, backoff=0.001)
 
