@@ -271,7 +271,7 @@ def own_numbers(parameter: Any) -> int:
     return (parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel()
 
 
-def reward_function_fails_on_one_rank(output_dir: str, models: str) -> str:
+def reward_function_fails_on_one_rank(output_dir: str, models: str, slow: bool = False) -> str:
     """Train with a reward function that raises in the second update of rank 1; return this rank's error."""
     trainer = make_trainer(output_dir, models)
 
@@ -280,7 +280,12 @@ def reward_function_fails_on_one_rank(output_dir: str, models: str) -> str:
             raise ZeroDivisionError("no such luck")
         return conftest.count_w4(**kwargs)
 
-    trainer.scorer = make_trainer(output_dir, models, given={"reward_funcs": count_or_fail}).scorer
+    async def slow_count_or_fail(**kwargs: Any) -> list[float]:
+        await asyncio.sleep(0.01)
+        return count_or_fail(**kwargs)
+
+    function = slow_count_or_fail if slow else count_or_fail
+    trainer.scorer = make_trainer(output_dir, models, given={"reward_funcs": function}).scorer
     try:
         trainer.train()
     except Exception as error:
