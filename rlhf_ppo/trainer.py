@@ -183,6 +183,8 @@ class PPOTrainer(PPOSeams):
         """
         checkpoint = self._resolve_checkpoint(resume_from_checkpoint)
         set_seed(self.args.seed, device_specific=True)
+        self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
+        self._logged.forget()
         with self._sigterm.listening():
             return super().train(checkpoint, trial, ignore_keys_for_eval)
 

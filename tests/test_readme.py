@@ -1,15 +1,20 @@
 """What README and docs show runs, and what they name exists."""
 
+import inspect
 import json
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS
+from rlhf_ppo.rewards.endpoint import RewardEndpoint
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -119,3 +124,14 @@ def test_metrics_page_lists_exactly_what_a_run_logs(make_trainer):
     logged = {key.replace("/count_w4/", "/<name>/") for entry in entries for key in entry} - {"step"}
     assert logged == set(rows)
     assert len(rows) == len(set(rows))
+
+
+def test_rewards_page_lists_the_settings_of_servers_and_built_ins():
+    page = (ROOT / "docs" / "rewards.md").read_text()
+    defaults = {field.name: field.default for field in fields(RewardEndpoint) if field.name not in ("url", "name")}
+    servers = dict(re.findall(r"^\| `(\w+)` \| `?([\w.]+)`? \| [^|]+ \|$", page, re.MULTILINE))
+    assert {name: type(defaults[name])(value) for name, value in servers.items()} == defaults
+
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE)
+    settings = {name: set(inspect.signature(made).parameters) for name, made in BUILTIN_REWARDS.items()}
+    assert {name: set(re.findall(r"`(\w+)`", listed)) for name, listed in rows} == settings

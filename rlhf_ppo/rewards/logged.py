@@ -34,6 +34,10 @@ class LoggedByFunctions:
         """Note one value."""
         self.values.setdefault(name, []).append(float(value))
 
+    def forget(self) -> None:
+        """Forget all that was noted."""
+        self.values, self.columns = {}, {}
+
     def drain(self) -> dict[str, float]:
         """Return the metrics' means over calls and ranks and forget all; every rank must call this together."""
         self.columns = {}

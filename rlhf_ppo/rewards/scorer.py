@@ -135,13 +135,20 @@ class Scorer:
         Args:
             batch: What the next call will score.
         """
+        self.stop()
         self._started = (batch.query_responses, self._submitted(batch))
+
+    def stop(self) -> None:
+        """Give up what `start` began and no call has collected; nothing that it would still log arrives."""
+        started, self._started = self._started, None
+        _cancel({} if started is None else started[1])
 
     @torch.no_grad()
     def __call__(self, batch: ScoringBatch) -> Scores:
         """Score a batch.
 
-        The slow sources are started first, unless `start` did so, and collected last.
+        The slow sources are started first, unless `start` did so, and collected last. When one source fails, the
+        slow ones that still run are given up.
 
         Args:
             batch: `B` prompts and truncated responses.
@@ -152,12 +159,21 @@ class Scorer:
         Raises:
             ValueError: A source returned another shape.
         """
-        started, self._started = self._started, None
-        ours = started is not None and started[0] is batch.query_responses
-        running = started[1] if started is not None and ours else self._submitted(batch)
-        given = {name: source(batch) for name, source in self.sources.items() if name not in running}
-        given |= {name: future.result() for name, future in running.items()}
+        running = self._taken(batch) or self._submitted(batch)
+        try:
+            given = {name: source(batch) for name, source in self.sources.items() if name not in running}
+            given |= {name: future.result() for name, future in running.items()}
+        finally:
+            _cancel(running)
         return self._added_up({name: given[name] for name in self.names}, batch)
+
+    def _taken(self, batch: ScoringBatch) -> dict[str, Future[Tensor]]:
+        """Return what `start` began for this batch; what it began for another one is given up."""
+        if self._started is None or self._started[0] is not batch.query_responses:
+            self.stop()
+            return {}
+        (_, running), self._started = self._started, None
+        return running
 
     def _submitted(self, batch: ScoringBatch) -> dict[str, Future[Tensor]]:
         return {
@@ -221,6 +237,11 @@ def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str
     if not all(math.isfinite(weight) for weight in weights.values()):
         raise ValueError(f"reward_weights={dict(weights)}: every weight must be finite")
     return {name: float(weights[name]) for name in names}
+
+
+def _cancel(running: Mapping[str, Future[Tensor]]) -> None:
+    for future in running.values():
+        future.cancel()  # of one that is done, without effect
 
 
 def _selected(ids: Tensor, mask: Tensor) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """How the reports of two runs are compared."""
 
 import numpy as np
+import pytest
 
 SESSION = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "eps", "time/tokens_per_second"}
 
@@ -26,3 +27,12 @@ def assert_same_end(resumed, whole):
         for ours, theirs in zip(one["optimizer"], other["optimizer"], strict=True):
             np.testing.assert_array_equal(ours, theirs)
         np.testing.assert_array_equal(one["random"], other["random"])
+
+
+def assert_same_step(two, one):
+    """Two processes take the step of one that has all their prompts."""
+    ours, theirs = numbers(two["log"])[0], numbers(one["log"])[0]
+    assert ours.pop("val/ratio_var") == pytest.approx(theirs.pop("val/ratio_var"), abs=1e-6)
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    for name, value in one["parameters"].items():
+        np.testing.assert_allclose(two["parameters"][name], value, rtol=0, atol=2e-6, err_msg=name)

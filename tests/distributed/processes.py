@@ -6,6 +6,7 @@ The heavy imports happen once, in a fork server. Each process gets the environme
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -105,6 +106,8 @@ def _wait_for(processes: list[Any], timeout: float) -> None:
         time.sleep(0.02)
     for process in processes:
         if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)  # where it stands goes into its log
+            process.join(0.5)
             process.terminate()  # not SIGKILL, which is what `last_is_killed` looks for
             process.join(1)
             process.kill()
@@ -115,6 +118,7 @@ def _worker(rank: int, environment: dict[str, str], calls: list[Call], folder: s
     log = os.open(f"{folder}/{rank}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         pretend_accelerators()

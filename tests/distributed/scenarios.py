@@ -222,6 +222,32 @@ def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> d
     }
 
 
+def step_on_a_model_that_reads_characters(
+    output_dir: str, models: str, local_batch_size: int = 4, unreadable_on: int | None = None
+) -> dict[str, Any]:
+    """Evaluate and take an SGD step on a reward model with a tokenizer of its own, on given responses.
+
+    The rank `unreadable_on` has texts that are too long for the model.
+    """
+    trainer = make_trainer(
+        output_dir, models, FixedResponses, num_prompts=8, gradient_accumulation_steps=local_batch_size // 2,
+        given={"reward_model": f"{models}/character_model", "reward_funcs": None},
+        num_ppo_epochs=1, num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
+    )  # fmt: skip
+    source: Any = trainer.scorer.sources["reward_model"]
+    if trainer.args.process_index == unreadable_on:
+        source.max_positions = 2
+    evaluated = trainer.evaluate()
+    trainer.train()
+    return {
+        **launched_as(trainer),
+        "evaluated": evaluated,
+        "log": trainer.state.log_history,
+        "parameters": whole_parameters(trainer),
+        "frozen_numbers_here": sum(own_numbers(parameter) for parameter in source.scorer.parameters()),
+    }
+
+
 def prefers_larger_words(prompts: list[str], pairs: list[list[str]]) -> list[float]:
     """A judge that depends on every word, so that another response is another verdict."""
     sums = [[sum(int(word[1:]) for word in text.split() if word[0] == "w") for text in pair] for pair in pairs]
@@ -245,7 +271,7 @@ def own_numbers(parameter: Any) -> int:
     return (parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel()
 
 
-def reward_function_fails_on_one_rank(output_dir: str, models: str) -> str:
+def reward_function_fails_on_one_rank(output_dir: str, models: str, slow: bool = False) -> str:
     """Train with a reward function that raises in the second update of rank 1; return this rank's error."""
     trainer = make_trainer(output_dir, models)
 
@@ -254,7 +280,12 @@ def reward_function_fails_on_one_rank(output_dir: str, models: str) -> str:
             raise ZeroDivisionError("no such luck")
         return conftest.count_w4(**kwargs)
 
-    trainer.scorer = make_trainer(output_dir, models, given={"reward_funcs": count_or_fail}).scorer
+    async def slow_count_or_fail(**kwargs: Any) -> list[float]:
+        await asyncio.sleep(0.01)
+        return count_or_fail(**kwargs)
+
+    function = slow_count_or_fail if slow else count_or_fail
+    trainer.scorer = make_trainer(output_dir, models, given={"reward_funcs": function}).scorer
     try:
         trainer.train()
     except Exception as error:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.distributed import processes
-from tests.distributed.comparing import numbers
+from tests.distributed.comparing import assert_same_step, numbers
 from tests.distributed.processes import LAUNCHERS
 
 pytestmark = pytest.mark.distributed
@@ -83,15 +83,6 @@ def assert_trained_alike(ranks, of_ddp):
     assert ranks[0]["policy"].keys() == of_ddp[0]["policy"].keys()
     for name, value in ranks[0]["policy"].items():
         np.testing.assert_allclose(value, of_ddp[0]["policy"][name], rtol=0, atol=1e-4)
-
-
-def assert_same_step(two, one):
-    """Two processes take the step of one that has all their prompts."""
-    ours, theirs = numbers(two["log"])[0], numbers(one["log"])[0]
-    assert ours.pop("val/ratio_var") == pytest.approx(theirs.pop("val/ratio_var"), abs=1e-6)
-    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    for name, value in one["parameters"].items():
-        np.testing.assert_allclose(two["parameters"][name], value, rtol=0, atol=2e-6, err_msg=name)
 
 
 def assert_loads_as_trained(whole, adapter, folder, models):

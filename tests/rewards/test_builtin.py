@@ -205,6 +205,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_named(mistake: str) -> None:
+    if mistake == "trl_logger":
+        pytest.importorskip("math_verify")  # which this one of TRL's rewards asks for first
     make, kind, message = MISTAKES[mistake]
     with pytest.raises(kind, match=message):
         make()

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -16,67 +12,8 @@ from transformers import PreTrainedTokenizerFast, TrainerState
 
 from rlhf_ppo.rewards import RewardFunction
 from rlhf_ppo.rewards.endpoint import TOKEN_VARIABLE, RewardEndpoint
+from tests.rewards.local_server import Request, cut_off, delay, drop, lengths, says, url
 from tests.rewards.test_functions import make_batch
-
-Reply = Callable[["Request"], None]
-
-
-class Request(BaseHTTPRequestHandler):
-    """Keeps every request and replies with the next of the server's replies, or lengths for ever."""
-
-    server: Any
-
-    def do_POST(self) -> None:
-        self.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.requests.append((self.headers, self.body))
-            reply = self.server.replies.pop(0) if self.server.replies else lengths
-        reply(self)
-
-    def answer(self, text: str, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(text)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-def lengths(request: Request) -> None:
-    request.answer(json.dumps({"rewards": [float(len(text)) for text in request.body["completions"]]}))
-
-
-def drop(request: Request) -> None:
-    request.close_connection = True
-
-
-def delay(request: Request) -> None:
-    time.sleep(1.0)
-    request.close_connection = True
-
-
-def cut_off(request: Request) -> None:
-    request.answer('{"rewards": [1.0,', headers={"Content-Length": "400"})
-    request.close_connection = True
-
-
-def says(text: str, status: int = 200, **headers: str) -> Reply:
-    return lambda request: request.answer(text, status, headers)
-
-
-@pytest.fixture
-def server() -> Iterator[Any]:
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Request)
-    http.requests, http.replies, http.lock = [], [], threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
-    threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield http
-    http.shutdown()
-    http.server_close()
-
-
-def url(server: Any) -> str:
-    return f"http://127.0.0.1:{server.server_port}/v1/score"
 
 
 def endpoint(server: Any, **options: Any) -> RewardEndpoint:

@@ -22,8 +22,9 @@ from rlhf_ppo.checkpoints import last_whole_checkpoint
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.recorded_update import RecordingTrainer, number_of_tokens, share_of_w4, stopping_policy
+from tests.rewards.local_server import Reply, delay, drop, lengths, says, url
 from tests.rewards.test_retokenizing import alone
-from tests.runs import QUICK, assert_identical, end_of_run
+from tests.runs import QUICK, assert_identical, end_of_run, history, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]
 EOS = 1
@@ -130,6 +131,11 @@ def test_weights_by_name_and_as_json(weights: Any, make_trainer: MakeTrainer) ->
     entry = trainer.state.log_history[0]
     assert entry["objective/scores"] == pytest.approx(2 * entry["rewards/share_of_w4/mean"])
     assert entry["rewards/reward_model/std"] > 0
+
+
+def test_a_misspelt_weight_is_an_error_before_the_run(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match=r"names \['share_w4'\] .*\(did you mean 'share_of_w4'\?\)"):
+        make_trainer(**QUICK, reward_funcs=share_of_w4, reward_weights='{"share_w4": 1.0}')
 
 
 def test_rewards_by_name_file_and_label(make_trainer: MakeTrainer, tmp_path: Path) -> None:
@@ -287,3 +293,90 @@ def test_a_source_that_fails_leaves_the_last_checkpoint_to_resume_from(
     mended.train(resume_from_checkpoint=True)
     assert mended._initial_global_step == 2
     assert_identical(end_of_run(mended), end_of_run(whole))
+
+
+SERVER_FAILURES: dict[str, tuple[list[Reply], type[Exception], str]] = {
+    "drops the connection": ([drop] * 2, ConnectionError, "did not answer"),
+    "is slow": ([delay] * 2, ConnectionError, "did not answer .*timed out"),
+    "answers no JSON": ([says("<html>busy</html>")] * 2, ConnectionError, "answered something that is no JSON"),
+    "is out of order": ([says("later", 503)] * 2, ConnectionError, r"status 503 \(later\)"),
+    "answers something else": ([says('{"score": 1}')], ValueError, r"answered \{'score': 1\}: it must answer"),
+    "answers for other rows": ([says('{"rewards": [1, 2]}')], ValueError, 'must answer .* with 4 entries'),
+    "answers texts": ([says('{"rewards": [1, "good", 2, 3]}')], TypeError, r"'score' returned 'good' .* for row 1"),
+    "answers NaN": ([says('{"rewards": [1, 2, NaN, 3]}')], ValueError, "'score' returned nan for row 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failure", SERVER_FAILURES)
+def test_a_server_that_fails_in_a_run_leaves_the_last_checkpoint_to_resume_from(
+    failure: str, server: Any, make_trainer: MakeTrainer
+) -> None:
+    """It fails in the third update, in which another function has logged; mended, the run ends as if it had not."""
+    replies, kind, words = SERVER_FAILURES[failure]
+    endpoint = RewardEndpoint(url(server), timeout=0.3, retries=1, backoff=0.001)
+
+    def logs(completion_ids: list[list[int]], log_metric: Any, **_: Any) -> list[float]:
+        log_metric("first", completion_ids[0][0])
+        return [float(ids[0] % 5) for ids in completion_ids]
+
+    def make(**overrides: Any) -> PPOTrainer:
+        settings: dict[str, Any] = {
+            **QUICK, "per_device_train_batch_size": 4, "total_episodes": 16, "save_strategy": "steps", "save_steps": 1,
+        }  # fmt: skip
+        return make_trainer(reward_funcs=[endpoint, logs], score_scaling=True, **{**settings, **overrides})
+
+    whole = make(save_strategy="no")
+    whole.train()
+    server.replies = [lengths, lengths, *replies]
+    trainer = make()
+    with pytest.raises(kind, match=words) as error:
+        trainer.train()
+    notes = " ".join(getattr(error.value, "__notes__", []))
+    assert "'score'" in f"{error.value} {notes}" and "row" in f"{error.value} {notes}"
+    if kind is ConnectionError:
+        assert f"{url(server)}, asked for the rows 0 to 3" in str(error.value)
+    assert server.replies == []
+    checkpoint = last_whole_checkpoint(cast(str, trainer.args.output_dir))
+    assert checkpoint is not None and checkpoint.endswith("checkpoint-2")
+    LlamaForCausalLM.from_pretrained(checkpoint)
+    mended = make()
+    mended.train(resume_from_checkpoint=True)
+    assert mended._initial_global_step == 2
+    assert_identical(end_of_run(mended), end_of_run(whole))
+
+
+def test_nothing_of_an_update_that_failed_gets_into_the_next(make_trainer: MakeTrainer) -> None:
+    """One trainer fails after its functions have logged, and while a slow one still runs, and is then resumed."""
+    broken, given_up = True, threading.Event()
+
+    async def slow(completion_ids: list[list[int]], log_metric: Any, trainer_state: Any, **_: Any) -> list[float]:
+        log_metric("asked", trainer_state.global_step)
+        if broken and trainer_state.global_step == 2:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                given_up.set()
+                raise
+        return [float(len(ids)) for ids in completion_ids]
+
+    def fast(completion_ids: list[list[int]], log_metric: Any, trainer_state: Any, **_: Any) -> list[float]:
+        log_metric("first", completion_ids[0][0])
+        if broken and trainer_state.global_step == 2:
+            log_metric("first", 1e6)
+            raise OSError("the disk is gone")
+        return [float(ids[0] % 5) for ids in completion_ids]
+
+    settings: dict[str, Any] = {
+        **QUICK, "total_episodes": 8, "save_strategy": "steps", "save_steps": 1, "reward_funcs": [slow, fast],
+    }  # fmt: skip
+    trainer = make_trainer(**settings)
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.train()
+    assert given_up.wait(timeout=30)
+    broken = False
+    trainer.train(resume_from_checkpoint=True)
+    whole = make_trainer(**settings, output_dir=f"{trainer.args.output_dir}-whole")
+    whole.train()
+    assert [entry["asked"] for entry in whole.state.log_history if "asked" in entry] == [0, 1, 2, 3]
+    assert_identical(history(trainer), history(whole))
+    assert_identical(parameters(trainer), parameters(whole))

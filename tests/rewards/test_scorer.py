@@ -189,6 +189,65 @@ def test_slow_sources_run_between_start_and_the_call_and_are_asked_once(tokenize
     assert scorer(batch).total.tolist() == [5.0] * 3 and calls == [3, 3, 2, 3]
 
 
+class Endless:
+    """An async reward that never ends; it tells when it began and when it was given up."""
+
+    def __init__(self) -> None:
+        self.began, self.given_up = threading.Event(), threading.Event()
+
+    async def __call__(self, **_: Any) -> list[float]:
+        self.began.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.given_up.set()
+            raise
+        return []
+
+
+async def broken_async(**_: Any) -> list[float]:
+    raise RuntimeError("no answer")
+
+
+def broken(**_: Any) -> list[float]:
+    raise RuntimeError("no answer")
+
+
+@pytest.mark.parametrize("function", [broken, broken_async])
+def test_when_one_source_fails_those_that_still_run_are_given_up(
+    function: Any, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    endless = Endless()
+    scorer = Scorer([RewardFunction(each, tokenizer, TrainerState) for each in (function, endless)])
+    scorer.start(batch := make_batch(3))
+    assert endless.began.wait(timeout=30)
+    with pytest.raises(RuntimeError, match="no answer"):
+        scorer(batch)
+    assert endless.given_up.wait(timeout=30)
+
+
+@pytest.mark.parametrize("then", ["stop", "start", "another batch"])
+def test_answers_that_nobody_came_for_are_given_up(then: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The models failed between `start` and the call; the next update starts anew."""
+    endless, calls = Endless(), []
+
+    async def first_endless(completions: list[str], **columns: Any) -> list[float]:
+        calls.append(len(completions))
+        return await endless() if len(calls) == 1 else [5.0] * len(completions)
+
+    scorer = Scorer([RewardFunction(first_endless, tokenizer, TrainerState)])
+    scorer.start(batch := make_batch(3))
+    assert endless.began.wait(timeout=30)
+    if then == "stop":
+        scorer.stop()
+    elif then == "start":
+        scorer.start(batch)
+    else:
+        assert scorer(make_batch(2)).total.tolist() == [5.0] * 2
+    assert endless.given_up.wait(timeout=30)
+    assert scorer(batch).total.tolist() == [5.0] * 3
+
+
 def test_the_batch_checks_its_shapes() -> None:
     ids, mask = torch.zeros(2, 4).long(), torch.ones(2, 4).bool()
     with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 3\), expected \(2, 4\)"):
