@@ -39,10 +39,11 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.trainer.model_config import ModelConfig
-from trl.trainer.utils import get_peft_config, get_quantization_config
+from trl.trainer.utils import get_peft_config
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.cli.parser import PPOArgumentParser
+from rlhf_ppo.cli.quantization import quantization_options
 from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, hold_out, load_splits
 
 if __name__ == "__main__":
@@ -54,6 +55,7 @@ if __name__ == "__main__":
     ################
     # Model & Tokenizer
     ################
+    quantization = quantization_options(model_args)
     dtype = model_args.dtype if model_args.dtype in ["auto", None] else getattr(torch, model_args.dtype)
     model_kwargs = dict(
         revision=model_args.model_revision,
@@ -65,10 +67,7 @@ if __name__ == "__main__":
         training_args.reward_model_path, num_labels=1, dtype=torch.float32, **model_kwargs
     )
     model_kwargs["dtype"] = dtype
-    quantization_config = get_quantization_config(model_args)
-    if quantization_config is not None:
-        model_kwargs["device_map"] = {"": PartialState().device}
-        model_kwargs["quantization_config"] = quantization_config
+    model_kwargs |= quantization
 
     tokenizer = AutoTokenizer.from_pretrained(
         model_args.model_name_or_path or training_args.sft_model_path,

@@ -15,11 +15,12 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
-from rlhf_ppo.distributed import place_frozen
+from rlhf_ppo.distributed import failing_together, place_frozen
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.models.inputs import is_peft_model, transformers_model
 from rlhf_ppo.models.loading import (
+    check_runs_on,
     check_value_model,
     load_policy,
     load_scalar_model,
@@ -157,10 +158,13 @@ def assemble_models(
     _check_distinct(**{"model": model, "ref_model": ref_model, **scorers, "value_model": value_model})
     policy = load_policy(model, "model")
     reference_model = None if ref_model is None else load_policy(ref_model, "ref_model")
-    if value_model is None:
+    critic = None if value_model is None else load_scalar_model(value_model, "value_model")
+    loaded = {"model": policy, "ref_model": reference_model, "value_model": critic} | scorers
+    for name, module in loaded.items():
+        if module is not None:
+            check_runs_on(cast(nn.Module, module), name, args.device)
+    if critic is None:
         critic = make_value_model(policy, next((r.model for r in rewards if r.tokenizer is None), None))
-    else:
-        critic = load_scalar_model(value_model, "value_model")
     check_value_model(critic)
     if value_peft_config is not None:
         critic = add_value_adapter(critic, value_peft_config)
@@ -315,6 +319,7 @@ def make_scorer(
             lambda: accelerator.autocast(),
             None if reward.tokenizer is None else Retokenizer(tokenizer, reward.tokenizer, tokens.end),
             positions(reward.model),
+            lambda: failing_together(accelerator),
         )
         for reward in rewards
     ]

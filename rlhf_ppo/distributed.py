@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from rlhf_ppo.models.inputs import is_sharded
+from rlhf_ppo.models.inputs import gathered, is_sharded
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 
 T = TypeVar("T")
@@ -108,10 +108,9 @@ def on_whole_policy(model: nn.Module, accelerator: Accelerator, gather: bool, fu
 
 
 def _with_gathered(model: nn.Module, policy: nn.Module, function: Callable[[nn.Module], T]) -> T:
-    import deepspeed
     from trl.models.utils import add_hooks, remove_hooks
 
-    with deepspeed.zero.GatheredParameters(list(policy.parameters())):
+    with gathered(policy.parameters()):
         remove_hooks(cast(Any, model))
         try:
             return function(policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any, cast
 
@@ -86,6 +87,18 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()  # every rank's files are there before trainer_state.json says so
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        parts = (self._unwrapped(self.model).policy, self._unwrapped(self.model).value_model)
+        if self.is_deepspeed_enabled and any(is_peft_model(part) for part in parts):
+            engine = cast(Any, self.model_wrapped)  # Trainer sees no PeftModel, and would have the frozen base written
+            engine.save_checkpoint = functools.partial(engine.save_checkpoint, exclude_frozen_parameters=True)
+            try:
+                super()._save_optimizer_and_scheduler(output_dir)
+            finally:
+                del engine.save_checkpoint
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy (or its adapter) and the tokenizer, loadable with `from_pretrained`, under every launcher.

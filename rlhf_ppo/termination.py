@@ -19,7 +19,8 @@ logger = get_logger(__name__)
 class StopsOnSigterm(TrainerCallback):
     """Asks for a checkpoint and the end of training after the update in which any rank received SIGTERM.
 
-    The run can then be resumed exactly. A second SIGTERM ends the process at once.
+    The run can then be resumed exactly. Further SIGTERMs change nothing: a scheduler may signal every process, and the
+    launcher then passes its own on to processes that have had theirs.
 
     Args:
         reduce_sum: Adds a tensor up over all ranks, so that all of them stop after the same update.
@@ -50,4 +51,3 @@ class StopsOnSigterm(TrainerCallback):
 
     def _note(self, number: int, frame: Any) -> None:
         self.received = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

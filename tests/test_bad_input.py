@@ -150,6 +150,14 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "no EOS to stop at": (
         lambda: {"processing_class": _without_eos()}, ValueError, "stop_token='eos', but processing_class has no eos"
     ),
+    "no stop token to penalise the lack of": (
+        lambda: {"processing_class": _without_eos(), "stop_token": None, "missing_eos_penalty": 1.0},
+        ValueError, "missing_eos_penalty=1.0 needs a stop token",
+    ),
+    "no stop token to replace the score for the lack of": (
+        lambda: {"processing_class": _without_eos(), "stop_token": None, "missing_eos_score": -1.0},
+        ValueError, "missing_eos_score=-1.0 needs a stop token",
+    ),
     "no tokenizer": (
         lambda: {"processing_class": None}, TypeError, "processing_class must be a tokenizer, got NoneType"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -68,6 +69,30 @@ def test_keys_and_values_follow_their_definitions(make_trainer: MakeTrainer) -> 
     assert metrics["eval_rewards/count_w4/mean"] == pytest.approx(float(rollout.scores.mean()))
     penalty = 2.0 * (1 - metrics["eval_ended_frac"])
     assert metrics["eval_score"] == pytest.approx(float(rollout.scores.mean()) - penalty)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"score_clip": 2.5}, (0 + 1 + 2 + 2.5 + 2.5) / 5),
+        ({"missing_eos_score": -3.0}, (0 + 1 - 3 * 3) / 5),
+        ({"score_clip": 0.5, "missing_eos_score": -3.0}, (0 + 0.5 - 3 * 3) / 5),
+        ({"score_clip": 2.5, "missing_eos_penalty": 1.0}, (0 + 1 + 1 + 1.5 + 1.5) / 5),
+        ({"score_clip": 2.5, "missing_eos_penalty": 1.0, "score_scaling": True}, (0 + 1 + 1 + 2 + 3) / 5),
+    ],
+)
+def test_scores_are_clipped_and_judged_for_their_stop_token(
+    settings: dict[str, Any], expected: float, make_trainer: MakeTrainer
+) -> None:
+    """Scores 0 to 4; only the first two responses hold the stop token."""
+
+    class TwoStop(PPOTrainer):
+        def collect_rollout(self, *args: Any, **kwargs: Any) -> Any:
+            rollout = super().collect_rollout(*args, **kwargs)
+            return dataclasses.replace(rollout, stopped=rollout.scores < 2)
+
+    trainer = make_trainer(TwoStop, **QUICK, eval_dataset=FIVE_ROWS, reward_funcs=numbers, **settings)
+    assert trainer.evaluate()["eval_score"] == pytest.approx(expected)
 
 
 def test_same_numbers_each_time_before_and_after_other_draws(make_trainer: MakeTrainer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +408,29 @@ def test_quantized_weights_cannot_be_trained(make_trainer: MakeTrainer, role: st
 
     with pytest.raises(ValueError, match="quantized"):
         make_trainer(**given)
+
+
+@pytest.mark.parametrize("role", ["model", "ref_model", "value_model", "reward_model"])
+def test_what_bitsandbytes_has_quantized_runs_on_cuda_alone(make_trainer: MakeTrainer, role: str):
+    given = {"model": tiny_policy(), "ref_model": tiny_policy(), "reward_model": tiny_scorer()}
+    given["value_model"] = tiny_scorer()
+    given[role].is_quantized = given[role].is_loaded_in_4bit = True
+
+    with pytest.raises(
+        ValueError, match=rf"^{role} was loaded in 4 bits \(load_in_4bit=True\).*device='cpu'; load it"
+    ):
+        make_trainer(**given, peft_config=lora())
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_a_directory_with_a_quantized_model_names_the_argument_and_the_package(make_trainer: MakeTrainer, tmp_path):
+    tiny_policy().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ValueError, match=r"^model='.*' needs a package that is not installed: .*bitsandbytes"):
+        make_trainer(model=str(tmp_path), peft_config=lora())
 
 
 def test_a_quantized_base_with_an_adapter_and_a_frozen_quantized_reward_model_can(make_trainer: MakeTrainer):

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -22,7 +17,6 @@ from tests.conftest import make_tokenizer, tiny_scorer
 from tests.runs import QUICK, assert_identical, end_of_run
 
 MakeTrainer = Callable[..., PPOTrainer]
-ROOT = Path(__file__).parents[1]
 TEXTS = ["w1 w2", "w3", "w4 w5 w6", "w7 w8", "w9 w10 w11 w12", "w13"]
 IDS = [[4, 5], [6], [7, 8, 9], [10, 11], [12, 13, 14, 15], [16]]
 SEQUENTIAL = {**QUICK, "train_sampling_strategy": "sequential"}
@@ -223,20 +217,3 @@ def test_an_own_collator_is_used(make_trainer: MakeTrainer) -> None:
     plain.train()
     assert set(calls) == {2}
     assert_identical(end_of_run(own), end_of_run(plain))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
-def test_ranks_share_the_prompts_of_an_epoch(strategy: str, tmp_path: Path) -> None:
-    """Each prompt goes to one rank, once an epoch: the ranks must agree on the order."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    script = str(ROOT / "tests" / "workers" / "seen_prompts.py")
-    result = subprocess.run(
-        [*command, script, str(tmp_path), strategy], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    one, other = (json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in (0, 1))
-    for epoch in (slice(0, 8), slice(8, 16)):
-        assert sorted(one[epoch] + other[epoch]) == list(range(3, 19))
-    assert one[:8] != one[8:]

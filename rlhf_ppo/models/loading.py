@@ -181,6 +181,26 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
         model.train()
 
 
+def check_runs_on(model: nn.Module, argument: str, device: torch.device) -> None:
+    """Check that a model that bitsandbytes has quantized is on CUDA.
+
+    Args:
+        model: The model.
+        argument: What the caller's argument is called, for the error message.
+        device: Where the run is.
+
+    Raises:
+        ValueError: It would run elsewhere.
+    """
+    base = transformers_model(model)
+    bits = 4 if getattr(base, "is_loaded_in_4bit", False) else 8 if getattr(base, "is_loaded_in_8bit", False) else None
+    if bits is not None and device.type != "cuda":
+        raise ValueError(
+            f"{argument} was loaded in {bits} bits (load_in_{bits}bit=True): bitsandbytes needs a CUDA GPU, but this "
+            f"run is on device={str(device)!r}; load it without quantization_config, or run on CUDA"
+        )
+
+
 def _is_quantized(model: nn.Module) -> bool:
     return bool(getattr(transformers_model(model), "is_quantized", False))
 
@@ -213,6 +233,8 @@ def _load(auto_class: Any, path: str | os.PathLike[str], argument: str, **kwargs
             f"{argument}={os.fspath(path)!r} could not be loaded: it is neither a directory with a model nor a model "
             "that the hub gave"
         ) from error
+    except ImportError as error:  # of what its quantization needs
+        raise ValueError(f"{argument}={os.fspath(path)!r} needs a package that is not installed: {error}") from error
     except (ValueError, RuntimeError) as error:  # another kind of model, or another number of labels
         options = ", ".join(f"{name}={value}" for name, value in kwargs.items())
         raise ValueError(

@@ -48,6 +48,7 @@ class PolicyAndValue(nn.Module):
         self.value_model = value_model
         self.temperature = temperature
         self.generation_config = getattr(transformers_model(policy), "generation_config", None)
+        self.register_load_state_dict_post_hook(_allow_missing_frozen)
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -106,3 +107,9 @@ class PolicyAndValue(nn.Module):
     def on_policy(self, function: Callable[[nn.Module], Any]) -> Any:
         """Call `function` with the policy; FSDP registers this method to run the way it runs `forward`."""
         return function(self.policy)
+
+
+def _allow_missing_frozen(model: nn.Module, incompatible: Any) -> None:
+    """Let DeepSpeed's checkpoints leave out what is not trained."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in frozen]

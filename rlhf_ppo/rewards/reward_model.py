@@ -72,6 +72,8 @@ class RewardModel:
         autocast: Makes the context of the forward passes.
         retokenize: Gives the tokens that the model reads; None where it reads the policy's.
         max_positions: Longest text that the model can place, in its own tokens; None if there is no limit.
+        together: Makes a context that raises one process' error on all, as those of sharded models enter each forward
+            pass together; every process enters it as often.
     """
 
     name = "reward_model"
@@ -83,11 +85,12 @@ class RewardModel:
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         retokenize: Retokenizer | None = None,
         max_positions: int | None = None,
+        together: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         if rows_per_pass < 1:
             raise ValueError(f"rows_per_pass={rows_per_pass} must be at least 1")
         self.scorer, self.rows_per_pass, self.autocast = scorer, rows_per_pass, autocast
-        self.retokenize, self.max_positions = retokenize, max_positions
+        self.retokenize, self.max_positions, self.together = retokenize, max_positions, together
         self.reads_columns = retokenize is not None
 
     @torch.no_grad()
@@ -105,14 +108,18 @@ class RewardModel:
         """
         ids, mask = batch.query_responses, batch.attention_mask.bool()
         if self.retokenize is not None:
-            ids, mask = self._own_tokens(self.retokenize(batch), ids.device)
+            with self.together():
+                ids, mask = self._own_tokens(self.retokenize(batch), ids.device)
         scores: list[Tensor] = []
         with self.autocast():
             for start in range(0, len(batch), self.rows_per_pass):
                 rows = slice(start, start + self.rows_per_pass)
                 used = mask[rows].any(dim=0)  # columns that are padding in every row of this pass cost time only
                 scores.append(self.scorer(ids[rows][:, used], mask[rows][:, used]))
-        score = torch.cat(scores).float()
+        with self.together():
+            return self._checked(torch.cat(scores).float())
+
+    def _checked(self, score: Tensor) -> Tensor:
         if not score.isfinite().all():
             row = int((~score.isfinite()).nonzero()[0])
             raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -18,9 +19,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PRELOAD = ["torch", "transformers.trainer", "transformers.generation.utils", "trl.trainer.utils", "peft", "datasets",
-           "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "accelerate",
-           "deepspeed", "deepspeed.runtime.engine", "torch.distributed.fsdp", "rlhf_ppo"]  # fmt: skip
+LAUNCHERS = {  # distributed type and ZeRO stage that two processes under a configuration see from inside
+    "multi_gpu": ("MULTI_CPU", None),
+    "deepspeed_zero1": ("DEEPSPEED", 1),
+    "deepspeed_zero2": ("DEEPSPEED", 2),
+    "deepspeed_zero3": ("DEEPSPEED", 3),
+    "fsdp2": ("FSDP", None),
+}
+Call = tuple[str, dict[str, Any]]
+"""A scenario's name and its arguments."""
 
 
 def launch_environment(config: str, world: int, mixed_precision: str = "no") -> dict[str, str]:
@@ -43,6 +50,27 @@ def launch_environment(config: str, world: int, mixed_precision: str = "no") -> 
 
 def run(config: str, scenario: str, world: int = 2, timeout: float = 180, **arguments: Any) -> list[Any]:
     """Call `scenarios.<scenario>(**arguments)` in `world` processes; return what each returned."""
+    return run_all(config, [(scenario, arguments)], world, timeout)[0]
+
+
+def run_all(
+    config: str, calls: list[Call], world: int = 2, timeout: float = 180, last_is_killed: bool = False
+) -> list[list[Any]]:
+    """Make several calls, one after the other, in the same `world` processes.
+
+    Args:
+        config: A file in `accelerate_configs/`, without its ending.
+        calls: What each process calls.
+        world: Number of processes.
+        timeout: Seconds after which all are killed.
+        last_is_killed: Whether the last call must end with SIGKILL instead of returning.
+
+    Returns:
+        For each call that ended, what each process returned.
+
+    Raises:
+        RuntimeError: A process failed, or was not killed although it should have been.
+    """
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -51,30 +79,39 @@ def run(config: str, scenario: str, world: int = 2, timeout: float = 180, **argu
         "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(["tests.distributed.preload"])
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_worker, args=(rank, environment, scenario, arguments, folder))
-            for rank in range(world)
-        ]
+        processes = [context.Process(target=_worker, args=(rank, environment, calls, folder)) for rank in range(world)]
         for process in processes:
             process.start()
-        end = time.monotonic() + timeout
-        while any(process.is_alive() for process in processes) and time.monotonic() < end:
-            if any(process.exitcode for process in processes):
-                end = min(end, time.monotonic() + 5)
-            time.sleep(0.02)
-        for process in processes:
-            process.kill()
-            process.join()
-        outputs = [Path(folder, f"{rank}.log").read_text() for rank in range(world)]
-        results = [Path(folder, f"{rank}.pickle") for rank in range(world)]
-        if not all(result.exists() for result in results):
+        _wait_for(processes, timeout)
+        returned = [
+            [Path(folder, f"{rank}-{index}.pickle") for rank in range(world)]
+            for index in range(len(calls) - last_is_killed)
+        ]
+        killed = last_is_killed and any(process.exitcode == -signal.SIGKILL for process in processes)
+        if not all(path.exists() for paths in returned for path in paths) or killed != last_is_killed:
+            outputs = [Path(folder, f"{rank}.log").read_text() for rank in range(world)]
             raise RuntimeError("\n".join(f"--- rank {rank}\n{output[-6000:]}" for rank, output in enumerate(outputs)))
-        return [pickle.loads(result.read_bytes()) for result in results]
+        return [[pickle.loads(path.read_bytes()) for path in paths] for paths in returned]
 
 
-def _worker(rank: int, environment: dict[str, str], scenario: str, arguments: dict[str, Any], folder: str) -> None:
+def _wait_for(processes: list[Any], timeout: float) -> None:
+    """Wait until all have ended; five seconds after one has failed, or at the timeout, end the others."""
+    end = time.monotonic() + timeout
+    while any(process.is_alive() for process in processes) and time.monotonic() < end:
+        if any(process.exitcode for process in processes):
+            end = min(end, time.monotonic() + 5)
+        time.sleep(0.02)
+    for process in processes:
+        if process.is_alive():
+            process.terminate()  # not SIGKILL, which is what `last_is_killed` looks for
+            process.join(1)
+            process.kill()
+        process.join()
+
+
+def _worker(rank: int, environment: dict[str, str], calls: list[Call], folder: str) -> None:
     log = os.open(f"{folder}/{rank}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -83,9 +120,10 @@ def _worker(rank: int, environment: dict[str, str], scenario: str, arguments: di
         pretend_accelerators()
         from tests.distributed import scenarios
 
-        result = getattr(scenarios, scenario)(**arguments)
-        Path(folder, f"{rank}.partial").write_bytes(pickle.dumps(result))
-        os.rename(f"{folder}/{rank}.partial", f"{folder}/{rank}.pickle")
+        for index, (scenario, arguments) in enumerate(calls):
+            result = getattr(scenarios, scenario)(**arguments)
+            Path(folder, f"{rank}.partial").write_bytes(pickle.dumps(result))
+            os.rename(f"{folder}/{rank}.partial", f"{folder}/{rank}-{index}.pickle")
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()
@@ -99,13 +137,17 @@ def _worker(rank: int, environment: dict[str, str], scenario: str, arguments: di
 
 
 def pretend_accelerators() -> None:
-    """Let accelerate run DeepSpeed and FSDP2 over gloo on CPUs; without this DeepSpeed is silently DDP."""
+    """Let accelerate run DeepSpeed and FSDP2 over gloo on CPUs; without this DeepSpeed is silently DDP.
+
+    Nothing is compiled: to decorate a function that is never called DeepSpeed would import the compiler for seconds.
+    """
     import torch
     import transformers.training_args
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     torch.set_num_threads(1)
+    torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):

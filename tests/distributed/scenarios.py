@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 import signal
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
-from peft import LoraConfig
-from transformers import TrainerCallback
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.batch import Prompts, Responses
+from rlhf_ppo.distributed import on_whole_policy
 from rlhf_ppo.generation.sequences import join_responses
 from tests import conftest
 
@@ -127,13 +130,40 @@ def train_with_checkpoints(
     }
 
 
-def train(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
-    """Train, save the policy, and return how it was launched, the logged metrics and the policy's whole parameters."""
-    trainer = make_trainer(output_dir, models, **overrides)
+def train(output_dir: str, models: str, adapters: bool = False, **overrides: Any) -> dict[str, Any]:
+    """Train, save the policy alone, and return all that it must be loaded with again."""
+    torch.manual_seed(0)  # of the adapters
+    trainer = make_trainer(output_dir, models, given=lora() if adapters else {}, **overrides)
     trainer.train()
-    trainer.save_model(f"{output_dir}/policy")
+    trainer.save_model(output_dir)
     policy = {name: value for name, value in whole_parameters(trainer).items() if name.startswith("policy.")}
-    return {**launched_as(trainer), "log": trainer.state.log_history, "policy": policy}
+    return {
+        **launched_as(trainer),
+        "log": trainer.state.log_history,
+        "policy": policy,
+        "logits": on_whole_policy(trainer.model_wrapped, trainer.accelerator, True, logits_of),
+    }
+
+
+@torch.no_grad()
+def logits_of(policy: Any) -> np.ndarray:
+    """The policy's logits of two fixed texts."""
+    ids = torch.randint(3, 32, (2, 9), generator=torch.Generator().manual_seed(0))
+    return policy.eval()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.numpy()
+
+
+def load_policies(whole: str, adapter: str, base: str) -> dict[str, np.ndarray]:
+    """Load what `save_model` wrote, as its users do; return the logits of each."""
+    merged = f"{adapter}/merged"
+    AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(merged)
+    return {
+        "whole": logits_of(AutoModelForCausalLM.from_pretrained(whole)),
+        "adapter": logits_of(AutoPeftModelForCausalLM.from_pretrained(adapter)),
+        "adapter over a base": logits_of(
+            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+        ),
+        "merged": logits_of(AutoModelForCausalLM.from_pretrained(merged)),
+    }
 
 
 def one_step(output_dir: str, models: str, local_batch_size: int) -> dict[str, Any]:
@@ -145,6 +175,35 @@ def one_step(output_dir: str, models: str, local_batch_size: int) -> dict[str, A
     )  # fmt: skip
     trainer.train()
     return {**launched_as(trainer), "log": trainer.state.log_history, "parameters": whole_parameters(trainer)}
+
+
+def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+    """A reward for each token."""
+    return [[0.5 if token % 2 == 0 else token / 100 for token in ids] for ids in completion_ids]
+
+
+async def slow_length(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """An endpoint's manner: late, and without a score for some."""
+    await asyncio.sleep(0.01)
+    return [None if ids[0] % 3 == 0 else float(len(ids)) for ids in completion_ids]
+
+
+def two_updates_of_scaled_rewards(output_dir: str, models: str, local_batch_size: int) -> dict[str, Any]:
+    """Train on rewards per token and a slow function, scaled by the scores of all ranks; responses are given."""
+    trainer = make_trainer(
+        output_dir, models, FixedResponses, num_prompts=16, gradient_accumulation_steps=local_batch_size // 2,
+        given={"reward_funcs": [even_tokens, slow_length], "ref_model": f"{models}/policy"},
+        reward_weights={"even_tokens": 2.0, "slow_length": 0.5}, score_scaling=True, score_clip=1.5,
+        missing_eos_penalty=0.25, num_ppo_epochs=1, num_mini_batches=1, max_steps=2, optim="sgd", learning_rate=0.1,
+        max_grad_norm=0.0, dataloader_drop_last=True, train_sampling_strategy="sequential",
+    )  # fmt: skip
+    trainer.train()
+    return {
+        **launched_as(trainer),
+        "log": trainer.state.log_history,
+        "parameters": whole_parameters(trainer),
+        "score_moments": trainer._progress.score_moments,
+    }
 
 
 def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
@@ -202,3 +261,61 @@ def train_until_sigterm(output_dir: str, models: str) -> dict[str, Any]:
     trainer = make_trainer(output_dir, models, given={"callbacks": [SigtermAt(1, rank=1)]}, num_ppo_epochs=1)
     trainer.train()
     return {**launched_as(trainer), "global_step": trainer.state.global_step}
+
+
+class DiskIsFullAfter(TrainerCallback):
+    """After the checkpoint of `step` no file of one rank may grow beyond a few bytes."""
+
+    def __init__(self, step: int, rank: int) -> None:
+        self.step, self.rank = step, rank
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and args.process_index == self.rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+
+
+def train_until_the_disk_is_full(output_dir: str, models: str, rank: int) -> str:
+    """One rank cannot write its part of the second checkpoint; return each rank's error."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        trainer = make_trainer(
+            output_dir, models, given={"callbacks": [DiskIsFullAfter(1, rank)]}, num_ppo_epochs=1,
+            save_strategy="steps", save_steps=1,
+        )  # fmt: skip
+        trainer.train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "no error"
+
+
+def error_of(scenario: str, **arguments: Any) -> str:
+    """Run another scenario that must fail; return its error."""
+    try:
+        globals()[scenario](**arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class SeenPrompts(PPOTrainer):
+    """Keeps the first token of every prompt."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.seen: list[int] = []
+        super().__init__(*args, **kwargs)
+
+    def collect_rollout(self, model: Any, prompts: Prompts) -> Any:
+        self.seen += prompts.input_ids[:, -1].tolist()
+        return super().collect_rollout(model, prompts)
+
+
+def see_prompts(output_dir: str, models: str, stream: bool = False, **overrides: Any) -> dict[str, Any]:
+    """Train for two passes over 16 prompts of one token each; return the tokens that this rank saw."""
+    dataset = Dataset.from_dict({"input_ids": [[token] for token in range(3, 19)]})
+    given = {"train_dataset": dataset.to_iterable_dataset() if stream else dataset}
+    run = {"gradient_accumulation_steps": 1, "num_ppo_epochs": 1, "response_length": 2, "max_steps": 8, **overrides}
+    trainer = make_trainer(output_dir, models, SeenPrompts, given=given, **run)
+    trainer.train()
+    return {**launched_as(trainer), "seen": trainer.seen, "log": trainer.state.log_history}

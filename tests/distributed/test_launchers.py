@@ -2,79 +2,133 @@
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM
 
-from tests.conftest import tiny_policy, tiny_scorer
 from tests.distributed import processes
+from tests.distributed.comparing import numbers
+from tests.distributed.processes import LAUNCHERS
 
-LAUNCHERS = {
-    "multi_gpu": ("MULTI_CPU", None),
-    "deepspeed_zero1": ("DEEPSPEED", 1),
-    "deepspeed_zero2": ("DEEPSPEED", 2),
-    "deepspeed_zero3": ("DEEPSPEED", 3),
-    "fsdp2": ("FSDP", None),
-}
-SESSION = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "eps", "time/tokens_per_second"}
-
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
+pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    tiny_policy(tie_word_embeddings=True).save_pretrained(folder / "policy")
-    tiny_scorer(seed=2).save_pretrained(folder / "value_model")
-    return folder
+def runs(config, folder, models):
+    """Train all weights, train adapters, and take one step, in the same two processes."""
+    whole, adapter, one_step = (str(folder / name) for name in ("whole", "adapter", "one_step"))
+    calls = [
+        ("train", {"output_dir": whole, "models": str(models)}),
+        ("train", {"output_dir": adapter, "models": str(models), "adapters": True, "max_steps": 1}),
+        ("one_step", {"output_dir": one_step, "models": str(models), "local_batch_size": 4}),
+    ]
+    return processes.run_all(config, calls)
 
 
 @pytest.fixture(scope="module")
-def ddp(models, tmp_path_factory):
-    return processes.run("multi_gpu", "train", output_dir=str(tmp_path_factory.mktemp("ddp")), models=str(models))
+def ddp_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ddp")
 
 
-def numbers(log):
-    return [{k: v for k, v in entry.items() if k not in SESSION and not k.startswith("time/")} for entry in log]
-
-
-@pytest.mark.parametrize("config", LAUNCHERS)
-def test_every_launcher_trains_like_ddp(config, models, ddp, tmp_path):
-    ranks = processes.run(config, "train", output_dir=str(tmp_path), models=str(models))
-
-    for rank in ranks:
-        launched = {key: rank[key] for key in ("num_processes", "distributed_type", "zero_stage")}
-        kind, stage = LAUNCHERS[config]
-        assert launched == {"num_processes": 2, "distributed_type": kind, "zero_stage": stage}
-    assert numbers(ranks[0]["log"]) == numbers(ranks[1]["log"])  # metrics are global
-    for ours, theirs in zip(numbers(ranks[0]["log"]), numbers(ddp[0]["log"]), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
-    for name, value in ranks[0]["policy"].items():
-        np.testing.assert_allclose(value, ddp[0]["policy"][name], rtol=0, atol=1e-4)
-        np.testing.assert_array_equal(saved[name.removeprefix("policy.")].numpy(), value)
-
-
-def test_ranks_sample_different_responses_from_shared_weights(ddp):
-    first = ddp[0]["log"][0]
-    assert first["response/length_min"] < first["response/length_max"]
-    assert first["val/ratio_var"] >= 0 and first["episode"] == 8
+@pytest.fixture(scope="module")
+def ddp(ddp_folder, models):
+    return runs("multi_gpu", ddp_folder, models)
 
 
 @pytest.fixture(scope="module")
 def one_process(models, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("one"))
-    return processes.run("multi_gpu", "one_step", world=1, output_dir=folder, models=str(models), local_batch_size=8)
+    ranks = processes.run("multi_gpu", "one_step", world=1, output_dir=folder, models=str(models), local_batch_size=8)
+    assert ranks[0]["num_processes"] == 1
+    return ranks[0]
+
+
+def test_rewards_per_token_and_scaled_scores_are_those_of_one_process(models, tmp_path):
+    """The running deviation is that of all ranks' scores; a slow reward and unscored rows change nothing of it."""
+    (one,) = processes.run(
+        "multi_gpu", "two_updates_of_scaled_rewards", world=1, output_dir=str(tmp_path / "1"), models=str(models),
+        local_batch_size=8,
+    )  # fmt: skip
+    two = processes.run(
+        "multi_gpu", "two_updates_of_scaled_rewards", output_dir=str(tmp_path / "2"), models=str(models),
+        local_batch_size=4,
+    )  # fmt: skip
+
+    assert one["score_moments"]["count"] == 16
+    for rank in two:
+        assert rank["num_processes"] == 2
+        assert rank["score_moments"] == pytest.approx(one["score_moments"], rel=1e-5)
+    for ours, theirs in zip(numbers(two[0]["log"])[:2], numbers(one["log"])[:2], strict=True):
+        ours.pop("val/ratio_var"), theirs.pop("val/ratio_var")
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    for name, value in one["parameters"].items():
+        np.testing.assert_allclose(two[0]["parameters"][name], value, rtol=0, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("config", LAUNCHERS)
-def test_two_processes_take_the_step_of_one(config, models, one_process, tmp_path):
-    single = one_process[0]
-    assert single["num_processes"] == 1
+def test_every_launcher_trains_alike_and_saves_what_it_trained(config, models, ddp, ddp_folder, one_process, tmp_path):
+    folder = ddp_folder if config == "multi_gpu" else tmp_path
+    whole, adapter, one_step = ddp if config == "multi_gpu" else runs(config, folder, models)
 
-    two = processes.run(config, "one_step", output_dir=str(tmp_path), models=str(models), local_batch_size=4)
+    kind, stage = LAUNCHERS[config]
+    for rank in (*whole, *adapter, *one_step):
+        launched = {key: rank[key] for key in ("num_processes", "distributed_type", "zero_stage")}
+        assert launched == {"num_processes": 2, "distributed_type": kind, "zero_stage": stage}
+    for ours, of_ddp in ((whole, ddp[0]), (adapter, ddp[1])):
+        assert_trained_alike(ours, of_ddp)
+    assert_same_step(one_step[0], one_process)
+    assert_loads_as_trained(whole, adapter, folder, models)
 
-    assert [rank["num_processes"] for rank in two] == [2, 2]
-    ours, theirs = numbers(two[0]["log"])[0], numbers(single["log"])[0]
+
+def assert_trained_alike(ranks, of_ddp):
+    assert numbers(ranks[0]["log"]) == numbers(ranks[1]["log"])  # metrics are global
+    for ours, theirs in zip(numbers(ranks[0]["log"]), numbers(of_ddp[0]["log"]), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    assert ranks[0]["policy"].keys() == of_ddp[0]["policy"].keys()
+    for name, value in ranks[0]["policy"].items():
+        np.testing.assert_allclose(value, of_ddp[0]["policy"][name], rtol=0, atol=1e-4)
+
+
+def assert_same_step(two, one):
+    """Two processes take the step of one that has all their prompts."""
+    ours, theirs = numbers(two["log"])[0], numbers(one["log"])[0]
     assert ours.pop("val/ratio_var") == pytest.approx(theirs.pop("val/ratio_var"), abs=1e-6)
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    for name, value in single["parameters"].items():
-        np.testing.assert_allclose(two[0]["parameters"][name], value, rtol=0, atol=2e-6, err_msg=name)
+    for name, value in one["parameters"].items():
+        np.testing.assert_allclose(two["parameters"][name], value, rtol=0, atol=2e-6, err_msg=name)
+
+
+def assert_loads_as_trained(whole, adapter, folder, models):
+    """A process that has seen none of it loads the trainer's own policies, to their logits."""
+    saved = {"whole": str(folder / "whole"), "adapter": str(folder / "adapter"), "base": str(models / "policy")}
+    loaded = processes.run("multi_gpu", "load_policies", world=1, **saved)[0]
+    assert not np.allclose(whole[0]["logits"], adapter[0]["logits"], atol=1e-3)
+    for name, logits in loaded.items():
+        trained = whole if name == "whole" else adapter
+        rounding = 1e-5 if name == "merged" else 1e-6  # merged, the sum of two products is another one
+        np.testing.assert_allclose(logits, trained[0]["logits"], rtol=0, atol=rounding, err_msg=name)
+
+
+def test_ranks_sample_different_responses_from_shared_weights(ddp):
+    first = ddp[0][0]["log"][0]
+    assert first["response/length_min"] < first["response/length_max"]
+    assert first["val/ratio_var"] >= 0 and first["episode"] == 8
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_ranks_share_the_prompts_of_an_epoch(strategy, models, tmp_path):
+    """Each prompt goes to one rank, once an epoch: the ranks must agree on the order."""
+    one, other = seen(models, tmp_path, train_sampling_strategy=strategy)
+    for epoch in (slice(0, 8), slice(8, 16)):
+        assert sorted(one[epoch] + other[epoch]) == list(range(3, 19))
+    assert one[:8] != one[8:]
+
+
+def test_ranks_share_the_prompts_of_a_stream(models, tmp_path):
+    one, other = seen(models, tmp_path, stream=True)
+    assert len(one) == len(other) == 16
+    for epoch in (slice(0, 8), slice(8, 16)):
+        assert sorted(one[epoch] + other[epoch]) == list(range(3, 19))
+
+
+def seen(models, folder, **arguments):
+    """The first token of each prompt that each rank was given in two passes over 16 prompts."""
+    ranks = processes.run("multi_gpu", "see_prompts", output_dir=str(folder), models=str(models), **arguments)
+    assert [rank["num_processes"] for rank in ranks] == [2, 2]
+    return [rank["seen"] for rank in ranks]

@@ -1,74 +1,83 @@
 """Two processes are killed and resumed: the end is that of a run that was never stopped, bit for bit."""
 
+import re
 import shutil
 
 import numpy as np
 import pytest
+import torch
 
-from tests.conftest import tiny_policy, tiny_scorer
+from rlhf_ppo.checkpoints import what_is_missing
 from tests.distributed import processes
-from tests.distributed.test_launchers import LAUNCHERS, numbers
+from tests.distributed.comparing import assert_same_end, updates
+from tests.distributed.processes import LAUNCHERS
 
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    tiny_policy(tie_word_embeddings=True).save_pretrained(folder / "policy")
-    tiny_scorer(seed=2).save_pretrained(folder / "value_model")
-    return folder
+pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def whole_ddp(models, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("whole"))
-    return processes.run("multi_gpu", "train_with_checkpoints", output_dir=folder, models=str(models))
-
-
-def updates(log):
-    """The log without its last entry, which is about this call of `train` alone."""
-    return numbers(entry for entry in log if "train_runtime" not in entry)
-
-
-def assert_same_end(resumed, whole):
-    for one, other in zip(resumed, whole, strict=True):
-        assert updates(one["log"]) == updates(other["log"])
-        assert one["parameters"].keys() == other["parameters"].keys()
-        for name, value in other["parameters"].items():
-            np.testing.assert_array_equal(one["parameters"][name], value, err_msg=name)
-        assert len(one["optimizer"]) == len(other["optimizer"]) > 0
-        for ours, theirs in zip(one["optimizer"], other["optimizer"], strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-        np.testing.assert_array_equal(one["random"], other["random"])
-
-
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "LoRA"])
 @pytest.mark.parametrize("config", ["multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"])
-def test_a_killed_run_ends_like_one_that_was_not(config, adapters, models, tmp_path):
-    run = {"models": str(models), "adapters": adapters}
-    whole = processes.run(config, "train_with_checkpoints", output_dir=str(tmp_path / "whole"), **run)
-    assert [rank["num_processes"] for rank in whole] == [2, 2]
-    assert (whole[0]["distributed_type"], whole[0]["zero_stage"]) == LAUNCHERS[config]
+def test_a_killed_run_ends_like_one_that_was_not(config, models, tmp_path):
+    def call(name, adapters, **arguments):
+        run = {"output_dir": str(tmp_path / name), "models": str(models), "adapters": adapters, **arguments}
+        return "train_with_checkpoints", run
 
-    with pytest.raises(RuntimeError):
-        processes.run(config, "train_with_checkpoints", output_dir=str(tmp_path / "died"), die_at=1, **run)
-    assert {path.name for path in (tmp_path / "died").glob("checkpoint-*")} == {"checkpoint-1"}
-    shutil.rmtree(tmp_path / "whole")
-    resumed = processes.run(config, "train_with_checkpoints", output_dir=str(tmp_path / "died"), resume=True, **run)
+    whole, whole_adapters = processes.run_all(
+        config, [call("a", False), call("b", True), call("full", False, die_at=1)], last_is_killed=True
+    )
+    for ranks in (whole, whole_adapters):
+        assert [(rank["distributed_type"], rank["zero_stage"]) for rank in ranks] == [LAUNCHERS[config]] * 2
+    assert checkpoints(tmp_path / "full") == {"checkpoint-1"}
+    (resumed,) = processes.run_all(
+        config, [call("full", False, resume=True), call("LoRA", True, die_at=1)], last_is_killed=True
+    )
+    assert checkpoints(tmp_path / "LoRA") == {"checkpoint-1"}
+    (resumed_adapters,) = processes.run_all(config, [call("LoRA", True, resume=True)])
 
+    assert_same_end(resumed, whole)
+    assert_same_end(resumed_adapters, whole_adapters)
+    if config.startswith("deepspeed"):
+        names = stored_by_deepspeed(tmp_path / "LoRA" / "checkpoint-1")
+        frozen = {name for name in names if "lora_" not in name and "modules_to_save" not in name}
+        assert len(names) > 8 and frozen <= {"policy.base_model.model.lm_head.weight"}  # tied: listed by another name
+
+
+def stored_by_deepspeed(checkpoint):
+    """Names of the parameters in DeepSpeed's own file of the modules."""
+    path = sorted(checkpoint.glob("global_step*/*model_states.pt"))[0]
+    state = torch.load(path, weights_only=False)
+    return {*state["module"], *(state["frozen_param_fragments"] or ())}
+
+
+def checkpoints(folder):
+    return {path.name for path in folder.glob("checkpoint-*")}
+
+
+def test_sigterm_to_one_rank_saves_a_checkpoint_from_which_the_run_goes_on(models, tmp_path):
+    stopping = {"output_dir": str(tmp_path / "stopped"), "models": str(models)}
+
+    whole, stopped = processes.run_all(
+        "multi_gpu",
+        [
+            ("train_with_checkpoints", {**stopping, "output_dir": str(tmp_path / "whole")}),
+            ("train_until_sigterm", stopping),
+        ],
+    )
+
+    assert [(rank["num_processes"], rank["global_step"]) for rank in stopped] == [(2, 2), (2, 2)]
+    assert checkpoints(tmp_path / "stopped") == {"checkpoint-2"}
+    resumed = processes.run("multi_gpu", "train_with_checkpoints", resume=True, **stopping)
     assert_same_end(resumed, whole)
 
 
-def test_sigterm_to_one_rank_saves_a_checkpoint_from_which_the_run_goes_on(models, whole_ddp, tmp_path):
-    run = {"output_dir": str(tmp_path), "models": str(models)}
+@pytest.mark.parametrize(("config", "rank"), [("multi_gpu", 0), ("deepspeed_zero2", 1)])
+def test_one_ranks_full_disk_ends_all_and_leaves_the_previous_checkpoint(config, rank, models, tmp_path):
+    run = {"output_dir": str(tmp_path), "models": str(models), "rank": rank}
+    errors = processes.run(config, "train_until_the_disk_is_full", timeout=60, **run)
 
-    stopped = processes.run("multi_gpu", "train_until_sigterm", **run)
-
-    assert [(rank["num_processes"], rank["global_step"]) for rank in stopped] == [(2, 2), (2, 2)]
-    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2"}
-    resumed = processes.run("multi_gpu", "train_with_checkpoints", resume=True, **run)
-    assert_same_end(resumed, whole_ddp)
+    assert "no error" not in errors
+    assert re.search("File too large|unexpected pos", errors[rank])
+    whole = [folder for folder in checkpoints(tmp_path) if what_is_missing(str(tmp_path / folder)) is None]
+    assert whole == ["checkpoint-1"]
 
 
 @pytest.mark.parametrize("config", ["multi_gpu", "fsdp2"])
@@ -101,5 +110,6 @@ def test_another_batch_or_another_number_of_deepspeed_processes_is_an_error(mode
     ):
         run = {"output_dir": str(tmp_path / config), "models": str(models)}
         processes.run(config, "train_with_checkpoints", max_steps=1, **run)
-        with pytest.raises(RuntimeError, match=message):
-            processes.run(config, "train_with_checkpoints", world=1, resume=True, max_steps=2, **arguments, **run)
+        resuming = {"scenario": "train_with_checkpoints", "resume": True, "max_steps": 2, **arguments, **run}
+        ((error,),) = processes.run_all(config, [("error_of", resuming)], world=1)
+        assert error.startswith("ValueError") and message in error

@@ -1,22 +1,13 @@
 """Frozen models are sharded like the trained ones, and score as they do whole; errors reach every rank."""
 
 import pytest
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.conftest import tiny_policy, tiny_scorer
 from tests.distributed import processes
-from tests.distributed.test_launchers import LAUNCHERS, numbers
+from tests.distributed.comparing import numbers
+from tests.distributed.processes import LAUNCHERS
 
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    tiny_policy().save_pretrained(folder / "policy")
-    tiny_scorer(seed=2).save_pretrained(folder / "value_model")
-    tiny_scorer(seed=5).save_pretrained(folder / "reward_model")
-    return folder
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +29,9 @@ def test_frozen_models_are_sharded_and_give_the_same_numbers(config, arguments, 
     ranks = processes.run(config, "train_with_reward_model", output_dir=str(tmp_path), models=str(models), **arguments)
 
     assert [(rank["num_processes"], rank["zero_stage"]) for rank in ranks] == [(2, LAUNCHERS[config][1])] * 2
-    whole = sum(value.numel() for value in tiny_policy().parameters())
-    whole += sum(
-        value.numel()
-        for value in AutoModelForSequenceClassification.from_pretrained(models / "reward_model").parameters()
-    )
+    policy = AutoModelForCausalLM.from_pretrained(models / "policy")
+    reward_model = AutoModelForSequenceClassification.from_pretrained(models / "reward_model")
+    whole = sum(value.numel() for model in (policy, reward_model) for value in model.parameters())
     assert ddp[0]["frozen_numbers_here"] == whole
     here = [rank["frozen_numbers_here"] for rank in ranks]
     assert sum(here) >= whole and max(here) < 0.55 * whole  # padding comes to the halves

@@ -52,7 +52,9 @@ def test_local_paths_stay_private(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "sft").mkdir(parents=True)
 
-    card = saved(base_model="models/sft", dataset=str(tmp_path / "prompts.jsonl"), reward_sources=["/secret/rm/"])
+    card = saved(
+        base_model="models/sft", dataset=str(tmp_path / "prompts.jsonl"), reward_sources=[f"{tmp_path}/secret/rm/"]
+    )
 
     assert card.data.base_model is None
     assert card.data.get("datasets") is None

@@ -1,6 +1,7 @@
 """Loaded by the Python processes of a launch test: engines run on CPUs, each rank notes what it was launched as."""
 
 import atexit
+import gc
 import json
 import os
 import sys
@@ -12,6 +13,9 @@ if "ACCELERATE_MIXED_PRECISION" in os.environ:  # the launcher sets it for what 
     pretend_accelerators()
 
     from rlhf_ppo import PPOTrainer
+
+    gc.collect()
+    gc.freeze()  # as in tests/distributed/preload.py
 
     train = PPOTrainer.train
 

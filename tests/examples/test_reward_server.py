@@ -1,0 +1,65 @@
+"""The example server, asked by the library's endpoint: alone, in a run, and with a token."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from examples.reward_server import make_server
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.rewards.endpoint import TOKEN_VARIABLE, RewardEndpoint
+from tests.runs import QUICK
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    server = make_server(port=0)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def ask(url: str, completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[Any]:
+    endpoint = RewardEndpoint(url, retries=0, batch_size=2)
+    prompts = ["p"] * len(completions)
+    return asyncio.run(endpoint(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns))
+
+
+def test_numbers_null_and_rewards_per_token(address: str) -> None:
+    assert ask(f"{address}/brevity", ["a", "b c d e", ""], [[5], [6], [7]], topic=["x", "y", "z"]) == [1.0, 0.25, None]
+    assert ask(f"{address}/no_repetition", ["a", "b"], [[5, 5, 6, 6], [7]]) == [[0, -1, 0, -1], [0]]
+
+
+def test_what_it_refuses_is_told_at_once(address: str) -> None:
+    with pytest.raises(ConnectionError, match=r"status 404 .*'/brevity', '/no_repetition'"):
+        ask(f"{address}/kindness", ["a"], [[5]])
+    with pytest.raises(ConnectionError, match=r"status 400 .*AttributeError"):
+        ask(f"{address}/brevity", [3], [[5]])  # pyright: ignore[reportArgumentType]
+
+
+def test_the_token_of_the_environment(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("examples.reward_server.TOKEN", "SERVERS_OWN")  # both run in this process
+    monkeypatch.setenv("SERVERS_OWN", "secret")
+    for token in ("", "wrong"):
+        monkeypatch.setenv(TOKEN_VARIABLE, token)
+        with pytest.raises(ConnectionError, match="status 401"):
+            ask(f"{address}/brevity", ["a"], [[5]])
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    assert ask(f"{address}/brevity", ["a b"], [[5]]) == [0.5]
+
+
+def test_a_run_is_paid_by_it(address: str, make_trainer: Callable[..., PPOTrainer]) -> None:
+    trainer = make_trainer(
+        **QUICK,
+        reward_funcs=[f"{address}/brevity", f"{address}/no_repetition"],
+        reward_weights={"brevity": 0.0, "no_repetition": 0.5},
+    )
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert 0 < entry["rewards/brevity/mean"] <= 1 and entry["rewards/no_repetition/mean"] <= 0
+    assert entry["objective/scores"] == pytest.approx(0.5 * entry["rewards/no_repetition/mean"], abs=1e-6)
