@@ -20,7 +20,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 check test test-learning test-distributed test-oldest fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-learning test-distributed test-oldest demo docs clean
+.PHONY: help install format lint fast check test test-learning test-distributed test-oldest demo bench docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -56,11 +56,14 @@ test-oldest: $(VENV)-oldest/installed ## The fast and thorough tests with the ol
 demo: install ## Train a language model, a reward model and a PPO policy from scratch, with no hub
 	$(PYTHON) examples/demo.py
 
+bench: install $(VENV)-trl/installed ## Measure against TRL 1.12 and write benchmarks/RESULTS.md
+	$(PYTHON) benchmarks/compare.py --trl-python $(VENV)-trl/bin/python
+
 docs: $(VENV)/installed-docs ## Build the documentation into site/
 	$(PYTHON) -m mkdocs build --strict
 
 clean: ## Remove the environments and what was built
-	rm -rf $(VENV) $(VENV)-oldest site dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-trl site dist .pytest_cache .ruff_cache
 
 # torch goes first and pinned, so that nothing that is installed after it can choose another build.
 # Arguments: the environment, its constraints, the extra with the tools.
@@ -77,6 +80,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)-oldest/installed: pyproject.toml constraints-oldest.txt
 	$(call make_venv,$(VENV)-oldest,constraints-oldest.txt,test)
+
+$(VENV)-trl/installed: constraints-trl.txt
+	$(PYTHON_BASE) -m venv $(VENV)-trl
+	$(VENV)-trl/bin/python -m pip install --quiet --no-compile -c $< torch
+	$(VENV)-trl/bin/python -m pip install --quiet --no-compile -c $< trl transformers accelerate datasets
+	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed
 	$(PYTHON) -m pip install --quiet --no-compile -c constraints.txt -e ".[docs]"

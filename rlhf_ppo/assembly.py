@@ -16,6 +16,7 @@ from transformers.trainer_utils import has_length
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
 from rlhf_ppo.distributed import failing_together, place_frozen
+from rlhf_ppo.generation.stopping import StopStrings
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.models.inputs import is_peft_model, transformers_model
@@ -70,14 +71,16 @@ class SpecialTokens:
     Attributes:
         pad: Fills short prompts and the rest of a response after its stop token; may equal `stop`, may lie outside the
             model's vocabulary.
-        stop: The token after which a response is cut, or None: every response has full length.
+        stop: The token after which a response is cut, or None.
         end: The token whose absence `missing_eos_penalty` and `missing_eos_score` punish: the stop token, or EOS where
             there is none.
+        stop_strings: Texts after which a response is cut as well, or None.
     """
 
     pad: int
     stop: int | None
     end: int | None
+    stop_strings: StopStrings | None = None
 
 
 def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
@@ -101,14 +104,18 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Speci
     stop = eos if args.stop_token == "eos" else args.stop_token_id
     end = eos if stop is None else stop
     for name in ("missing_eos_penalty", "missing_eos_score"):
-        if end is None and getattr(args, name) is not None:
-            raise ValueError(f"{name}={getattr(args, name)} needs a stop token; set stop_token_id, or an eos_token")
-    if stop is None and eos is not None:
+        if end is None and not args.stop_strings and getattr(args, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(args, name)} needs something that ends a response; set stop_token_id, stop_strings, "
+                "or an eos_token"
+            )
+    if stop is None and eos is not None and not args.stop_strings:
         logger.warning_once(
             "No stop token is set, so every response has response_length tokens, whatever follows an EOS; set "
             "stop_token='eos' to end responses at EOS."
         )
-    return SpecialTokens(pad=cast(int, eos if pad is None else pad), stop=stop, end=end)
+    strings = StopStrings(tokenizer, tuple(args.stop_strings)) if args.stop_strings else None
+    return SpecialTokens(pad=cast(int, eos if pad is None else pad), stop=stop, end=end, stop_strings=strings)
 
 
 @dataclass(frozen=True)

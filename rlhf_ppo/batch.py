@@ -182,10 +182,14 @@ class Experience(Responses):
             _check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
 
     def shuffled_minibatches(self, num_mini_batches: int, generator: torch.Generator) -> Iterator[Self]:
-        """Yield `num_mini_batches` disjoint parts of equal size, in an order drawn from `generator`."""
-        order = torch.randperm(len(self), generator=generator)
+        """Yield `num_mini_batches` disjoint parts of equal size, drawn with `generator`.
+
+        Within each the longest rows come first, so that the micro-batches it is cut into hold rows of similar length.
+        """
+        order = torch.randperm(len(self), generator=generator).to(self.query_responses.device)
+        lengths = self.attention_mask.sum(dim=1)
         for rows in order.chunk(num_mini_batches):
-            yield self[rows.to(self.query_responses.device)]
+            yield self[rows[lengths[rows].argsort(descending=True, stable=True)]]
 
 
 def padding_columns(left_padded_mask: Tensor) -> int:

@@ -18,7 +18,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torc
 
 from rlhf_ppo.inherited_arguments import RejectsRemoved, reject_unsupported
 from rlhf_ppo.sizes import batch_sizes, run_length
-from rlhf_ppo.validation import Interval, check_range, check_type, parse_weights
+from rlhf_ppo.validation import Interval, check_range, check_type, parse_strings, parse_weights
 
 logger = logging.get_logger(__name__)
 
@@ -116,6 +116,11 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
         None, "'eos': the tokenizer's EOS token ends a response. For another token use stop_token_id instead."
     )
     stop_token_id: int | None = _option(None, "Id of the token that ends a response; not together with stop_token.")
+    stop_strings: list[str] | None = _option(  # noqa: RUF009 (a new field object)
+        None,
+        "Texts that end a response as the stop token does, after the token that completes one: several values, or a "
+        """JSON list such as '["Question:", "###"]'. Looked for in the response only, not in the prompt.""",
+    )
     local_rollout_forward_batch_size: int = _option(
         64, "Rows per forward pass without gradient in the rollout, on each process."
     )
@@ -150,17 +155,17 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
         "missing_eos_score; must be positive.",
     )
     missing_eos_penalty: float | None = _option(
-        None, "Subtracted from the score of a response that lacks the stop token; must be positive."
+        None, "Subtracted from the score of a response that has neither stop token nor stop string; must be positive."
     )
     missing_eos_score: float | None = _option(
         None,
-        "Replaces the score of a response that lacks the stop token, such as -1 (the EOS trick of arXiv 2403.17031); "
-        "not together with missing_eos_penalty.",
+        "Replaces the score of a response that has neither stop token nor stop string, such as -1 (the EOS trick of "
+        "arXiv 2403.17031); not together with missing_eos_penalty.",
     )
     bootstrap_truncated: bool = _option(
         False,
-        "Let a response that was cut by response_length, without stop token, end with the value estimate at the cut "
-        "instead of 0.",
+        "Let a response that was cut by response_length, without stop token or string, end with the value estimate at "
+        "the cut instead of 0.",
     )
     kl_coef: float = _option(0.05, "Coefficient of the per-token KL penalty, in reward per nat.")
     kl_estimator: Literal["k1", "k3"] = _option(
@@ -252,6 +257,7 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
         """
         reject_unsupported(self)
         self.reward_weights = parse_weights("reward_weights", self.reward_weights)
+        self.stop_strings = parse_strings("stop_strings", self.stop_strings)
         helps = {f.name: str(f.metadata.get("help", "")) for f in fields(self)}
         for name, annotation in _checked_annotations().items():
             check_type(name, getattr(self, name), annotation, helps[name])

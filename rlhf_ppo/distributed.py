@@ -91,7 +91,7 @@ def on_whole_policy(model: nn.Module, accelerator: Accelerator, gather: bool, fu
     layer stays unsharded from its first use on. Elsewhere the policy is whole anyway.
 
     Args:
-        model: The prepared `PolicyAndValue`.
+        model: The prepared `PolicyAndValue`, or the placed `FrozenPolicy`.
         accelerator: Prepared it.
         gather: With ZeRO-3, False leaves the parameters sharded, and each layer is gathered at each token.
         function: Takes the policy.

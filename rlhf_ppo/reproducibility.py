@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,24 @@ def isolated_rng(seed: int, device_specific: bool = True) -> Iterator[None]:
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
+
+
+def upcoming_seed(label: str) -> int:
+    """Derive a seed from what the generators are about to give, without drawing from them.
+
+    Args:
+        label: Makes several seeds of one state.
+
+    Returns:
+        A function of the generators' states and the label, 0 to 2**32 - 1.
+    """
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    digest = hashlib.blake2b(label.encode(), digest_size=4)
+    for state in states:
+        digest.update(state.numpy().tobytes())
+    return int.from_bytes(digest.digest(), "big")
 
 
 def shuffling_generator(seed: int, update: int, rank: int) -> torch.Generator:

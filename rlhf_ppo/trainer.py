@@ -36,7 +36,8 @@ from rlhf_ppo.data import PromptCollator, check_lengths
 from rlhf_ppo.distributed import failing_together, gather_over_ranks, on_whole_policy, place_frozen, sum_over_ranks
 from rlhf_ppo.evaluation.completions import print_table, report_table, sample_rows, table_of
 from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
-from rlhf_ppo.generation.sequences import contains_token, join_responses
+from rlhf_ppo.generation.opponents import Opponents
+from rlhf_ppo.generation.sequences import ended, join_responses
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
@@ -145,6 +146,7 @@ class PPOTrainer(PPOSeams):
         self.model.config.use_cache = use_cache  # Trainer switches it off, and it would be saved with the policy
         if self.reference.model is not None:
             self.reference.model = place_frozen(self.reference.model, self.accelerator)
+        self._opponents = Opponents.of(functions, processing_class)
         self.scorer = make_scorer(
             args, rewards, functions, processing_class, self.tokens, self.accelerator, self._get_state, self._logged
         )
@@ -247,6 +249,7 @@ class PPOTrainer(PPOSeams):
         policy = self._unwrapped(model).policy
         with self._timer.phase("generate"):
             responses = self._generate(model, prompts, sampling_config(self.args, self.tokens.stop))
+            prompts = self._with_opponents(model, prompts)
         with self._timer.phase("score"):
             self.scorer.start(_scoring_batch(responses, prompts))
         with self._timer.phase("evaluate"):
@@ -259,7 +262,7 @@ class PPOTrainer(PPOSeams):
             query_responses=responses.query_responses,
             attention_mask=responses.attention_mask,
             response_mask=responses.response_mask,
-            stopped=contains_token(responses, self.tokens.end),
+            stopped=ended(responses, self.tokens.end, self.tokens.stop_strings),
             logprobs=output[0],
             ref_logprobs=ref_output[0],
             values=output[2],
@@ -270,7 +273,7 @@ class PPOTrainer(PPOSeams):
         )
 
     def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
-        """Sample a response to each prompt and truncate it after the stop token.
+        """Sample a response to each prompt and truncate it after the stop token or string.
 
         Args:
             policy: The unwrapped policy.
@@ -282,8 +285,10 @@ class PPOTrainer(PPOSeams):
         """
         check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._max_positions)
         with self._autocast():
-            sampled = sample_responses(policy, prompts, config, self.args.local_rollout_forward_batch_size)
-        return join_responses(prompts, sampled, self.tokens.stop, self.tokens.pad)
+            sampled = sample_responses(
+                policy, prompts, config, self.args.local_rollout_forward_batch_size, self.tokens.stop_strings
+            )
+        return join_responses(prompts, sampled, self.tokens.stop, self.tokens.pad, self.tokens.stop_strings)
 
     def _generate(self, model: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
         return on_whole_policy(
@@ -292,6 +297,18 @@ class PPOTrainer(PPOSeams):
             self.args.ds3_gather_for_generation,
             lambda policy: self.generate_responses(policy, prompts, config),
         )
+
+    def _with_opponents(self, model: nn.Module, prompts: Prompts) -> Prompts:
+        """Add the responses of the opponents that reward functions ask for, as columns."""
+        config = sampling_config(self.args, self.tokens.stop)
+
+        def generate(opponent: str) -> Responses:
+            if opponent == "self":
+                return self._generate(model, prompts, config)
+            with self.reference.generating(model, self._unwrapped(model).policy) as reference:
+                return self._generate(reference, prompts, config)
+
+        return self._opponents.respond(prompts, generate)
 
     def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:
         """Score truncated responses with every reward source.
@@ -522,6 +539,7 @@ class PPOTrainer(PPOSeams):
             for batch in self._evaluation_batches():
                 prompts = Prompts.from_collated(batch, self.args.device)
                 responses = self._generate(model, prompts, greedy_config(self.args, self.tokens.stop))
+                prompts = self._with_opponents(model, prompts)
                 scores = self.score_responses(responses, prompts)
                 table = sample_rows(self._tokenizer, prompts, responses, scores, self._logged.drain_columns())
                 rows += cast(Any, self.accelerator.gather_for_metrics(table, use_gather_object=True))

@@ -108,6 +108,30 @@ def parse_weights(name: str, value: Any) -> Any:
     return value
 
 
+def parse_strings(name: str, value: Any) -> Any:
+    r"""Read texts that were written as one: the JSON text of a list, alone or in a list of its own, or a single text.
+
+    Args:
+        name: Name of the argument.
+        value: `["\n", "END"]`, its JSON text, a list that holds only such a text, or one text. Anything else comes
+            back as it is, for `check_type` to judge.
+
+    Returns:
+        A list where a text was given.
+
+    Raises:
+        ValueError: There is no text, or one is empty or holds U+FFFD, which decoders write for half a character.
+    """
+    given = value
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and len(texts) == 1 and isinstance(texts[0], str):
+        decoded = _json(texts[0])
+        texts = decoded if isinstance(decoded, list) else texts
+    if isinstance(texts, list) and (not texts or any(text == "" or "\ufffd" in str(text) for text in texts)):
+        raise ValueError(f"{name}={given!r} must hold texts, none of them empty or with U+FFFD; None for none")
+    return texts
+
+
 def _json(text: str) -> Any:
     """Return what a JSON text says, or None if it is no JSON."""
     try:

@@ -53,6 +53,19 @@ class RecordingTrainer(PPOTrainer):
         return table
 
 
+def record_rollouts(trainer: PPOTrainer) -> list[Any]:
+    """Collect the rollouts that a trainer makes."""
+    rollouts: list[Any] = []
+    collect = trainer.collect_rollout
+
+    def collect_rollout(*args: Any) -> Any:
+        rollouts.append(collect(*args))
+        return rollouts[-1]
+
+    trainer.collect_rollout = collect_rollout  # pyright: ignore[reportAttributeAccessIssue]
+    return rollouts
+
+
 def parameters(trainer: PPOTrainer) -> dict[str, Tensor]:
     """Copies of all parameters of policy and value model."""
     return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}

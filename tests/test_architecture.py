@@ -22,6 +22,7 @@ FLOORS = (
     {"checkpoints", "data", "distributed", "evaluation", "generation", "models", "reporting", "rewards"},
     {"assembly", "saving", "seams", "termination", "trainer"},
     {"cli", "demo"},
+    {"__main__"},
 )
 MAX_CODE_LINES = 300  # in a file, without docstrings, comments and blank lines
 LONGER = {"rlhf_ppo/trainer.py": 400}  # all steps of an update are read in one place

@@ -152,11 +152,11 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     ),
     "no stop token to penalise the lack of": (
         lambda: {"processing_class": _without_eos(), "stop_token": None, "missing_eos_penalty": 1.0},
-        ValueError, "missing_eos_penalty=1.0 needs a stop token",
+        ValueError, "missing_eos_penalty=1.0 needs something that ends a response; set stop_token_id, stop_strings",
     ),
     "no stop token to replace the score for the lack of": (
         lambda: {"processing_class": _without_eos(), "stop_token": None, "missing_eos_score": -1.0},
-        ValueError, "missing_eos_score=-1.0 needs a stop token",
+        ValueError, "missing_eos_score=-1.0 needs something that ends a response; set stop_token_id, stop_strings",
     ),
     "no tokenizer": (
         lambda: {"processing_class": None}, TypeError, "processing_class must be a tokenizer, got NoneType"

@@ -178,6 +178,21 @@ def test_mini_batches_are_equal_disjoint_and_complete(num_mini_batches: int) -> 
     assert sorted(row for part in parts for row in part) == list(range(12))
 
 
+def test_the_longest_rows_of_a_mini_batch_come_first() -> None:
+    batch = wide_experience(12)
+    lengths = torch.tensor([1, 6, 3, 2, 5, 4] * 2)
+    mask = torch.arange(6) < lengths[:, None]
+    attention_mask = torch.cat((batch.attention_mask[:, :4], mask), dim=1)
+    batch = dataclasses.replace(batch, response_mask=mask, attention_mask=attention_mask, loss_mask=mask)
+    minibatches = list(batch.shuffled_minibatches(3, shuffling_generator(0, 0, 0)))
+    of_parts = [part.response_mask.sum(dim=1).tolist() for part in minibatches]
+    assert of_parts == [sorted(part, reverse=True) for part in of_parts]
+    of_rows = [length for part in of_parts for length in part]
+    assert of_rows != sorted(of_rows, reverse=True), "the mini-batches are drawn, not sorted"
+    rows = [row for part in minibatches for row in (part.query_responses[:, 0] // 10).tolist()]
+    assert sorted(rows) == list(range(12)) and [int(lengths[row]) for row in rows] == of_rows
+
+
 def test_the_order_is_a_function_of_seed_update_and_rank() -> None:
     batch = wide_experience(12)
     assert order(batch, 3) == order(batch, 3)

@@ -50,6 +50,13 @@ CASES = [
     Case("min_p", None, "0.05", 0.05, (-0.1, 1.1, NAN)),
     Case("stop_token", None, "eos", "eos", ("</s>", "", 0)),
     Case("stop_token_id", None, "0", 0, (-1, 1.5, "eos", True)),
+    Case(
+        "stop_strings",
+        None,
+        "END ###",
+        ["END", "###"],
+        ([], [""], ["a", ""], "", ["\ufffd"], [1], ["a", None], 3, {"a": "b"}, "[]", '[""]', ["[]"], True),
+    ),
     Case("local_rollout_forward_batch_size", 64, "2", 2, (*COUNT, None)),
     Case("ds3_gather_for_generation", True, "false", False, ("no", None)),
     Case("num_sample_generations", 10, "0", 0, (-1, 1.5, None)),
@@ -262,6 +269,43 @@ def test_reward_weights_that_cannot_be_read_are_told_what_to_write():
         ValueError, match=r"reward_weights='\{length: 1\}' cannot be read; .*'\[1.0, 0.5\]', or a JSON"
     ):
         PPOConfig(reward_weights="{length: 1}")
+
+
+# ---- Stop strings ----
+
+
+@pytest.mark.parametrize(
+    ("given", "strings"),
+    [
+        (["\n", "END"], ["\n", "END"]),
+        ("END", ["END"]),
+        (r'["\n\n", "é"]', ["\n\n", "é"]),
+        ([r'["\n"]'], ["\n"]),
+        (["[", "]"], ["[", "]"]),
+        ("[/INST]", ["[/INST]"]),
+        ("7", ["7"]),
+        (["null"], ["null"]),
+    ],
+)
+def test_stop_strings_are_a_list_a_text_or_json(given: Any, strings: list[str]):
+    assert make(stop_strings=given).stop_strings == strings
+    args = PPOConfig()
+    args.stop_strings = given
+    args.fill_derived(1, 100)
+    assert args.stop_strings == strings
+
+
+@pytest.mark.parametrize(
+    ("texts", "strings"),
+    [(["END"], ["END"]), (["\n", "a b"], ["\n", "a b"]), ([r'["\n", "END"]'], ["\n", "END"])],
+)
+def test_stop_strings_on_the_command_line(texts: list[str], strings: list[str]):
+    assert from_command_line("--stop_strings", *texts, "--seed", "1").stop_strings == strings
+
+
+@pytest.mark.parametrize("text", [r'stop_strings: ["\n", "END"]', 'stop_strings:\n- "\\n"\n- END'])
+def test_stop_strings_in_yaml(text: str, tmp_path: Path):
+    assert from_yaml(tmp_path / "config.yaml", text).stop_strings == ["\n", "END"]
 
 
 # ---- Precision ----

@@ -108,18 +108,7 @@ uninterrupted: dict[str, tuple[dict[str, Any], Any]] = {}
 """What runs that never stop end in; several cases share one."""
 
 
-# One of each kind is seen at every `make check`; all of them by `make test`.
-QUICK = (
-    "in the middle of an epoch",
-    "after the last update",
-    "between a sample table and its checkpoint",
-    "with LoRA",
-)
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.thorough) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_resumed_run_equals_one_that_never_stopped(case: str, new_run: Callable[..., RecordingTrainer]) -> None:
     overrides, death = CASES[case]
     if repr(overrides) not in uninterrupted:

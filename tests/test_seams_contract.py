@@ -43,6 +43,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_remove_unused_columns": ("dataset", "description"),
     "_save": ("output_dir", "state_dict"),
     "_save_checkpoint": ("model", "trial"),
+    "_save_optimizer_and_scheduler": ("output_dir",),
     "_save_rng_state": ("output_dir",),
     "_set_signature_columns_if_needed": (),
     "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),

@@ -15,15 +15,24 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parqu
 
 @dataclass
 class PPOScriptArguments(ScriptArguments):
-    """TRL's `ScriptArguments`, and the one option that TRL's `ModelConfig` no longer has."""
+    """TRL's `ScriptArguments`, reward functions, and the one option that TRL's `ModelConfig` no longer has."""
 
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Reward functions: names of built-in ones, package.module.function, file.py:function or "
+            "addresses. The reward model then scores beside them only if reward_model_path is given."
+        },
+    )
     trust_remote_code: bool = field(
         default=False,
         metadata={"help": "Run the Python code that a model's repository brings along. Only for code you have read."},
     )
 
 
-def load_splits(name: str | None, config: str | None = None, streaming: bool = False) -> Mapping[Any, Any]:
+def load_splits(
+    name: str | None, config: str | None = None, streaming: bool = False, argument: str = "dataset_name"
+) -> Mapping[Any, Any]:
     """Load a data set from wherever it is.
 
     Args:
@@ -31,6 +40,7 @@ def load_splits(name: str | None, config: str | None = None, streaming: bool = F
             directory written by `save_to_disk`, or a name on the hub.
         config: Name of the data set's configuration.
         streaming: Whether to read rows as they are needed.
+        argument: The option that gave the name, for error messages.
 
     Returns:
         Each split by its name; what has no splits is `train`.
@@ -39,19 +49,19 @@ def load_splits(name: str | None, config: str | None = None, streaming: bool = F
         ValueError: There is no such data set, or the file is of an unknown kind.
     """
     if not name:
-        raise ValueError("dataset_name is not set: give a file, a directory or a name on the hub")
+        raise ValueError(f"{argument} is not set: give a file, a directory or a name on the hub")
     path = os.path.expanduser(name)
     if os.path.isdir(path) and _is_saved_to_disk(path):
         return _saved_splits(path, streaming)
     if os.path.isfile(path):
-        return datasets.load_dataset(_builder(path), data_files={"train": path}, streaming=streaming)
+        return datasets.load_dataset(_builder(path, argument), data_files={"train": path}, streaming=streaming)
     if not os.path.isdir(path) and (name.startswith((".", "~", os.sep)) or os.path.splitext(name)[1] in BUILDERS):
-        raise ValueError(f"dataset_name={name!r}: there is no such file or directory (seen from {os.getcwd()!r})")
+        raise ValueError(f"{argument}={name!r}: there is no such file or directory (seen from {os.getcwd()!r})")
     try:
         return datasets.load_dataset(path, name=config, streaming=streaming)
     except OSError as error:
         raise ValueError(
-            f"dataset_name={name!r} is neither a file nor a directory with data here, nor did the hub give it: {error}"
+            f"{argument}={name!r} is neither a file nor a directory with data here, nor did the hub give it: {error}"
         ) from error
 
 
@@ -88,10 +98,10 @@ def hold_out(dataset: Any, num_rows: int) -> tuple[Any, Any]:
     return dataset.select(range(kept)), held_out
 
 
-def _builder(path: str) -> str:
+def _builder(path: str, argument: str) -> str:
     extension = os.path.splitext(path)[1]
     if extension not in BUILDERS:
-        raise ValueError(f"dataset_name={path!r} is a file of an unknown kind: use one of {sorted(BUILDERS)}")
+        raise ValueError(f"{argument}={path!r} is a file of an unknown kind: use one of {sorted(BUILDERS)}")
     return BUILDERS[extension]
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteriaList
 
 from rlhf_ppo.batch import Prompts, pad_right
+from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
 from rlhf_ppo.models.inputs import is_sharded, transformers_model
 
 if TYPE_CHECKING:
@@ -80,7 +81,13 @@ def own_generation_config_hidden(policy: nn.Module) -> Iterator[Any]:
 
 
 @torch.no_grad()
-def sample_responses(policy: nn.Module, prompts: Prompts, config: GenerationConfig, rows_per_call: int) -> Tensor:
+def sample_responses(
+    policy: nn.Module,
+    prompts: Prompts,
+    config: GenerationConfig,
+    rows_per_call: int,
+    stop_strings: StopStrings | None = None,
+) -> Tensor:
     """Generate a response for each prompt.
 
     Args:
@@ -88,17 +95,25 @@ def sample_responses(policy: nn.Module, prompts: Prompts, config: GenerationConf
         prompts: `B` left-padded prompts; ids under the mask are ignored.
         config: The sampling distribution and the length limit.
         rows_per_call: How many prompts are generated from at once.
+        stop_strings: Texts that end a row too, or None.
 
     Returns:
-        Sampled ids, long `(B, T)` with `T <= max_new_tokens`; anything after a row's stop token is filling.
+        Sampled ids, long `(B, T)` with `T <= max_new_tokens`; anything after a row's end is filling.
     """
     was_training = policy.training
     policy.eval()  # activation checkpointing, active in training mode, forbids the KV cache
     ids, mask = prompts.input_ids.masked_fill(~prompts.attention_mask, 0), prompts.attention_mask.long()
+    stopping = None
+    if stop_strings is not None:
+        stopping = StoppingCriteriaList([StopsAtStrings(stop_strings, prompt_length=ids.shape[1])])
     with own_generation_config_hidden(policy) as model:
         parts = [
             model.generate(
-                input_ids=part, attention_mask=part_mask, generation_config=config, synced_gpus=is_sharded(policy)
+                input_ids=part,
+                attention_mask=part_mask,
+                generation_config=config,
+                stopping_criteria=stopping,
+                synced_gpus=is_sharded(policy),
             )[:, ids.shape[1] :]
             for part, part_mask in zip(ids.split(rows_per_call), mask.split(rows_per_call), strict=True)
         ]

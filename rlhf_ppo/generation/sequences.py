@@ -1,4 +1,4 @@
-"""Where a response ends: truncation at the stop token and the mask that everything later reads."""
+"""Where a response ends: truncation at the stop token or string, and the mask that everything later reads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo.batch import Prompts, Responses
+from rlhf_ppo.generation.stopping import StopStrings
 
 
 def response_mask(responses: Tensor, stop_token_id: int | None) -> Tensor:
@@ -38,19 +39,28 @@ def truncate_response(stop_token_id: int, pad_token_id: int, responses: Tensor) 
     return responses.masked_fill(~response_mask(responses, stop_token_id), pad_token_id)
 
 
-def join_responses(prompts: Prompts, sampled: Tensor, stop_token_id: int | None, pad_token_id: int) -> Responses:
+def join_responses(
+    prompts: Prompts,
+    sampled: Tensor,
+    stop_token_id: int | None,
+    pad_token_id: int,
+    stop_strings: StopStrings | None = None,
+) -> Responses:
     """Truncate sampled responses, put them behind their prompts and make the masks.
 
     Args:
         prompts: `B` left-padded prompts.
         sampled: Sampled ids, long `(B, T)`.
         stop_token_id: The stop token, or None.
-        pad_token_id: What follows the stop token.
+        pad_token_id: What follows a response's end.
+        stop_strings: Texts that end a response too, whichever comes first, or None.
 
     Returns:
         The truncated responses, without columns that no response reaches.
     """
     mask = response_mask(sampled, stop_token_id)
+    if stop_strings is not None:
+        mask &= stop_strings.mask(sampled)
     mask = mask[:, : int(mask.sum(dim=1).max())]
     responses = sampled[:, : mask.shape[1]].masked_fill(~mask, pad_token_id)
     return Responses(
@@ -71,3 +81,21 @@ def contains_token(responses: Responses, token_id: int | None) -> Tensor:
     if token_id is None:
         return torch.zeros(len(responses), dtype=torch.bool, device=responses.response_mask.device)
     return ((responses.responses == token_id) & responses.response_mask).any(dim=1)
+
+
+def ended(responses: Responses, end_token_id: int | None, stop_strings: StopStrings | None) -> Tensor:
+    """Tell which responses ended by themselves: with a token, or with a stop string.
+
+    Args:
+        responses: `B` truncated responses.
+        end_token_id: The token, or None.
+        stop_strings: The stop strings, or None.
+
+    Returns:
+        Bool `(B,)`.
+    """
+    has_ended = contains_token(responses, end_token_id)
+    if stop_strings is None:
+        return has_ended
+    rows = [ids[real].tolist() for ids, real in zip(responses.responses, responses.response_mask, strict=True)]
+    return has_ended | torch.tensor(stop_strings.are_in(rows), device=has_ended.device)

@@ -52,9 +52,10 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 
 
 def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Run the backbone once and return its last hidden states.
+    """Run the backbone once, on rows no longer than their real tokens, and return its last hidden states.
 
-    Ids under the mask are replaced by 0: a padding id outside the vocabulary, or equal to EOS, changes nothing.
+    Padding on the left and between prompt and response is squeezed out first. What is left, behind shorter rows, has
+    id 0: a padding id outside the vocabulary, or equal to EOS, changes nothing.
 
     Args:
         model: Any transformers model with a backbone, or a `PeftModel` around one.
@@ -62,16 +63,21 @@ def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -
         attention_mask: True on real tokens, bool `(B, L)`.
 
     Returns:
-        Hidden states `(B, L, H)` in the model's dtype.
+        Hidden states `(B, L, H)` in the model's dtype, 0 where the mask is False.
     """
+    order = (~attention_mask).to(torch.int8).argsort(dim=1, stable=True)  # real tokens first, in their own order
+    order = order[:, : int(attention_mask.sum(dim=1).max())]
+    mask = attention_mask.gather(1, order)
+    states = _run_backbone(model, input_ids.gather(1, order).masked_fill(~mask, 0), mask)
+    scattered = states.new_zeros((*attention_mask.shape, states.shape[-1]))
+    return scattered.masked_scatter(attention_mask[..., None], states[mask])
+
+
+def _run_backbone(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     body = backbone(model)
     positions = {"position_ids": position_ids(attention_mask)} if _takes(type(body), "position_ids") else {}
     output = body(
-        input_ids=input_ids.masked_fill(~attention_mask, 0),
-        attention_mask=attention_mask.long(),
-        use_cache=False,
-        return_dict=True,
-        **positions,
+        input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, return_dict=True, **positions
     )
     return output.last_hidden_state
 

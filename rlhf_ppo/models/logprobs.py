@@ -1,7 +1,7 @@
 """Log-probabilities and entropy of response tokens, without a `(batch, time, vocabulary)` tensor.
 
 The backbone runs once; the head is applied to the response's real tokens only, a chunk of tokens at a time. While
-training, a chunk's logits are recomputed in the backward pass instead of kept.
+training, the logits of several chunks are recomputed in the backward pass instead of kept.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
+from rlhf_ppo.models.head_factors import head_factors
 from rlhf_ppo.models.inputs import hidden_states, is_sharded, probe_ids, transformers_model
 
-MAX_CHUNK_ELEMENTS = 2**24
-"""Logits computed at once, tokens x vocabulary: 64 MiB in float32."""
+MAX_CHUNK_ELEMENTS = 2**23
+"""Logits computed at once, tokens x vocabulary: 32 MiB in float32."""
 
 
 class ResponseLogprobs(NamedTuple):
@@ -24,7 +26,7 @@ class ResponseLogprobs(NamedTuple):
 
     Attributes:
         logprobs: Log-probability of each response token, nats, float32 `(B, T)`, 0 outside the mask.
-        entropy: Entropy of the whole next-token distribution, nats, float32 `(B, T)`, 0 outside the mask, no gradient.
+        entropy: Entropy of the whole next-token distribution, nats, float32 `(B, T)`, 0 outside the mask.
     """
 
     logprobs: Tensor
@@ -73,6 +75,16 @@ def token_logprobs(policy: nn.Module, states: Tensor, targets: Tensor, temperatu
     Returns:
         Log-probabilities and entropies in nats, float32 `(N,)` each.
     """
+    factors = head_factors(cast(nn.Module, transformers_model(policy).get_output_embeddings()), states)
+    if factors is None:
+        return _logprobs_of_called_head(policy, states, targets, temperature)
+    return fused_logprobs(factors, targets, logit_scaling(policy, temperature), MAX_CHUNK_ELEMENTS)
+
+
+def _logprobs_of_called_head(
+    policy: nn.Module, states: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Do what `token_logprobs` does with a head that can only be called, leaving the gradients to autograd."""
     vocabulary = transformers_model(policy).config.get_text_config().vocab_size
     chunk = max(1, MAX_CHUNK_ELEMENTS // vocabulary)
     num_chunks = _same_on_all_ranks(policy, math.ceil(len(states) / chunk))
@@ -80,8 +92,8 @@ def token_logprobs(policy: nn.Module, states: Tensor, targets: Tensor, temperatu
 
     def one_chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         log_distribution = (logits(policy, states) / temperature).log_softmax(dim=-1)
-        with torch.no_grad():
-            entropy = -(log_distribution.exp() * log_distribution).nan_to_num(0.0).sum(dim=-1)
+        finite = log_distribution.clamp(min=torch.finfo(torch.float32).min)  # a forbidden token has -inf
+        entropy = -(log_distribution.exp() * finite).sum(dim=-1)
         return log_distribution.gather(1, targets[:, None]).squeeze(1), entropy
 
     parts = [
@@ -110,16 +122,21 @@ def logits(policy: nn.Module, states: Tensor) -> Tensor:
     Returns:
         Logits before the temperature, float32 `(..., V)`.
     """
-    model = transformers_model(policy)
-    config = model.config.get_text_config()
-    result = cast(nn.Module, model.get_output_embeddings())(states).float()
-    if scale := getattr(config, "logit_scale", None):  # Cohere
-        result = result * scale
-    if divisor := getattr(config, "logits_scaling", None):  # Granite
-        result = result / divisor
-    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
-        result = cap * torch.tanh(result / cap)
-    return result
+    result = cast(nn.Module, transformers_model(policy).get_output_embeddings())(states).float()
+    factor, cap, _ = logit_scaling(policy)
+    return result * factor if cap is None else cap * torch.tanh(result * factor / cap)
+
+
+def logit_scaling(policy: nn.Module, temperature: float = 1.0) -> LogitScaling:
+    """Read from the configuration what the architecture does to its logits after the head.
+
+    Args:
+        policy: The model.
+        temperature: Sampling temperature.
+    """
+    config = transformers_model(policy).config.get_text_config()
+    factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return LogitScaling(factor, getattr(config, "final_logit_softcapping", None) or None, temperature)
 
 
 @torch.no_grad()
@@ -142,5 +159,5 @@ def check_logits(policy: nn.Module) -> None:
         raise ValueError(
             f"{type(transformers_model(policy)).__name__} changes its logits after the head (they differ from "
             f"head(backbone(ids)) by {float((ours - theirs).abs().max()):.3g}), in a way rlhf_ppo does not know; add "
-            "its scaling to rlhf_ppo.models.logprobs.logits"
+            "its scaling to rlhf_ppo.models.logprobs.logit_scaling"
         )

@@ -19,7 +19,7 @@ class PolicyAndValueOutput(NamedTuple):
 
     Attributes:
         logprobs: Log-probabilities of the response tokens, nats, float32 `(B, T)`, 0 outside the mask.
-        entropy: Entropy of the next-token distributions, nats, float32 `(B, T)`, no gradient.
+        entropy: Entropy of the next-token distributions, nats, float32 `(B, T)`, 0 outside the mask.
         values: Value estimate before each response token, float32 `(B, T)`, 0 outside the mask.
         final_values: Value estimate after the last real token, float32 `(B,)`.
     """

@@ -31,6 +31,15 @@ class FrozenPolicy(Frozen):
         super().__init__(policy)
         self.temperature = temperature
 
+    @property
+    def policy(self) -> nn.Module:
+        """The language model, as `PolicyAndValue` calls its own."""
+        return self.model
+
+    def on_policy(self, function: Callable[[nn.Module], Any]) -> Any:
+        """Call `function` with the language model; FSDP registers this method to run the way it runs `forward`."""
+        return function(self.model)
+
     def forward(self, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor) -> ResponseLogprobs:
         """Evaluate responses; shapes as in `response_logprobs`."""
         return response_logprobs(self.model, query_responses, attention_mask, response_mask, self.temperature)
@@ -61,6 +70,15 @@ class Reference:
         else:
             with use_adapter(cast(Any, policy), self.adapter_name):
                 yield functools.partial(model, policy_only=True)
+
+    @contextmanager
+    def generating(self, model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:
+        """Yield the module whose `policy` is the reference, to generate from; the arguments are those of `forward`."""
+        if self.model is not None:
+            yield self.model
+        else:
+            with use_adapter(cast(Any, policy), self.adapter_name):
+                yield model
 
 
 def make_reference(

@@ -137,8 +137,9 @@ class RewardFunction:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return a function's name: of the function inside a partial, of a callable object's class, or `lambda`."""
-    function = _inner(function)
+    """Return a function's name: of the function in a partial without one, of an object's class, or `lambda`."""
+    while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
+        function = function.func
     return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 

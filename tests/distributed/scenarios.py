@@ -18,6 +18,7 @@ from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.batch import Prompts, Responses
 from rlhf_ppo.distributed import on_whole_policy
 from rlhf_ppo.generation.sequences import join_responses
+from rlhf_ppo.rewards.preference import PreferenceReward
 from tests import conftest
 
 
@@ -219,6 +220,22 @@ def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> d
         "log": trainer.state.log_history,
         "frozen_numbers_here": sum(own_numbers(parameter) for parameter in frozen),
     }
+
+
+def prefers_larger_words(prompts: list[str], pairs: list[list[str]]) -> list[float]:
+    """A judge that depends on every word, so that another response is another verdict."""
+    sums = [[sum(int(word[1:]) for word in text.split() if word[0] == "w") for text in pair] for pair in pairs]
+    return [0.5 if first == second else float(second > first) for first, second in sums]
+
+
+def train_against_opponents(output_dir: str, models: str, adapters: bool = False, **overrides: Any) -> dict[str, Any]:
+    """Train on comparisons with the reference and with the policy itself, with stop strings; return the log."""
+    rewards = [PreferenceReward(prefers_larger_words, kind, name=kind) for kind in ("reference", "self")]
+    given = {"reward_funcs": rewards, **(lora() if adapters else {})}
+    trainer = make_trainer(output_dir, models, given=given, stop_strings=["w7", "w12 w"], **overrides)
+    before = trainer.evaluate()
+    trainer.train()
+    return {**launched_as(trainer), "before": before, "log": trainer.state.log_history}
 
 
 def own_numbers(parameter: Any) -> int:

@@ -48,3 +48,45 @@ def test_an_error_of_one_ranks_reward_function_is_raised_on_all(models, tmp_path
 
     assert errors[1] == "ZeroDivisionError: no such luck"
     assert errors[0] == "RuntimeError: rank 1 failed: ZeroDivisionError: no such luck"
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["all weights", "adapters"])
+def adapters(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def ddp_against_opponents(models, adapters, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("ddp"))
+    return processes.run(
+        "multi_gpu", "train_against_opponents", output_dir=folder, models=str(models), adapters=adapters
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [
+        ("deepspeed_zero3", {}),
+        ("deepspeed_zero3", {"ds3_gather_for_generation": False}),
+        ("fsdp2", {}),
+    ],
+    ids=["ZeRO-3", "ZeRO-3 that gathers layer by layer", "FSDP2"],
+)
+def test_sharded_opponents_say_what_whole_ones_say(
+    config, arguments, models, adapters, ddp_against_opponents, tmp_path
+):
+    ranks = processes.run(
+        config,
+        "train_against_opponents",
+        output_dir=str(tmp_path),
+        models=str(models),
+        adapters=adapters,
+        **arguments,
+    )
+
+    assert ranks[0]["zero_stage"] == LAUNCHERS[config][1]
+    ddp = ddp_against_opponents[0]
+    for ours, theirs in zip(numbers(ranks[0]["log"]), numbers(ddp["log"]), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    assert len({entry.get("rewards/reference/mean") for entry in ddp["log"]}) > 2, "the verdicts must differ"
+    assert "eval_reference/win_rate" in ddp["before"] and "eval_self/win_rate" in ddp["before"]

@@ -87,7 +87,19 @@ def test_the_backbone_never_sees_ids_under_the_mask() -> None:
     model.model.embed_tokens.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0]))
     ids, mask = pad(ROWS, [3, 0, 2], [0, 1, 3], [999])
     hidden_states(model, ids, mask)
-    assert not seen[0][~mask].any() and seen[0][mask].tolist() == ids[mask].tolist()
+    longest = max(len(row) for row in ROWS)
+    assert seen[0].tolist() == [row + [0] * (longest - len(row)) for row in ROWS]
+
+
+def test_rows_are_no_longer_than_their_real_tokens_wherever_the_padding_is() -> None:
+    """Padding between prompt and response too: one row's prompt is long, the other's response."""
+    model, seen = tiny_policy(), []
+    model.model.embed_tokens.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0]))
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1]], dtype=torch.bool)
+    ids = torch.arange(10, 26).view(2, 8)
+    states = hidden_states(model, ids, mask)
+    assert seen[0].tolist() == [[10, 11, 12, 13, 14], [22, 23, 24, 25, 0]]
+    assert states.shape == (2, 8, 32) and not states[~mask].any() and states[mask].all()
 
 
 def test_positions_count_real_tokens() -> None:

@@ -290,9 +290,7 @@ def test_the_head_sees_real_response_tokens_only() -> None:
     assert shapes == [(11, 32)]
 
 
-def test_entropy_has_no_gradient_and_hidden_states_keep_the_models_dtype() -> None:
-    model, batch = tiny_policy(), ragged_batch()
-    assert not response_logprobs(model, *batch, 1.0).entropy.requires_grad
-    model = model.to(torch.bfloat16)
+def test_hidden_states_keep_the_models_dtype_and_logprobs_are_float32() -> None:
+    model, batch = tiny_policy().to(torch.bfloat16), ragged_batch()
     assert hidden_states(model, *batch[:2]).dtype == torch.bfloat16
     assert response_logprobs(model, *batch, 1.0).logprobs.dtype == torch.float32

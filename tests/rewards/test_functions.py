@@ -314,3 +314,13 @@ def test_anything_else_names_the_function_the_row_and_the_fix(returned: Any, kin
     with pytest.raises(kind, match=says) as error:
         check_scores(returned, "my_reward", [2, 2, 2])
     assert "reward function 'my_reward'" in str(error.value) and "return " in str(error.value).rsplit(": ", 1)[1]
+
+
+def test_a_partial_with_a_name_of_its_own_goes_by_it() -> None:
+    def inner(completions: list[str]) -> list[float]:
+        return [0.0] * len(completions)
+
+    named = functools.partial(functools.partial(inner))
+    assert function_name(named) == "inner"
+    named.__name__ = "outer"  # pyright: ignore[reportAttributeAccessIssue]
+    assert function_name(named) == "outer" == function_name(functools.partial(named))

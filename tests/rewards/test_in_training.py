@@ -181,7 +181,7 @@ def test_what_nothing_scored_might_as_well_not_be_there(settings: dict[str, Any]
         assert logged[key] == pytest.approx(fresh._metrics[key], rel=1e-5, abs=1e-6), key
     expected = gradients(fresh, part)
     for name, gradient in gradients(trainer, whole).items():
-        assert_allclose(gradient, expected[name], rtol=1e-4, atol=1e-7, err_msg=name)
+        assert_allclose(gradient, expected[name], rtol=1e-4, atol=5e-7, err_msg=name)
     ratios = trainer.ratios
     assert logged["val/ratio"] == pytest.approx(1.0, abs=1e-5) and len(ratios) == 1
 

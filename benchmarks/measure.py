@@ -1,0 +1,157 @@
+"""Run one workload through one trainer in this process and print what it took, as one line of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import torch
+from transformers import TrainerCallback
+from workloads import WORKLOADS, Workload, hyper_parameters, make_models, make_prompts, make_tokenizer
+
+
+class Clock(TrainerCallback):
+    """Reads this process's CPU time at the end of each phase, and the time of day at the end of each update.
+
+    CPU time is what a busy machine leaves comparable; on an idle one it is the time of day times the busy threads.
+
+    Attributes:
+        updates: Of each update: CPU seconds by phase (generate, score, learn), and `wall`, seconds.
+    """
+
+    def __init__(self) -> None:
+        self.updates: list[dict[str, float]] = []
+        self.on_train_begin()
+
+    def enter(self, phase: str) -> None:
+        """Count the time since the last change to the phase that was, and change."""
+        now = time.process_time()
+        self.seconds[self.phase] += now - self.since
+        self.phase, self.since = phase, now
+
+    def during(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Make a function's calls a phase; what follows a call is scoring, unless it was learning."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.enter(phase)
+            result = function(*args, **kwargs)
+            self.enter("score")
+            return result
+
+        return timed
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Start."""
+        self.phase, self.since, self.began = "score", time.process_time(), time.perf_counter()
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """End an update."""
+        self.enter("score")
+        self.updates.append(self.seconds | {"wall": time.perf_counter() - self.began})
+        self.on_train_begin()
+
+
+PHASES = ("generate", "score", "learn")
+
+
+def run_ours(workload: Workload, arguments: dict[str, Any], clock: Clock, lengths: list[Any]) -> Callable[[], Any]:
+    """Set up rlhf_ppo; return what trains."""
+    from rlhf_ppo import PPOConfig, PPOTrainer
+
+    class Timed(PPOTrainer):
+        def estimate_advantages(self, rollout: Any) -> Any:
+            context = rollout.context_length
+            lengths.append((rollout.attention_mask[:, :context].sum(1), rollout.response_mask.sum(1)))
+            return super().estimate_advantages(rollout)
+
+    trainer = Timed(PPOConfig(**arguments), **given(workload), callbacks=[clock])
+    trainer._generate = clock.during("generate", trainer._generate)
+    trainer.learn = clock.during("learn", trainer.learn)
+    return trainer.train
+
+
+def run_trl(workload: Workload, arguments: dict[str, Any], clock: Clock, lengths: list[Any]) -> Callable[[], Any]:
+    """Set up TRL's PPO; return what trains. Its learning begins with the first forward pass that has gradients."""
+    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+
+    forward = ppo_trainer.forward
+
+    def forward_in_phase(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and clock.phase != "learn":
+            clock.enter("learn")
+        return forward(*args, **kwargs)
+
+    ppo_trainer.batch_generation = clock.during("generate", ppo_trainer.batch_generation)
+    ppo_trainer.forward = forward_in_phase
+    trainer = PPOTrainer(PPOConfig(**arguments), **given(workload), callbacks=[clock])
+
+    def train() -> None:
+        trainer.train()
+
+    return train
+
+
+def given(workload: Workload) -> dict[str, Any]:
+    """Make what both trainers are given besides their arguments."""
+    return {
+        "processing_class": make_tokenizer(workload),
+        "train_dataset": make_prompts(workload, 2 * workload.batch_size),
+        **make_models(workload),
+    }
+
+
+def megabytes(field: str) -> float:
+    """Read a field of this process's memory: VmRSS (now) or VmHWM (the peak)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+
+
+def measure(trainer: str, workload: Workload, num_updates: int) -> dict[str, Any]:
+    """Train for a few updates.
+
+    Args:
+        trainer: `ours` or `trl`.
+        workload: What to run.
+        num_updates: How many; the first, which allocates, is left out.
+
+    Returns:
+        What the clock read of each update after the first, the peak of memory above that of the models and the
+        trainer, MB, and for ours each update's prompt and response lengths.
+    """
+    clock, lengths = Clock(), []
+    with tempfile.TemporaryDirectory() as folder:
+        run = {"ours": run_ours, "trl": run_trl}[trainer]
+        train = run(workload, hyper_parameters(workload, num_updates, folder), clock, lengths)
+        before = megabytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        train()
+    return {
+        "updates": clock.updates[1:],
+        "memory": megabytes("VmHWM") - before,
+        "lengths": [[side.tolist() for side in update] for update in lengths[1:]],
+    }
+
+
+def main() -> None:
+    """Read the command line and print the measurement."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trainer", choices=["ours", "trl"])
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    print(json.dumps(measure(arguments.trainer, WORKLOADS[arguments.workload], arguments.updates)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""AITraining's Python interface: `AutoTrainProject(params, backend="local", process=True).create()`."""
+
+from __future__ import annotations
+
+from accelerate import PartialState
+from transformers import Trainer
+
+from rlhf_ppo.cli.jobs import make_job, print_job, run_job
+from rlhf_ppo.cli.params import LLMTrainingParams
+
+__all__ = ["AutoTrainProject", "LLMTrainingParams"]
+
+
+class AutoTrainProject:
+    """A training run on this machine; its configuration is checked and printed when it is made.
+
+    Args:
+        params: The parameters.
+        backend: Where to train: only "local".
+        process: Accepted as in AITraining; columns always get the names that the trainer reads.
+
+    Raises:
+        TypeError: `params` are no `LLMTrainingParams`, or an argument has the wrong type.
+        ValueError: There is no such backend, or an argument is out of its range.
+    """
+
+    def __init__(self, params: LLMTrainingParams, backend: str = "local", process: bool = False) -> None:
+        if not isinstance(params, LLMTrainingParams):
+            raise TypeError(f"params must be LLMTrainingParams, got {type(params).__name__}")
+        if backend != "local":
+            raise ValueError(f"backend={backend!r} is not available here: train on this machine with backend='local'")
+        self.job = make_job(params)
+        if PartialState().is_main_process:
+            print_job(self.job)
+
+    def create(self) -> Trainer:
+        """Train, and save the result in `./<project_name>`.
+
+        Returns:
+            The trainer, after training.
+
+        Raises:
+            ValueError: There is no such data, column or model, or they do not fit each other.
+        """
+        return run_job(self.job)

@@ -1,0 +1,134 @@
+"""The subcommands whose options are those of a trainer's own configuration, and those that show what came out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+from trl.scripts.utils import ScriptArguments
+from trl.trainer.model_config import ModelConfig
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.sft_config import SFTConfig
+
+from rlhf_ppo.cli.parser import PPOArgumentParser
+from rlhf_ppo.cli.quantization import quantization_options
+from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, hold_out, load_splits
+from rlhf_ppo.cli.training import load_scorers, ppo_trainer, reward_trainer, sft_trainer, train_and_save
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.trainer import PPOTrainer
+
+
+def train(argv: Sequence[str] | None = None) -> PPOTrainer:
+    """PPO, with the options of TRL's `examples/scripts/ppo/ppo.py`.
+
+    Args:
+        argv: The options: those of `PPOScriptArguments`, `PPOConfig` and TRL's `ModelConfig`, or a YAML file with them
+            after `--config`. None takes the program's own.
+
+    Returns:
+        The trainer, after training, saving and a table of samples.
+    """
+    script_args, args, model_args = _parse("train", PPOScriptArguments, PPOConfig, argv)
+    if args.stop_token is None and args.stop_token_id is None:
+        args.stop_token = "eos"
+    train_dataset, eval_dataset = _splits(script_args, always_evaluates=True)
+    default = PPOConfig.__dataclass_fields__["reward_model_path"].default
+    has_model = not script_args.reward_funcs or args.reward_model_path != default
+    scorers = load_scorers(script_args, args, model_args) if has_model else {}
+    trainer = ppo_trainer(
+        script_args,
+        args,
+        model_args,
+        train_dataset,
+        eval_dataset,
+        reward_funcs=script_args.reward_funcs,
+        **scorers,
+    )
+    train_and_save(trainer, script_args.dataset_name)
+    trainer.generate_completions()
+    return trainer
+
+
+def reward(argv: Sequence[str] | None = None) -> Trainer:
+    """Train a reward model with TRL's `RewardTrainer`, with the options of its configuration.
+
+    Args:
+        argv: The options: those of TRL's `ScriptArguments`, `RewardConfig` and `ModelConfig`, or `--config`.
+
+    Returns:
+        The trainer, after training and saving.
+    """
+    script_args, args, model_args = _parse("reward", ScriptArguments, RewardConfig, argv)
+    trainer = reward_trainer(args, model_args, *_splits(script_args))
+    train_and_save(trainer, script_args.dataset_name)
+    return trainer
+
+
+def sft(argv: Sequence[str] | None = None) -> Trainer:
+    """Train a language model on texts with TRL's `SFTTrainer`, with the options of its configuration.
+
+    Args:
+        argv: The options: those of TRL's `ScriptArguments`, `SFTConfig` and `ModelConfig`, or `--config`.
+
+    Returns:
+        The trainer, after training and saving.
+    """
+    script_args, args, model_args = _parse("sft", ScriptArguments, SFTConfig, argv)
+    trainer = sft_trainer(args, model_args, *_splits(script_args))
+    train_and_save(trainer, script_args.dataset_name)
+    return trainer
+
+
+def demo(argv: Sequence[str] | None = None) -> None:
+    """RLHF from nothing, in minutes on two cores: a language model, a reward model, PPO, and a judge.
+
+    Exits with 1 if the judge does not clearly prefer what PPO made.
+
+    Args:
+        argv: The directory of the results.
+    """
+    from rlhf_ppo.demo.run import run_demo
+
+    parser = argparse.ArgumentParser("rlhf-ppo demo", description=demo.__doc__)
+    parser.add_argument("output_dir", type=Path, nargs="?", default=Path("demo_output"), help="default: %(default)s")
+    output_dir = parser.parse_args(argv).output_dir
+    warnings.simplefilter("ignore", FutureWarning)  # from one library to another
+    if not run_demo(output_dir).verdicts.clear:
+        sys.exit(1)
+
+
+def plot(argv: Sequence[str] | None = None) -> None:
+    """Draw the metrics of one or several runs into a file.
+
+    Args:
+        argv: Directories with a `trainer_state.json`, and options.
+    """
+    from rlhf_ppo.reporting.plots import plot_metrics
+
+    parser = argparse.ArgumentParser("rlhf-ppo plot", description=plot.__doc__)
+    parser.add_argument("runs", nargs="+", help="directory of a run, or of one of its checkpoints")
+    parser.add_argument("--output", default="curves.png", help="the file; default: %(default)s")
+    parser.add_argument("--metrics", nargs="+", help="keys to draw, such as objective/scores; default: all")
+    options = parser.parse_args(argv)
+    plot_metrics(options.runs, options.output, metrics=options.metrics)
+
+
+def _parse(command: str, script: type, config: type, argv: Sequence[str] | None) -> Any:
+    parser: Any = PPOArgumentParser((script, config, ModelConfig), prog=f"rlhf-ppo {command}")  # pyright: ignore[reportArgumentType]
+    script_args, args, model_args = parser.parse_args_and_config(argv)
+    quantization_options(model_args)  # an error comes before anything is loaded
+    return script_args, args, model_args
+
+
+def _splits(script_args: ScriptArguments, always_evaluates: bool = False) -> tuple[Any, Any]:
+    """Load the rows to train on and those to evaluate on; without the latter take some of the former, or none."""
+    splits = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
+    train_dataset = choose_split(splits, script_args.dataset_train_split, "dataset_train_split")
+    if script_args.dataset_test_split != "test" or "test" in splits:
+        return train_dataset, choose_split(splits, script_args.dataset_test_split, "dataset_test_split")
+    return hold_out(train_dataset, num_rows=100) if always_evaluates else (train_dataset, None)

@@ -1,0 +1,49 @@
+"""The program `rlhf-ppo`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from accelerate import PartialState
+
+COMMANDS = {
+    "llm": ("rlhf_ppo.cli.llm", "AITraining's command line: --train --trainer ppo|reward|sft ..."),
+    "sft": ("rlhf_ppo.cli.commands", "train a language model on texts (TRL's SFTTrainer)"),
+    "reward": ("rlhf_ppo.cli.commands", "train a reward model on pairs of responses (TRL's RewardTrainer)"),
+    "train": ("rlhf_ppo.cli.commands", "PPO, with the options of TRL's script"),
+    "eval": ("rlhf_ppo.cli.evaluate", "the share of prompts for which a judge prefers one model over another"),
+    "plot": ("rlhf_ppo.cli.commands", "draw the metrics of runs"),
+    "demo": ("rlhf_ppo.cli.commands", "all steps with a toy model, in minutes"),
+}
+"""Each subcommand: the module that holds the function of its name, and what it does."""
+
+FUNCTIONS = {"eval": "evaluate"}
+"""Subcommands that are not called as their function is."""
+
+
+def usage() -> str:
+    """Return what `rlhf-ppo --help` prints."""
+    lines = [f"  {name:8}{does}" for name, (_, does) in COMMANDS.items()]
+    return "\n".join(["usage: rlhf-ppo COMMAND [options]; rlhf-ppo COMMAND --help lists the options", "", *lines])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a subcommand.
+
+    Args:
+        argv: The subcommand and its options; None takes the program's own.
+
+    Raises:
+        SystemExit: There is no such subcommand, or it failed.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    command, *options = argv or ["--help"]
+    if command in ("-h", "--help"):
+        print(usage())
+        return
+    if command not in COMMANDS:
+        raise SystemExit(f"rlhf-ppo: there is no command {command!r}\n{usage()}")
+    module = importlib.import_module(COMMANDS[command][0])
+    getattr(module, FUNCTIONS.get(command, command))(options)
+    PartialState().destroy_process_group()

@@ -1,0 +1,197 @@
+"""The three trainers of the pipeline, made from the arguments of a command line."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Trainer,
+)
+from trl.trainer.model_config import ModelConfig
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import RewardTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+from trl.trainer.utils import get_peft_config
+
+from rlhf_ppo.cli.quantization import quantization_options
+from rlhf_ppo.cli.sources import PPOScriptArguments
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.trainer import PPOTrainer
+
+
+def ppo_trainer(
+    script_args: PPOScriptArguments,
+    args: PPOConfig,
+    model_args: ModelConfig,
+    train_dataset: Any,
+    eval_dataset: Any,
+    *,
+    reward_model: Any = None,
+    value_model: Any = None,
+    ref_model: str | None = None,
+    reward_funcs: Any = None,
+) -> PPOTrainer:
+    """Load the tokenizer, the policy and the reference, and make the trainer.
+
+    Args:
+        script_args: Gives `trust_remote_code`.
+        args: Gives `sft_model_path`, the policy at its start.
+        model_args: How models are loaded, and the policy's adapter.
+        train_dataset: The prompts.
+        eval_dataset: The prompts for evaluation, or None.
+        reward_model: As `PPOTrainer` takes it.
+        value_model: As `PPOTrainer` takes it.
+        ref_model: Path of the reference; None compares with the policy as it starts.
+        reward_funcs: As `PPOTrainer` takes them.
+    """
+    settings = loading_settings(script_args.trust_remote_code, model_args)
+    peft_config = get_peft_config(model_args)
+    if ref_model is None and peft_config is None:
+        ref_model = args.sft_model_path
+    return PPOTrainer(
+        args,
+        load_tokenizer(model_args.model_name_or_path or args.sft_model_path, script_args.trust_remote_code),
+        model=AutoModelForCausalLM.from_pretrained(args.sft_model_path, **settings),
+        ref_model=None if ref_model is None else AutoModelForCausalLM.from_pretrained(ref_model, **settings),
+        reward_model=reward_model,
+        value_model=value_model,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=peft_config,
+        reward_funcs=reward_funcs,
+    )
+
+
+def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:
+    """Load the reward model and, where it cannot become the value model as it is loaded, that too.
+
+    Returns:
+        Arguments of `ppo_trainer`.
+    """
+    settings = loading_settings(script_args.trust_remote_code, model_args)
+    labels = {} if args.reward_head else {"num_labels": 1}
+    auto, path = AutoModelForSequenceClassification, args.reward_model_path
+    models = {"reward_model": auto.from_pretrained(path, **labels, **settings)}
+    if settings["dtype"] != torch.float32 or "quantization_config" in settings:
+        # All of the value model is trained: it stays in 32 bits, whatever the others are loaded in.
+        whole = {name: settings[name] for name in ("revision", "attn_implementation", "trust_remote_code")}
+        models["value_model"] = auto.from_pretrained(path, num_labels=1, dtype=torch.float32, **whole)
+    return models
+
+
+def reward_trainer(
+    args: RewardConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any
+) -> RewardTrainer:
+    """Make TRL's trainer of a reward model from pairs of a better and a worse response.
+
+    Args:
+        args: The arguments.
+        model_args: The model that gets a scalar head, and its adapter.
+        train_dataset: Rows with `chosen` and `rejected`, and `prompt` unless they begin with it.
+        eval_dataset: Such rows for evaluation, or None.
+    """
+    path = _with_loading_settings(args, model_args)
+    tokenizer = load_tokenizer(path, args.trust_remote_code)
+    peft_config = get_peft_config(model_args)
+    return RewardTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
+
+
+def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> SFTTrainer:
+    """Make TRL's trainer of a language model that imitates texts.
+
+    Args:
+        args: The arguments.
+        model_args: The model, and its adapter.
+        train_dataset: Rows with a text, with `prompt` and `completion`, or with `messages`.
+        eval_dataset: Such rows for evaluation, or None.
+    """
+    path = _with_loading_settings(args, model_args)
+    tokenizer = load_tokenizer(path, args.trust_remote_code)
+    peft_config = get_peft_config(model_args)
+    return SFTTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
+
+
+def train_and_save(trainer: Trainer, dataset_name: str | None, *, merge: bool = False) -> None:
+    """Train, save the model with its tokenizer and the log, and upload them where the arguments say so.
+
+    Args:
+        trainer: The trainer.
+        dataset_name: Name of the data set, for the model card.
+        merge: Whether to replace a LoRA adapter by the merged model.
+    """
+    args: Any = trainer.args
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    trainer.save_state()
+    adapter = os.path.join(args.output_dir, "adapter_config.json")
+    trainer.accelerator.wait_for_everyone()
+    if not (merge and os.path.isfile(adapter)):
+        if args.push_to_hub:
+            trainer.push_to_hub(dataset_name=dataset_name)
+        return
+    if trainer.accelerator.is_main_process:
+        merge_adapter(args.output_dir)
+        if args.push_to_hub:
+            _upload(args)
+    trainer.accelerator.wait_for_everyone()
+
+
+def merge_adapter(directory: str) -> None:
+    """Replace the adapter in a directory by the model that it makes of its base, in the base's own precision.
+
+    Args:
+        directory: What `save_model` wrote.
+    """
+    from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftConfig
+
+    scores = PeftConfig.from_pretrained(directory).task_type == "SEQ_CLS"
+    if scores:
+        adapted = AutoPeftModelForSequenceClassification.from_pretrained(directory, num_labels=1)
+    else:
+        adapted = AutoPeftModelForCausalLM.from_pretrained(directory)
+    merged: Any = adapted.merge_and_unload()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        os.remove(os.path.join(directory, name))
+    merged.save_pretrained(directory)
+
+
+def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that pads on the left, with EOS where it has no PAD."""
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # a new token would lie outside the models' vocabularies
+    return tokenizer
+
+
+def loading_settings(trust_remote_code: bool, model_args: ModelConfig) -> dict[str, Any]:
+    """Return the keyword arguments of `from_pretrained`."""
+    dtype = model_args.dtype
+    return {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "trust_remote_code": trust_remote_code,
+        "dtype": dtype if dtype in ("auto", None) else getattr(torch, dtype),
+        **quantization_options(model_args),
+    }
+
+
+def _with_loading_settings(args: Any, model_args: ModelConfig) -> str:
+    if model_args.model_name_or_path is None:
+        raise ValueError("model_name_or_path=None: give the directory or hub name of the model to train")
+    given = args.model_init_kwargs or {}
+    args.model_init_kwargs = {**loading_settings(args.trust_remote_code, model_args), **given}
+    return model_args.model_name_or_path
+
+
+def _upload(args: Any) -> None:
+    api = HfApi(token=args.hub_token)
+    repository = api.create_repo(args.hub_model_id, private=args.hub_private_repo, exist_ok=True)
+    api.upload_folder(repo_id=repository.repo_id, folder_path=args.output_dir, ignore_patterns="checkpoint-*")

@@ -1,0 +1,215 @@
+"""Log-probabilities and entropies of tokens straight from hidden states: the head and the softmax in one operation.
+
+Logits exist for one chunk of tokens at a time, forward and backward; the gradients of the head are summed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlhf_ppo.models.head_factors import HeadFactors
+
+
+class LogitScaling(NamedTuple):
+    """What happens to the head's output before the softmax: `z = cap tanh(factor x / cap) / temperature`.
+
+    Attributes:
+        factor: Multiplies the head's output (Cohere's `logit_scale`, one over Granite's `logits_scaling`).
+        cap: Gemma's `final_logit_softcapping`, or None.
+        temperature: Sampling temperature, above 0.
+    """
+
+    factor: float = 1.0
+    cap: float | None = None
+    temperature: float = 1.0
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """Scale logits in place."""
+        if self.cap is None:
+            linear = self.factor / self.temperature
+            return logits if linear == 1.0 else logits.mul_(linear)
+        return logits.mul_(self.factor / self.cap).tanh_().mul_(self.cap / self.temperature)
+
+    def multiply_by_slope_(self, gradient: Tensor, scaled: Tensor) -> Tensor:
+        """Turn a gradient by scaled logits into one by the head's output, in place."""
+        if self.cap is not None:
+            gradient.mul_(1 - (scaled * (self.temperature / self.cap)).square_())
+        linear = self.factor / self.temperature
+        return gradient if linear == 1.0 else gradient.mul_(linear)
+
+
+def fused_logprobs(
+    head: HeadFactors, targets: Tensor, scaling: LogitScaling, max_elements: int
+) -> tuple[Tensor, Tensor]:
+    r"""Compute `log p_t[y_t]` and `-sum_v p_t[v] log p_t[v]` with `p_t = softmax(scaling(W h_t + b))`.
+
+    A single chunk's log-distribution is kept for the backward pass; of several, each is computed again.
+
+    Args:
+        head: The hidden states of `N` tokens and the head's weights.
+        targets: The tokens that followed, long `(N,)`.
+        scaling: What happens to the logits before the softmax.
+        max_elements: Logits held at once, tokens x vocabulary.
+
+    Returns:
+        Log-probabilities and entropies in nats, float32 `(N,)`, both differentiable.
+    """
+    factors = [tensor for pair in zip(head.states, head.weights, strict=True) for tensor in pair]
+    return _FusedLogprobs.apply(targets, scaling, max_elements, head.bias, *factors)  # pyright: ignore
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    """The inputs after the bias are `states_1, weight_1, states_2, weight_2, ...`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, targets: Tensor, scaling: LogitScaling, max_elements: int, bias: Tensor | None, *factors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # the entropy is mostly only logged
+        logits = _Logits(bias, factors, scaling, _compute_dtype(factors[0]))
+        chunk = _even_chunk(len(targets), max(1, max_elements // logits.vocabulary))
+        logprobs, entropy, log_total = (
+            torch.empty(targets.shape, device=targets.device, dtype=torch.float32) for _ in range(3)
+        )
+        scaled = weights = None
+        for rows in _slices(len(targets), chunk):
+            scaled = logits.of(rows, scaled)
+            largest = scaled.amax(dim=1, keepdim=True)
+            weights = _exp(scaled.sub_(largest), weights)
+            total = weights.sum(dim=1)
+            logprobs[rows] = scaled.gather(1, targets[rows, None]).squeeze(1) - total.log()
+            # A forbidden token, with a logit of -inf, adds 0 x -inf.
+            entropy[rows] = total.log() - weights.mul_(scaled).nansum(dim=1) / total
+            log_total[rows] = largest.squeeze(1) + total.log()
+        kept = None
+        if any(ctx.needs_input_grad) and scaled is not None and len(targets) <= chunk:
+            kept = scaled.sub_(total.log()[:, None])  # pyright: ignore[reportPossiblyUnboundVariable]
+        ctx.save_for_backward(targets, log_total, entropy, kept, bias, *factors)
+        ctx.scaling, ctx.chunk, ctx.dtype = scaling, chunk, logits.dtype
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        targets, log_total, entropy, kept, bias, *factors = ctx.saved_tensors
+        needs_bias, *needs = ctx.needs_input_grad[3:]
+        logits = _Logits(bias, factors, ctx.scaling, ctx.dtype)
+        gradients = [
+            torch.zeros(factor.shape, device=factor.device, dtype=torch.float32) if needed else None
+            for factor, needed in zip(factors, needs, strict=True)
+        ]
+        by_bias = torch.zeros(logits.vocabulary, device=log_total.device) if needs_bias else None
+        scaled = by_logits = None
+        for rows in _slices(len(targets), ctx.chunk):
+            if kept is None:
+                scaled = logits.of(rows, scaled)
+                log_distribution = scaled.sub_(log_total[rows, None])
+            else:
+                log_distribution = kept
+            by_logits = _by_distribution(
+                log_distribution,
+                targets[rows],
+                None if by_logprobs is None else by_logprobs[rows],
+                None if by_entropy is None else by_entropy[rows],
+                entropy[rows],
+                by_logits,
+            )
+            if ctx.scaling.cap is not None:
+                log_distribution = log_distribution + log_total[rows, None]
+            by_logits = ctx.scaling.multiply_by_slope_(by_logits, log_distribution)
+            logits.add_gradients(gradients, by_logits, rows)
+            if by_bias is not None:
+                by_bias += by_logits.sum(dim=0)
+        cast = [
+            None if gradient is None else gradient.to(factor.dtype)
+            for gradient, factor in zip(gradients, factors, strict=True)
+        ]
+        return None, None, None, None if by_bias is None or bias is None else by_bias.to(bias.dtype), *cast
+
+
+def _by_distribution(
+    log_distribution: Tensor,
+    targets: Tensor,
+    by_logprobs: Tensor | None,
+    by_entropy: Tensor | None,
+    entropy: Tensor,
+    buffer: Tensor | None,
+) -> Tensor:
+    r"""Differentiate by scaled logits: `g (1[v = y] - p_v) - g' p_v (log p_v + H)`, float32 `(n, V)`."""
+    result = _exp(log_distribution, buffer)
+    if by_entropy is not None:
+        minus = (0.0 if by_logprobs is None else by_logprobs[:, None]) + by_entropy[:, None] * (
+            log_distribution.clamp(min=torch.finfo(torch.float32).min) + entropy[:, None]
+        )
+        result.mul_(minus.neg_())
+    else:
+        assert by_logprobs is not None
+        result.mul_(-by_logprobs[:, None])
+    if by_logprobs is not None:
+        result.scatter_add_(1, targets[:, None], by_logprobs[:, None])
+    return result
+
+
+class _Logits:
+    """Computes the head's scaled output for some of the tokens, and the gradients of what it came from."""
+
+    def __init__(self, bias: Tensor | None, factors: Any, scaling: LogitScaling, dtype: torch.dtype) -> None:
+        self.bias, self.scaling, self.dtype = bias, scaling, dtype
+        self.states = [states.detach() for states in factors[::2]]
+        self.weights = [weight.detach().to(dtype) for weight in factors[1::2]]
+        self.vocabulary = self.weights[0].shape[0]
+
+    def of(self, rows: slice, buffer: Tensor | None) -> Tensor:
+        """Compute float32 `(n, V)`, in the memory of the chunk before where that is possible."""
+        states = [states[rows].to(self.dtype) for states in self.states]
+        if buffer is not None and self.dtype == torch.float32:
+            logits = torch.mm(states[0], self.weights[0].t(), out=buffer[: len(states[0])])
+        else:
+            logits = torch.mm(states[0], self.weights[0].t()).float()
+        for extra, weight in zip(states[1:], self.weights[1:], strict=True):
+            logits += extra @ weight.t()
+        if self.bias is not None:
+            logits += self.bias
+        return self.scaling.apply_(logits)
+
+    def add_gradients(self, gradients: list[Tensor | None], by_logits: Tensor, rows: slice) -> None:
+        """Add a chunk's share to the gradients of states and weights, in the order of the factors."""
+        by_logits = by_logits.to(self.dtype)
+        for index, (states, weight) in enumerate(zip(self.states, self.weights, strict=True)):
+            by_states, by_weight = gradients[2 * index : 2 * index + 2]
+            if by_states is not None:
+                by_states[rows] = by_logits @ weight
+            if by_weight is not None:
+                _add_product_(by_weight, by_logits.t(), states[rows].to(self.dtype))
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` to a float32 tensor without rounding the product first: sums of rounded ones drift."""
+    if total.device.type == "cuda" and left.dtype != torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)  # pyright: ignore
+    else:
+        total.addmm_(left.float(), right.float())
+
+
+def _exp(values: Tensor, buffer: Tensor | None) -> Tensor:
+    """Exponentiate into the memory of the chunk before: fresh pages cost a CPU as much as the arithmetic."""
+    return values.exp() if buffer is None else torch.exp(values, out=buffer[: len(values)])
+
+
+def _compute_dtype(states: Tensor) -> torch.dtype:
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+
+
+def _even_chunk(length: int, largest: int) -> int:
+    return max(1, math.ceil(length / max(1, math.ceil(length / largest))))
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))

@@ -1,0 +1,187 @@
+"""The program `rlhf-ppo`: its subcommands, and AITraining's Python interface."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_ppo.cli import commands, main
+from rlhf_ppo.cli.aitraining import AutoTrainProject, LLMTrainingParams
+from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, model in (("base", tiny_policy()), ("scorer", tiny_scorer())):
+        model.save_pretrained(name)
+        make_tokenizer().save_pretrained(name)
+    rows = [{"prompt": "w4 w5", "completion": " w6", "chosen": " w4", "rejected": " w7"}] * 20
+    for name, columns in (("texts", ("prompt", "completion")), ("pairs", ("prompt", "chosen", "rejected"))):
+        lines = [json.dumps({column: row[column] for column in columns}) + "\n" for row in rows]
+        Path(f"{name}.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+QUICK = (
+    "--output_dir out --max_steps 2 --per_device_train_batch_size 2 --report_to none --save_strategy no --use_cpu "
+    "--bf16 false --learning_rate 1e-2"
+).split()
+
+
+def test_sft_and_reward_take_the_options_of_trls_configurations(places):
+    sft = commands.sft(["--model_name_or_path", "base", "--dataset_name", "texts.jsonl", *QUICK])
+    assert sft.state.global_step == 2
+    AutoModelForCausalLM.from_pretrained("out")
+    reward = commands.reward(["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl", *QUICK])
+    assert reward.state.global_step == 2 and reward.state.log_history[-1].keys() >= {"train_loss"}
+    assert AutoModelForSequenceClassification.from_pretrained("out").config.num_labels == 1
+
+
+def test_a_model_is_needed(places):
+    with pytest.raises(ValueError, match="model_name_or_path=None: give"):
+        commands.sft(["--dataset_name", "texts.jsonl", *QUICK])
+
+
+PPO = [
+    *("--sft_model_path", "base", "--dataset_name", "texts.jsonl", "--response_length", "4"),
+    *("--num_sample_generations", "0", *QUICK),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--reward_funcs", "length"], ["length"]),
+        (
+            ["--reward_funcs", "length", "default", "--reward_model_path", "scorer"],
+            ["reward_model", "length", "default"],
+        ),
+        (["--reward_model_path", "scorer"], ["reward_model"]),
+    ],
+)
+def test_train_scores_with_functions_beside_or_instead_of_a_model(options, names, places):
+    trainer = commands.train([*PPO, *options])
+
+    assert list(trainer.scorer.names) == names and trainer.state.global_step == 2
+    assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 2
+
+
+def test_a_reward_model_in_16_bits_makes_a_value_model_in_32(places):
+    trainer = commands.train([*PPO, "--reward_model_path", "scorer", "--dtype", "bfloat16"])
+
+    assert str(next(trainer.reward_models[0].parameters()).dtype) == "torch.bfloat16"
+    assert str(next(trainer.value_model.parameters()).dtype) == "torch.float32"
+
+
+def test_plot_draws_runs_into_a_file(places):
+    for name in ("one", "two"):
+        Path(name).mkdir()
+        log = [{"step": step, "episode": step * 8, "objective/scores": step / 2} for step in (1, 2, 3)]
+        Path(name, "trainer_state.json").write_text(json.dumps({"log_history": log}))
+
+    main.main(["plot", "one", "two", "--output", "out/curves.svg", "--metrics", "objective/scores"])
+
+    assert Path("out/curves.svg").read_text().startswith("<?xml")
+
+
+def test_demo_exits_with_1_unless_the_judge_is_clear(monkeypatch, tmp_path):
+    seen = []
+
+    class Result:
+        class verdicts:
+            clear = False
+
+    monkeypatch.setattr("rlhf_ppo.demo.run.run_demo", lambda directory: seen.append(directory) or Result)
+    with pytest.raises(SystemExit) as ended:
+        commands.demo([str(tmp_path)])
+    Result.verdicts.clear = True
+    commands.demo([str(tmp_path)])
+
+    assert ended.value.code == 1 and seen == [tmp_path, tmp_path]
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], []])
+def test_help_names_every_command(argv, capsys):
+    main.main(argv)
+
+    printed = capsys.readouterr().out
+    assert all(f"  {name} " in printed for name in ("llm", "train", "reward", "sft", "eval", "plot", "demo"))
+
+
+def test_an_unknown_command_is_an_error():
+    with pytest.raises(SystemExit, match="there is no command 'tran'"):
+        main.main(["tran"])
+
+
+@pytest.mark.parametrize("command", main.COMMANDS)
+def test_every_command_shows_its_options(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main([command, "--help"])
+
+    assert ended.value.code == 0 and f"rlhf-ppo {command}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_module_is_the_program(places):
+    options = "llm --trainer ppo --rl-reward-model-path scorer --log none --rl-gamma 0.875 --dry-run"
+    ended = subprocess.run(
+        [sys.executable, "-m", "rlhf_ppo", *options.split()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+    assert "0.875" in ended.stdout and not Path("project-name").exists()
+
+
+def test_the_program_is_installed_under_its_name():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"rlhf-ppo": "rlhf_ppo.cli.main:main"}
+
+
+# ---- AITraining from Python ----
+
+
+def test_a_project_trains_in_its_directory(places, capsys):
+    params = LLMTrainingParams(
+        model="base",
+        data_path="./texts.jsonl",
+        project_name="ppo-model",
+        trainer="ppo",
+        rl_reward_model_path="./scorer",
+        rl_gamma=0.875,
+        rl_max_new_tokens=4,
+        rl_num_ppo_epochs=1,
+        epochs=1,
+        batch_size=4,
+        lr=1e-5,
+        log="none",
+    )
+
+    project = AutoTrainProject(params=params, backend="local", process=True)
+    assert "0.875" in capsys.readouterr().out
+    trainer: Any = project.create()
+
+    assert trainer.args.gamma == 0.875 and trainer.state.global_step == 2  # 20 prompts, 16 in an update
+    AutoModelForCausalLM.from_pretrained("ppo-model")
+
+
+def test_other_backends_and_other_parameters_are_errors():
+    params = LLMTrainingParams(trainer="sft", log="none")
+    with pytest.raises(ValueError, match="backend='spaces-a10g-large' is not available here"):
+        AutoTrainProject(params=params, backend="spaces-a10g-large")
+    given: Any = {"trainer": "sft"}
+    with pytest.raises(TypeError, match="params must be LLMTrainingParams, got dict"):
+        AutoTrainProject(params=given)

@@ -1,0 +1,106 @@
+"""The columns that AITraining's parameters name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_ppo.cli.params import LLMTrainingParams
+from rlhf_ppo.cli.rows import load_rows, wanted_columns
+
+
+def params(trainer: str, **given: object) -> LLMTrainingParams:
+    return LLMTrainingParams(trainer=trainer, **({"model_ref": "x"} if trainer == "ppo" else {}), **given)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "columns", "wanted"),
+    [
+        ("ppo", {}, "text other", {"prompt": "text"}),
+        ("ppo", {}, "prompt", {"prompt": "prompt"}),
+        ("ppo", {}, "prompt text", {"prompt": "text"}),
+        ("ppo", {"text_column": "question"}, "question text", {"prompt": "question"}),
+        ("ppo", {"prompt_text_column": "question"}, "question text", {"prompt": "question"}),
+        ("sft", {}, "text", {"text": "text"}),
+        ("sft", {}, "prompt completion", {}),
+        ("sft", {}, "messages", {}),
+        ("sft", {"text_column": "body"}, "body prompt", {"text": "body"}),
+        ("reward", {}, "chosen rejected", {"chosen": "chosen", "rejected": "rejected"}),
+        ("reward", {}, "prompt chosen rejected", {"chosen": "chosen", "rejected": "rejected", "prompt": "prompt"}),
+        ("reward", {}, "text rejected", {"chosen": "text", "rejected": "rejected"}),
+        (
+            "reward",
+            {"prompt_text_column": "ask", "text_column": "good", "rejected_text_column": "bad"},
+            "ask good bad prompt",
+            {"chosen": "good", "rejected": "bad", "prompt": "ask"},
+        ),
+    ],
+)
+def test_the_columns_that_are_read(trainer, given, columns, wanted):
+    assert wanted_columns(columns.split(), params(trainer, **given)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "columns", "message"),
+    [
+        ("ppo", {}, "question", r"text_column='text': .* no column 'text', but \['question'\]; .* --text-column"),
+        ("ppo", {"prompt_text_column": "ask"}, "text", "prompt_text_column='ask'"),
+        ("ppo", {"text_column": "ask"}, "prompt", "text_column='ask'"),
+        ("sft", {"text_column": "body"}, "text prompt", "text_column='body'"),
+        ("reward", {}, "chosen", "no column 'rejected'"),
+        ("reward", {"prompt_text_column": "ask"}, "prompt chosen rejected", "prompt_text_column='ask'"),
+    ],
+)
+def test_a_column_that_is_not_there_is_an_error(trainer, given, columns, message):
+    with pytest.raises(ValueError, match=message):
+        wanted_columns(columns.split(), params(trainer, **given))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    Path("data").mkdir()
+    for split, count in (("train", 5), ("validation", 3)):
+        rows = [{"good": f"g{i}", "bad": f"b{i}", "chosen": "other", "id": i} for i in range(count)]
+        Path(f"data/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_rows_are_cut_renamed_and_split(folder):
+    given = params(
+        "reward", data_path="data", valid_split="validation", text_column="good", rejected_text_column="bad",
+        max_samples=4,
+    )  # fmt: skip
+
+    train, valid = load_rows(given)
+
+    assert train.to_dict() == {"chosen": ["g0", "g1", "g2", "g3"], "rejected": ["b0", "b1", "b2", "b3"]}
+    assert valid["chosen"] == ["g0", "g1", "g2"]
+
+
+def test_a_text_to_imitate_stands_alone(folder):
+    train, _ = load_rows(params("sft", data_path="data", text_column="good"))
+
+    assert train.column_names == ["text"] and train["text"][0] == "g0"
+
+
+def test_the_columns_that_rewards_may_read_stay_with_prompts(folder):
+    train, valid = load_rows(params("ppo", data_path="data", text_column="good"))
+
+    assert valid is None and train["prompt"][0] == "g0"
+    assert set(train.column_names) == {"prompt", "bad", "chosen", "id"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data_path": "./none.jsonl"}, "data_path='./none.jsonl': there is no such file"),
+        ({"data_path": "data", "train_split": "best"}, "train_split='best', but the data set has only"),
+        ({"data_path": "data", "valid_split": "best"}, "valid_split='best', but the data set has only"),
+    ],
+)
+def test_data_that_is_not_there_is_an_error(given, message, folder):
+    with pytest.raises(ValueError, match=message):
+        load_rows(params("sft", text_column="good", **given))

@@ -1,0 +1,292 @@
+"""Stop strings: generation ends and the response is cut at the same token, and the prompt has no say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
+from rlhf_ppo.generation.sequences import ended, join_responses
+from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
+from tests.conftest import make_tokenizer, tiny_policy
+from tests.generation.test_engine import count_calls, prompts, scripted_policy
+from tests.runs import record_rollouts
+
+MakeArgs = Callable[..., PPOConfig]
+CORPUS = [
+    "The end. END of the naïve café — 日本語 🙂🙂!",
+    "Answer: 12\n\nQuestion: what is it?",
+    " the end is the end",
+] * 3
+
+
+@functools.cache
+def byte_level() -> PreTrainedTokenizerFast:
+    """BPE over bytes, as GPT-2's and Llama 3's: a token may hold half a character."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", padding_side="right")
+
+
+@functools.cache
+def metaspace() -> PreTrainedTokenizerFast:
+    """As Llama 2's: words begin with a space that the first token loses when it is decoded; bytes as a last resort."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["\N{LOWER ONE EIGHTH BLOCK}" + word for word in ("", "the", "end", "END", "is")]
+    tokens += ["th", "e", "n", "d", "END", ".", "!", "EN", "D"]
+    bpe = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, [], unk_token="<unk>"))
+    space = decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+    bpe.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
+
+
+TOKENIZERS = {"bytes": byte_level, "metaspace": metaspace, "words": make_tokenizer}
+
+
+def text_of(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def first_end(tokenizer: Any, ids: list[int], strings: tuple[str, ...]) -> int | None:
+    """The oracle: decode the response after each token from the start, and stop at the first hit."""
+    return next(
+        (n for n in range(1, len(ids) + 1) if any(text in text_of(tokenizer, ids[:n]) for text in strings)), None
+    )
+
+
+# ---- The property, over tokenizers, responses and stop strings ----
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Any, list[list[int]], tuple[str, ...]]:
+    """A tokenizer, responses of any of its tokens, and stop strings: pieces of those responses' texts, or others."""
+    tokenizer = TOKENIZERS[draw(st.sampled_from(sorted(TOKENIZERS)))]()
+    width = draw(st.integers(1, 24))
+    some = st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=6, unique=True)
+    alphabet = draw(some | st.just(list(range(len(tokenizer)))))
+    row = st.lists(st.sampled_from(alphabet), min_size=width, max_size=width)
+    rows = draw(st.lists(row, min_size=1, max_size=3))
+    text = text_of(tokenizer, draw(st.sampled_from(rows))).replace("\ufffd", "")
+    start = draw(st.integers(0, max(0, len(text) - 1)))
+    piece = text[start : start + draw(st.integers(1, 8))]
+    others = draw(st.lists(st.sampled_from(["END", " the end", "\n", "é", "🙂", "w1 w2", "</s>", "D."]), max_size=2))
+    strings = tuple([piece] * bool(piece) + others) or ("x",)
+    return tokenizer, rows, strings
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases())
+def test_generation_and_truncation_end_each_row_at_the_same_token(case: Any) -> None:
+    tokenizer, rows, strings = case
+    stop_strings = StopStrings(tokenizer, strings)
+    expected = [first_end(tokenizer, ids, strings) for ids in rows]
+
+    criterion, finished = StopsAtStrings(stop_strings, prompt_length=2), [None] * len(rows)
+    behind_prompts = torch.tensor([[0, 1, *ids] for ids in rows])
+    for length in range(1, len(rows[0]) + 1):
+        now = criterion(behind_prompts[:, : 2 + length])
+        finished = [length if hit and was is None else was for was, hit in zip(finished, now.tolist(), strict=True)]
+    assert finished == expected
+    assert [stop_strings.end(ids) for ids in rows] == expected
+
+    joined = join_responses(prompts(*([[0, 1]] * len(rows))), torch.tensor(rows), None, 0, stop_strings)
+    lengths = [len(ids) if end is None else end for ids, end in zip(rows, expected, strict=True)]
+    assert joined.response_mask.sum(dim=1).tolist() == lengths
+    assert ended(joined, None, stop_strings).tolist() == [end is not None for end in expected]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.text(alphabet="abé🙂 \n", max_size=12),
+    st.text(alphabet="abé🙂 \n", min_size=1, max_size=3),
+    st.text(max_size=6),
+)
+def test_what_is_left_holds_the_stop_string_once_and_ends_with_its_token(before: str, stop: str, after: str) -> None:
+    tokenizer = byte_level()
+    ids = tokenizer(before + stop + after, add_special_tokens=False)["input_ids"]
+    end = StopStrings(tokenizer, (stop,)).end(ids)
+    assert end is not None
+    assert stop in text_of(tokenizer, ids[:end])
+    assert stop not in text_of(tokenizer, ids[: end - 1])
+    text = before + stop + after
+    assert text_of(tokenizer, ids[:end]).startswith(text[: text.index(stop) + len(stop)])
+
+
+# ---- By hand ----
+
+
+def test_a_string_over_several_tokens_ends_with_its_last() -> None:
+    stop = StopStrings(make_tokenizer(), ("w2 w3",))  # ids 5 and 6
+    assert stop.end([4, 5, 6, 7, 5, 6]) == 3
+    assert stop.end([6, 5, 7, 6]) is None
+    assert stop.mask(torch.tensor([[4, 5, 6, 7], [6, 5, 7, 6], [5, 6, 5, 6]])).tolist() == [
+        [True, True, True, False],
+        [True] * 4,
+        [True, True, False, False],
+    ]
+
+
+def test_half_a_character_ends_nothing() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer("a日b", add_special_tokens=False)["input_ids"]
+    assert len(ids) >= 4, "日 must be several tokens for this test"
+    assert StopStrings(tokenizer, ("日",)).end(ids) == len(ids) - 1
+
+
+def test_the_space_that_the_first_token_loses() -> None:
+    """' END' inside a response, at whose start the same token reads 'END'; also far behind the start."""
+    tokenizer = metaspace()
+    end, other = tokenizer.convert_tokens_to_ids(["\N{LOWER ONE EIGHTH BLOCK}END", "."])
+    stop = StopStrings(tokenizer, (" END",))
+    assert stop.end([end, other]) is None
+    for length in (1, 5, 40):
+        assert stop.end([other] * length + [end]) == length + 1
+        row = torch.tensor([[other] * length + [end]])
+        assert StopsAtStrings(stop, 0)(row).tolist() == [True]
+
+
+def test_special_tokens_are_part_of_the_text() -> None:
+    tokenizer = metaspace()
+    ids = tokenizer.convert_tokens_to_ids(["END", "</s>", "EN", "</s>", "D"])
+    assert StopStrings(tokenizer, ("</s>",)).end(ids) == 2
+    assert StopStrings(tokenizer, ("D</s>E",)).end(ids) == 3
+    assert StopStrings(tokenizer, ("ENDEND",)).end(ids) is None
+
+
+def test_stop_token_and_stop_string_whichever_comes_first() -> None:
+    stop = StopStrings(make_tokenizer(), ("w4",))  # id 7; EOS is 1
+    sampled = torch.tensor([[5, 7, 1, 9], [5, 1, 7, 9], [5, 6, 8, 9]])
+    joined = join_responses(prompts([5], [5], [5]), sampled, 1, 0, stop)
+    assert joined.responses.tolist() == [[5, 7, 0, 0], [5, 1, 0, 0], [5, 6, 8, 9]]
+    assert ended(joined, 1, stop).tolist() == [True, True, False]
+    assert ended(joined, 1, None).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_gpt2", "tokenizer_neox20b", "stories260K"])
+def test_published_tokenizers(name: str, shared_data: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / name)
+    text = "Once upon a time 🙂 there was a café.\nQuestion: why?\n\nAnswer: 日本語 END. Not this."
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for stop in ("Question:", "\n\n", "🙂", "é.", " END", "日本語", "café"):
+        strings = (stop,)
+        expected = first_end(tokenizer, ids, strings)
+        assert expected is not None and StopStrings(tokenizer, strings).end(ids) == expected
+        tails = [
+            StopsAtStrings(StopStrings(tokenizer, strings), 0)(torch.tensor([ids[:n]]))
+            for n in (expected - 1, expected)
+        ]
+        assert [bool(tail) for tail in tails] == [False, True]
+
+
+# ---- In generate ----
+
+
+def test_generation_ends_when_every_row_has(make_args: MakeArgs) -> None:
+    policy = scripted_policy({})
+    calls = count_calls(policy)
+    stop = StopStrings(make_tokenizer(), ("w8 w9",))  # ids 11 and 12
+    config = sampling_config(make_args(response_length=20), stop_token_id=None)
+    given_prompts = prompts([9], [7], [3, 8])
+    sampled = sample_responses(policy, given_prompts, config, 64, stop)
+    assert sampled.shape == (3, 5) and len(calls) == 5
+    joined = join_responses(given_prompts, sampled, None, 0, stop)
+    assert joined.responses.tolist() == [[10, 11, 12, 0, 0], [8, 9, 10, 11, 12], [9, 10, 11, 12, 0]]
+
+
+@pytest.mark.parametrize("prompt", [[11, 12], [12, 11], [5, 11]], ids=["whole", "backwards", "its beginning"])
+def test_a_stop_string_in_the_prompt_ends_nothing(make_args: MakeArgs, prompt: list[int]) -> None:
+    """Nor does one that begins in the prompt: after w8 the policy says w9."""
+    stop = StopStrings(make_tokenizer(), ("w8 w9",))
+    config = greedy_config(make_args(response_length=4), stop_token_id=None)
+    given_prompts = prompts(prompt, [5, 6])
+    sampled = sample_responses(scripted_policy({11: 12}), given_prompts, config, 64, stop)
+    first = [prompt[-1] + 1 + step for step in range(4)]
+    assert sampled[0].tolist() == first
+    expected = 2 if prompt == [12, 11] and first[:2] == [11, 12] else 4
+    assert join_responses(given_prompts, sampled, None, 0, stop).response_mask[0].sum() == expected
+
+
+def test_sampling_draws_the_same_tokens_as_without(make_args: MakeArgs) -> None:
+    """Up to each row's end: a stop string changes where a row ends, not what is drawn."""
+    stop = StopStrings(make_tokenizer(), ("w3", "w7 w"))
+    config: GenerationConfig = sampling_config(make_args(response_length=12, temperature=1.0), stop_token_id=None)
+    given_prompts, drawn = prompts([5, 9], [4], [6, 7, 8]), []
+    for strings in (None, stop):
+        torch.manual_seed(4)
+        drawn.append(sample_responses(tiny_policy(), given_prompts, config, 64, strings))
+    mask = join_responses(given_prompts, drawn[1], None, 0, stop).response_mask
+    assert torch.equal(drawn[0][:, : mask.shape[1]][mask], drawn[1][:, : mask.shape[1]][mask])
+
+
+# ---- In the trainer ----
+
+
+STOPS = ("w4", "w11", "w20", "w7")
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("stop_token", ["eos", None])
+def test_a_run_with_stop_strings(make_trainer: Any, padding_side: str, stop_token: str | None) -> None:
+    trainer = make_trainer(
+        processing_class=make_tokenizer(padding_side=padding_side),
+        stop_strings=list(STOPS),
+        stop_token=stop_token,
+        missing_eos_score=-5.0,
+        kl_coef=0.0,
+        temperature=1.0,
+        response_length=12,
+        total_episodes=8,
+        eval_dataset=[{"input_ids": [5, 7]}] * 4,  # the prompt ends with w4
+    )
+    rollouts = record_rollouts(trainer)
+
+    trainer.train()
+
+    (rollout,) = rollouts
+    rows = [ids[real].tolist() for ids, real in zip(rollout.responses, rollout.response_mask, strict=True)]
+    expected_ends = [first_end(trainer.processing_class, ids, STOPS) for ids in rows]
+    for ids, end in zip(rows, expected_ends, strict=True):
+        assert end in (None, len(ids))
+    by_string = [end is not None for end in expected_ends]
+    assert any(by_string) and not all(len(ids) == len(rows[0]) for ids in rows)
+    assert rollout.stopped.tolist() == [hit or 1 in ids for hit, ids in zip(by_string, rows, strict=True)]
+    entry = trainer.state.log_history[0]
+    assert entry["response/ended_frac"] == pytest.approx(sum(rollout.stopped.tolist()) / 8)
+    scores = [sum(i == 7 for i in ids) / len(ids) for ids in rows]
+    paid = [score if stopped else -5.0 for score, stopped in zip(scores, rollout.stopped.tolist(), strict=True)]
+    assert entry["objective/scores"] == pytest.approx(sum(paid) / 8)
+
+    table = trainer.generate_completions()
+    for text in table["model response"]:
+        last, text_before = text.split()[-1], " ".join(text.split()[:-1])
+        assert not any(stop in text_before for stop in STOPS), text
+        assert len(text.split()) == 12 or any(stop in last for stop in STOPS) or last == "<eos>"
+    assert trainer.evaluate()["eval_ended_frac"] >= 0
+
+
+def test_no_stop_token_is_asked_for_where_there_are_stop_strings(make_trainer: Any, caplog: Any) -> None:
+    make_trainer(stop_token=None, stop_strings=["w4"])
+    assert "No stop token is set" not in caplog.text
+
+
+def test_a_penalty_needs_something_that_ends_a_response(make_trainer: Any) -> None:
+    bare = make_tokenizer()
+    bare.eos_token = None
+    arguments = {"processing_class": bare, "stop_token": None, "missing_eos_penalty": 1.0}
+    with pytest.raises(ValueError, match=r"missing_eos_penalty=1\.0 needs .*stop_strings"):
+        make_trainer(**arguments)
+    make_trainer(**arguments, stop_strings=["w4"])
