@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
+from transformers.utils import logging
 
 from rlhf_ppo.distributed import is_fsdp, zero_stage
 from rlhf_ppo.models.inputs import is_sharded
@@ -21,17 +22,35 @@ from rlhf_ppo.reporting.estimate import (
     optimizer_bytes_per_parameter,
 )
 
-if TYPE_CHECKING:
-    from rlhf_ppo.trainer import PPOTrainer
+logger = logging.get_logger(__name__)
 
 
-def forecast(trainer: PPOTrainer) -> Estimate | None:
+def announce(trainer: Any) -> None:
+    """Print the estimate, in the main process and where progress is shown.
+
+    Args:
+        trainer: A `PPOTrainer` whose models are not yet placed by an engine.
+    """
+    args = trainer.args
+    if args.disable_tqdm or not trainer.is_world_process_zero():
+        return
+    try:
+        estimate = forecast(trainer)
+    except Exception as error:  # an architecture or optimizer that cannot be counted can still be trained
+        logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
+        return
+    if estimate is not None:
+        dtype = torch.bfloat16 if args.bf16 else torch.float32
+        print(describe(estimate, args.device, dtype, cast(int, args.num_total_batches)))
+
+
+def forecast(trainer: Any) -> Estimate | None:
     """Estimate the updates of a trainer whose models are not yet placed by an engine.
 
     Prompts count with the mean length of the training set, responses with `response_length`.
 
     Args:
-        trainer: The trainer.
+        trainer: The `PPOTrainer`.
 
     Returns:
         The estimate, or None where it cannot be made: for a stream, whose lengths are not known, and for models whose
@@ -58,7 +77,7 @@ def forecast(trainer: PPOTrainer) -> Estimate | None:
             num_ppo_epochs=args.num_ppo_epochs,
             recomputes=args.gradient_checkpointing,
         ),
-        optimizer_bytes_per_parameter(optimizer_class, {k: v for k, v in kwargs.items() if k != "params"}),
+        optimizer_bytes_per_parameter(optimizer_class, kwargs, args.device),
         Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes),
         lambda: torch.autocast(device, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"),
     )

@@ -11,9 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from rlhf_ppo.models.inputs import backbone
+
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
+    )
+}
+"""The attention that torch's counter does not know."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ def count_pass(
             return functional_call(body, state, kwargs={**inputs, "use_cache": use_cache, "return_dict": True})
 
         with autocast():
-            with FlopCounterMode(display=False) as counter:
+            with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
                 with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
                     run(use_cache=False)
             was_training = body.training

@@ -105,7 +105,7 @@ def estimate_update(
     frozen: Sequence[nn.Module],
     workload: Workload,
     optimizer_bytes: float,
-    sharding: Sharding = Sharding(),  # noqa: B008 (frozen)
+    sharding: Sharding = Sharding(),
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Estimate:
     """Estimate an update with responses of full length.
@@ -163,18 +163,23 @@ def _chunk_elements(policy: nn.Module, workload: Workload) -> int:
     return min(MAX_CHUNK_ELEMENTS, workload.rows_per_micro_batch * workload.response_length * vocabulary)
 
 
-def optimizer_bytes_per_parameter(optimizer_class: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> float:
+def optimizer_bytes_per_parameter(
+    optimizer_class: type[torch.optim.Optimizer], kwargs: dict[str, Any], device: torch.device | str = "cpu"
+) -> float:
     """Measure an optimizer's state on one small matrix after one step: 8 for AdamW in float32.
 
     Args:
         optimizer_class: Its class.
         kwargs: Its arguments.
+        device: Where it steps.
     """
-    parameter = nn.Parameter(torch.zeros(256, 256))
+    parameter = nn.Parameter(torch.zeros(256, 256, device=device))
     optimizer = optimizer_class([parameter], **kwargs)
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+    state = [
+        value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
+    ]
     return sum(value.nbytes for value in state) / parameter.numel()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_ppo.models.counting import PassCost, count_pass
+from rlhf_ppo.models.counting import _CPU_ATTENTION, PassCost, count_pass
 from rlhf_ppo.models.inputs import backbone
 from tests.conftest import tiny_policy
 
@@ -51,7 +51,7 @@ def really(model: nn.Module) -> PassCost:
     mask = torch.ones_like(ids)
     mask[0, 0] = 0  # with nothing masked some models leave the mask out
     with (
-        FlopCounterMode(display=False) as counter,
+        FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value),
     ):
         body(input_ids=ids, attention_mask=mask, use_cache=False)
