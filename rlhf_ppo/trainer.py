@@ -35,6 +35,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import PromptCollator, check_lengths
 from rlhf_ppo.distributed import failing_together, gather_over_ranks, on_whole_policy, place_frozen, sum_over_ranks
 from rlhf_ppo.evaluation.completions import print_table, report_table, sample_rows, table_of
+from rlhf_ppo.forecast import announce
 from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
 from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.sequences import ended, join_responses
@@ -144,6 +145,7 @@ class PPOTrainer(PPOSeams):
             optimizers=cast(Any, optimizers),
         )
         self.model.config.use_cache = use_cache  # Trainer switches it off, and it would be saved with the policy
+        announce(self)
         if self.reference.model is not None:
             self.reference.model = place_frozen(self.reference.model, self.accelerator)
         self._opponents = Opponents.of(functions, processing_class)

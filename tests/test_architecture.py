@@ -20,7 +20,7 @@ FLOORS = (
     {"algorithm"},
     {"batch", "config", "inherited_arguments", "prompts", "reproducibility", "sizes", "validation"},
     {"checkpoints", "data", "distributed", "evaluation", "generation", "models", "reporting", "rewards"},
-    {"assembly", "saving", "seams", "termination", "trainer"},
+    {"assembly", "forecast", "saving", "seams", "termination", "trainer"},
     {"cli", "demo"},
     {"__main__"},
 )

@@ -1,0 +1,103 @@
+"""What a forward pass costs, counted on tensors without storage: nothing is computed, nothing allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from rlhf_ppo.models.inputs import backbone
+
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
+    )
+}
+"""The attention that torch's counter does not know."""
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Costs of one forward pass of a model's backbone, without its head.
+
+    Attributes:
+        saved_bytes: What autograd keeps for the backward pass, parameters left out.
+        cache_bytes: The key-value cache after the pass.
+        flops: Floating-point operations, two per multiply-add.
+    """
+
+    saved_bytes: int
+    cache_bytes: int
+    flops: int
+
+
+def count_pass(
+    model: nn.Module,
+    rows: int,
+    length: int,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> PassCost:
+    """Count what a forward pass over `rows` full rows keeps and computes, in the model's present mode.
+
+    Args:
+        model: A transformers model, or a `PeftModel` around one; activation checkpointing counts as it is set.
+        rows: Number of rows.
+        length: Tokens of each.
+        autocast: Makes the context of the pass.
+    """
+    body = backbone(model)
+    saved: dict[int, int] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        state = {name: _without_storage(value) for name, value in [*body.named_parameters(), *body.named_buffers()]}
+        own = {value.untyped_storage()._cdata for value in state.values()}
+        kept: list[Tensor] = []  # a storage that was freed could give its address to another
+
+        def keep(value: Tensor) -> Tensor:
+            if value.untyped_storage()._cdata not in own:
+                kept.append(value)
+                saved[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+            return value
+
+        ids = torch.zeros(rows, length, dtype=torch.long, device=next(body.parameters()).device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+        def run(use_cache: bool) -> Any:
+            return functional_call(body, state, kwargs={**inputs, "use_cache": use_cache, "return_dict": True})
+
+        with autocast():
+            with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+                with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+                    run(use_cache=False)
+            was_training = body.training
+            body.eval()  # where activations are recomputed, training makes no cache
+            with torch.no_grad():
+                cache = getattr(run(use_cache=True), "past_key_values", None)
+            body.train(was_training)
+    return PassCost(sum(saved.values()), _cache_bytes(cache), counter.get_total_flops())
+
+
+def num_elements(parameter: Tensor) -> int:
+    """Return how many numbers a parameter has, also one that ZeRO-3 has taken apart."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _without_storage(value: Tensor) -> Tensor:
+    shape = getattr(value, "ds_shape", value.shape)
+    return torch.empty(shape, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
+
+
+def _cache_bytes(cache: Any) -> int:
+    storages = {
+        value.untyped_storage()._cdata: value.untyped_storage().nbytes()
+        for layer in getattr(cache, "layers", ())
+        for value in vars(layer).values()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    return sum(storages.values())
