@@ -122,7 +122,8 @@ def opponent_of(function: Callable[..., Any]) -> str | None:
 class RewardModelJudge:
     """Judges by a reward model's scores, as it was trained to (Bradley and Terry): `sigmoid(score_2 - score_1)`.
 
-    The model is loaded in float32 at the first verdict, on every rank, and not sharded.
+    Texts end with the tokenizer's EOS, as they do in TRL's RewardTrainer. The model is loaded in float32 at the first
+    verdict, on every rank, and not sharded.
 
     Args:
         path: Directory or hub name of a sequence-classification model with one label, with its tokenizer.
@@ -151,9 +152,11 @@ class RewardModelJudge:
     def _scores(self, texts: list[str]) -> list[float]:
         scorer, tokenizer = self._load()
         device = next(scorer.parameters()).device
+        end = tokenizer.eos_token or ""
+        whole = [text.removesuffix(end) + end for text in texts]
         scores: list[float] = []
-        for start in range(0, len(texts), self.batch_size):
-            rows = [tokenizer(text)["input_ids"] for text in texts[start : start + self.batch_size]]
+        for start in range(0, len(whole), self.batch_size):
+            rows = [tokenizer(text)["input_ids"] for text in whole[start : start + self.batch_size]]
             width = max(map(len, rows))
             ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
             lengths = torch.tensor([len(row) for row in rows], device=device)

@@ -40,7 +40,7 @@ def test_a_reward_model_prefers_what_it_scores_higher(tmp_path):
     ours, theirs = [" w4 w5", " w6", " w7 w8", " w9"], [" w10", " w11 w12", " w7 w8", " w13"]
     scores = [
         [
-            scorer.eval()(**tokenizer(prompt + text, return_tensors="pt")).logits.item()
+            scorer.eval()(**tokenizer(f"{prompt}{text} <eos>", return_tensors="pt")).logits.item()
             for prompt, text in zip(ROWS["prompt"], texts, strict=True)
         ]
         for texts in (ours, theirs)

@@ -155,7 +155,7 @@ def test_a_reward_model_judges_by_the_difference_of_its_scores(model_path: str) 
     model, tokenizer = LlamaForSequenceClassification.from_pretrained(model_path), make_tokenizer()
 
     def score(text: str) -> float:
-        return float(model(**tokenizer(text, return_tensors="pt")).logits)
+        return float(model(**tokenizer(text + " <eos>", return_tensors="pt")).logits)
 
     judge = RewardModelJudge(model_path, batch_size=2)
     prompts, pairs = ["w1 ", "w2 w3 "], [["w4", "w5 w6 w7"], ["w8", "w9"]]
