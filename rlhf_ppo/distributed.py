@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from rlhf_ppo.models.inputs import gathered, is_sharded
+from rlhf_ppo.models.inputs import gathered
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 
 T = TypeVar("T")
@@ -100,7 +100,9 @@ def on_whole_policy(model: nn.Module, accelerator: Accelerator, gather: bool, fu
         What the function returned.
     """
     policy = cast(PolicyAndValue, accelerator.unwrap_model(model, keep_torch_compile=False)).policy
-    if zero_stage(accelerator) == 3 and gather and is_sharded(policy):
+    is_prepared = not isinstance(model, PolicyAndValue)
+    # Small parameters may all be whole after a step; the hooks would still take them apart, on each rank at its pace.
+    if zero_stage(accelerator) == 3 and gather and is_prepared:
         return _with_gathered(model, policy, function)
     if isinstance(model, FSDPModule):
         return _with_unsharded(model, function)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from rlhf_ppo.batch import Prompts, pad_right
 from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
-from rlhf_ppo.models.inputs import is_sharded, transformers_model
+from rlhf_ppo.models.inputs import is_managed, transformers_model
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
@@ -113,7 +113,7 @@ def sample_responses(
                 attention_mask=part_mask,
                 generation_config=config,
                 stopping_criteria=stopping,
-                synced_gpus=is_sharded(policy),
+                synced_gpus=is_managed(policy),
             )[:, ids.shape[1] :]
             for part, part_mask in zip(ids.split(rows_per_call), mask.split(rows_per_call), strict=True)
         ]

@@ -101,6 +101,11 @@ def no_split_modules(*models: nn.Module) -> list[str]:
     return sorted({name for model in models for name in transformers_model(model)._no_split_modules or ()})
 
 
+def is_managed(model: nn.Module) -> bool:
+    """Tell whether DeepSpeed ZeRO-3 takes the parameters apart, which at this moment may all be whole."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether DeepSpeed ZeRO-3 has taken the parameters apart, so that they are empty outside its hooks."""
     return any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in model.parameters())

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
 from rlhf_ppo.models.head_factors import head_factors
-from rlhf_ppo.models.inputs import hidden_states, is_sharded, probe_ids, transformers_model
+from rlhf_ppo.models.inputs import hidden_states, is_managed, is_sharded, probe_ids, transformers_model
 
 MAX_CHUNK_ELEMENTS = 2**23
 """Logits computed at once, tokens x vocabulary: 32 MiB in float32."""
@@ -105,7 +105,7 @@ def _logprobs_of_called_head(
 
 def _same_on_all_ranks(policy: nn.Module, num_chunks: int) -> int:
     """Under ZeRO-3 each call of the head gathers its weight from all ranks: all must call it equally often."""
-    if not is_sharded(policy):
+    if not is_managed(policy):
         return num_chunks
     largest = torch.tensor(num_chunks, device=next(policy.parameters()).device)
     torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
