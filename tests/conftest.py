@@ -76,6 +76,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.thorough)
 
 
+QUIET: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "num_sample_generations": 0,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+"""A run that only trains, in float32 on the CPU, and writes nothing."""
+
 WORDS = [f"w{index}" for index in range(29)]
 
 
@@ -169,6 +180,7 @@ def make_args(tmp_path: Path) -> Callable[..., PPOConfig]:
 
     def make(**overrides: Any) -> PPOConfig:
         values: dict[str, Any] = {
+            **QUIET,
             "output_dir": str(tmp_path / "run"),
             "per_device_train_batch_size": 4,
             "gradient_accumulation_steps": 2,
@@ -179,13 +191,6 @@ def make_args(tmp_path: Path) -> Callable[..., PPOConfig]:
             "stop_token": "eos",
             "learning_rate": 1e-3,
             "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "num_sample_generations": 0,
             "seed": 3,
         }
         return PPOConfig(**{**values, **overrides})

@@ -179,15 +179,15 @@ def test_the_card_gives_the_last_value_of_each_metric(trained):
 
 
 def test_the_card_s_arguments_stand_in_trl_s_order_and_have_trainer_s_names_too(trained):
-    trained.create_model_card("a name", "acme/data", "a-tag")
+    trained.create_model_card("a name", "acme/prompts", "a-tag")
     by_position = card_of(trained)
     trained.create_model_card(
-        model_name="a name", dataset="acme/data", tags=["a-tag"], finetuned_from="acme/other", license="mit"
+        model_name="a name", dataset="acme/prompts", tags=["a-tag"], finetuned_from="acme/other", license="mit"
     )
     by_name = card_of(trained)
 
     assert by_position.data.model_name == by_name.data.model_name == "a name"
-    assert by_position.data.datasets == by_name.data.datasets == "acme/data"
+    assert by_position.data.datasets == by_name.data.datasets == "acme/prompts"
     assert "a-tag" in by_position.data.tags and "a-tag" in by_name.data.tags
     assert (by_position.data.base_model, by_name.data.base_model) == ("acme/tiny-sft", "acme/other")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,7 @@ def reward(argv: Sequence[str] | None = None) -> Trainer:
     Returns:
         The trainer, after training and saving.
     """
-    script_args, args, model_args = _parse("reward", ScriptArguments, RewardConfig, argv)
-    trainer = reward_trainer(args, model_args, *_splits(script_args))
-    train_and_save(trainer, script_args.dataset_name)
-    return trainer
+    return _train("reward", RewardConfig, reward_trainer, argv)
 
 
 def sft(argv: Sequence[str] | None = None) -> Trainer:
@@ -78,10 +75,7 @@ def sft(argv: Sequence[str] | None = None) -> Trainer:
     Returns:
         The trainer, after training and saving.
     """
-    script_args, args, model_args = _parse("sft", ScriptArguments, SFTConfig, argv)
-    trainer = sft_trainer(args, model_args, *_splits(script_args))
-    train_and_save(trainer, script_args.dataset_name)
-    return trainer
+    return _train("sft", SFTConfig, sft_trainer, argv)
 
 
 def demo(argv: Sequence[str] | None = None) -> None:
@@ -116,6 +110,13 @@ def plot(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--metrics", nargs="+", help="keys to draw, such as objective/scores; default: all")
     options = parser.parse_args(argv)
     plot_metrics(options.runs, options.output, metrics=options.metrics)
+
+
+def _train(command: str, config: type, make_trainer: Callable[..., Trainer], argv: Sequence[str] | None) -> Trainer:
+    script_args, args, model_args = _parse(command, ScriptArguments, config, argv)
+    trainer = make_trainer(args, model_args, *_splits(script_args))
+    train_and_save(trainer, script_args.dataset_name)
+    return trainer
 
 
 def _parse(command: str, script: type, config: type, argv: Sequence[str] | None) -> Any:

@@ -98,4 +98,4 @@ def ended(responses: Responses, end_token_id: int | None, stop_strings: StopStri
     if stop_strings is None:
         return has_ended
     rows = [ids[real].tolist() for ids, real in zip(responses.responses, responses.response_mask, strict=True)]
-    return has_ended | torch.tensor(stop_strings.are_in(rows), device=has_ended.device)
+    return has_ended | torch.tensor([stop_strings.is_completed(ids) for ids in rows], device=has_ended.device)

@@ -37,14 +37,6 @@ class StopStrings:
         """Number of last tokens in which a stop string that was just completed must lie: a token holds a byte."""
         return max(len(text.encode()) for text in self.strings) + _CONTEXT
 
-    def are_in(self, rows: Sequence[Sequence[int]]) -> list[bool]:
-        """Tell which of `B` lists of token ids hold a stop string."""
-        texts = (
-            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            for ids in rows
-        )
-        return [any(string in str(text) for string in self.strings) for text in texts]
-
     def end(self, ids: Sequence[int]) -> int | None:
         """Find the first token that completes a stop string.
 
@@ -55,11 +47,16 @@ class StopStrings:
             Number of tokens up to and including that one, or None if there is none.
         """
         # Token by token: a text may lose what it held, where bytes that follow make a character invalid.
-        return next((n for n in range(1, len(ids) + 1) if self._completed_by_last(ids[:n])), None)
+        return next((n for n in range(1, len(ids) + 1) if self.is_completed(ids[:n])), None)
 
-    def _completed_by_last(self, ids: Sequence[int]) -> bool:
+    def is_completed(self, ids: Sequence[int]) -> bool:
+        """Tell whether a response's last token completes a stop string."""
         # Only the whole response decides: the first token of a tail may decode to another text than it has inside.
-        return self.are_in([ids[-self.num_tail_tokens :]])[0] and self.are_in([ids])[0]
+        return self._is_in(ids[-self.num_tail_tokens :]) and self._is_in(ids)
+
+    def _is_in(self, ids: Sequence[int]) -> bool:
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(string in str(text) for string in self.strings)
 
     def mask(self, responses: Tensor) -> Tensor:
         """Mark each response's tokens up to and including the first that completes a stop string.
@@ -90,10 +87,7 @@ class StopsAtStrings(StoppingCriteria):
         self.stop_strings, self.prompt_length = stop_strings, prompt_length
 
     def __call__(self, input_ids: Any, scores: Any = None, **kwargs: Any) -> Any:
-        """Tell which rows hold a stop string now, bool `(B,)`."""
+        """Tell which rows' last tokens complete a stop string, bool `(B,)`."""
         responses = input_ids[:, self.prompt_length :].tolist()
-        found = self.stop_strings.are_in([ids[-self.stop_strings.num_tail_tokens :] for ids in responses])
-        # Only the whole response decides: the first token of a tail may decode to another text than it has inside.
-        for row in (row for row, seems in enumerate(found) if seems):
-            found[row] = self.stop_strings.are_in([responses[row]])[0]
+        found = [self.stop_strings.is_completed(ids) for ids in responses]
         return torch.tensor(found, dtype=torch.bool, device=input_ids.device)

@@ -29,12 +29,10 @@ class PassCost:
 
     Attributes:
         saved_bytes: What autograd keeps for the backward pass, parameters left out.
-        cache_bytes: The key-value cache after the pass.
         flops: Floating-point operations, two per multiply-add.
     """
 
     saved_bytes: int
-    cache_bytes: int
     flops: int
 
 
@@ -54,10 +52,10 @@ def count_pass(
     """
     body = backbone(model)
     saved: dict[int, int] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        state = {name: _without_storage(value) for name, value in [*body.named_parameters(), *body.named_buffers()]}
+    kept: list[Tensor] = []  # a storage that was freed could give its address to another
+    with FakeTensorMode(allow_non_fake_inputs=True), autocast():
+        state = _state_without_storage(body)
         own = {value.untyped_storage()._cdata for value in state.values()}
-        kept: list[Tensor] = []  # a storage that was freed could give its address to another
 
         def keep(value: Tensor) -> Tensor:
             if value.untyped_storage()._cdata not in own:
@@ -65,22 +63,39 @@ def count_pass(
                 saved[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
             return value
 
-        ids = torch.zeros(rows, length, dtype=torch.long, device=next(body.parameters()).device)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        with (
+            FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter,
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value),
+        ):
+            _run(body, state, rows, length, use_cache=False)
+    return PassCost(sum(saved.values()), counter.get_total_flops())
 
-        def run(use_cache: bool) -> Any:
-            return functional_call(body, state, kwargs={**inputs, "use_cache": use_cache, "return_dict": True})
 
-        with autocast():
-            with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
-                with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-                    run(use_cache=False)
-            was_training = body.training
-            body.eval()  # where activations are recomputed, training makes no cache
-            with torch.no_grad():
-                cache = getattr(run(use_cache=True), "past_key_values", None)
-            body.train(was_training)
-    return PassCost(sum(saved.values()), _cache_bytes(cache), counter.get_total_flops())
+@torch.no_grad()
+def count_cache_bytes(
+    model: nn.Module,
+    rows: int,
+    length: int,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> int:
+    """Count the key-value cache of `rows` full rows; the arguments are those of `count_pass`."""
+    body = backbone(model)
+    was_training = body.training
+    body.eval()  # where activations are recomputed, training makes no cache
+    with FakeTensorMode(allow_non_fake_inputs=True), autocast():
+        output = _run(body, _state_without_storage(body), rows, length, use_cache=True)
+    body.train(was_training)
+    return _cache_bytes(getattr(output, "past_key_values", None))
+
+
+def _run(body: nn.Module, state: dict[str, Tensor], rows: int, length: int, use_cache: bool) -> Any:
+    ids = torch.zeros(rows, length, dtype=torch.long, device=next(body.parameters()).device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": use_cache, "return_dict": True}
+    return functional_call(body, state, kwargs=inputs)
+
+
+def _state_without_storage(body: nn.Module) -> dict[str, Tensor]:
+    return {name: _without_storage(value) for name, value in [*body.named_parameters(), *body.named_buffers()]}
 
 
 def num_elements(parameter: Tensor) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_ppo.models.counting import PassCost, count_pass, num_elements
+from rlhf_ppo.models.counting import PassCost, count_cache_bytes, count_pass, num_elements
 from rlhf_ppo.models.inputs import transformers_model
 from rlhf_ppo.models.logprobs import MAX_CHUNK_ELEMENTS
 
@@ -128,14 +128,14 @@ def estimate_update(
     micro = [
         count_pass(model, workload.rows_per_micro_batch, workload.length, autocast) for model in (policy, value_model)
     ]
-    call = count_pass(policy, min(workload.rows_per_call, workload.rows), workload.length, autocast)
+    cache = count_cache_bytes(policy, min(workload.rows_per_call, workload.rows), workload.length, autocast)
     policy_bytes = _bytes(policy.parameters())
     return Estimate(
         weights=_bytes(trained) // sharding.weights,
         frozen=sum(_bytes(model.parameters()) for model in frozen) // sharding.weights,
         gradients=_bytes(learning) // sharding.gradients,
         optimizer=int(optimizer_bytes * sum(map(num_elements, learning))) // sharding.optimizer,
-        generation=call.cache_bytes + (policy_bytes if sharding.weights > 1 else 0),
+        generation=cache + (policy_bytes if sharding.weights > 1 else 0),
         learning=sum(cost.saved_bytes for cost in micro) + 2 * 4 * _chunk_elements(policy, workload),
         flops=_flops(policy, micro, frozen, workload, autocast),
         decoded=policy_bytes * workload.response_length * -(-workload.rows // workload.rows_per_call),

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.rewards.environments import make_environment
+from tests.conftest import QUIET
 from tests.learning.test_stories import HELD_OUT_HEROES, HEROES, Vader, prompts
 
 NUM_UPDATES, NUM_EPISODES, NUM_HELD_OUT = 8, 48, 256
@@ -41,13 +42,7 @@ def make_trainer(shared_data, tmp_path):
             kl_coef=0.05,
             learning_rate=7e-4,
             num_ppo_epochs=2,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            num_sample_generations=0,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **QUIET,
             reward_weights=environment.reward_weights,
             **environment.settings,
         )

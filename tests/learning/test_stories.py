@@ -17,6 +17,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_ppo import PPOConfig, PPOTrainer
+from tests.conftest import QUIET
 
 HEROES = (
     "a girl named Lily",
@@ -74,13 +75,7 @@ def make_trainer(shared_data, tmp_path):
             kl_coef=KL_COEF,
             learning_rate=5e-4,  # at 1e-3 KL overshoots to 12 nats, which costs more than the reward gains
             num_ppo_epochs=2,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            num_sample_generations=0,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **QUIET,
         )
         return PPOTrainer(
             args,

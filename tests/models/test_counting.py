@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_ppo.models.counting import _CPU_ATTENTION, PassCost, count_pass
+from rlhf_ppo.models.counting import _CPU_ATTENTION, PassCost, count_cache_bytes, count_pass
 from rlhf_ppo.models.inputs import backbone
 from tests.conftest import tiny_policy
 
@@ -37,8 +37,8 @@ def model_of(name: str) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def really(model: nn.Module) -> PassCost:
-    """Run the pass with numbers, and look at what is there."""
+def really(model: nn.Module) -> tuple[PassCost, int]:
+    """Run the passes with numbers, and look at what is there: the cost, and the bytes of the cache."""
     body = backbone(model)
     own = {value.untyped_storage().data_ptr() for value in [*body.parameters(), *body.buffers()]}
     kept: list[Tensor] = []
@@ -60,9 +60,12 @@ def really(model: nn.Module) -> PassCost:
         body.eval()
         cache = body(input_ids=ids, attention_mask=mask, use_cache=True).past_key_values
     cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return PassCost(
-        sum(size for address, size in saved.items() if address not in own), cached, counter.get_total_flops()
-    )
+    cost = PassCost(sum(size for address, size in saved.items() if address not in own), counter.get_total_flops())
+    return cost, cached
+
+
+def counted(model: nn.Module, *autocast: Any) -> tuple[PassCost, int]:
+    return count_pass(model, ROWS, LENGTH, *autocast), count_cache_bytes(model, ROWS, LENGTH, *autocast)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -71,14 +74,14 @@ def test_what_is_counted_is_what_a_real_pass_keeps(name: str, checkpointing: boo
     model = model_of(name).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
-    counted = count_pass(model, ROWS, LENGTH)
+    ours = counted(model)
     assert model.training
-    assert counted == really(model)
+    assert ours == really(model)
 
 
 def test_the_cache_holds_keys_and_values_of_every_layer() -> None:
     num_layers, num_heads, head_size = 3, 2, 8
-    assert count_pass(model_of("llama"), ROWS, LENGTH).cache_bytes == (
+    assert count_cache_bytes(model_of("llama"), ROWS, LENGTH) == (
         2 * num_layers * num_heads * head_size * ROWS * LENGTH * 4
     )
 
@@ -93,21 +96,20 @@ def test_recomputed_activations_are_not_kept() -> None:
 
 def test_adapters_and_frozen_weights_count_as_they_are() -> None:
     model = get_peft_model(tiny_policy(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    assert count_pass(model, ROWS, LENGTH) == really(model)
+    assert counted(model) == really(model)
 
 
 def test_16_bit_passes_keep_less() -> None:
     model = model_of("llama").train()
-    counted = count_pass(model, ROWS, LENGTH, lambda: torch.autocast("cpu", torch.bfloat16))
+    cost, cached = counted(model, lambda: torch.autocast("cpu", torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
         expected = really(model)
-    assert counted == expected
-    assert counted.saved_bytes < count_pass(model, ROWS, LENGTH).saved_bytes
+    assert (cost, cached) == expected
+    assert cost.saved_bytes < count_pass(model, ROWS, LENGTH).saved_bytes
 
 
 def test_a_large_model_takes_no_memory() -> None:
     config = AutoConfig.for_model("llama", hidden_size=8192, num_hidden_layers=1, intermediate_size=28672)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    counted = count_pass(model, 64, 4096)
-    assert counted.flops > 1e14
+    assert count_pass(model, 64, 4096).flops > 1e14

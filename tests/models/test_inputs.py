@@ -17,6 +17,7 @@ from rlhf_ppo.models.inputs import (
     backbone,
     disable_dropout,
     hidden_states,
+    is_managed,
     is_peft_model,
     is_sharded,
     position_ids,
@@ -164,8 +165,12 @@ def test_adapters_are_seen_through() -> None:
     assert backbone(adapted) is backbone(base) is base.model
 
 
-def test_no_ordinary_model_is_sharded() -> None:
-    assert not is_sharded(tiny_policy())
+def test_what_zero_3_manages_may_be_whole_at_the_moment() -> None:
+    model = tiny_policy()
+    assert not is_managed(model) and not is_sharded(model)
+    for parameter in model.parameters():
+        parameter.ds_id = 0
+    assert is_managed(model) and not is_sharded(model)
 
 
 def test_probe_ids_fit_tiny_vocabularies() -> None:

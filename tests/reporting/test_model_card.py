@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import transformers
 from huggingface_hub import ModelCard
@@ -53,7 +55,9 @@ def test_local_paths_stay_private(saved, tmp_path, monkeypatch):
     (tmp_path / "models" / "sft").mkdir(parents=True)
 
     card = saved(
-        base_model="models/sft", dataset=str(tmp_path / "prompts.jsonl"), reward_sources=[f"{tmp_path}/secret/rm/"]
+        base_model="models/sft",
+        dataset=str(tmp_path / "prompts.jsonl"),
+        reward_sources=[os.path.join(tmp_path, "secret", "rm", "")],
     )
 
     assert card.data.base_model is None

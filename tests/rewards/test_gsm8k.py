@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.rewards.environments import make_environment
-from tests.conftest import tiny_config, tiny_scorer
+from tests.conftest import QUIET, tiny_config, tiny_scorer
 from tests.runs import record_rollouts
 
 NUM_ROWS, NUM_ANSWERS = 64, 4
@@ -66,13 +66,7 @@ def test_the_reward_is_one_exactly_where_the_answer_is_right(
         temperature=1.0,
         kl_coef=0.0,
         logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        num_sample_generations=0,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **QUIET,
         reward_weights=environment.reward_weights,
         **environment.settings,
     )
