@@ -20,18 +20,21 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OURS = ("rlhf_ppo", "tests")
+LATE = {("numpy.testing", ""), ("torch.distributed.tensor", "")}
+"""What libraries import when first asked for something, here `torch.testing.assert_close`."""
+
 SECONDS = 240
 """The longest that a child may take, and the libraries' imports."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Outcome:
     """What pytest did in a sandbox, and a pytest plugin that notes it.
 
     Attributes:
         passed: Number of tests that passed.
-        failed: Tests whose own code failed; of those a mutant is killed.
-        errors: Whatever else went wrong: files that cannot be imported, fixtures.
+        failed: Tests whose own code failed, and how; of those a mutant is killed.
+        errors: Whatever else went wrong: files that cannot be imported, fixtures, pytest itself.
     """
 
     passed: int = 0
@@ -44,7 +47,7 @@ class Outcome:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
-            (self.failed if report.when == "call" else self.errors).append(report.nodeid)
+            (self.failed if report.when == "call" else self.errors).append(f"{report.nodeid}: {report.longrepr}")
         elif report.when == "call" and report.passed:
             self.passed += 1
 
@@ -101,7 +104,7 @@ def assert_killed(outcome: Outcome) -> None:
     """Check that a test failed, and nothing else."""
     assert outcome.errors == []
     assert outcome.failed, f"the mutant survived {outcome.passed} tests"
-    print(f"killed by {outcome.failed[0]}")
+    print("killed by", outcome.failed[0])
 
 
 def _bear(connection: Connection) -> None:
@@ -112,7 +115,6 @@ def _bear(connection: Connection) -> None:
         "REQUIRE_SHARED_DATA": "0",  # sandboxes lie where there is none
         "TOKENIZERS_PARALLELISM": "false",
     }
-    sys.dont_write_bytecode = True
     from hypothesis import Phase, settings
 
     # The first example that fails kills: no time goes into finding the smallest one.
@@ -131,7 +133,7 @@ def _bear(connection: Connection) -> None:
 
 def _import_libraries(sandbox: Path) -> None:
     """Import what the sandbox's files import, but nothing of ours."""
-    for module, name in set(_imports(sandbox)) - _imported:
+    for module, name in {*LATE, *_imports(sandbox)} - _imported:
         _imported.add((module, name))
         if module.partition(".")[0] not in OURS:
             getattr(importlib.import_module(module), name, None)  # transformers imports some names when asked
@@ -159,6 +161,7 @@ def _test(sandbox: Path, files: Sequence[str]) -> None:
     code = 1
     try:
         signal.alarm(SECONDS)  # ends the process
+        sys.dont_write_bytecode = True
         os.chdir(sandbox)
         others = [path for path in sys.path if not any((Path(path) / name).is_dir() for name in OURS)]
         sys.path[:] = [str(sandbox), *others]
@@ -166,8 +169,10 @@ def _test(sandbox: Path, files: Sequence[str]) -> None:
             sys.modules.pop(name, None)
         Path("pytest.ini").write_text("[pytest]\n")
         outcome = Outcome()
-        options = ["-c", "pytest.ini", "-x", "-p", "no:terminal", "-p", "no:cacheprovider", "--import-mode=importlib"]
-        pytest.main([*options, *files], plugins=[outcome])
+        options = "-c pytest.ini -x -p no:terminal -p no:cacheprovider --import-mode=importlib --assert=plain"
+        ended = pytest.main([*options.split(), *files], plugins=[outcome])
+        if ended not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            outcome.errors.append(f"pytest: {ended!r}")
         outcome.errors += [
             f"{name} is {file}, outside the sandbox" for name, file in _of_ours() if not file.is_relative_to(sandbox)
         ]
