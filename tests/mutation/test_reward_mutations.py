@@ -41,8 +41,8 @@ def sandbox(tmp_path: Path) -> Path:
     """A copy of what the tests import."""
     for room in ("rlhf_ppo", "tests/generation", "tests/rewards"):
         shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__", "cli", "demo"))
-    for file in ("conftest.py", "runs.py"):
-        shutil.copy(ROOT / "tests" / file, tmp_path / "tests")
+    for helper in (ROOT / "tests").glob("[!t]*.py"):  # conftest.py, oracles.py and the like, but no test_*.py
+        shutil.copy(helper, tmp_path / "tests")
     return tmp_path
 
 
