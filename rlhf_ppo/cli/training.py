@@ -70,6 +70,12 @@ def ppo_trainer(
     )
 
 
+def has_reward_model(script_args: PPOScriptArguments, args: PPOConfig) -> bool:
+    """Tell whether a reward model scores: always without reward functions, beside them if its path is given."""
+    default = PPOConfig.__dataclass_fields__["reward_model_path"].default
+    return not script_args.reward_funcs or args.reward_model_path != default
+
+
 def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:
     """Load the reward model and, where it cannot become the value model as it is loaded, that too.
 
