@@ -130,11 +130,13 @@ def _recomputing_as_in_training(args: PPOConfig, *models: nn.Module) -> Iterator
     cut = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
     # The name changed within the range of transformers that is supported.
     kind = "activation" if all(hasattr(base, "activation_checkpointing_enable") for base in bases) else "gradient"
-    for base in bases:
-        getattr(base, f"{kind}_checkpointing_enable")(given or None, **cut)
-    yield
-    for base in bases:
-        getattr(base, f"{kind}_checkpointing_disable")()
+    try:
+        for base in bases:
+            getattr(base, f"{kind}_checkpointing_enable")(given or None, **cut)
+        yield
+    finally:
+        for base in bases:
+            getattr(base, f"{kind}_checkpointing_disable")()
 
 
 def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_updates: int) -> str:

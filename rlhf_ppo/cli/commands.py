@@ -22,7 +22,7 @@ from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, hold_out, loa
 from rlhf_ppo.cli.training import (
     has_reward_model,
     load_scorers,
-    load_tokenizer,
+    policy_tokenizer,
     ppo_trainer,
     reward_trainer,
     sft_trainer,
@@ -77,11 +77,12 @@ def estimate(argv: Sequence[str] | None = None) -> Estimate:
     """
     script_args, args, model_args = _parse("estimate", EstimateArguments, PPOConfig, argv)
     devices = devices_of(script_args, args)
-    tokenizer = load_tokenizer(model_args.model_name_or_path or args.sft_model_path, script_args.trust_remote_code)
-    policy, value_model, frozen = models_without_weights(script_args, args, model_args, tokenizer)
-    prompt_length, num_prompts = prompts_of(
-        args, policy, tokenizer, lambda: _splits(script_args, always_evaluates=True)[0]
-    )
+    policy, value_model, frozen = models_without_weights(script_args, args, model_args)
+
+    def load() -> tuple[Any, Any]:
+        return policy_tokenizer(script_args, args, model_args), _splits(script_args, always_evaluates=True)[0]
+
+    prompt_length, num_prompts = prompts_of(args, policy, load)
     args.fill_derived(devices.count, num_prompts)
     found = estimate_run(args, policy, value_model, frozen, prompt_length, devices.sharding, bool(args.bf16))
     show(found, args, devices, prompt_length, (script_args.device_flops, script_args.device_bandwidth))

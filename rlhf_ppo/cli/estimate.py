@@ -1,8 +1,8 @@
-"""`rlhf-ppo estimate`: what `rlhf-ppo train` would need with the same options, without loading or training anything."""
+"""`rlhf-ppo estimate`: what `rlhf-ppo train` would need with the same options, from configurations alone."""
 
 # TrlParser reads the annotations, so they are not postponed.
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -13,16 +13,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.trainer_utils import has_length
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.utils import get_peft_config
 
 from rlhf_ppo.assembly import positions, prepare_checked, vocab_size
 from rlhf_ppo.cli.sources import PPOScriptArguments
-from rlhf_ppo.cli.training import has_reward_model, load_tokenizer, loading_settings
+from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.forecast import estimate_run, mean_prompt_length, rate, size
+from rlhf_ppo.forecast import mean_prompt_length, rate, size
 from rlhf_ppo.models.inputs import disable_dropout
 from rlhf_ppo.reporting.estimate import Estimate, Sharding, measure_rates
 from rlhf_ppo.rewards.retokenizing import shares_tokens, tokenizer_beside
@@ -33,7 +33,7 @@ PURPOSES = {
     "frozen": "reference and reward models",
     "gradients": "of what is trained",
     "optimizer": "its state",
-    "generation": "key-value cache of one call",
+    "generation": "key-value cache of one call, gathered policy",
     "learning": "activations of one micro-batch",
 }
 """What memory is for: the attributes of `Estimate`, in the order of the table."""
@@ -104,7 +104,7 @@ def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
 
 
 def models_without_weights(
-    script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig, tokenizer: PreTrainedTokenizerBase
+    script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig
 ) -> tuple[nn.Module, nn.Module, list[nn.Module]]:
     """Make the models of a run from their configurations: their parameters have shapes and no storage.
 
@@ -112,7 +112,6 @@ def models_without_weights(
         script_args: Gives `trust_remote_code` and `reward_funcs`.
         args: Gives the paths.
         model_args: How models are loaded, and the policy's adapter.
-        tokenizer: The policy's; a reward model that reads other tokens does not become the value model.
 
     Returns:
         Policy and value model in training mode, and the frozen models, the reference first.
@@ -122,29 +121,36 @@ def models_without_weights(
     """
     settings = loading_settings(script_args.trust_remote_code, model_args)
     peft_config = get_peft_config(model_args)
-    policy = _without_weights(AutoModelForCausalLM, args.sft_model_path, "sft_model_path", args.device, settings)
-    frozen = [] if peft_config else [
-        _without_weights(AutoModelForCausalLM, args.sft_model_path, "sft_model_path", args.device, settings)
-    ]  # fmt: skip
-    critic_path, critic_argument = args.sft_model_path, "sft_model_path"
+
+    def make(auto: Any, argument: str, **changes: Any) -> nn.Module:
+        return _without_weights(auto, getattr(args, argument), argument, args.device, settings | changes)
+
+    policy = make(AutoModelForCausalLM, "sft_model_path")
+    frozen = [] if peft_config else [make(AutoModelForCausalLM, "sft_model_path")]
+    value_argument = "sft_model_path"
     if has_reward_model(script_args, args):
-        path, argument = args.reward_model_path, "reward_model_path"
-        reward = _without_weights(AutoModelForSequenceClassification, path, argument, args.device, settings)
-        frozen.append(reward)
-        own = tokenizer_beside(path)
-        if isinstance(getattr(reward, "score", None), nn.Module) and (own is None or shares_tokens(tokenizer, own)):
-            critic_path, critic_argument = path, argument
-    whole = {**settings, "dtype": torch.float32}
-    value_model = _without_weights(
-        AutoModelForSequenceClassification, critic_path, critic_argument, args.device, whole
-    )
+        frozen.append(make(AutoModelForSequenceClassification, "reward_model_path"))
+        if _can_be_value_model(frozen[-1], script_args, args, model_args):
+            value_argument = "reward_model_path"
+    value_model = make(AutoModelForSequenceClassification, value_argument, dtype=torch.float32)
     if peft_config is not None:
         from peft import get_peft_model
 
         policy = get_peft_model(cast(Any, policy), peft_config)
+    for model in (policy, value_model, *frozen):
+        disable_dropout(model)
     for model in frozen:
         model.requires_grad_(False).eval()
     return policy.train(), value_model.train(), frozen
+
+
+def _can_be_value_model(
+    reward: nn.Module, script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig
+) -> bool:
+    """Tell whether a reward model reads the policy's tokens and, as its head's name says, the last of them."""
+    own = tokenizer_beside(args.reward_model_path)
+    reads_tokens = own is None or shares_tokens(policy_tokenizer(script_args, args, model_args), own)
+    return reads_tokens and isinstance(getattr(reward, "score", None), nn.Module)
 
 
 def _without_weights(auto: Any, path: str, argument: str, device: torch.device, settings: dict[str, Any]) -> nn.Module:
@@ -158,33 +164,29 @@ def _without_weights(auto: Any, path: str, argument: str, device: torch.device, 
         raise ValueError(f"{argument}={path!r} is neither a directory with a model nor a model of the hub") from error
     dtype = settings["dtype"] if isinstance(settings["dtype"], torch.dtype) else config.dtype or torch.float32
     with FakeTensorMode(), device:
-        model = auto.from_config(
+        return auto.from_config(
             config,
             dtype=dtype,
             attn_implementation=settings["attn_implementation"],
             trust_remote_code=settings["trust_remote_code"],
         )
-    disable_dropout(model)
-    return model
 
 
-def prompts_of(
-    args: PPOConfig, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, dataset: Any
-) -> tuple[int, int | None]:
+def prompts_of(args: PPOConfig, policy: nn.Module, load: Callable[[], tuple[Any, Any]]) -> tuple[int, int | None]:
     """Return the length of a prompt in tokens and the number of prompts, None where it is not needed.
 
     Args:
         args: With `max_prompt_length` prompts have that length; else the mean of the data set's.
         policy: The policy.
-        tokenizer: Its tokenizer.
-        dataset: Loads the data set; it is called only if something of it is needed.
+        load: Loads its tokenizer and the data set; it is called only if something of them is needed.
 
     Raises:
         ValueError: The data set is wrong, or a stream whose prompts' lengths are not known.
     """
     if args.max_prompt_length is not None and (args.max_steps > 0 or args.total_episodes is not None):
         return args.max_prompt_length, None
-    rows = prepare_checked(dataset(), "train_dataset", tokenizer, args, vocab_size(policy), positions(policy))
+    tokenizer, dataset = load()
+    rows = prepare_checked(dataset, "train_dataset", tokenizer, args, vocab_size(policy), positions(policy))
     if not has_length(rows):
         raise ValueError(
             "dataset_streaming=True: neither number nor length of the prompts is known; give max_prompt_length, and "
@@ -206,7 +208,9 @@ def show(
         rates: FLOP/s and bytes/s of a device; None is measured here.
     """
     devices_text = f"{devices.count} device{'s' * (devices.count > 1)}" + f", {devices.engine}" * bool(devices.engine)
-    table = Table("memory per device", "", "for", "divided by", title=f"PPO of {args.sft_model_path} on {devices_text}")
+    table = Table(
+        "memory per device", "", "for", "divided by", title=f"PPO of {args.sft_model_path} on {devices_text}"
+    )
     of_weights = {"frozen": "weights"}
     for name, purpose in PURPOSES.items():
         parts = getattr(devices.sharding, of_weights.get(name, name), 1)
@@ -215,13 +219,14 @@ def show(
     measured = measure_rates(args.device, torch.bfloat16 if args.bf16 else torch.float32) if None in rates else (0, 0)
     flops, bandwidth = (given or own for given, own in zip(rates, measured, strict=True))
     seconds, num_updates = estimate.seconds(flops, bandwidth), cast(int, args.num_total_batches)
+    total = timedelta(seconds=round(seconds * num_updates))
     console = Console()
     console.print(table)
     console.print(
         f"One update: {args.batch_size} episodes of {prompt_length} + {args.response_length} tokens; on each device "
         f"{rate(estimate.flops)}FLOP and {rate(estimate.decoded)}B read in generation: {seconds:.2g} s at "
         f"{rate(flops)}FLOP/s and {rate(bandwidth)}B/s.\n"
-        f"All {num_updates} updates, {args.total_episodes} episodes: {timedelta(seconds=round(seconds * num_updates))}.",
+        f"All {num_updates} updates, {args.total_episodes} episodes: {total}.",
         highlight=False,
         soft_wrap=True,
     )

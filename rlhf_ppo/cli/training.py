@@ -58,7 +58,7 @@ def ppo_trainer(
         ref_model = args.sft_model_path
     return PPOTrainer(
         args,
-        load_tokenizer(model_args.model_name_or_path or args.sft_model_path, script_args.trust_remote_code),
+        policy_tokenizer(script_args, args, model_args),
         model=AutoModelForCausalLM.from_pretrained(args.sft_model_path, **settings),
         ref_model=None if ref_model is None else AutoModelForCausalLM.from_pretrained(ref_model, **settings),
         reward_model=reward_model,
@@ -167,6 +167,13 @@ def merge_adapter(directory: str) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         os.remove(os.path.join(directory, name))
     merged.save_pretrained(directory)
+
+
+def policy_tokenizer(
+    script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig
+) -> PreTrainedTokenizerBase:
+    """Load the policy's tokenizer, from `model_name_or_path` where that is given."""
+    return load_tokenizer(model_args.model_name_or_path or args.sft_model_path, script_args.trust_remote_code)
 
 
 def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
