@@ -126,7 +126,7 @@ def mean_prompt_length(dataset: Any) -> int:
 def _recomputing_as_in_training(args: PPOConfig, *models: nn.Module) -> Iterator[None]:
     """Switch activation checkpointing on as `Trainer.train` will, which comes after the estimate."""
     bases: list[Any] = [transformers_model(model) for model in models] if args.gradient_checkpointing else []
-    given = dict(args.gradient_checkpointing_kwargs or {})
+    given = dict(cast("dict[str, Any] | None", args.gradient_checkpointing_kwargs) or {})
     cut = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
     # The name changed within the range of transformers that is supported.
     kind = "activation" if all(hasattr(base, "activation_checkpointing_enable") for base in bases) else "gradient"

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -136,7 +137,8 @@ def _import_libraries(sandbox: Path) -> None:
     for module, name in {*LATE, *_imports(sandbox)} - _imported:
         _imported.add((module, name))
         if module.partition(".")[0] not in OURS:
-            getattr(importlib.import_module(module), name, None)  # transformers imports some names when asked
+            with suppress(ImportError):  # the child will say so
+                getattr(importlib.import_module(module), name, None)  # transformers imports some names when asked
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     assert not _of_ours()
