@@ -105,7 +105,7 @@ def estimate_run(
             Workload(
                 rows=cast(int, args.local_batch_size),
                 rows_per_call=args.local_rollout_forward_batch_size,
-                rows_per_micro_batch=args.per_device_train_batch_size,
+                rows_per_micro_batch=_rows_per_micro_batch(args, prompt_length + args.response_length),
                 prompt_length=prompt_length,
                 response_length=args.response_length,
                 num_ppo_epochs=args.num_ppo_epochs,
@@ -115,6 +115,11 @@ def estimate_run(
             sharding,
             lambda: torch.autocast(device, torch.bfloat16, enabled=bf16),
         )
+
+
+def _rows_per_micro_batch(args: PPOConfig, length: int) -> int:
+    max_tokens = args.max_tokens_per_micro_batch
+    return args.per_device_train_batch_size if max_tokens is None else max(1, max_tokens // length)
 
 
 def mean_prompt_length(dataset: Any) -> int:

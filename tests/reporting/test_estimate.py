@@ -194,6 +194,14 @@ def test_activations_count_as_training_will_keep_them(make_trainer: Callable[...
     assert recomputed.learning == in_chunk + sum(count_pass(model, 4, length).saved_bytes for model in models)
 
 
+def test_a_micro_batch_cut_by_tokens_has_as_many_full_rows_as_fit(make_trainer: Callable[..., PPOTrainer]) -> None:
+    by_rows = forecast(make_trainer(per_device_train_batch_size=2, gradient_accumulation_steps=4))
+    length = round(sum(len(row["input_ids"]) for row in make_trainer().train_dataset) / 32) + 8
+    for tokens in (2 * length, 3 * length - 1):
+        assert forecast(make_trainer(max_tokens_per_micro_batch=tokens)) == by_rows
+    assert forecast(make_trainer(max_tokens_per_micro_batch=3 * length)) != by_rows
+
+
 def test_what_cannot_be_counted_can_still_be_trained(
     make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
