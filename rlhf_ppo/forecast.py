@@ -80,6 +80,7 @@ def forecast(trainer: Any) -> Estimate | None:
         optimizer_bytes_per_parameter(optimizer_class, kwargs, args.device),
         Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes),
         lambda: torch.autocast(device, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"),
+        args.offload_frozen,
     )
 
 

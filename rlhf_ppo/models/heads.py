@@ -148,4 +148,5 @@ def _apply_head(model: nn.Module, states: Tensor) -> Tensor:
     head = scalar_head(model)
     if head is None:
         raise ValueError(f"{type(transformers_model(model)).__name__} has no linear head with one output")
+    states = states.to(next(head.parameters()).dtype)  # a base in 16 bits may be below a head in 32
     return head(states).squeeze(-1).float()

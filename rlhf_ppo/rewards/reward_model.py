@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.batch import pad_right
+from rlhf_ppo.models.frozen import at_work
 from rlhf_ppo.models.inputs import transformers_model
 from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.rewards.retokenizing import Retokenizer, shares_tokens, tokenizer_beside
@@ -25,14 +26,20 @@ class LoadedRewardModel:
     Attributes:
         model: The sequence-classification model, cut down to one label.
         tokenizer: Its own tokenizer; None where it reads the policy's tokens.
+        offloads: Whether its weights stay on the CPU between uses.
     """
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None
+    offloads: bool = False
 
 
 def load_reward_models(
-    reward_model: Any, reward_processing_classes: Any, heads: Sequence[str] | None, tokenizer: PreTrainedTokenizerBase
+    reward_model: Any,
+    reward_processing_classes: Any,
+    heads: Sequence[str] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    merges_adapters: bool = True,
 ) -> list[LoadedRewardModel]:
     """Load what is given by path, choose labels and tokenizers.
 
@@ -42,6 +49,7 @@ def load_reward_models(
             is None, the tokenizer saved beside the model is used if its tokens are not the policy's.
         heads: The label to take of each model that has several: one for all of them, or one for each model.
         tokenizer: The policy's tokenizer.
+        merges_adapters: Whether adapters in directories are merged into their bases.
 
     Raises:
         TypeError: A tokenizer is none.
@@ -53,7 +61,7 @@ def load_reward_models(
     loaded: list[LoadedRewardModel] = []
     for number, (spec, own, label) in enumerate(zip(specs, tokenizers, labels, strict=True)):
         argument = "reward_model" if len(specs) == 1 else f"reward_model[{number}]"
-        model = load_reward_model(spec, argument, label)
+        model = load_reward_model(spec, argument, label, merges_adapters)
         if own is None:
             own = _own_tokenizer(spec, model, tokenizer)
         elif not isinstance(own, PreTrainedTokenizerBase):
@@ -111,7 +119,7 @@ class RewardModel:
             with self.together():
                 ids, mask = self._own_tokens(self.retokenize(batch), ids.device)
         scores: list[Tensor] = []
-        with self.autocast():
+        with at_work(self.scorer), self.autocast():
             for start in range(0, len(batch), self.rows_per_pass):
                 rows = slice(start, start + self.rows_per_pass)
                 used = mask[rows].any(dim=0)  # columns that are padding in every row of this pass cost time only
