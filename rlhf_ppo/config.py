@@ -98,8 +98,8 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
     ref_adapter_name: str | None = _option(None, "Name of the PEFT adapter that is the reference.")
     share_base_model: bool = _option(
         False,
-        "Hold the base of a LoRA policy once, for the value model too, which gets an adapter of its own, and for reward "
-        "models that are adapters over it.",
+        "Hold the base of a LoRA policy once: for the value model too, which gets an adapter of its own, and for "
+        "reward models that are adapters over it.",
     )
     offload_frozen: bool = _option(
         False,

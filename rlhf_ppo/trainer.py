@@ -124,12 +124,11 @@ class PPOTrainer(PPOSeams):
         self.tokens = special_tokens(args, processing_class)
         args.fill_derived(num_processes(args), length(train_dataset))
 
-        rewards = load_reward_models(
-            reward_model, reward_processing_classes, args.reward_head, processing_class, not args.share_base_model
-        )
+        rewards = load_reward_models(args, reward_model, reward_processing_classes, processing_class)
         models = assemble_models(args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
         check_vocabularies(models, processing_class, self.tokens)
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
+        rewards = models.rewards
         self.reward_models = [reward.model for reward in rewards]
         self._max_positions = max_positions(models)
         self._tokenizer, self._config = processing_class, args
@@ -153,14 +152,7 @@ class PPOTrainer(PPOSeams):
             self.reference.model = place_frozen(self.reference.model, self.accelerator, args.offload_frozen)
         self._opponents = Opponents.of(functions, processing_class)
         self.scorer = make_scorer(
-            args,
-            models.rewards,
-            functions,
-            processing_class,
-            self.tokens,
-            self.accelerator,
-            self._get_state,
-            self._logged,
+            args, rewards, functions, processing_class, self.tokens, self.accelerator, self._get_state, self._logged
         )
         self._sum, self._gather = sum_over_ranks(self.accelerator), gather_over_ranks(self.accelerator)
         self._sigterm = StopsOnSigterm(self._sum)
