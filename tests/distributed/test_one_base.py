@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed import processes
 from tests.distributed.comparing import assert_same_end
+from tests.distributed.test_resume import stored_by_deepspeed
 
 pytestmark = pytest.mark.distributed
 
@@ -31,6 +32,9 @@ def test_one_base_stays_one_and_a_resumed_run_ends_alike(config, models, tmp_pat
         assert rank["num_shared"] == num_base and other["num_shared"] == 0
         assert rank["num_held"] == other["num_held"] - num_base
     assert_same_end(resumed, whole)
+    if config.startswith("deepspeed"):
+        names = stored_by_deepspeed(tmp_path / "whole" / "checkpoint-1")
+        assert len(names) == 17 and all(".lora_" in name or "modules_to_save" in name for name in names)
 
 
 @pytest.mark.parametrize(("config", "engine"), [("deepspeed_zero3", "DeepSpeed ZeRO-3"), ("fsdp2", "FSDP")])
