@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from accelerate import Accelerator
@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
-from rlhf_ppo.distributed import failing_together, place_frozen
+from rlhf_ppo.distributed import check_keeps_models_whole, failing_together, place_frozen
 from rlhf_ppo.generation.stopping import StopStrings
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.heads import FrozenScorer
@@ -31,6 +31,7 @@ from rlhf_ppo.models.loading import (
 )
 from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.reference import Reference, make_reference
+from rlhf_ppo.models.sharing import share_base, shares_parameters, value_model_over
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.retokenizing import Retokenizer
@@ -161,28 +162,30 @@ def assemble_models(
     Raises:
         ValueError: Two arguments are the same object, or a model cannot serve in its role.
     """
+    check_keeps_models_whole(args)
     scorers = {f"reward_model{_number(index, rewards)}": reward.model for index, reward in enumerate(rewards)}
     _check_distinct(**{"model": model, "ref_model": ref_model, **scorers, "value_model": value_model})
     policy = load_policy(model, "model")
     reference_model = None if ref_model is None else load_policy(ref_model, "ref_model")
-    critic = None if value_model is None else load_scalar_model(value_model, "value_model")
+    critic = None
+    if value_model is not None:
+        critic = load_scalar_model(value_model, "value_model", merges_adapter=not args.share_base_model)
     loaded = {"model": policy, "ref_model": reference_model, "value_model": critic} | scorers
     for name, module in loaded.items():
         if module is not None:
             check_runs_on(cast(nn.Module, module), name, args.device)
-    if critic is None:
-        critic = make_value_model(policy, next((r.model for r in rewards if r.tokenizer is None), None))
-    check_value_model(critic)
-    if value_peft_config is not None:
-        critic = add_value_adapter(critic, value_peft_config)
-    if peft_config is not None:
-        policy = add_adapter(policy, peft_config, args.model_adapter_name, reference_model is None)
-    elif is_peft_model(policy):
-        activate_adapter(policy, args.model_adapter_name)
-    elif args.model_adapter_name is not None:
-        raise ValueError(
-            f"model_adapter_name={args.model_adapter_name!r}, but model is no PeftModel; pass peft_config"
-        )
+    if args.share_base_model:
+        policy = _with_adapter(args, policy, peft_config, base_serves_others=True)
+        critic = value_model_over(policy, critic, value_peft_config)
+        _share_with_rewards(policy, rewards)
+        check_value_model(critic)
+    else:
+        if critic is None:
+            critic = make_value_model(policy, next((r.model for r in rewards if r.tokenizer is None), None))
+        check_value_model(critic)
+        if value_peft_config is not None:
+            critic = add_value_adapter(critic, value_peft_config)
+        policy = _with_adapter(args, policy, peft_config, base_serves_others=reference_model is None)
     check_logits(policy)
     reference = make_reference(
         policy, reference_model, args.ref_adapter_name, peft_config is not None, args.temperature
@@ -196,7 +199,31 @@ def assemble_models(
             f"an update at learning_rate={args.learning_rate} is rounded away; load the policy in float32 and set "
             "bf16=True for 16-bit arithmetic."
         )
+    if args.offload_frozen:  # but not of a reward model that holds the policy's own weights
+        rewards = [replace(reward, offloads=not shares_parameters(reward.model, policy)) for reward in rewards]
     return Models(policy, critic, reference, rewards)
+
+
+def _with_adapter(args: PPOConfig, policy: nn.Module, peft_config: Any, base_serves_others: bool) -> nn.Module:
+    """Add the adapter that is asked for, or choose the one to train of those that are there."""
+    if peft_config is not None:
+        return add_adapter(policy, peft_config, args.model_adapter_name, base_serves_others)
+    if is_peft_model(policy):
+        activate_adapter(policy, args.model_adapter_name)
+    elif args.model_adapter_name is not None:
+        raise ValueError(
+            f"model_adapter_name={args.model_adapter_name!r}, but model is no PeftModel; pass peft_config"
+        )
+    return policy
+
+
+def _share_with_rewards(policy: nn.Module, rewards: Sequence[LoadedRewardModel]) -> None:
+    for index, reward in enumerate(rewards):
+        if is_peft_model(reward.model) and (difference := share_base(reward.model, policy)) is not None:
+            logger.warning(
+                f"reward_model{_number(index, rewards)} is an adapter over another base than the policy's, and keeps "
+                f"its own: {difference}."
+            )
 
 
 def _number(index: int, rewards: Sequence[Any]) -> str:
@@ -321,7 +348,7 @@ def make_scorer(
     """
     models = [
         RewardModel(
-            place_frozen(FrozenScorer(reward.model), accelerator),
+            place_frozen(FrozenScorer(reward.model), accelerator, reward.offloads),
             args.local_rollout_forward_batch_size,
             lambda: accelerator.autocast(),
             None if reward.tokenizer is None else Retokenizer(tokenizer, reward.tokenizer, tokens.end),

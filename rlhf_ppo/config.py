@@ -97,6 +97,15 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
     reward_model_path: str = _option("EleutherAI/pythia-160m", "Path of the reward model.")
     model_adapter_name: str | None = _option(None, "Name of the PEFT adapter to train, if there are several.")
     ref_adapter_name: str | None = _option(None, "Name of the PEFT adapter that is the reference.")
+    share_base_model: bool = _option(
+        False,
+        "Hold the base of a LoRA policy once: for the value model too, which gets an adapter of its own, and for "
+        "reward models that are adapters over it.",
+    )
+    offload_frozen: bool = _option(
+        False,
+        "Keep the weights of reference and reward models on the CPU, and bring them to the device for each use only.",
+    )
     dataset_num_proc: int | None = _option(None, "Number of processes that tokenize the data set.")
     max_prompt_length: int | None = _option(
         None, "Longest prompt, in tokens: longer ones are dropped. None: no limit."

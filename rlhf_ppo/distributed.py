@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -10,7 +11,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.models.frozen import Offload
 from rlhf_ppo.models.inputs import gathered
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 
@@ -133,12 +137,29 @@ def _with_unsharded(model: nn.Module, function: Callable[[nn.Module], T]) -> T:
             shard.reshard()
 
 
-def place_frozen(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+def check_keeps_models_whole(args: PPOConfig) -> None:
+    """Check that no engine takes the weights apart that an argument wants to share or to move.
+
+    Raises:
+        ValueError: DeepSpeed ZeRO-3 or FSDP does.
+    """
+    uses_fsdp = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    engine = "DeepSpeed ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP" if uses_fsdp else None
+    for name in ("share_base_model", "offload_frozen"):
+        if engine is not None and getattr(args, name):
+            raise ValueError(
+                f"{name}=True, but {engine} spreads the weights of each model over the processes: leave it False (the "
+                "engine's own configuration can offload), or launch with DDP or a lower ZeRO stage"
+            )
+
+
+def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = False) -> nn.Module:
     """Put a frozen model where it runs: sharded like the policy under ZeRO-3 and FSDP2, else on this rank's device.
 
     Args:
         model: A module whose forward pass is all that is called, with `config` and `_no_split_modules`.
         accelerator: Knows the engine.
+        offload: Keep the weights of a model that is not sharded on the CPU; `at_work` brings them to the device.
 
     Returns:
         The module to call.
@@ -152,4 +173,7 @@ def place_frozen(model: nn.Module, accelerator: Accelerator) -> nn.Module:
         for block in [part for part in model.modules() if type(part).__name__ in cast(Any, model)._no_split_modules]:
             prepare_fsdp(block, accelerator)
         return cast(nn.Module, prepare_fsdp(model, accelerator))
+    if offload and accelerator.device.type != "cpu":
+        cast(Any, model).offload = Offload(model, accelerator.device)
+        return model
     return model.to(accelerator.device)

@@ -114,6 +114,7 @@ def estimate_run(
             optimizer_bytes_per_parameter(optimizer_class, kwargs, args.device),
             sharding,
             lambda: torch.autocast(device, torch.bfloat16, enabled=bf16),
+            args.offload_frozen,
         )
 
 

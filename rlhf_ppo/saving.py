@@ -93,9 +93,11 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         if self.is_deepspeed_enabled and any(is_peft_model(part) for part in parts):
             engine = cast(Any, self.model_wrapped)  # Trainer sees no PeftModel, and would have the frozen base written
             engine.save_checkpoint = functools.partial(engine.save_checkpoint, exclude_frozen_parameters=True)
+            hook = self._unwrapped(self.model).register_state_dict_post_hook(_drop_frozen)
             try:
                 super()._save_optimizer_and_scheduler(output_dir)
             finally:
+                hook.remove()
                 del engine.save_checkpoint
         else:
             super()._save_optimizer_and_scheduler(output_dir)
@@ -152,6 +154,13 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
 
     def _unwrapped(self, model: torch.nn.Module) -> PolicyAndValue:
         return cast(PolicyAndValue, self.accelerator.unwrap_model(model, keep_torch_compile=False))
+
+
+def _drop_frozen(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Leave out what is frozen by all its names; DeepSpeed knows but one of a parameter that is shared or tied."""
+    for name, parameter in model.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+        if not parameter.requires_grad:
+            state_dict.pop(name, None)
 
 
 def _with_prefix(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -90,6 +90,7 @@ class PPOTrainer(PPOSeams):
         reward_processing_classes: The tokenizer of each reward model that reads other tokens than the policy's; None
             takes the one saved beside the model if its tokens differ.
         value_peft_config: Adds an adapter to the value model, which is trained with the head instead of all weights.
+            With `args.share_base_model` None copies the policy's.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -123,10 +124,11 @@ class PPOTrainer(PPOSeams):
         self.tokens = special_tokens(args, processing_class)
         args.fill_derived(num_processes(args), length(train_dataset))
 
-        rewards = load_reward_models(reward_model, reward_processing_classes, args.reward_head, processing_class)
+        rewards = load_reward_models(args, reward_model, reward_processing_classes, processing_class)
         models = assemble_models(args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
         check_vocabularies(models, processing_class, self.tokens)
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
+        rewards = models.rewards
         self.reward_models = [reward.model for reward in rewards]
         self._max_positions = max_positions(models)
         self._tokenizer, self._config = processing_class, args
@@ -147,7 +149,7 @@ class PPOTrainer(PPOSeams):
         self.model.config.use_cache = use_cache  # Trainer switches it off, and it would be saved with the policy
         announce(self)
         if self.reference.model is not None:
-            self.reference.model = place_frozen(self.reference.model, self.accelerator)
+            self.reference.model = place_frozen(self.reference.model, self.accelerator, args.offload_frozen)
         self._opponents = Opponents.of(functions, processing_class)
         self.scorer = make_scorer(
             args, rewards, functions, processing_class, self.tokens, self.accelerator, self._get_state, self._logged

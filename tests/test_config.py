@@ -40,6 +40,8 @@ CASES = [
     Case("sft_model_path", "EleutherAI/pythia-160m", "sft", "sft", (None, 3)),
     Case("model_adapter_name", None, "policy", "policy", (3,)),
     Case("ref_adapter_name", None, "reference", "reference", (3,)),
+    Case("share_base_model", False, "true", True, ("yes", None)),
+    Case("offload_frozen", False, "true", True, ("yes", None)),
     Case("dataset_num_proc", None, "2", 2, COUNT),
     Case("max_prompt_length", None, "512", 512, COUNT),
     Case("total_episodes", None, "10000", 10000, COUNT),

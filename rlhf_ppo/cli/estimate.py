@@ -117,8 +117,13 @@ def models_without_weights(
         Policy and value model in training mode, and the frozen models, the reference first.
 
     Raises:
-        ValueError: There is no such model, or it would be quantized.
+        ValueError: There is no such model, or it would be quantized, or share its base.
     """
+    if args.share_base_model:
+        raise ValueError(
+            "share_base_model=True cannot be estimated without weights: leave it out here; the line at the start of "
+            "the run counts the base once"
+        )
     settings = loading_settings(script_args.trust_remote_code, model_args)
     peft_config = get_peft_config(model_args)
 

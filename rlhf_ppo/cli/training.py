@@ -24,6 +24,7 @@ from trl.trainer.utils import get_peft_config
 from rlhf_ppo.cli.quantization import quantization_options
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.trainer import PPOTrainer
 
 
@@ -82,11 +83,13 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
     Returns:
         Arguments of `ppo_trainer`.
     """
+    if args.share_base_model and is_adapter_directory(args.reward_model_path):
+        return {"reward_model": args.reward_model_path}  # the trainer puts it over the policy's base
     settings = loading_settings(script_args.trust_remote_code, model_args)
     labels = {} if args.reward_head else {"num_labels": 1}
     auto, path = AutoModelForSequenceClassification, args.reward_model_path
     models = {"reward_model": auto.from_pretrained(path, **labels, **settings)}
-    if settings["dtype"] != torch.float32 or "quantization_config" in settings:
+    if not args.share_base_model and (settings["dtype"] != torch.float32 or "quantization_config" in settings):
         # All of the value model is trained: it stays in 32 bits, whatever the others are loaded in.
         whole = {name: settings[name] for name in ("revision", "attn_implementation", "trust_remote_code")}
         models["value_model"] = auto.from_pretrained(path, num_labels=1, dtype=torch.float32, **whole)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_ppo.models.heads import scalar_head
-from rlhf_ppo.models.inputs import is_peft_model, is_sharded, probe_ids
+from rlhf_ppo.models.inputs import backbone, is_peft_model, is_sharded, probe_ids
 
 
 def is_adapter_directory(path: str | os.PathLike[str]) -> bool:
@@ -43,14 +43,14 @@ def adapter_directory(policy: nn.Module, directory: str) -> str:
     return directory if name == "default" else os.path.join(directory, name)
 
 
-def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_is_reference: bool) -> nn.Module:
+def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serves_others: bool) -> nn.Module:
     """Put a new adapter over the policy.
 
     Args:
         policy: A causal language model.
         peft_config: A `peft.PeftConfig`.
         name: The adapter's name; PEFT's `"default"` when None.
-        base_is_reference: Whether the policy without the adapter will be the reference.
+        base_serves_others: Whether the policy without the adapter will be the reference, or the base of other models.
 
     Returns:
         The policy as a `PeftModel`.
@@ -64,7 +64,7 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_is_r
     _check_config(policy, peft_config, "model", "peft_config")
     before = None if is_sharded(policy) else _probe(policy)
     adapted = get_peft_model(cast(Any, policy), peft_config, adapter_name=name or "default")
-    if base_is_reference:
+    if base_serves_others:
         _check_base_stays(adapted, peft_config, before)
     return adapted
 
@@ -89,7 +89,23 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
     head = scalar_head(value_model)
     name = next(name for name, module in value_model.named_modules() if module is head)
     modules = {name, *(getattr(peft_config, "modules_to_save", None) or ())}
-    return get_peft_model(cast(Any, value_model), dataclasses.replace(peft_config, modules_to_save=sorted(modules)))
+    config = dataclasses.replace(peft_config, modules_to_save=sorted(modules), task_type="SEQ_CLS")
+    return get_peft_model(cast(Any, value_model), config)
+
+
+@torch.no_grad()
+def copy_adapter(source: nn.Module, target: nn.Module) -> None:
+    """Copy the active adapter's weights below the heads from one `PeftModel` into another's of the same kind.
+
+    Args:
+        source: Its backbone has at least the adapter's parameters of `target`.
+        target: Receives them.
+    """
+    names = [f".{cast(Any, model).active_adapter}." for model in (source, target)]
+    body = backbone(source)
+    for name, parameter in backbone(target).named_parameters():
+        if parameter.requires_grad:
+            parameter.copy_(body.get_parameter(name.replace(names[1], names[0])))
 
 
 def load_adapter_weights(model: nn.Module, directory: str) -> None:
@@ -140,7 +156,10 @@ def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) 
 
 def _check_base_stays(adapted: Any, peft_config: Any, before: Tensor | None) -> None:
     """Check that switching the adapter off gives the model that was handed over, now and after training."""
-    fix = "so the reference would not be the initial policy: choose another setting, or pass ref_model"
+    fix = (
+        "which is the reference's too, and with share_base_model=True the value model's: choose another setting, or "
+        "pass ref_model and leave share_base_model=False"
+    )
     bias = getattr(peft_config, "bias", "none")
     if bias != "none":
         raise ValueError(f"peft_config has bias={bias!r}, which trains biases of the base, {fix}")

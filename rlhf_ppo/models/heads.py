@@ -88,7 +88,9 @@ def reads_last_token(model: nn.Module) -> bool:
     ours = last_token_score(model, ids, mask)
     base = transformers_model(model)
     pad_token_id, base.config.pad_token_id = base.config.pad_token_id, -1  # or a probe id that is PAD ends the text
-    theirs = base(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()
+    dtype = next(base.parameters()).dtype
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype in (torch.bfloat16, torch.float16)):
+        theirs = base(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()  # its head may be in 32 bits
     base.config.pad_token_id = pad_token_id
     model.train(was_training)
     return torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3)
@@ -148,4 +150,5 @@ def _apply_head(model: nn.Module, states: Tensor) -> Tensor:
     head = scalar_head(model)
     if head is None:
         raise ValueError(f"{type(transformers_model(model)).__name__} has no linear head with one output")
+    states = states.to(next(head.parameters()).dtype)  # a base in 16 bits may be below a head in 32
     return head(states).squeeze(-1).float()

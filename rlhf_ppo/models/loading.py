@@ -48,36 +48,40 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
     return loaded
 
 
-def load_scalar_model(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.Module:
+def load_scalar_model(
+    model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True
+) -> nn.Module:
     """Return the sequence-classification model itself, or load it with one label from a directory or the hub.
-
-    An adapter in a directory is merged into the base that it names.
 
     Args:
         model: The model, a directory, or a hub name.
         argument: What the caller's argument is called, for error messages.
+        merges_adapter: Whether an adapter in a directory is merged into the base that it names.
 
     Raises:
         ValueError: Nothing loadable is there, or the model has no, or more than one, output.
     """
-    model = load_classifier(model, argument, num_labels=1)
+    model = load_classifier(model, argument, merges_adapter, num_labels=1)
     check_one_label(model, argument)
     return model
 
 
-def load_reward_model(model: nn.Module | str | os.PathLike[str], argument: str, label: str | None) -> nn.Module:
+def load_reward_model(
+    model: nn.Module | str | os.PathLike[str], argument: str, label: str | None, merges_adapter: bool = True
+) -> nn.Module:
     """Return a reward model with one label: its only one, or the one to keep.
 
     Args:
         model: The model, a directory, or a hub name.
         argument: What the caller's argument is called, for error messages.
         label: Name or position of the label to keep; None for a model that has but one.
+        merges_adapter: Whether an adapter in a directory is merged into its base; always where a label is chosen.
 
     Raises:
         ValueError: Nothing loadable is there, the model has no such label, or several and `label` is None.
     """
     if label is None:
-        return load_scalar_model(model, argument)
+        return load_scalar_model(model, argument, merges_adapter)
     model = load_classifier(model, argument)
     label_index(transformers_model(model).config, label)
     if num_labels(model) > 1:
@@ -86,12 +90,15 @@ def load_reward_model(model: nn.Module | str | os.PathLike[str], argument: str, 
     return model
 
 
-def load_classifier(model: nn.Module | str | os.PathLike[str], argument: str, **kwargs: Any) -> nn.Module:
-    """Return the sequence-classification model itself, or load it; an adapter in a directory is merged into its base.
+def load_classifier(
+    model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True, **kwargs: Any
+) -> nn.Module:
+    """Return the sequence-classification model itself, or load it.
 
     Args:
         model: The model, a directory, or a hub name.
         argument: What the caller's argument is called, for error messages.
+        merges_adapter: Whether an adapter in a directory is merged into the base that it names.
         **kwargs: For `from_pretrained`.
 
     Raises:
@@ -99,7 +106,8 @@ def load_classifier(model: nn.Module | str | os.PathLike[str], argument: str, **
         ValueError: Nothing loadable is there.
     """
     if isinstance(model, str | os.PathLike):
-        model = _without_adapters(_load(AutoModelForSequenceClassification, model, argument, **kwargs))
+        loaded = _load(AutoModelForSequenceClassification, model, argument, **kwargs)
+        model = _without_adapters(loaded) if merges_adapter else loaded
     _check_transformers_model(model, argument)
     return model
 
@@ -143,20 +151,32 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
     if original is reward_model:
         return _without_adapters(copy_model(original)).float().train().requires_grad_(True)
     source = _without_adapters(copy.deepcopy(original)) if is_peft_model(original) else original
-    config = copy.deepcopy(transformers_model(source).config)
-    config.num_labels = 1
-    try:
-        value_model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    except ValueError as error:
-        raise ValueError(
-            f"value_model=None, but transformers has no sequence-classification class for {type(source).__name__}; "
-            "pass value_model"
-        ) from error
+    value_model = empty_classifier(source)
     copy_weights(backbone(source), backbone(value_model))
     head = cast(Any, scalar_head(value_model)).weight
     with gathered([head], modify=True):
         nn.init.zeros_(head)
     return value_model.to(next(source.parameters()).device).train()
+
+
+def empty_classifier(model: nn.Module) -> nn.Module:
+    """Make a float32 classifier with one label of the same architecture as a language model, with new weights.
+
+    Args:
+        model: The language model, or a `PeftModel` around one.
+
+    Raises:
+        ValueError: The architecture has no sequence-classification class.
+    """
+    config = copy.deepcopy(transformers_model(model).config)
+    config.num_labels = 1
+    try:
+        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise ValueError(
+            "value_model=None, but transformers has no sequence-classification class for "
+            f"{type(transformers_model(model)).__name__}; pass value_model"
+        ) from error
 
 
 def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:

@@ -111,5 +111,6 @@ class PolicyAndValue(nn.Module):
 
 def _allow_missing_frozen(model: nn.Module, incompatible: Any) -> None:
     """Let DeepSpeed's checkpoints leave out what is not trained."""
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    parameters = model.named_parameters(remove_duplicate=False)  # two models may share a base
+    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
     incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in frozen]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trl.trainer.utils import use_adapter
 
 from rlhf_ppo.models.copying import copy_model
-from rlhf_ppo.models.frozen import Frozen
+from rlhf_ppo.models.frozen import Frozen, at_work
 from rlhf_ppo.models.inputs import is_peft_model
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 
@@ -66,7 +66,8 @@ class Reference:
             policy: The unwrapped policy.
         """
         if self.model is not None:
-            yield self.model
+            with at_work(self.model):
+                yield self.model
         else:
             with use_adapter(cast(Any, policy), self.adapter_name):
                 yield functools.partial(model, policy_only=True)
@@ -75,7 +76,8 @@ class Reference:
     def generating(self, model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:
         """Yield the module whose `policy` is the reference, to generate from; the arguments are those of `forward`."""
         if self.model is not None:
-            yield self.model
+            with at_work(self.model):
+                yield self.model
         else:
             with use_adapter(cast(Any, policy), self.adapter_name):
                 yield model

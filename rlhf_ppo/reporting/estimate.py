@@ -107,6 +107,7 @@ def estimate_update(
     optimizer_bytes: float,
     sharding: Sharding = Sharding(),
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    offloads: bool = False,
 ) -> Estimate:
     """Estimate an update with responses of full length.
 
@@ -122,6 +123,7 @@ def estimate_update(
         optimizer_bytes: Bytes of optimizer state for each trained parameter, see `optimizer_bytes_per_parameter`.
         sharding: What is spread over processes.
         autocast: Makes the context of the passes.
+        offloads: Whether frozen models come to the device one after the other.
     """
     trained = [parameter for model in (policy, value_model) for parameter in model.parameters()]
     learning = [parameter for parameter in trained if parameter.requires_grad]
@@ -130,9 +132,10 @@ def estimate_update(
     ]
     cache = count_cache_bytes(policy, min(workload.rows_per_call, workload.rows), workload.length, autocast)
     policy_bytes = _bytes(policy.parameters())
+    own = [_bytes(set(model.parameters()) - set(trained)) for model in frozen]
     return Estimate(
         weights=_bytes(trained) // sharding.weights,
-        frozen=sum(_bytes(model.parameters()) for model in frozen) // sharding.weights,
+        frozen=(max(own, default=0) if offloads else sum(own)) // sharding.weights,
         gradients=_bytes(learning) // sharding.gradients,
         optimizer=int(optimizer_bytes * sum(map(num_elements, learning))) // sharding.optimizer,
         generation=cache + (policy_bytes if sharding.weights > 1 else 0),

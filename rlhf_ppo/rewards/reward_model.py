@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.batch import pad_right
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.models.frozen import at_work
 from rlhf_ppo.models.inputs import transformers_model
 from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.rewards.retokenizing import Retokenizer, shares_tokens, tokenizer_beside
@@ -25,22 +27,25 @@ class LoadedRewardModel:
     Attributes:
         model: The sequence-classification model, cut down to one label.
         tokenizer: Its own tokenizer; None where it reads the policy's tokens.
+        offloads: Whether its weights stay on the CPU between uses.
     """
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None
+    offloads: bool = False
 
 
 def load_reward_models(
-    reward_model: Any, reward_processing_classes: Any, heads: Sequence[str] | None, tokenizer: PreTrainedTokenizerBase
+    args: PPOConfig, reward_model: Any, reward_processing_classes: Any, tokenizer: PreTrainedTokenizerBase
 ) -> list[LoadedRewardModel]:
     """Load what is given by path, choose labels and tokenizers.
 
     Args:
+        args: `reward_head` is the label to take of each model that has several: one for all of them, or one for each
+            model. With `share_base_model` adapters in directories are not merged into their bases.
         reward_model: None, or one or a list of models, directories and hub names.
         reward_processing_classes: None, or one tokenizer, or a list with one, or None, for each reward model. Where it
             is None, the tokenizer saved beside the model is used if its tokens are not the policy's.
-        heads: The label to take of each model that has several: one for all of them, or one for each model.
         tokenizer: The policy's tokenizer.
 
     Raises:
@@ -49,11 +54,11 @@ def load_reward_models(
     """
     specs = _as_list(reward_model)
     tokenizers = _one_for_each(_as_list(reward_processing_classes), specs, "reward_processing_classes")
-    labels = _one_for_each(list(heads or []), specs, "reward_head", spread=True)
+    labels = _one_for_each(list(args.reward_head or []), specs, "reward_head", spread=True)
     loaded: list[LoadedRewardModel] = []
     for number, (spec, own, label) in enumerate(zip(specs, tokenizers, labels, strict=True)):
         argument = "reward_model" if len(specs) == 1 else f"reward_model[{number}]"
-        model = load_reward_model(spec, argument, label)
+        model = load_reward_model(spec, argument, label, merges_adapter=not args.share_base_model)
         if own is None:
             own = _own_tokenizer(spec, model, tokenizer)
         elif not isinstance(own, PreTrainedTokenizerBase):
@@ -111,7 +116,7 @@ class RewardModel:
             with self.together():
                 ids, mask = self._own_tokens(self.retokenize(batch), ids.device)
         scores: list[Tensor] = []
-        with self.autocast():
+        with at_work(self.scorer), self.autocast():
             for start in range(0, len(batch), self.rows_per_pass):
                 rows = slice(start, start + self.rows_per_pass)
                 used = mask[rows].any(dim=0)  # columns that are padding in every row of this pass cost time only

@@ -83,6 +83,22 @@ def test_a_reward_model_in_16_bits_makes_a_value_model_in_32(places):
     assert str(next(trainer.value_model.parameters()).dtype) == "torch.float32"
 
 
+def test_an_adapter_of_trls_reward_trainer_scores_over_the_policys_base(places):
+    lora = ["--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj", "v_proj"]
+    commands.reward(
+        ["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl", *QUICK, *lora, "--lora_task_type", "SEQ_CLS"]
+    )
+    options = [*lora, "--reward_model_path", "out", "--share_base_model", "--output_dir", "ppo"]
+    trainer = commands.train([*PPO, *options])
+
+    models = (trainer.policy_model, trainer.value_model, trainer.reward_model)
+    held = {id(value): value.numel() for model in models for value in model.parameters()}
+    own = sum(value.numel() for model in models for name, value in model.named_parameters() if ".lora_" in name)
+    heads = sum(value.numel() for model in models[1:] for name, value in model.named_parameters() if "score." in name)
+    assert sum(held.values()) == tiny_policy().num_parameters() + own + heads
+    assert {path.name for path in Path("ppo").glob("*.safetensors")} == {"adapter_model.safetensors"}
+
+
 def test_plot_draws_runs_into_a_file(places):
     for name in ("one", "two"):
         Path(name).mkdir()

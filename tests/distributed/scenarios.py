@@ -112,14 +112,20 @@ def train_with_checkpoints(
     fixed_responses: bool = False,
     die_at: int | None = None,
     resume: bool | str = False,
+    trainer_class: type[PPOTrainer] = PPOTrainer,
+    given: dict[str, Any] | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Train with a checkpoint at each update; return all that an exact continuation must give again."""
     trainer = make_trainer(
         output_dir,
         models,
-        FixedResponses if fixed_responses else PPOTrainer,
-        given={"callbacks": [] if die_at is None else [DieAt(die_at)], **(lora() if adapters else {})},
+        FixedResponses if fixed_responses else trainer_class,
+        given={
+            "callbacks": [] if die_at is None else [DieAt(die_at)],
+            **(lora() if adapters else {}),
+            **(given or {}),
+        },
         **{"save_strategy": "steps", "save_steps": 1, "num_ppo_epochs": 1, **overrides},
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -129,6 +135,27 @@ def train_with_checkpoints(
         "parameters": whole_parameters(trainer),
         "optimizer": own_optimizer_state(trainer),
         "random": torch.rand(4).numpy(),
+    }
+
+
+def train_over_one_base(output_dir: str, models: str, **arguments: Any) -> dict[str, Any]:
+    """Train two adapters with checkpoints; return how many tensors the models share and hold at the end, too."""
+    kept: list[PPOTrainer] = []
+
+    class Kept(PPOTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            kept.append(self)
+
+    torch.manual_seed(0)  # of the adapters
+    given = {"value_model": None, **lora()}
+    result = train_with_checkpoints(output_dir, models, trainer_class=Kept, given=given, **arguments)
+    wrapper = kept[0]._unwrapped(kept[0].model)
+    policy, value_model = wrapper.policy, wrapper.value_model
+    held = {value.data_ptr() for value in wrapper.parameters()}
+    return result | {
+        "num_shared": len(set(policy.parameters()) & set(value_model.parameters())),
+        "num_held": len(held),
     }
 
 

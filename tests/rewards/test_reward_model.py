@@ -112,7 +112,7 @@ def test_scores_equal_the_model_run_by_hand(make: Any, rows_per_pass: int, pad: 
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_passes_have_the_rows_asked_for_without_common_padding_and_run_in_the_context() -> None:
+def test_passes_have_the_rows_asked_for_without_padding_and_run_in_the_context() -> None:
     torch.manual_seed(0)
     model, shapes, entered = llama().eval(), [], []
 
@@ -126,7 +126,7 @@ def test_passes_have_the_rows_asked_for_without_common_padding_and_run_in_the_co
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     source(make_batch(left=3, right=3))
-    assert shapes == [(2, 6), (2, 9), (1, 7)] and entered
+    assert shapes == [(1, 8), (1, 13), (1, 7)] and entered  # two rows, two rows, one: without padding
 
 
 def test_a_model_in_low_precision_scores_in_float32_within_its_context() -> None:
