@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from rlhf_ppo.algorithm.losses import importance_weights
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,14 @@ class Responses:
         query_responses: Prompt and response ids, long `(B, C + T)`: left-padded prompt, right-padded response.
         attention_mask: True on real tokens of either part, bool `(B, C + T)`.
         response_mask: True on the response's real tokens, the stop token included, bool `(B, T)`.
+        sampling_logprobs: Log-probabilities that the generation engine drew the response tokens with, nats, float32
+            `(B, T)`, 0 outside the mask; None if it does not say them.
     """
 
     query_responses: Tensor
     attention_mask: Tensor
     response_mask: Tensor
+    sampling_logprobs: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_shape("attention_mask", self.attention_mask, tuple(self.query_responses.shape))
@@ -82,6 +87,8 @@ class Responses:
                 f"response_mask {tuple(self.response_mask.shape)} does not fit query_responses "
                 f"{tuple(self.query_responses.shape)}"
             )
+        if self.sampling_logprobs is not None:
+            _check_shape("sampling_logprobs", self.sampling_logprobs, tuple(self.response_mask.shape))
 
     def __len__(self) -> int:
         return self.query_responses.shape[0]
@@ -115,7 +122,7 @@ class Responses:
         return dataclasses.replace(self, **cut)
 
     def _tensors(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
@@ -156,6 +163,16 @@ class Rollout(Responses):
         """True on the real tokens of the responses that have a score, bool `(B, T)`."""
         return self.response_mask & ~self.scores.isnan()[:, None]
 
+    def importance_weights(self, clip_max: float) -> Tensor | None:
+        """Return the weights that correct for the engine's arithmetic, `(B, T)`; None if it says no log-probabilities.
+
+        Args:
+            clip_max: The largest weight.
+        """
+        if self.sampling_logprobs is None:
+            return None
+        return importance_weights(self.logprobs, self.sampling_logprobs, clip_max)
+
 
 @dataclass(frozen=True)
 class Experience(Responses):
@@ -168,6 +185,7 @@ class Experience(Responses):
         returns: Advantages before whitening plus values, float32 `(B, T)`, 0 outside the loss mask.
         loss_mask: True on the tokens that are learned from, bool `(B, T)`: the real ones of responses with a score.
             Rows without one stay in the batch, so that every rank makes the same passes.
+        importance_weights: Factors of the policy's per-token losses, float32 `(B, T)`, or None: all 1.
     """
 
     logprobs: Tensor
@@ -175,11 +193,14 @@ class Experience(Responses):
     advantages: Tensor
     returns: Tensor
     loss_mask: Tensor
+    importance_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("logprobs", "values", "advantages", "returns", "loss_mask"):
             _check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
+        if self.importance_weights is not None:
+            _check_shape("importance_weights", self.importance_weights, tuple(self.response_mask.shape))
 
     def shuffled_minibatches(self, num_mini_batches: int, generator: torch.Generator) -> Iterator[Self]:
         """Yield `num_mini_batches` disjoint parts of equal size, drawn with `generator`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from rlhf_ppo.batch import Prompts, pad_right
+from rlhf_ppo.generation.sampled import Sampled
 from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
 from rlhf_ppo.models.inputs import is_managed, transformers_model
 
@@ -119,3 +121,24 @@ def sample_responses(
         ]
     policy.train(was_training)
     return pad_right(parts, padding_value=cast(int, config.pad_token_id))
+
+
+@dataclass(frozen=True)
+class TransformersEngine:
+    """transformers' `generate`, on the policy's own weights.
+
+    Attributes:
+        rows_per_call: How many prompts are generated from at once.
+        stop_strings: Texts that end a row too, or None.
+    """
+
+    rows_per_call: int
+    stop_strings: StopStrings | None = None
+    reads_sharded: bool = False
+
+    def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
+        """Generate a response to each prompt; see `sample_responses`."""
+        return Sampled(sample_responses(policy, prompts, config, self.rows_per_call, self.stop_strings))
+
+    def policy_changed(self) -> None:
+        """Do nothing: the policy itself generates."""
