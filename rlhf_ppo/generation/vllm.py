@@ -49,7 +49,7 @@ class VLLMEngine:
         for name, value in _distribution(config).items():
             setattr(self.vllm, name, value)
         _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=None, num_generations=1)
-        of_sampled = [[token[0] for token in row] for row in logprobs]
+        of_sampled = [[token[0] for token in row] for row in logprobs or [()] * len(ids)]
         for row, (tokens, values) in enumerate(zip(ids, of_sampled, strict=True)):
             if len(tokens) != len(values) or any(value is None or not math.isfinite(value) for value in values):
                 raise RuntimeError(
