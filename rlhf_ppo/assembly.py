@@ -367,7 +367,7 @@ def make_engine(
     """
     rows = args.local_rollout_forward_batch_size
     if args.generation_engine == "vllm":
-        if others := set(Opponents.of(functions, tokenizer).kinds) - {"self"}:
+        if others := [kind for kind in Opponents.of(functions, tokenizer).kinds if kind != "self"]:
             raise ValueError(
                 f"generation_engine='vllm' has the policy's weights only, but reward_funcs compare with {others}; "
                 "set generation_engine to 'continuous' or 'transformers'"

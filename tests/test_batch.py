@@ -37,7 +37,7 @@ def per_token(offset: float = 0.0) -> Tensor:
 def experience() -> Experience:
     names = ("logprobs", "values", "advantages", "returns")
     fields = {name: per_token(100 * index) for index, name in enumerate(names)}
-    return responses(**fields, loss_mask=per_token() % 7 < 5)
+    return responses(**fields, loss_mask=per_token() % 7 < 5, importance_weights=per_token(400))
 
 
 def rollout() -> Rollout:
@@ -48,6 +48,7 @@ def rollout() -> Rollout:
         scores=torch.arange(5.0) + 10,
         token_scores=per_token(300),
         scores_by_source={"a": torch.arange(5.0)},
+        sampling_logprobs=per_token(500),
     )
 
 
@@ -157,6 +158,17 @@ def test_rows_are_picked_from_every_field() -> None:
     assert len(picked) == 2 and len(whole[1:4]) == 3
 
 
+def test_a_rollout_has_weights_where_the_engine_said_its_logprobs() -> None:
+    whole = rollout()
+    close = dataclasses.replace(whole, sampling_logprobs=whole.logprobs - torch.tensor([[0.0], [0.5], [-1], [3], [1]]))
+    weights = close.importance_weights(clip_max=2.5)
+    assert weights is not None and weights.shape == (5, 6)
+    expected = torch.tensor([1.0, 0.5, -1.0, 3.0, 1.0]).exp()
+    expected[0], expected[3], expected[4] = 1.0, 2.5, 2.5
+    assert torch.allclose(weights, expected[:, None].expand(5, 6), rtol=1e-4)
+    assert dataclasses.replace(whole, sampling_logprobs=None).importance_weights(2.0) is None
+
+
 # ---- Shuffling ----
 
 
@@ -244,7 +256,11 @@ def test_padding_columns(mask: list[list[int]], columns: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["logprobs", "ref_logprobs", "values", "stopped", "final_values", "scores", "token_scores"]
+    "name",
+    [
+        *("logprobs", "ref_logprobs", "values", "stopped", "final_values", "scores", "token_scores"),
+        "sampling_logprobs",
+    ],
 )
 def test_every_shape_of_a_rollout_is_checked(name: str) -> None:
     whole = rollout()
@@ -252,7 +268,9 @@ def test_every_shape_of_a_rollout_is_checked(name: str) -> None:
         dataclasses.replace(whole, **{name: getattr(whole, name)[:-1]})
 
 
-@pytest.mark.parametrize("name", ["attention_mask", "logprobs", "values", "advantages", "returns"])
+@pytest.mark.parametrize(
+    "name", ["attention_mask", "logprobs", "values", "advantages", "returns", "importance_weights"]
+)
 def test_every_shape_of_experience_is_checked(name: str) -> None:
     whole = experience()
     with pytest.raises(ValueError, match=rf"{name} has shape \("):
