@@ -57,7 +57,7 @@ class ContinuousEngine:
         rows = prompt_rows(prompts)
         config = copy.deepcopy(config)
         if config.eos_token_id is None:
-            config.eos_token_id = -1  # or the model's own would end rows
+            config.eos_token_id = -1  # no token; what transformers makes of None, but for a warning
         was_training = policy.training
         policy.eval()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.batch import Prompts
@@ -73,6 +75,21 @@ def test_the_same_seed_gives_the_same_responses(make_args: MakeArgs) -> None:
         again = sample(policy, given, config, 2)
         assert again.ids.tolist() == first.ids.tolist() and torch.equal(_logprobs(again), _logprobs(first))
     assert other.ids.tolist() != first.ids.tolist()
+
+
+def test_responses_do_not_depend_on_how_fast_the_rows_arrive(
+    make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, given, config = tiny_policy(), prompts(*RAGGED), sampling_config(make_args(response_length=10), 1)
+    expected = sample(policy, given, config)
+    add_request = ContinuousBatchingManager.add_request
+
+    def add_slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.02)
+        return add_request(*args, **kwargs)
+
+    monkeypatch.setattr(ContinuousBatchingManager, "add_request", add_slowly)
+    assert sample(policy, given, config).ids.tolist() == expected.ids.tolist()
 
 
 def _logprobs(sampled: Sampled) -> torch.Tensor:
