@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import GenerationConfig
 
-from rlhf_ppo.batch import Prompts, pad_right
+from rlhf_ppo.batch import Prompts, pad_right, padding_columns
+from rlhf_ppo.generation.dropping import generate_dropping
 from rlhf_ppo.generation.sampled import Sampled
-from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
-from rlhf_ppo.models.inputs import is_managed, transformers_model
+from rlhf_ppo.generation.stopping import StopStrings
+from rlhf_ppo.models.inputs import gathers_in_passes, transformers_model
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
@@ -96,7 +97,7 @@ def sample_responses(
         policy: A causal language model, or a `PeftModel` around one.
         prompts: `B` left-padded prompts; ids under the mask are ignored.
         config: The sampling distribution and the length limit.
-        rows_per_call: How many prompts are generated from at once.
+        rows_per_call: How many prompts are generated from at once, those of similar length together.
         stop_strings: Texts that end a row too, or None.
 
     Returns:
@@ -104,23 +105,21 @@ def sample_responses(
     """
     was_training = policy.training
     policy.eval()  # activation checkpointing, active in training mode, forbids the KV cache
-    ids, mask = prompts.input_ids.masked_fill(~prompts.attention_mask, 0), prompts.attention_mask.long()
-    stopping = None
-    if stop_strings is not None:
-        stopping = StoppingCriteriaList([StopsAtStrings(stop_strings, prompt_length=ids.shape[1])])
+    longest_first = prompts.attention_mask.sum(dim=1).argsort(descending=True, stable=True)
     with own_generation_config_hidden(policy) as model:
         parts = [
-            model.generate(
-                input_ids=part,
-                attention_mask=part_mask,
-                generation_config=config,
-                stopping_criteria=stopping,
-                synced_gpus=is_managed(policy),
-            )[:, ids.shape[1] :]
-            for part, part_mask in zip(ids.split(rows_per_call), mask.split(rows_per_call), strict=True)
+            _sample_part(model, prompts, rows, config, stop_strings, gathers_in_passes(policy))
+            for rows in longest_first.split(rows_per_call)
         ]
     policy.train(was_training)
-    return pad_right(parts, padding_value=cast(int, config.pad_token_id))
+    return pad_right(parts, padding_value=cast(int, config.pad_token_id))[longest_first.argsort()]
+
+
+def _sample_part(model: Any, prompts: Prompts, rows: Tensor, *how: Any) -> Tensor:
+    mask = prompts.attention_mask[rows]
+    left = padding_columns(mask)
+    ids = prompts.input_ids[rows].masked_fill(~mask, 0)
+    return generate_dropping(model, ids[:, left:], mask[:, left:].long(), *how)
 
 
 @dataclass(frozen=True)

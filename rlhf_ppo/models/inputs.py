@@ -106,6 +106,12 @@ def is_managed(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
+def gathers_in_passes(model: nn.Module) -> bool:
+    """Tell whether ZeRO-3's hooks gather the parameters in each forward pass, which all ranks then make together."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return any(str(getattr(hook, "__module__", "")).startswith("deepspeed") for hook in hooks)
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether DeepSpeed ZeRO-3 has taken the parameters apart, so that they are empty outside its hooks."""
     return any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in model.parameters())

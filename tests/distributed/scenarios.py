@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.batch import Prompts, Responses
 from rlhf_ppo.distributed import on_whole_policy
+from rlhf_ppo.generation import dropping
 from rlhf_ppo.generation.sequences import join_responses
 from rlhf_ppo.rewards.preference import PreferenceReward
 from tests import conftest
@@ -207,8 +208,14 @@ def two_updates_of_scaled_rewards(output_dir: str, models: str, local_batch_size
     }
 
 
+def keep_finished_rows() -> None:
+    """Let finished rows stay in the batch everywhere, as they do layer by layer: all then draw the same numbers."""
+    dropping.SHARE_LEFT = 0.0
+
+
 def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
     """Evaluate, then train on a reward model, with the reference and the value model made by the trainer."""
+    keep_finished_rows()
     given = {"reward_model": f"{models}/reward_model", "value_model": None, "reward_funcs": None}
     trainer = make_trainer(output_dir, models, given=given, **overrides)
     before = trainer.evaluate()
@@ -256,6 +263,7 @@ def prefers_larger_words(prompts: list[str], pairs: list[list[str]]) -> list[flo
 
 def train_against_opponents(output_dir: str, models: str, adapters: bool = False, **overrides: Any) -> dict[str, Any]:
     """Train on comparisons with the reference and with the policy itself, with stop strings; return the log."""
+    keep_finished_rows()
     rewards = [PreferenceReward(prefers_larger_words, kind, name=kind) for kind in ("reference", "self")]
     given = {"reward_funcs": rewards, **(lora() if adapters else {})}
     trainer = make_trainer(output_dir, models, given=given, stop_strings=["w7", "w12 w"], **overrides)

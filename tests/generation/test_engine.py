@@ -97,6 +97,18 @@ def test_parts_are_generated_apart_and_padded_to_one_width(make_args: MakeArgs) 
     assert responses.tolist() == [[11, 12, 12, 12, 12], [12] * 5, [8, 9, 10, 11, 12], [10, 11, 12, 12, 12]]
 
 
+def test_prompts_of_similar_length_are_generated_from_together(make_args: MakeArgs) -> None:
+    policy = scripted_policy({})
+    widths: list[int] = []
+    policy.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    config = sampling_config(make_args(response_length=1), stop_token_id=None)
+    given = prompts([10], [3, 4, 5, 6, 20], [7, 8], [9, 9, 9, 9, 9, 30])
+    assert sample(policy, given, config, rows_per_call=2).tolist() == [[11], [21], [9], [31]]
+    assert widths == [6, 2]
+
+
 def test_greedy_takes_the_likeliest(make_args: MakeArgs) -> None:
     policy, tokens = tiny_policy(), [5, 9, 3]
     config = greedy_config(make_args(response_length=6, temperature=5.0, top_k=3), stop_token_id=None)

@@ -1,0 +1,100 @@
+"""Generation in which finished rows leave the batch: a few long responses do not pay for many short ones."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
+
+SHARE_LEFT = 0.75
+"""Share of a batch's rows that must still be unfinished for it to go on as it is."""
+
+
+class FewAreLeft(StoppingCriteria):
+    """Ends `generate` once at most `most_left` rows are unfinished, and tells which.
+
+    Args:
+        stop_token_id: The stop token, or None.
+        stop_strings: Ends rows too, or None.
+        most_left: With how many unfinished rows `generate` ends.
+
+    Attributes:
+        finished: Which rows have ended by themselves, bool `(B,)`.
+    """
+
+    def __init__(self, stop_token_id: int | None, stop_strings: StopsAtStrings | None, most_left: int) -> None:
+        self.stop_token_id, self.stop_strings, self.most_left = stop_token_id, stop_strings, most_left
+        self.finished = torch.zeros(())
+
+    def __call__(self, input_ids: Any, scores: Any = None, **kwargs: Any) -> Any:
+        """Tell which rows `generate` need not go on with, bool `(B,)`."""
+        last = input_ids[:, -1]
+        ends = torch.zeros_like(last, dtype=torch.bool) if self.stop_token_id is None else last == self.stop_token_id
+        if self.stop_strings is not None:
+            ends = ends | self.stop_strings(input_ids)
+        self.finished = self.finished.to(ends) | ends
+        return self.finished | ((~self.finished).sum() <= self.most_left)
+
+
+def generate_dropping(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    config: GenerationConfig,
+    stop_strings: StopStrings | None = None,
+    synced_gpus: bool = False,
+) -> Tensor:
+    """Generate, going on with the unfinished rows and their key-value cache alone whenever a quarter have ended.
+
+    Args:
+        model: A transformers model.
+        input_ids: Prompts, long `(B, C)`, left-padded.
+        attention_mask: 1 on real tokens, long `(B, C)`.
+        config: How to sample; its `eos_token_id` is one token or None.
+        stop_strings: Texts that end a row too, or None.
+        synced_gpus: Whether every forward pass is one of all ranks: all rows then stay until the last has ended on
+            every rank, which `generate` sees to in one call.
+
+    Returns:
+        Sampled ids, long `(B, T)` with `T <= max_new_tokens`; `pad_token_id` follows a row's end.
+    """
+    num_rows, prompt_length = input_ids.shape
+    longest = prompt_length + cast(int, config.max_new_tokens)
+    result = input_ids.new_full((num_rows, longest - prompt_length), cast(int, config.pad_token_id))
+    rows = torch.arange(num_rows, device=input_ids.device)
+    strings = None if stop_strings is None else StopsAtStrings(stop_strings, prompt_length)
+    share_left = 0.0 if synced_gpus else SHARE_LEFT
+    cache: dict[str, Any] = {}
+    while len(rows) and input_ids.shape[1] < longest:
+        few_are_left = FewAreLeft(cast("int | None", config.eos_token_id), strings, int(share_left * len(rows)))
+        output = model.generate(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            generation_config=config,
+            max_new_tokens=longest - input_ids.shape[1],
+            stopping_criteria=StoppingCriteriaList([few_are_left]),
+            return_dict_in_generate=True,
+            synced_gpus=synced_gpus,
+            **cache,
+        )
+        sampled = output.sequences
+        result[rows, : sampled.shape[1] - prompt_length] = sampled[:, prompt_length:]
+        left = (~few_are_left.finished).nonzero().squeeze(1)
+        attention_mask = torch.cat(
+            (attention_mask, attention_mask.new_ones(len(rows), sampled.shape[1] - input_ids.shape[1])), dim=1
+        )[left]
+        rows, input_ids, cache = rows[left], sampled[left], _cache_of(output, left)
+    return result[:, : max(1, sampled.shape[1] - prompt_length)]
+
+
+def _cache_of(output: Any, rows: Tensor) -> dict[str, Any]:
+    """Keep the rows' part of the key-value cache; one that cannot be parted is left, and its tokens run again."""
+    cache: Any = getattr(output, "past_key_values", None)
+    if not all(hasattr(layer, "batch_select_indices") for layer in getattr(cache, "layers", [None])):
+        return {}
+    cache.batch_select_indices(rows)
+    return {"past_key_values": cache}

@@ -1,0 +1,157 @@
+"""Rows that leave the batch change no row: the same greedy tokens, the same distribution, with any cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from rlhf_ppo.generation.dropping import generate_dropping
+from rlhf_ppo.generation.sequences import response_mask
+from rlhf_ppo.generation.stopping import StopStrings
+from tests.conftest import make_tokenizer, tiny_policy
+from tests.generation.test_engine import prompts, scripted_policy
+
+STOP, NUM_TOKENS = 1, 24
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
+    "gpt_neox": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "mistral": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "num_key_value_heads": 1, "sliding_window": 6},
+}  # fmt: skip
+
+
+def model_of(name: str) -> Any:
+    config = AutoConfig.for_model(name, vocab_size=8, initializer_range=0.6, **ARCHITECTURES[name])
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config = GenerationConfig()
+    return model
+
+
+def greedy(stop: int | None = STOP, **changes: Any) -> GenerationConfig:
+    values = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": stop, "pad_token_id": stop or 0}
+    return GenerationConfig(**{**values, **changes})
+
+
+def given_rows(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 7, (count,), generator=generator).tolist()
+    rows = prompts(*(torch.randint(2, 8, (length,), generator=generator).tolist() for length in lengths))
+    return rows.input_ids, rows.attention_mask.long()
+
+
+def batches_of(model: Any) -> list[tuple[int, ...]]:
+    """Record the shape of each forward pass's ids."""
+    shapes: list[tuple[int, ...]] = []
+
+    def record(_: Any, args: Any, kwargs: Any) -> None:
+        shapes.append(tuple(kwargs["input_ids"].shape))
+
+    model.register_forward_pre_hook(record, with_kwargs=True)
+    return shapes
+
+
+@pytest.mark.parametrize("parted", [True, False], ids=["the cache goes on", "a cache that cannot be parted"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_rows_are_those_of_generate(name: str, parted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not parted:
+        monkeypatch.delattr(DynamicLayer, "batch_select_indices")
+        monkeypatch.delattr(CacheLayerMixin, "batch_select_indices", raising=False)
+    model, (ids, mask) = model_of(name), given_rows(24)
+    whole = model.generate(input_ids=ids, attention_mask=mask, generation_config=greedy())[:, ids.shape[1] :]
+    lengths = response_mask(whole, STOP).sum(dim=1)
+    assert len(set(lengths.tolist())) > 3, "rows must end at different times"
+    shapes = batches_of(model)
+    ours = generate_dropping(model, ids, mask, greedy())
+    assert torch.equal(ours, whole)
+    sizes = [rows for rows, _ in shapes]
+    assert len(set(sizes)) > 2 and sizes == sorted(sizes, reverse=True)
+    again = [width for (rows, width), (before, _) in zip(shapes[1:], shapes, strict=False) if rows < before]
+    assert all((width == 1) is parted for width in again)
+
+
+def test_what_runs_in_each_step_by_hand() -> None:
+    """Stops after 2, 3, 5 and 9 tokens: rows leave at the end of steps 2, 3 and 5."""
+    policy = scripted_policy({})
+    shapes = batches_of(policy)
+    given = prompts([10], [9], [7], [3])
+    ours = generate_dropping(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12))
+    assert [rows for rows, _ in shapes] == [4, 4, 3, 2, 2, 1, 1, 1, 1]
+    assert ours.tolist() == [
+        [11, 12, 12, 12, 12, 12, 12, 12, 12],
+        [10, 11, 12, 12, 12, 12, 12, 12, 12],
+        [8, 9, 10, 11, 12, 12, 12, 12, 12],
+        [4, 5, 6, 7, 8, 9, 10, 11, 12],
+    ]
+
+
+def test_the_cache_holds_what_is_left() -> None:
+    policy, rows = scripted_policy({}), []
+    policy.register_forward_hook(lambda *call: rows.append(call[-1].past_key_values.layers[0].keys.shape[0]))
+    given = prompts([10], [9], [7], [3])
+    generate_dropping(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12))
+    assert rows == [4, 4, 3, 2, 2, 1, 1, 1, 1]
+
+
+def test_adapters_and_stop_strings() -> None:
+    policy = get_peft_model(scripted_policy({}), LoraConfig(r=2, target_modules=["q_proj"]))
+    base: Any = policy.get_base_model()
+    shapes = batches_of(base)
+    stop = StopStrings(make_tokenizer(), ("w8 w9",))  # ids 11 and 12
+    given = prompts([10], [7], [3, 8])
+    ours = generate_dropping(base, given.input_ids, given.attention_mask.long(), greedy(stop=None), stop)
+    assert [rows for rows, _ in shapes] == [3, 3, 2, 2, 1]
+    assert ours[:, :2].tolist() == [[11, 12], [8, 9], [9, 10]]
+
+
+def test_nothing_ends_without_a_stop() -> None:
+    shapes = batches_of(policy := scripted_policy({}))
+    policy.generation_config = GenerationConfig()
+    given = prompts([0], [2])
+    ours = generate_dropping(policy, given.input_ids, given.attention_mask.long(), greedy(None, max_new_tokens=4))
+    assert ours.tolist() == [[1, 2, 3, 4], [3, 4, 5, 6]]
+    assert shapes == [(2, 1)] * 4
+
+
+def test_all_rows_stay_where_all_ranks_pass_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = scripted_policy({})
+    calls: list[dict[str, Any]] = []
+    generate = policy.generate
+    monkeypatch.setattr(
+        policy, "generate", lambda **kwargs: (calls.append(kwargs), generate(**kwargs | {"synced_gpus": False}))[1]
+    )
+    shapes = batches_of(policy)
+    given = prompts([10], [9], [3])
+    generate_dropping(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12), synced_gpus=True)
+    assert [call["synced_gpus"] for call in calls] == [True]
+    assert shapes == [(3, 1)] * 9
+
+
+def test_sampling_is_from_the_same_distribution() -> None:
+    """Each response of 4096 to one prompt, many of which leave early, is as frequent as its probability says."""
+    policy = tiny_policy(vocab_size=4, initializer_range=0.4).eval()
+    policy.generation_config = GenerationConfig()
+    ids = torch.full((4096, 1), 2)
+    config = greedy(max_new_tokens=3, do_sample=True, top_k=0, temperature=4.0)
+    torch.manual_seed(0)
+    drawn = Counter(map(tuple, generate_dropping(policy, ids, torch.ones_like(ids), config).tolist()))
+
+    def expected(response: list[int]) -> float:
+        with torch.no_grad():
+            log_distribution = policy(torch.tensor([[2, *response]])).logits[0].div(4.0).log_softmax(dim=-1)
+        return float(sum(log_distribution[place, token] for place, token in enumerate(response)))
+
+    assert len(drawn) == 3 * 3 * 4 + 3 + 1  # ended at the third token or not at all, at the second, at once
+    for response, count in drawn.items():
+        ended = response.index(STOP) + 1 if STOP in response else 3
+        probability = torch.tensor(expected(list(response[:ended]))).exp().item()
+        spread = (4096 * probability * (1 - probability)) ** 0.5
+        assert abs(count - 4096 * probability) < 4.5 * spread, response
