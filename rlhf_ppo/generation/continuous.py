@@ -99,6 +99,7 @@ def cache_for(rows: Sequence[Sequence[int]], max_new_tokens: int, max_rows: int)
         safety_margin=0.0,  # there is room for all rows that run together
         use_async_batching=False,
         use_cuda_graph=False,
+        disable_nccl_graph_mixing=False,  # or it sets an environment variable for graphs that are not used
         return_logprobs=True,
     )
 
