@@ -7,7 +7,8 @@ on this rank, `C` the context (prompt) length after left padding, `T` the respon
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -107,8 +108,13 @@ class Responses:
         return dataclasses.replace(self, **{name: value[rows] for name, value in self._tensors().items()})
 
     def parts(self, max_rows: int) -> list[Self]:
-        """Cut into parts of at most `max_rows` rows, each trimmed to its longest real prompt and response."""
-        return [self[start : start + max_rows].trimmed() for start in range(0, len(self), max_rows)]
+        """Cut into parts of at most `max_rows` rows."""
+        return self.parts_of([min(max_rows, len(self) - start) for start in range(0, len(self), max_rows)])
+
+    def parts_of(self, sizes: Sequence[int]) -> list[Self]:
+        """Cut into parts of these numbers of rows, in order, each trimmed to its longest real prompt and response."""
+        ends = itertools.accumulate(sizes)
+        return [self[end - size : end].trimmed() for size, end in zip(sizes, ends, strict=True)]
 
     def trimmed(self) -> Self:
         """Drop the columns that are padding in every row, left of the prompts and right of the responses."""
@@ -211,6 +217,39 @@ class Experience(Responses):
         lengths = self.attention_mask.sum(dim=1)
         for rows in order.chunk(num_mini_batches):
             yield self[rows[lengths[rows].argsort(descending=True, stable=True)]]
+
+
+def sizes_within(lengths: Sequence[int], max_tokens: int) -> list[int]:
+    """Count the rows of parts that follow each other and have as many rows as fit.
+
+    Args:
+        lengths: Tokens of each row.
+        max_tokens: Most tokens of a part; a longer row is a part of its own.
+
+    Returns:
+        Number of rows of each part.
+    """
+    sizes, tokens = [0], 0
+    for length in lengths:
+        if sizes[-1] and tokens + length > max_tokens:
+            sizes, tokens = [*sizes, 0], 0
+        sizes[-1] += 1
+        tokens += length
+    return sizes
+
+
+def split_until(sizes: Sequence[int], num_parts: int) -> list[int]:
+    """Halve the part with the most rows until there are `num_parts`, none of them empty.
+
+    Args:
+        sizes: Number of rows of each part, `num_parts` rows or more in all.
+        num_parts: How many parts there must be, at least as many as there are.
+    """
+    sizes = list(sizes)
+    while len(sizes) < num_parts:
+        largest = sizes.index(max(sizes))
+        sizes[largest : largest + 1] = [-(-sizes[largest] // 2), sizes[largest] // 2]
+    return sizes
 
 
 def padding_columns(left_padded_mask: Tensor) -> int:

@@ -36,6 +36,7 @@ RANGES: dict[str, Interval] = {
     **dict.fromkeys(("top_k", "num_sample_generations", "stop_token_id"), _NOT_NEGATIVE),
     **dict.fromkeys(("response_length", "num_ppo_epochs", "num_mini_batches", "total_episodes"), _AT_LEAST_ONE),
     **dict.fromkeys(("local_rollout_forward_batch_size", "max_prompt_length", "dataset_num_proc"), _AT_LEAST_ONE),
+    **dict.fromkeys(("max_tokens_per_micro_batch",), _AT_LEAST_ONE),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), _AT_LEAST_ONE),
     **dict.fromkeys(("gradient_accumulation_steps",), _AT_LEAST_ONE),
     **dict.fromkeys(("gamma", "lam", "min_p"), Interval(0, 1)),
@@ -176,6 +177,11 @@ class PPOConfig(RejectsRemoved, EngineArguments, TrainingArguments):
     # --- Optimization ---
     num_ppo_epochs: int = _option(4, "Passes over each rollout.")
     num_mini_batches: int = _option(1, "Mini-batches, and so optimizer steps, per pass.")
+    max_tokens_per_micro_batch: int | None = _option(
+        None,
+        "Cut mini-batches into forward and backward passes of as many whole episodes as fit into this many tokens, "
+        "prompts included, instead of per_device_train_batch_size episodes; a longer episode has a pass to itself.",
+    )
     gamma: float = _option(1.0, "Discount factor per token.")
     lam: float = _option(0.95, "Lambda of generalized advantage estimation.")
     cliprange: float = _option(0.2, "How far the importance ratio may leave 1 before its gain is clipped.")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.utils.data import IterableDataset
+from transformers import Trainer
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
+from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.distributed import is_fsdp, zero_stage
-from rlhf_ppo.models.inputs import is_sharded
+from rlhf_ppo.models.inputs import is_sharded, transformers_model
 from rlhf_ppo.reporting.estimate import (
     Estimate,
     Sharding,
@@ -56,31 +61,82 @@ def forecast(trainer: Any) -> Estimate | None:
         The estimate, or None where it cannot be made: for a stream, whose lengths are not known, and for models whose
         parameters ZeRO-3 has already taken apart.
     """
-    dataset = trainer.train_dataset
+    dataset, accelerator = trainer.train_dataset, trainer.accelerator
     if isinstance(dataset, IterableDataset) or not has_length(dataset) or is_sharded(trainer.policy_model):
         return None
-    args = trainer.args
-    optimizer_class, kwargs = trainer.get_optimizer_cls_and_kwargs(args)
-    frozen = [*([] if trainer.reference.model is None else [trainer.reference.model.model]), *trainer.reward_models]
-    accelerator = trainer.accelerator
-    device = next(trainer.policy_model.parameters()).device.type
-    return estimate_update(
+    return estimate_run(
+        trainer.args,
         trainer.policy_model,
         trainer.value_model,
-        frozen,
-        Workload(
-            rows=cast(int, args.local_batch_size),
-            rows_per_call=args.local_rollout_forward_batch_size,
-            rows_per_micro_batch=args.per_device_train_batch_size,
-            prompt_length=round(statistics.mean(len(row["input_ids"]) for row in cast(Any, dataset))),
-            response_length=args.response_length,
-            num_ppo_epochs=args.num_ppo_epochs,
-            recomputes=args.gradient_checkpointing,
-        ),
-        optimizer_bytes_per_parameter(optimizer_class, kwargs, args.device),
+        [*([] if trainer.reference.model is None else [trainer.reference.model.model]), *trainer.reward_models],
+        mean_prompt_length(dataset),
         Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes),
-        lambda: torch.autocast(device, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"),
+        accelerator.mixed_precision == "bf16",
     )
+
+
+def estimate_run(
+    args: PPOConfig,
+    policy: nn.Module,
+    value_model: nn.Module,
+    frozen: Sequence[nn.Module],
+    prompt_length: int,
+    sharding: Sharding,
+    bf16: bool,
+) -> Estimate:
+    """Estimate the updates of a run.
+
+    Args:
+        args: The arguments, with the derived ones.
+        policy: The trained language model, in training mode; it may have no storage.
+        value_model: The trained value model, likewise.
+        frozen: Reference and reward models that have weights of their own, the reference first.
+        prompt_length: Tokens of a prompt.
+        sharding: What is spread over processes.
+        bf16: Whether passes compute in bfloat16 where autocast does.
+    """
+    device = next(policy.parameters()).device.type
+    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    with _recomputing_as_in_training(args, policy, value_model):
+        return estimate_update(
+            policy,
+            value_model,
+            frozen,
+            Workload(
+                rows=cast(int, args.local_batch_size),
+                rows_per_call=args.local_rollout_forward_batch_size,
+                rows_per_micro_batch=args.per_device_train_batch_size,
+                prompt_length=prompt_length,
+                response_length=args.response_length,
+                num_ppo_epochs=args.num_ppo_epochs,
+                recomputes=args.gradient_checkpointing,
+            ),
+            optimizer_bytes_per_parameter(optimizer_class, kwargs, args.device),
+            sharding,
+            lambda: torch.autocast(device, torch.bfloat16, enabled=bf16),
+        )
+
+
+def mean_prompt_length(dataset: Any) -> int:
+    """Return the mean number of tokens of a prepared data set's prompts, rounded."""
+    return round(statistics.mean(len(row["input_ids"]) for row in dataset))
+
+
+@contextmanager
+def _recomputing_as_in_training(args: PPOConfig, *models: nn.Module) -> Iterator[None]:
+    """Switch activation checkpointing on as `Trainer.train` will, which comes after the estimate."""
+    bases: list[Any] = [transformers_model(model) for model in models] if args.gradient_checkpointing else []
+    given = dict(cast("dict[str, Any] | None", args.gradient_checkpointing_kwargs) or {})
+    cut = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
+    # The name changed within the range of transformers that is supported.
+    kind = "activation" if all(hasattr(base, "activation_checkpointing_enable") for base in bases) else "gradient"
+    try:
+        for base in bases:
+            getattr(base, f"{kind}_checkpointing_enable")(given or None, **cut)
+        yield
+    finally:
+        for base in bases:
+            getattr(base, f"{kind}_checkpointing_disable")()
 
 
 def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_updates: int) -> str:
@@ -95,15 +151,16 @@ def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_u
     flops, bandwidth = measure_rates(device, dtype)
     seconds = estimate.seconds(flops, bandwidth)
     parts = ("weights", "frozen", "gradients", "optimizer", "generation", "learning")
-    memory = ", ".join(f"{name} {_size(getattr(estimate, name))}" for name in parts)
+    memory = ", ".join(f"{name} {size(getattr(estimate, name))}" for name in parts)
     return (
-        f"Estimated per device: {_size(estimate.peak)} of memory ({memory}), and {seconds:.2g} s per update, "
+        f"Estimated per device: {size(estimate.peak)} of memory ({memory}), and {seconds:.2g} s per update, "
         f"{timedelta(seconds=round(seconds * num_updates))} for {num_updates}, if responses are of full length and "
-        f"the device does its measured {_rate(flops)}FLOP/s and {_rate(bandwidth)}B/s."
+        f"the device does its measured {rate(flops)}FLOP/s and {rate(bandwidth)}B/s."
     )
 
 
-def _size(num_bytes: float) -> str:
+def size(num_bytes: float) -> str:
+    """Write a number of bytes."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.3g} {unit}"
@@ -111,7 +168,8 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes:.3g} GiB"
 
 
-def _rate(per_second: float) -> str:
+def rate(per_second: float) -> str:
+    """Write a large number, with the prefix of its unit."""
     for unit in ("", "k", "M", "G"):
         if per_second < 1000:
             return f"{per_second:.3g} {unit}"

@@ -31,7 +31,7 @@ from rlhf_ppo.assembly import (
     use_one_device,
     vocab_size,
 )
-from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right
+from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right, sizes_within, split_until
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import PromptCollator, check_lengths
 from rlhf_ppo.distributed import failing_together, gather_over_ranks, on_whole_policy, place_frozen, sum_over_ranks
@@ -436,11 +436,10 @@ class PPOTrainer(PPOSeams):
         Returns:
             Gradient norm before clipping; 0 for a mini-batch in which no response has a score: it takes no step.
         """
-        args = self.args
         num_tokens = float(self._sum(minibatch.loss_mask.sum()))
         if num_tokens == 0:
             return 0.0
-        parts = minibatch.parts(args.per_device_train_batch_size)
+        parts = self._micro_batches(minibatch)
         for index, part in enumerate(parts):
             is_last = index == len(parts) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
@@ -456,6 +455,15 @@ class PPOTrainer(PPOSeams):
             if not is_last:
                 self._fire("on_substep_end")
         return self._optimizer_step(model)
+
+    def _micro_batches(self, minibatch: Experience) -> list[Experience]:
+        """Cut a mini-batch by rows, or by tokens into as many parts as the rank with the longest responses needs."""
+        if self.args.max_tokens_per_micro_batch is None:
+            return minibatch.parts(self.args.per_device_train_batch_size)
+        lengths = minibatch.attention_mask.sum(dim=1)
+        sizes = sizes_within(lengths.tolist(), self.args.max_tokens_per_micro_batch)
+        num_parts = int(self._gather(lengths.new_tensor([len(sizes)])).max())
+        return minibatch.parts_of(split_until(sizes, num_parts))
 
     def compute_loss(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right, padding_columns
+from rlhf_ppo.batch import (
+    Experience,
+    Prompts,
+    Responses,
+    Rollout,
+    pad_right,
+    padding_columns,
+    sizes_within,
+    split_until,
+)
 from rlhf_ppo.reproducibility import shuffling_generator
 
 CPU = torch.device("cpu")
@@ -133,6 +143,39 @@ def test_parts_of_any_size_put_together_are_the_whole(size: int) -> None:
     assert torch.equal(restored, whole.values.masked_fill(~whole.response_mask, 0))
     assert torch.equal(torch.cat([part.scores for part in parts]), whole.scores)
     assert torch.equal(torch.cat([part.stopped for part in parts]), whole.stopped)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "sizes"),
+    [
+        ([5, 5, 3, 2], 10, [2, 2]),
+        ([5, 5, 3, 2], 9, [1, 2, 1]),
+        ([50, 4, 4, 50], 8, [1, 2, 1]),
+        ([1], 1, [1]),
+        ([3, 3, 3], 1, [1, 1, 1]),
+        ([3, 3, 3], 9, [3]),
+    ],
+)
+def test_parts_within_a_number_of_tokens(lengths: list[int], max_tokens: int, sizes: list[int]) -> None:
+    assert sizes_within(lengths, max_tokens) == sizes
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1), max_tokens=st.integers(1, 60))
+def test_parts_hold_all_rows_and_no_two_neighbours_would_fit_together(lengths: list[int], max_tokens: int) -> None:
+    sizes, parts = sizes_within(lengths, max_tokens), []
+    for size in sizes:
+        parts.append(lengths[sum(map(len, parts)) :][:size])
+    assert list(itertools.chain(*parts)) == lengths and min(sizes) > 0
+    assert all(sum(part) <= max_tokens or len(part) == 1 for part in parts)
+    assert all(sum(part) + after[0] > max_tokens for part, after in itertools.pairwise(parts))
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1), more=st.floats(0, 1))
+def test_parts_are_split_until_there_are_enough(sizes: list[int], more: float) -> None:
+    wanted = len(sizes) + int(more * (sum(sizes) - len(sizes)))
+    split = split_until(sizes, wanted)
+    assert len(split) == wanted and sum(split) == sum(sizes) and min(split) > 0
+    assert max(split) <= max(sizes) and set(itertools.accumulate(sizes)) <= set(itertools.accumulate(split))
 
 
 def test_the_loss_mask_leaves_out_padding_and_responses_without_a_score() -> None:

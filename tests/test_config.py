@@ -78,6 +78,7 @@ CASES = [
     Case("kl_estimator", "k1", "k3", "k3", ("k2", "K1", None)),
     Case("whiten_rewards", False, "true", True, (1, None)),
     Case("num_ppo_epochs", 4, "1", 1, (*COUNT, None)),
+    Case("max_tokens_per_micro_batch", None, "4096", 4096, COUNT),
     Case("num_mini_batches", 1, "4", 4, (*COUNT, None, 3)),  # 3 does not divide 8
     Case("gamma", 1.0, "0.99", 0.99, (-0.1, 1.1, NAN, None)),
     Case("lam", 0.95, "0", 0.0, (-0.1, 1.1, NAN, None)),

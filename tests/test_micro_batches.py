@@ -93,6 +93,8 @@ class CuttingTrainer(PPOTrainer):
     """Instead of learning, takes the gradient of the same mini-batch cut into micro-batches of several sizes."""
 
     sizes = (1, 2, 3, 5, 8, 12, 100)
+    budgets = (1, 17, 30)
+    """Tokens: fewer than any row has, than two long rows have, and enough for several."""
 
     def learn(self, model: torch.nn.Module, experience: Experience) -> float | torch.Tensor:
         model.train()
@@ -100,6 +102,9 @@ class CuttingTrainer(PPOTrainer):
         for size in self.sizes:
             self.args.per_device_train_batch_size = size
             grad_norm = self.update(model, experience, UpdateStatistics())
+        for budget in self.budgets:
+            self.args.max_tokens_per_micro_batch = budget
+            self.update(model, experience, UpdateStatistics())
         self._metrics |= {"placeholder": 0.0}
         return grad_norm
 
@@ -140,11 +145,12 @@ def test_gradients_do_not_depend_on_how_a_mini_batch_is_cut(
     trainer.train()
     lengths = trainer.experience.response_mask.sum(dim=1)
     assert lengths.min() <= 2 and lengths.max() == 8
-    assert len(gradients.taken) == len(CuttingTrainer.sizes)
-    whole = gradients.taken[-1]
+    cuts = (*CuttingTrainer.sizes, *(f"at most {budget} tokens" for budget in CuttingTrainer.budgets))
+    assert len(gradients.taken) == len(cuts)
+    whole = gradients.taken[len(CuttingTrainer.sizes) - 1]
     assert len(whole) == len(list(trainer.model.parameters()))
     assert 0.1 < max(float(gradient.abs().max()) for gradient in whole.values()) < 1
-    for size, cut in zip(CuttingTrainer.sizes, gradients.taken, strict=True):
+    for size, cut in zip(cuts, gradients.taken, strict=True):
         for name, gradient in cut.items():
             difference = float((gradient - whole[name]).abs().max())
             assert difference < 1e-6, f"{name} differs by {difference} in micro-batches of {size}"
@@ -186,3 +192,34 @@ def test_every_epoch_is_a_new_partition_and_every_run_the_same(make_trainer: Cal
         assert sorted(epoch[0] + epoch[1]) == list(range(8))
     assert len({str(epoch) for epoch in epochs}) == len(epochs) == 4  # two updates of two epochs, no order twice
     assert orders(make_trainer, seed=4) != first
+
+
+def test_micro_batches_hold_as_many_whole_rows_as_fit(
+    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another rank needs more passes, this one makes as many."""
+    trainer = make_trainer(max_tokens_per_micro_batch=20, per_device_train_batch_size=8, gradient_accumulation_steps=1)
+    seen: list[list[int]] = []
+    compute_loss = trainer.compute_loss
+
+    def see(model: Any, inputs: Experience, **kwargs: Any) -> Any:
+        seen.append(inputs.attention_mask.sum(dim=1).tolist())
+        return compute_loss(model, inputs, **kwargs)
+
+    monkeypatch.setattr(trainer, "compute_loss", see)
+    trainer.train()
+    rows = [length for part in seen for length in part]
+    assert all(sum(part) <= 20 or len(part) == 1 for part in seen)
+    assert len(rows) == trainer.state.max_steps * trainer.args.num_ppo_epochs * 8 and max(map(len, seen)) > 1
+
+    seen.clear()
+    monkeypatch.setattr(trainer, "_gather", lambda tensor: torch.cat((tensor, tensor.new_tensor([7]))))
+    monkeypatch.setattr(trainer.args, "max_tokens_per_micro_batch", 10**6)
+    experience = Experience(
+        query_responses=torch.full((8, 6), 5),
+        attention_mask=torch.ones(8, 6, dtype=torch.bool),
+        response_mask=torch.ones(8, 3, dtype=torch.bool),
+        **{name: torch.zeros(8, 3) for name in ("logprobs", "values", "advantages", "returns")},
+        loss_mask=torch.ones(8, 3, dtype=torch.bool),
+    )
+    assert [len(part) for part in trainer._micro_batches(experience)] == [1, 1, 1, 1, 1, 1, 2]  # 4 4, 2 2 4, 2 2 2 2, ...

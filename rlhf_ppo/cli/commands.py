@@ -15,11 +15,22 @@ from trl.trainer.model_config import ModelConfig
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
 
+from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
 from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.quantization import quantization_options
 from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, hold_out, load_splits
-from rlhf_ppo.cli.training import load_scorers, ppo_trainer, reward_trainer, sft_trainer, train_and_save
+from rlhf_ppo.cli.training import (
+    has_reward_model,
+    load_scorers,
+    policy_tokenizer,
+    ppo_trainer,
+    reward_trainer,
+    sft_trainer,
+    train_and_save,
+)
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.forecast import estimate_run
+from rlhf_ppo.reporting.estimate import Estimate
 from rlhf_ppo.trainer import PPOTrainer
 
 
@@ -37,9 +48,7 @@ def train(argv: Sequence[str] | None = None) -> PPOTrainer:
     if args.stop_token is None and args.stop_token_id is None:
         args.stop_token = "eos"
     train_dataset, eval_dataset = _splits(script_args, always_evaluates=True)
-    default = PPOConfig.__dataclass_fields__["reward_model_path"].default
-    has_model = not script_args.reward_funcs or args.reward_model_path != default
-    scorers = load_scorers(script_args, args, model_args) if has_model else {}
+    scorers = load_scorers(script_args, args, model_args) if has_reward_model(script_args, args) else {}
     trainer = ppo_trainer(
         script_args,
         args,
@@ -52,6 +61,32 @@ def train(argv: Sequence[str] | None = None) -> PPOTrainer:
     train_and_save(trainer, script_args.dataset_name)
     trainer.generate_completions()
     return trainer
+
+
+def estimate(argv: Sequence[str] | None = None) -> Estimate:
+    """Print what `train` would need with the same options: memory by what it is for, and time; no weights are loaded.
+
+    Args:
+        argv: The options of `train`, and those of `EstimateArguments`. None takes the program's own.
+
+    Returns:
+        The estimate of one device and one update.
+
+    Raises:
+        ValueError: There is no such model or data, they do not fit, or nothing says how many updates there are.
+    """
+    script_args, args, model_args = _parse("estimate", EstimateArguments, PPOConfig, argv)
+    devices = devices_of(script_args, args)
+    policy, value_model, frozen = models_without_weights(script_args, args, model_args)
+
+    def load() -> tuple[Any, Any]:
+        return policy_tokenizer(script_args, args, model_args), _splits(script_args, always_evaluates=True)[0]
+
+    prompt_length, num_prompts = prompts_of(args, policy, load)
+    args.fill_derived(devices.count, num_prompts)
+    found = estimate_run(args, policy, value_model, frozen, prompt_length, devices.sharding, bool(args.bf16))
+    show(found, args, devices, prompt_length, (script_args.device_flops, script_args.device_bandwidth))
+    return found
 
 
 def reward(argv: Sequence[str] | None = None) -> Trainer:

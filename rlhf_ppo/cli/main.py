@@ -12,6 +12,7 @@ COMMANDS = {
     "sft": ("rlhf_ppo.cli.commands", "train a language model on texts (TRL's SFTTrainer)"),
     "reward": ("rlhf_ppo.cli.commands", "train a reward model on pairs of responses (TRL's RewardTrainer)"),
     "train": ("rlhf_ppo.cli.commands", "PPO, with the options of TRL's script"),
+    "estimate": ("rlhf_ppo.cli.commands", "memory and time that `train` would take with the same options"),
     "eval": ("rlhf_ppo.cli.evaluate", "the share of prompts for which a judge prefers one model over another"),
     "plot": ("rlhf_ppo.cli.commands", "draw the metrics of runs"),
     "demo": ("rlhf_ppo.cli.commands", "all steps with a toy model, in minutes"),
@@ -24,7 +25,7 @@ FUNCTIONS = {"eval": "evaluate"}
 
 def usage() -> str:
     """Return what `rlhf-ppo --help` prints."""
-    lines = [f"  {name:8}{does}" for name, (_, does) in COMMANDS.items()]
+    lines = [f"  {name:9}{does}" for name, (_, does) in COMMANDS.items()]
     return "\n".join(["usage: rlhf-ppo COMMAND [options]; rlhf-ppo COMMAND --help lists the options", "", *lines])
 
 

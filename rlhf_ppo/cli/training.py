@@ -58,7 +58,7 @@ def ppo_trainer(
         ref_model = args.sft_model_path
     return PPOTrainer(
         args,
-        load_tokenizer(model_args.model_name_or_path or args.sft_model_path, script_args.trust_remote_code),
+        policy_tokenizer(script_args, args, model_args),
         model=AutoModelForCausalLM.from_pretrained(args.sft_model_path, **settings),
         ref_model=None if ref_model is None else AutoModelForCausalLM.from_pretrained(ref_model, **settings),
         reward_model=reward_model,
@@ -68,6 +68,12 @@ def ppo_trainer(
         peft_config=peft_config,
         reward_funcs=reward_funcs,
     )
+
+
+def has_reward_model(script_args: PPOScriptArguments, args: PPOConfig) -> bool:
+    """Tell whether a reward model scores: always without reward functions, beside them if its path is given."""
+    default = PPOConfig.__dataclass_fields__["reward_model_path"].default
+    return not script_args.reward_funcs or args.reward_model_path != default
 
 
 def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:
@@ -161,6 +167,13 @@ def merge_adapter(directory: str) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         os.remove(os.path.join(directory, name))
     merged.save_pretrained(directory)
+
+
+def policy_tokenizer(
+    script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig
+) -> PreTrainedTokenizerBase:
+    """Load the policy's tokenizer, from `model_name_or_path` where that is given."""
+    return load_tokenizer(model_args.model_name_or_path or args.sft_model_path, script_args.trust_remote_code)
 
 
 def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

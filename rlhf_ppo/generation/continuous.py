@@ -108,6 +108,19 @@ def _run(
     model: Any, rows: Sequence[list[int]], config: GenerationConfig, cache: ContinuousBatchingConfig
 ) -> list[Any]:
     """Return the output of each row, in order."""
+    own = model.config._attn_implementation
+    if own.startswith("packed_"):  # training's attention over rows without padding, which knows no paged cache
+        model.set_attn_implementation(own.removeprefix("packed_"))
+    try:
+        return _run_paged(model, rows, config, cache)
+    finally:
+        if model.config._attn_implementation != own:
+            model.set_attn_implementation(own)
+
+
+def _run_paged(
+    model: Any, rows: list[list[int]], config: GenerationConfig, cache: ContinuousBatchingConfig
+) -> list[Any]:
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=cache)
     try:
         # All rows are there before the first is read: else its thread would see as many as happen to have arrived.

@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rlhf_ppo.models.inputs import disable_dropout, no_split_modules, transformers_model
+from rlhf_ppo.models.packing import pack_rows
 
 
 class Frozen(nn.Module):
@@ -20,6 +21,7 @@ class Frozen(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         disable_dropout(model)
+        pack_rows(model)
         self.model = model.requires_grad_(False)
         self.eval()
 

@@ -52,10 +52,10 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 
 
 def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Run the backbone once, on rows no longer than their real tokens, and return its last hidden states.
+    """Run the backbone once and return its last hidden states.
 
-    Padding on the left and between prompt and response is squeezed out first. What is left, behind shorter rows, has
-    id 0: a padding id outside the vocabulary, or equal to EOS, changes nothing.
+    Rows are packed where `packing.pack_rows` has found that the model can do so; elsewhere padding is squeezed out and
+    what is left, behind shorter rows, has id 0. A padding id outside the vocabulary, or equal to EOS, changes nothing.
 
     Args:
         model: Any transformers model with a backbone, or a `PeftModel` around one.
@@ -65,21 +65,66 @@ def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -
     Returns:
         Hidden states `(B, L, H)` in the model's dtype, 0 where the mask is False.
     """
+    body = backbone(model)
+    run = run_packed if packs_rows(body) else run_padded
+    states = run(body, input_ids, attention_mask)
+    scattered = states.new_zeros((*attention_mask.shape, states.shape[-1]))
+    return scattered.masked_scatter(attention_mask[..., None], states)
+
+
+def packs_rows(body: nn.Module) -> bool:
+    """Tell whether a backbone's attention keeps packed rows apart."""
+    attention = str(cast(Any, body).config._attn_implementation)
+    return attention.startswith(("packed_", "flash_attention"))
+
+
+def run_packed(body: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return the hidden states of all `N` real tokens, `(N, H)`, from one sequence of them.
+
+    Args:
+        body: A backbone for which `packs_rows` is true.
+        input_ids: Token ids, long `(B, L)`.
+        attention_mask: True on real tokens, bool `(B, L)`.
+    """
+    lengths = attention_mask.sum(dim=1)
+    starts = nn.functional.pad(lengths.cumsum(dim=0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max())
+    is_flash = str(cast(Any, body).config._attn_implementation).startswith("flash")
+    output = body(
+        input_ids=input_ids[attention_mask][None],
+        position_ids=position_ids(attention_mask)[attention_mask][None],
+        # Four dimensions: transformers takes it for a finished mask and makes none of (N, N), which nobody would read.
+        attention_mask=None if is_flash else attention_mask.new_ones(1, 1, 1, 1),
+        cu_seq_lens_q=starts,
+        cu_seq_lens_k=starts,
+        max_length_q=longest,
+        max_length_k=longest,
+        use_cache=False,
+        return_dict=True,
+    )
+    return output.last_hidden_state[0]
+
+
+def run_padded(body: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return the hidden states of all `N` real tokens, `(N, H)`, from rows padded to the longest one's tokens.
+
+    Args:
+        body: Any backbone.
+        input_ids: Token ids, long `(B, L)`.
+        attention_mask: True on real tokens, bool `(B, L)`.
+    """
     order = (~attention_mask).to(torch.int8).argsort(dim=1, stable=True)  # real tokens first, in their own order
     order = order[:, : int(attention_mask.sum(dim=1).max())]
     mask = attention_mask.gather(1, order)
-    states = _run_backbone(model, input_ids.gather(1, order).masked_fill(~mask, 0), mask)
-    scattered = states.new_zeros((*attention_mask.shape, states.shape[-1]))
-    return scattered.masked_scatter(attention_mask[..., None], states[mask])
-
-
-def _run_backbone(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    body = backbone(model)
-    positions = {"position_ids": position_ids(attention_mask)} if _takes(type(body), "position_ids") else {}
+    positions = {"position_ids": position_ids(mask)} if _takes(type(body), "position_ids") else {}
     output = body(
-        input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, return_dict=True, **positions
+        input_ids=input_ids.gather(1, order).masked_fill(~mask, 0),
+        attention_mask=mask.long(),
+        use_cache=False,
+        return_dict=True,
+        **positions,
     )
-    return output.last_hidden_state
+    return output.last_hidden_state[mask]
 
 
 def disable_dropout(model: nn.Module) -> None:

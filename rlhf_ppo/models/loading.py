@@ -22,6 +22,7 @@ from rlhf_ppo.models.inputs import (
     transformers_model,
 )
 from rlhf_ppo.models.labels import keep_label, label_index, num_labels
+from rlhf_ppo.models.packing import pack_rows
 
 
 def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.Module:
@@ -159,7 +160,7 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
 
 
 def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
-    """Switch dropout off and check that the optimizer can change the weights.
+    """Check that the optimizer can change the weights, switch dropout off, and let rows be packed.
 
     Raises:
         ValueError: A model is quantized and has no adapter, or nothing of it is trainable.
@@ -178,6 +179,7 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(f"no parameter of {argument} is trainable; call {argument}.requires_grad_(True)")
         disable_dropout(model)
+        pack_rows(model)
         model.train()
 
 

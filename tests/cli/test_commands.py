@@ -115,7 +115,9 @@ def test_help_names_every_command(argv, capsys):
     main.main(argv)
 
     printed = capsys.readouterr().out
-    assert all(f"  {name} " in printed for name in ("llm", "train", "reward", "sft", "eval", "plot", "demo"))
+    assert all(
+        f"  {name} " in printed for name in ("llm", "train", "estimate", "reward", "sft", "eval", "plot", "demo")
+    )
 
 
 def test_an_unknown_command_is_an_error():

@@ -47,5 +47,5 @@ def test_the_commands_run_one_after_the_other(tmp_path, monkeypatch, capsys):
         assert program == "rlhf-ppo"
         main(words)
 
-    assert len(commands) == 4 and Path("runs/policy/model.safetensors").exists()
+    assert len(commands) == 5 and Path("runs/policy/model.safetensors").exists()
     assert "Model win rate: " in capsys.readouterr().out

@@ -214,10 +214,13 @@ def keep_finished_rows() -> None:
 
 
 def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
-    """Evaluate, then train on a reward model, with the reference and the value model made by the trainer."""
+    """Evaluate, then train on a reward model, with the reference and the value model made by the trainer.
+
+    Micro-batches are cut by tokens, of which the ranks have different numbers.
+    """
     keep_finished_rows()
     given = {"reward_model": f"{models}/reward_model", "value_model": None, "reward_funcs": None}
-    trainer = make_trainer(output_dir, models, given=given, **overrides)
+    trainer = make_trainer(output_dir, models, given=given, max_tokens_per_micro_batch=12, **overrides)
     before = trainer.evaluate()
     trainer.train()
     frozen = [*trainer.reward_model.parameters(), *trainer.reference.model.parameters()]

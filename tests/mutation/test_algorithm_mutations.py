@@ -1,15 +1,11 @@
 """Break the algorithm room in one place at a time: its tests must notice every time."""
 
-import multiprocessing
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.mutation.nursery import ROOT, Nursery, assert_killed, assert_passed, mutate
 
 MUTATIONS = [
     ("masked.py", "torch.where(mask, values.float(), 0.0)", "values.float() * mask"),
@@ -97,56 +93,29 @@ MUTATIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def fresh_processes() -> Iterator[ProcessPoolExecutor]:
-    """Processes that have imported nothing, a new one for every task.
-
-    Not from the fork server, of which there is one: other tests make it import the package.
-    """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context, max_tasks_per_child=1) as pool:
-        yield pool
-
-
 @pytest.fixture
 def sandbox(tmp_path: Path) -> Path:
     """A copy of the algorithm room and its tests alone, in an otherwise empty package."""
-    no_cache = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "rlhf_ppo" / "algorithm", tmp_path / "rlhf_ppo" / "algorithm", ignore=no_cache)
-    shutil.copytree(ROOT / "tests" / "algorithm", tmp_path / "tests", ignore=no_cache)
+    for room in ("rlhf_ppo/algorithm", "tests/algorithm"):
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "rlhf_ppo" / "__init__.py").touch()
-    # First on the path, so that the sandbox's package shadows any installed one.
-    (tmp_path / "pytest.ini").write_text(
-        "[pytest]\npythonpath = .\naddopts = -x -p no:terminal --import-mode=importlib\n"
-    )
     return tmp_path
 
 
-def failing_tests(sandbox: Path, fresh_processes: ProcessPoolExecutor) -> list[str]:
-    """Run the sandbox's tests up to the first failure and name it."""
-    report = sandbox / "report.xml"
-    fresh_processes.submit(
-        pytest.main, ["-c", str(sandbox / "pytest.ini"), f"--junitxml={report}", str(sandbox)]
-    ).result()
-    cases = ElementTree.parse(report).getroot().findall(".//testcase")
-    assert cases, "no test ran"
-    return [str(case.get("name")) for case in cases if case.find("failure") is not None]
+def files_for(first: str) -> list[str]:
+    """All test files of the room: the mutated module's own first, which most likely kills, the slowest ones last."""
+    mirror, slow = f"test_{first}", "test_properties.py"
+    names = [path.name for path in (ROOT / "tests" / "algorithm").glob("test_*.py")]
+    return [f"tests/algorithm/{name}" for name in sorted(names, key=lambda name: (name != mirror, name == slow, name))]
 
 
 @pytest.mark.slow
-def test_the_untouched_copy_passes(sandbox: Path, fresh_processes: ProcessPoolExecutor):
-    assert failing_tests(sandbox, fresh_processes) == []
+def test_the_untouched_copy_passes(sandbox: Path, nursery: Nursery):
+    assert_passed(nursery.run(sandbox, files_for("masked.py")))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "original", "mutant"), MUTATIONS)
-def test_the_mutant_is_killed(
-    sandbox: Path, fresh_processes: ProcessPoolExecutor, file: str, original: str, mutant: str
-):
-    path = sandbox / "rlhf_ppo" / "algorithm" / file
-    source = path.read_text()
-    assert source.count(original) == 1, f"{original!r} is not there exactly once: bring the mutation up to date"
-    path.write_text(source.replace(original, mutant))
-    killers = failing_tests(sandbox, fresh_processes)
-    assert killers, "the mutant survived"
-    print(f"{file}: {mutant!r} killed by {killers[0]}")
+def test_the_mutant_is_killed(sandbox: Path, nursery: Nursery, file: str, original: str, mutant: str):
+    mutate(sandbox / "rlhf_ppo" / "algorithm" / file, original, mutant)
+    assert_killed(nursery.run(sandbox, files_for(file)))

@@ -20,6 +20,7 @@ from transformers import (
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.forecast import describe, forecast
+from rlhf_ppo.models.counting import count_pass
 from rlhf_ppo.reporting.estimate import (
     Sharding,
     Workload,
@@ -177,6 +178,20 @@ def test_a_run_starts_with_one_line(make_trainer: Callable[..., PPOTrainer], cap
     assert line.partition(", and ")[0] == text.partition(", and ")[0]
     make_trainer(disable_tqdm=True)
     assert "Estimated" not in capsys.readouterr().out
+
+
+def test_activations_count_as_training_will_keep_them(make_trainer: Callable[..., PPOTrainer]) -> None:
+    """Trainer switches checkpointing on in `train`, after the line."""
+    kept = forecast(make_trainer())
+    trainer = make_trainer(gradient_checkpointing=True)
+    recomputed = forecast(trainer)
+    assert kept is not None and recomputed is not None and recomputed.learning < kept.learning / 4
+    models = (trainer.policy_model, trainer.value_model)
+    assert not any(getattr(module, "gradient_checkpointing", False) for model in models for module in model.modules())
+    trainer.train()
+    length = round(sum(len(row["input_ids"]) for row in trainer.train_dataset) / 32) + 8
+    in_chunk = 2 * 4 * 4 * 8 * 32
+    assert recomputed.learning == in_chunk + sum(count_pass(model, 4, length).saved_bytes for model in models)
 
 
 def test_what_cannot_be_counted_can_still_be_trained(

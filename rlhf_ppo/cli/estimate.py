@@ -1,0 +1,232 @@
+"""`rlhf-ppo estimate`: what `rlhf-ppo train` would need with the same options, from configurations alone."""
+
+# TrlParser reads the annotations, so they are not postponed.
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.trainer_utils import has_length
+from trl.trainer.model_config import ModelConfig
+from trl.trainer.utils import get_peft_config
+
+from rlhf_ppo.assembly import positions, prepare_checked, vocab_size
+from rlhf_ppo.cli.sources import PPOScriptArguments
+from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.forecast import mean_prompt_length, rate, size
+from rlhf_ppo.models.inputs import disable_dropout
+from rlhf_ppo.reporting.estimate import Estimate, Sharding, measure_rates
+from rlhf_ppo.rewards.retokenizing import shares_tokens, tokenizer_beside
+from rlhf_ppo.validation import Interval, check_range
+
+PURPOSES = {
+    "weights": "policy and value model",
+    "frozen": "reference and reward models",
+    "gradients": "of what is trained",
+    "optimizer": "its state",
+    "generation": "key-value cache of one call, gathered policy",
+    "learning": "activations of one micro-batch",
+}
+"""What memory is for: the attributes of `Estimate`, in the order of the table."""
+
+
+@dataclass
+class EstimateArguments(PPOScriptArguments):
+    """The options of `rlhf-ppo train`, and the devices that a run would have.
+
+    Raises:
+        ValueError: A number is not positive.
+    """
+
+    num_devices: int | None = field(
+        default=None, metadata={"help": "Number of devices; default: the accelerate configuration's, or else 1."}
+    )
+    accelerate_config: str | None = field(
+        default=None,
+        metadata={"help": "The file that `accelerate launch --config_file` would get: its engine divides memory."},
+    )
+    device_flops: float | None = field(
+        default=None, metadata={"help": "FLOP/s of a device, such as 4e14; default: measured on this machine."}
+    )
+    device_bandwidth: float | None = field(
+        default=None, metadata={"help": "Bytes/s of a device's memory, such as 3e12; default: measured here."}
+    )
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("num_devices", "device_flops", "device_bandwidth"):
+            meaning = self.__dataclass_fields__[name].metadata["help"]
+            check_range(name, getattr(self, name), Interval(1, math.inf), meaning)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of a run.
+
+    Attributes:
+        count: How many.
+        engine: What divides memory between them, for the reader.
+        sharding: What it divides.
+    """
+
+    count: int
+    engine: str
+    sharding: Sharding
+
+
+def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
+    """Read number and engine off the options; `--deepspeed` and `--fsdp` count where there is no accelerate file.
+
+    Raises:
+        ValueError: The accelerate configuration cannot be read.
+    """
+    path = script_args.accelerate_config
+    count, stage, is_fsdp = 1, getattr(args.deepspeed_plugin, "zero_stage", None), bool(args.fsdp)
+    if path is not None:
+        try:
+            config: Any = load_config_from_file(path)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"accelerate_config={path!r} is no configuration of accelerate: {error}") from error
+        count = config.num_processes
+        stage, is_fsdp = (config.deepspeed_config or {}).get("zero_stage"), bool(config.fsdp_config)
+    count = script_args.num_devices or count
+    engine = "FSDP" if is_fsdp else f"DeepSpeed ZeRO-{stage}" if stage else "DDP" if count > 1 else ""
+    return Devices(count, engine, Sharding.of(stage, is_fsdp, count))
+
+
+def models_without_weights(
+    script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig
+) -> tuple[nn.Module, nn.Module, list[nn.Module]]:
+    """Make the models of a run from their configurations: their parameters have shapes and no storage.
+
+    Args:
+        script_args: Gives `trust_remote_code` and `reward_funcs`.
+        args: Gives the paths.
+        model_args: How models are loaded, and the policy's adapter.
+
+    Returns:
+        Policy and value model in training mode, and the frozen models, the reference first.
+
+    Raises:
+        ValueError: There is no such model, or it would be quantized.
+    """
+    settings = loading_settings(script_args.trust_remote_code, model_args)
+    peft_config = get_peft_config(model_args)
+
+    def make(auto: Any, argument: str, **changes: Any) -> nn.Module:
+        return _without_weights(auto, getattr(args, argument), argument, args.device, settings | changes)
+
+    policy = make(AutoModelForCausalLM, "sft_model_path")
+    frozen = [] if peft_config else [make(AutoModelForCausalLM, "sft_model_path")]
+    value_argument = "sft_model_path"
+    if has_reward_model(script_args, args):
+        frozen.append(make(AutoModelForSequenceClassification, "reward_model_path"))
+        if _can_be_value_model(frozen[-1], script_args, args, model_args):
+            value_argument = "reward_model_path"
+    value_model = make(AutoModelForSequenceClassification, value_argument, dtype=torch.float32)
+    if peft_config is not None:
+        from peft import get_peft_model
+
+        policy = get_peft_model(cast(Any, policy), peft_config)
+    for model in (policy, value_model, *frozen):
+        disable_dropout(model)
+    for model in frozen:
+        model.requires_grad_(False).eval()
+    return policy.train(), value_model.train(), frozen
+
+
+def _can_be_value_model(
+    reward: nn.Module, script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig
+) -> bool:
+    """Tell whether a reward model reads the policy's tokens and, as its head's name says, the last of them."""
+    own = tokenizer_beside(args.reward_model_path)
+    reads_tokens = own is None or shares_tokens(policy_tokenizer(script_args, args, model_args), own)
+    return reads_tokens and isinstance(getattr(reward, "score", None), nn.Module)
+
+
+def _without_weights(auto: Any, path: str, argument: str, device: torch.device, settings: dict[str, Any]) -> nn.Module:
+    if "quantization_config" in settings:
+        raise ValueError("load_in_4bit and load_in_8bit cannot be estimated: leave them out")
+    loading = {name: settings[name] for name in ("revision", "trust_remote_code")}
+    labels = {"num_labels": 1} if auto is AutoModelForSequenceClassification else {}
+    try:
+        config = AutoConfig.from_pretrained(path, **loading, **labels)
+    except OSError as error:
+        raise ValueError(f"{argument}={path!r} is neither a directory with a model nor a model of the hub") from error
+    dtype = settings["dtype"] if isinstance(settings["dtype"], torch.dtype) else config.dtype or torch.float32
+    with FakeTensorMode(), device:
+        return auto.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=settings["attn_implementation"],
+            trust_remote_code=settings["trust_remote_code"],
+        )
+
+
+def prompts_of(args: PPOConfig, policy: nn.Module, load: Callable[[], tuple[Any, Any]]) -> tuple[int, int | None]:
+    """Return the length of a prompt in tokens and the number of prompts, None where it is not needed.
+
+    Args:
+        args: With `max_prompt_length` prompts have that length; else the mean of the data set's.
+        policy: The policy.
+        load: Loads its tokenizer and the data set; it is called only if something of them is needed.
+
+    Raises:
+        ValueError: The data set is wrong, or a stream whose prompts' lengths are not known.
+    """
+    if args.max_prompt_length is not None and (args.max_steps > 0 or args.total_episodes is not None):
+        return args.max_prompt_length, None
+    tokenizer, dataset = load()
+    rows = prepare_checked(dataset, "train_dataset", tokenizer, args, vocab_size(policy), positions(policy))
+    if not has_length(rows):
+        raise ValueError(
+            "dataset_streaming=True: neither number nor length of the prompts is known; give max_prompt_length, and "
+            "max_steps or total_episodes"
+        )
+    return args.max_prompt_length or mean_prompt_length(rows), len(rows)
+
+
+def show(
+    estimate: Estimate, args: PPOConfig, devices: Devices, prompt_length: int, rates: Sequence[float | None]
+) -> None:
+    """Print an estimate.
+
+    Args:
+        estimate: The estimate of one device.
+        args: The arguments, with the derived ones.
+        devices: The devices.
+        prompt_length: Tokens of a prompt.
+        rates: FLOP/s and bytes/s of a device; None is measured here.
+    """
+    devices_text = f"{devices.count} device{'s' * (devices.count > 1)}" + f", {devices.engine}" * bool(devices.engine)
+    table = Table(
+        "memory per device", "", "for", "divided by", title=f"PPO of {args.sft_model_path} on {devices_text}"
+    )
+    of_weights = {"frozen": "weights"}
+    for name, purpose in PURPOSES.items():
+        parts = getattr(devices.sharding, of_weights.get(name, name), 1)
+        table.add_row(name, size(getattr(estimate, name)), purpose, str(parts) if parts > 1 else "")
+    table.add_row("peak", size(estimate.peak), "all, and generation or learning", "", style="bold")
+    measured = measure_rates(args.device, torch.bfloat16 if args.bf16 else torch.float32) if None in rates else (0, 0)
+    flops, bandwidth = (given or own for given, own in zip(rates, measured, strict=True))
+    seconds, num_updates = estimate.seconds(flops, bandwidth), cast(int, args.num_total_batches)
+    total = timedelta(seconds=round(seconds * num_updates))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"One update: {args.batch_size} episodes of {prompt_length} + {args.response_length} tokens; on each device "
+        f"{rate(estimate.flops)}FLOP and {rate(estimate.decoded)}B read in generation: {seconds:.2g} s at "
+        f"{rate(flops)}FLOP/s and {rate(bandwidth)}B/s.\n"
+        f"All {num_updates} updates, {args.total_episodes} episodes: {total}.",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,129 @@
+"""Rows without padding: their real tokens in one sequence, in which only attention keeps the rows apart.
+
+Embeddings, projections and feed-forward layers, where nearly all the arithmetic is, then run on real tokens alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rlhf_ppo.models.inputs import backbone, is_sharded, run_packed, run_padded, transformers_model
+
+PACKED = "packed_sdpa"
+"""Name of the attention under which transformers' models run packed rows; it is `sdpa` for all other calls."""
+
+
+def packed_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend causally within each row of a packed sequence, with transformers' attention-function signature.
+
+    Args:
+        module: The attention layer.
+        query: Queries of `N` tokens, `(1, heads, N, D)`.
+        key: Keys, `(1, key heads, N, D)`.
+        value: Values, as the keys.
+        attention_mask: Read only where rows are not packed.
+        cu_seq_lens_q: Where each of `B` rows begins and the last ends, int32 `(B + 1,)`; None where none are packed.
+        max_length_q: Tokens of the longest row.
+        kwargs: What else `sdpa_attention_forward` takes, and `sliding_window`.
+
+    Returns:
+        Attended values `(1, N, heads, D)`, and None.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    attend = _attend_row_by_row if query.device.type == "cpu" else _attend_padded
+    return attend(module, (query, key, value), cu_seq_lens_q, max_length_q, **kwargs), None
+
+
+def _attend_row_by_row(
+    module: nn.Module, states: tuple[Tensor, Tensor, Tensor], starts: Tensor, longest: int, **kwargs: Any
+) -> Tensor:
+    lengths = starts.diff().tolist()
+    rows = zip(*(part.split(lengths, dim=2) for part in states), strict=True)
+    return torch.cat([_attend(module, row, **kwargs) for row in rows], dim=1)
+
+
+def _attend_padded(
+    module: nn.Module, states: tuple[Tensor, Tensor, Tensor], starts: Tensor, longest: int, **kwargs: Any
+) -> Tensor:
+    """Make one call for all rows, padded on the right, where causal attention lets no real token see the padding."""
+    num_rows, num_tokens = len(starts) - 1, states[0].shape[2]
+    first_places = torch.arange(num_rows, device=starts.device) * longest - starts[:-1]
+    places = first_places.repeat_interleave(starts.diff(), output_size=num_tokens)
+    places += torch.arange(num_tokens, device=starts.device)
+
+    def pad(part: Tensor) -> Tensor:
+        tokens = part[0].transpose(0, 1)
+        padded = tokens.new_zeros(num_rows * longest, *tokens.shape[1:]).index_copy(0, places, tokens)
+        return padded.unflatten(0, (num_rows, longest)).transpose(1, 2)
+
+    query, key, value = map(pad, states)
+    return _attend(module, (query, key, value), **kwargs).flatten(0, 1)[places][None]
+
+
+def _attend(module: nn.Module, states: tuple[Tensor, ...], sliding_window: int | None = None, **kwargs: Any) -> Tensor:
+    query, key, value = states
+    length, mask = query.shape[2], None
+    if sliding_window is not None and length > sliding_window:
+        distance = torch.arange(length, device=query.device)
+        distance = distance[:, None] - distance
+        mask = ((distance >= 0) & (distance < sliding_window))[None, None]
+    options: dict[str, Any] = kwargs | {"is_causal": True}
+    return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+
+
+AttentionInterface.register(PACKED, packed_sdpa)
+AttentionMaskInterface.register(PACKED, sdpa_mask)
+
+
+@torch.no_grad()
+def pack_rows(model: nn.Module) -> None:
+    """Let `hidden_states` pack a model's rows, where the model can: causal, with transformers' `sdpa` attention alone.
+
+    Flash attention packs by itself; models with another attention, encoders and recurrent models keep padded rows.
+
+    Args:
+        model: A transformers model with a backbone, or a `PeftModel` around one.
+    """
+    base = transformers_model(model)
+    if not _attends_causally(base) or base.config._attn_implementation != "sdpa":
+        return
+    base.set_attn_implementation(PACKED)
+    if is_sharded(model):
+        return
+    body = backbone(model)
+    was_training = body.training
+    body.eval()
+    vocabulary = base.config.get_text_config().vocab_size
+    ids = torch.tensor([[1, 2, 0], [3, 4, 5]], device=next(body.parameters()).device) % vocabulary
+    mask = torch.tensor([[True, True, False], [True, True, True]], device=ids.device)
+    packed, padded = run_packed(body, ids, mask), run_padded(body, ids, mask)
+    body.train(was_training)
+    if not torch.allclose(packed, padded, rtol=1e-2, atol=1e-2 * float(padded.abs().max())):
+        base.set_attn_implementation("sdpa")
+
+
+def _attends_causally(base: Any) -> bool:
+    config = base.config
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return (
+        base._can_set_attn_implementation()
+        and config.get_text_config() is config
+        and kinds <= {"full_attention", "sliding_attention"}
+        and all(getattr(module, "is_causal", True) for module in base.modules())
+    )

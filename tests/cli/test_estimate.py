@@ -1,0 +1,150 @@
+"""`rlhf-ppo estimate`: the figures that a run starts with, without its weights, and what engines divide."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.cli import commands, main
+from rlhf_ppo.cli.estimate import Devices, EstimateArguments, devices_of
+from rlhf_ppo.forecast import size
+from rlhf_ppo.reporting.estimate import Estimate, Sharding
+from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+
+CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
+RATES = ["--device_flops", "4e6", "--device_bandwidth", "3e5"]
+OPTIONS = (
+    "--sft_model_path base --dataset_name texts.jsonl --response_length 4 --output_dir out --use_cpu --report_to none "
+    "--per_device_train_batch_size 2 --gradient_accumulation_steps 2 --bf16 false"
+).split()
+WITH_MODEL, WITH_FUNCTION = ["--reward_model_path", "scorer"], ["--reward_funcs", "length"]
+PEFT = ["--use_peft", "--lora_r", "3", "--lora_target_modules", "q_proj", "up_proj"]
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, model in (("base", tiny_policy()), ("scorer", tiny_scorer(intermediate_size=48))):
+        model.save_pretrained(name)
+        make_tokenizer().save_pretrained(name)
+    rows = [{"prompt": "w4 " * (1 + number % 9)} for number in range(40)]
+    Path("texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def estimate(*options: str) -> Estimate:
+    return commands.estimate([*OPTIONS, *RATES, *options])
+
+
+def starting_line(monkeypatch: pytest.MonkeyPatch, capsys: Any, *options: str) -> dict[str, str]:
+    """The figures that the same run prints before it trains."""
+    monkeypatch.setattr(commands, "train_and_save", lambda *_: None)
+    monkeypatch.setattr("rlhf_ppo.forecast.measure_rates", lambda *_: (1e6, 1e6))
+    monkeypatch.setattr(PPOTrainer, "generate_completions", lambda *_: None)
+    commands.train([*OPTIONS, *options])
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Estimated per device")]
+    peak, parts = re.findall(r"device: (.*?) of memory \((.*?)\)", line)[0]
+    return {"peak": peak} | {name: value for name, _, value in (part.partition(" ") for part in parts.split(", "))}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        WITH_FUNCTION,
+        [*WITH_MODEL, *PEFT, "--gradient_checkpointing", "false", "--optim", "sgd"],
+        [*WITH_MODEL, "--dtype", "bfloat16", "--bf16", "true"],
+    ],
+    ids=" ".join,
+)
+def test_the_figures_are_those_of_the_line_at_the_start(options: list[str], monkeypatch: Any, capsys: Any) -> None:
+    line = starting_line(monkeypatch, capsys, *options)
+    for name in ("base", "scorer"):
+        Path(name, "model.safetensors").unlink()  # configurations are enough
+    found = estimate(*options)
+    assert {name: size(getattr(found, name)) for name in line} == line
+    printed = capsys.readouterr().out
+    assert all(re.search(rf"│ {name} +│ {re.escape(value)} +│", printed) for name, value in line.items())
+
+
+@pytest.mark.parametrize(
+    ("file", "count", "engine", "sharding"),
+    [
+        ("single_gpu.yaml", 1, "", Sharding()),
+        ("multi_gpu.yaml", 8, "DDP", Sharding()),
+        ("deepspeed_zero1.yaml", 8, "DeepSpeed ZeRO-1", Sharding(1, 1, 8)),
+        ("deepspeed_zero2.yaml", 8, "DeepSpeed ZeRO-2", Sharding(1, 8, 8)),
+        ("deepspeed_zero3.yaml", 8, "DeepSpeed ZeRO-3", Sharding(8, 8, 8)),
+        ("fsdp2.yaml", 8, "FSDP", Sharding(8, 8, 8)),
+        ("multi_node.yaml", 16, "DeepSpeed ZeRO-3", Sharding(16, 16, 16)),
+    ],
+)
+def test_the_devices_of_an_accelerate_configuration(file: str, count: int, engine: str, sharding: Sharding) -> None:
+    given = EstimateArguments(accelerate_config=str(CONFIGS / file))
+    assert devices_of(given, PPOConfig(output_dir="out", use_cpu=True)) == Devices(count, engine, sharding)
+
+
+@pytest.mark.parametrize(
+    ("file", "divided"),
+    [
+        ("deepspeed_zero2.yaml", {"optimizer", "gradients"}),
+        ("deepspeed_zero3.yaml", {"optimizer", "gradients", "weights", "frozen"}),
+    ],
+)
+def test_two_devices_divide_what_their_engine_divides(file: str, divided: set[str], capsys: Any) -> None:
+    one = estimate(*WITH_MODEL)
+    two = estimate(*WITH_MODEL, "--accelerate_config", str(CONFIGS / file), "--num_devices", "2", "--max_steps", "3")
+    for name in ("weights", "frozen", "gradients", "optimizer"):
+        assert getattr(two, name) == getattr(one, name) // (2 if name in divided else 1)
+    assert (two.learning, two.flops, two.decoded) == (one.learning, one.flops, one.decoded)
+    gathered = sum(p.numel() * 4 for p in tiny_policy().parameters()) if "weights" in divided else 0
+    assert two.generation == one.generation + gathered
+    printed = capsys.readouterr().out
+    assert "on 2 devices, DeepSpeed ZeRO-" in printed and len(re.findall(r"│ +2 +│", printed)) == len(divided)
+    assert "8 episodes of 5 + 4 tokens" in printed and "All 3 updates, 24 episodes" in printed
+
+
+def test_times_come_from_the_given_rates_and_the_number_of_updates(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("rlhf_ppo.cli.estimate.measure_rates", lambda *_: (1e6, 1e5))
+    found = estimate(*WITH_MODEL, "--num_train_epochs", "2")
+    seconds = found.flops / 4e6 + found.decoded / 3e5
+    printed = capsys.readouterr().out
+    assert f"{seconds:.2g} s at 4 MFLOP/s and 300 kB/s" in printed
+    assert "All 18 updates, 72 episodes" in printed  # of 40 rows, 4 are kept for evaluation
+    main.main(["estimate", *OPTIONS, *WITH_MODEL, "--device_flops", "4e6"])
+    assert "at 4 MFLOP/s and 100 kB/s" in capsys.readouterr().out
+
+
+def test_no_data_is_read_where_length_and_number_are_given(capsys: Any) -> None:
+    Path("texts.jsonl").unlink()
+    seven, nine = (
+        estimate(*WITH_MODEL, "--max_prompt_length", number, "--total_episodes", "10") for number in ("7", "9")
+    )
+    assert seven.generation / nine.generation == (7 + 4) / (9 + 4)
+    assert "of 7 + 4 tokens" in (printed := capsys.readouterr().out) and "All 3 updates, 10 episodes" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sft_model_path", "nowhere"], "sft_model_path='nowhere' is neither"),
+        (["--reward_model_path", "nowhere"], "reward_model_path='nowhere' is neither"),
+        (["--dataset_name", "nowhere.jsonl"], r"dataset_name='nowhere\.jsonl'"),
+        (["--dataset_streaming", "true"], "dataset_streaming=True.*max_prompt_length"),
+        (["--accelerate_config", "nowhere.yaml"], r"accelerate_config='nowhere\.yaml'"),
+        (["--num_mini_batches", "3"], "num_mini_batches=3"),
+    ],
+)
+def test_wrong_input(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        estimate(*WITH_MODEL, *options)
+
+
+@pytest.mark.parametrize("name", ["num_devices", "device_flops", "device_bandwidth"])
+def test_numbers_of_devices_and_rates_are_positive(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=0.* must be"):
+        estimate(*WITH_MODEL, f"--{name}", "0")

@@ -1,0 +1,212 @@
+"""Packed rows give what each row gives alone: states and gradients, whatever the model and the attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+)
+
+from rlhf_ppo.models import packing
+from rlhf_ppo.models.inputs import backbone, disable_dropout, hidden_states
+from rlhf_ppo.models.packing import PACKED, pack_rows, packed_sdpa
+from tests.conftest import tiny_policy
+
+SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+                         "intermediate_size": 24, "initializer_range": 0.3, "pad_token_id": 0}  # fmt: skip
+PACKING: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "gpt2": {"n_inner": 24},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16},
+    "mistral": {"sliding_window": 3, "num_key_value_heads": 2},
+    "gemma3_text": {"sliding_window": 3, "head_dim": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral": {"num_local_experts": 2, "num_key_value_heads": 2},
+}
+ROWS = [[5, 0, 9, 8, 3], [31, 1, 0, 7, 7, 12, 20], [4]]
+WAYS = ["_attend_row_by_row", "_attend_padded"]
+
+
+def model_of(name: str, kind: Any = AutoModelForCausalLM, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**SIZES, **PACKING.get(name, {}), "attn_implementation": "sdpa", **changes})
+    return kind.from_config(config).eval()
+
+
+def padded(rows: list[list[int]], left: int = 0) -> tuple[Tensor, Tensor]:
+    width = left + max(map(len, rows)) + 1
+    ids, mask = torch.full((len(rows), width), 10**6), torch.zeros(len(rows), width, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        start = left * (index % 2)
+        ids[index, start : start + len(row)], mask[index, start : start + len(row)] = torch.tensor(row), True
+    return ids, mask
+
+
+def alone(model: Any, rows: list[list[int]]) -> Tensor:
+    return torch.cat([backbone(model)(input_ids=torch.tensor([row])).last_hidden_state[0] for row in rows])
+
+
+def gradients(model: Any, states: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(1)
+    (states * torch.randn(states.shape, generator=generator, dtype=states.dtype)).sum().backward()
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to attend, of which the CPU takes the first."""
+    monkeypatch.setattr(packing, "_attend_row_by_row", getattr(packing, request.param))
+    return request.param
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", PACKING)
+def test_states_and_gradients_are_those_of_each_row_alone(name: str, checkpointing: bool, way: str) -> None:
+    computes_in_32_bits = name in ("gemma3_text", "mixtral")  # whatever the weights are
+    model = model_of(name).to(torch.float32 if computes_in_32_bits else torch.float64)
+    tolerance = 1e-5 if computes_in_32_bits else 1e-11
+    disable_dropout(model)
+    expected = alone(model, ROWS)
+    expected_gradients = gradients(model, expected)
+    pack_rows(model)
+    assert model.config._attn_implementation == PACKED
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    ids, mask = padded(ROWS, left=2)
+    states = hidden_states(model, ids, mask)[mask]
+    assert_allclose(states.detach(), expected.detach(), rtol=0, atol=tolerance)
+    ours = gradients(model, states)
+    assert ours.keys() == expected_gradients.keys() and len(ours) > 10
+    for key, value in expected_gradients.items():
+        assert_allclose(ours[key], value, rtol=0, atol=tolerance * float(1 + value.abs().max()), err_msg=key)
+
+
+LLAMA, PACKED_LLAMA = model_of("llama"), model_of("llama")
+pack_rows(PACKED_LLAMA)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=9), min_size=1, max_size=5),
+    left=st.integers(0, 4),
+    way=st.sampled_from(WAYS),
+)
+def test_any_rows(rows: list[list[int]], left: int, way: str) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch, torch.no_grad():
+        monkeypatch.setattr(packing, "_attend_row_by_row", getattr(packing, way))
+        ids, mask = padded(rows, left)
+        states = hidden_states(PACKED_LLAMA, ids, mask)
+        assert_allclose(states[mask], alone(LLAMA, rows), rtol=0, atol=1e-5)
+        assert not states[~mask].any()
+
+
+def test_the_backbone_sees_the_real_tokens_alone() -> None:
+    model, seen = tiny_policy(), []
+    pack_rows(model)
+    model.model.embed_tokens.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0]))
+    hidden_states(model, *padded(ROWS))
+    assert seen[0].tolist() == [[token for row in ROWS for token in row]]
+
+
+def test_a_row_says_nothing_to_another(way: str) -> None:
+    with torch.no_grad():
+        before, after = (
+            hidden_states(PACKED_LLAMA, *padded([first, ROWS[1], ROWS[2]])) for first in (ROWS[0], [2, 2, 2, 2, 2])
+        )
+    assert torch.equal(before[1:], after[1:]) and not torch.equal(before[0], after[0])
+
+
+def test_adapters_pack_too() -> None:
+    model = get_peft_model(model_of("llama"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    expected = alone(model, ROWS)
+    pack_rows(model)
+    ids, mask = padded(ROWS)
+    assert_allclose(hidden_states(model, ids, mask)[mask].detach(), expected.detach(), rtol=0, atol=1e-5)
+
+
+# ---- What does not pack ----
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "changes"),
+    [
+        ("bloom", AutoModelForCausalLM, {"n_layer": 2, "n_head": 4}),
+        ("bert", AutoModelForSequenceClassification, {}),
+        ("mamba", AutoModelForCausalLM, {"state_size": 4}),
+        ("lfm2", AutoModelForCausalLM, {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}),
+        ("llama", AutoModelForCausalLM, {"attn_implementation": "eager"}),
+    ],
+    ids=["bloom", "bert", "mamba", "lfm2", "llama, eager"],
+)
+def test_other_models_keep_padded_rows(name: str, kind: Any, changes: dict[str, Any]) -> None:
+    if name in ("bloom", "mamba"):
+        changes = changes | {"attn_implementation": None}
+    model = model_of(name, kind, **changes)
+    implementation = model.config._attn_implementation
+    pack_rows(model)
+    assert model.config._attn_implementation == implementation != PACKED
+
+
+def test_a_model_whose_rows_reach_each_other_some_other_way_is_found_out() -> None:
+    model = model_of("llama")
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output.cumsum(dim=1))
+    pack_rows(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+# ---- All other calls are as with sdpa ----
+
+
+@pytest.mark.parametrize("name", PACKING)
+def test_calls_with_masks_and_generation_are_sdpa_s(name: str) -> None:
+    model, packed = model_of(name), model_of(name)
+    pack_rows(packed)
+    ids, mask = torch.tensor([[0, 0, 5, 9, 8], [7, 7, 12, 20, 4]]), torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    with torch.no_grad():
+        states = [backbone(each)(input_ids=ids, attention_mask=mask).last_hidden_state for each in (packed, model)]
+        tokens = [
+            each.generate(input_ids=ids, attention_mask=mask, generation_config=config) for each in (packed, model)
+        ]
+    assert torch.equal(*states) and torch.equal(*tokens)
+
+
+def test_what_is_saved_loads_as_before(tmp_path: Any) -> None:
+    model = model_of("llama")
+    pack_rows(model)
+    model.save_pretrained(tmp_path)
+    assert PACKED not in (tmp_path / "config.json").read_text()
+    assert AutoModel.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+def test_flash_attention_gets_the_rows_places_and_no_mask() -> None:
+    """As transformers' own does: here another function stands under a name of its family."""
+    calls: list[tuple[Any, Any]] = []
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args[4], kwargs["cu_seq_lens_k"].tolist()))
+        return packed_sdpa(*args, **kwargs)
+
+    AttentionInterface.register("flash_attention_stand_in", stand_in)
+    model = model_of("llama")
+    expected = alone(model, ROWS)
+    model.config._attn_implementation_internal = "flash_attention_stand_in"
+    pack_rows(model)
+    ids, mask = padded(ROWS)
+    assert_allclose(hidden_states(model, ids, mask)[mask].detach(), expected.detach(), rtol=0, atol=1e-5)
+    assert calls == [(None, [0, 5, 12, 13])] * 2
