@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from rlhf_ppo.algorithm.losses import importance_weights
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,14 @@ class Responses:
         query_responses: Prompt and response ids, long `(B, C + T)`: left-padded prompt, right-padded response.
         attention_mask: True on real tokens of either part, bool `(B, C + T)`.
         response_mask: True on the response's real tokens, the stop token included, bool `(B, T)`.
+        sampling_logprobs: Log-probabilities that the generation engine drew the response tokens with, nats, float32
+            `(B, T)`, 0 outside the mask; None if it does not say them.
     """
 
     query_responses: Tensor
     attention_mask: Tensor
     response_mask: Tensor
+    sampling_logprobs: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_shape("attention_mask", self.attention_mask, tuple(self.query_responses.shape))
@@ -83,6 +88,8 @@ class Responses:
                 f"response_mask {tuple(self.response_mask.shape)} does not fit query_responses "
                 f"{tuple(self.query_responses.shape)}"
             )
+        if self.sampling_logprobs is not None:
+            _check_shape("sampling_logprobs", self.sampling_logprobs, tuple(self.response_mask.shape))
 
     def __len__(self) -> int:
         return self.query_responses.shape[0]
@@ -121,7 +128,7 @@ class Responses:
         return dataclasses.replace(self, **cut)
 
     def _tensors(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
@@ -162,6 +169,16 @@ class Rollout(Responses):
         """True on the real tokens of the responses that have a score, bool `(B, T)`."""
         return self.response_mask & ~self.scores.isnan()[:, None]
 
+    def importance_weights(self, clip_max: float) -> Tensor | None:
+        """Return the weights that correct for the engine's arithmetic, `(B, T)`; None if it says no log-probabilities.
+
+        Args:
+            clip_max: The largest weight.
+        """
+        if self.sampling_logprobs is None:
+            return None
+        return importance_weights(self.logprobs, self.sampling_logprobs, clip_max)
+
 
 @dataclass(frozen=True)
 class Experience(Responses):
@@ -174,6 +191,7 @@ class Experience(Responses):
         returns: Advantages before whitening plus values, float32 `(B, T)`, 0 outside the loss mask.
         loss_mask: True on the tokens that are learned from, bool `(B, T)`: the real ones of responses with a score.
             Rows without one stay in the batch, so that every rank makes the same passes.
+        importance_weights: Factors of the policy's per-token losses, float32 `(B, T)`, or None: all 1.
     """
 
     logprobs: Tensor
@@ -181,11 +199,14 @@ class Experience(Responses):
     advantages: Tensor
     returns: Tensor
     loss_mask: Tensor
+    importance_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("logprobs", "values", "advantages", "returns", "loss_mask"):
             _check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
+        if self.importance_weights is not None:
+            _check_shape("importance_weights", self.importance_weights, tuple(self.response_mask.shape))
 
     def shuffled_minibatches(self, num_mini_batches: int, generator: torch.Generator) -> Iterator[Self]:
         """Yield `num_mini_batches` disjoint parts of equal size, drawn with `generator`.
@@ -196,6 +217,20 @@ class Experience(Responses):
         lengths = self.attention_mask.sum(dim=1)
         for rows in order.chunk(num_mini_batches):
             yield self[rows[lengths[rows].argsort(descending=True, stable=True)]]
+
+    def micro_batches(self, max_rows: int, max_tokens: int | None, gather: Callable[[Tensor], Tensor]) -> list[Self]:
+        """Cut into parts of at most `max_rows` rows, or within `max_tokens` tokens if that is given.
+
+        Args:
+            max_rows: Most rows of a part.
+            max_tokens: Most tokens, prompts included, unless a row alone has more.
+            gather: Concatenates a tensor over all ranks, each of which makes as many parts as the one that needs most.
+        """
+        if max_tokens is None:
+            return self.parts(max_rows)
+        lengths = self.attention_mask.sum(dim=1)
+        sizes = sizes_within(lengths.tolist(), max_tokens)
+        return self.parts_of(split_until(sizes, int(gather(lengths.new_tensor([len(sizes)])).max())))
 
 
 def sizes_within(lengths: Sequence[int], max_tokens: int) -> list[int]:

@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
 
 import torch
@@ -16,9 +16,11 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
+from rlhf_ppo.engine_arguments import ENGINE_RANGES, EngineArguments
 from rlhf_ppo.inherited_arguments import RejectsRemoved, reject_unsupported
 from rlhf_ppo.sizes import batch_sizes, run_length
 from rlhf_ppo.validation import Interval, check_range, check_type, parse_strings, parse_weights
+from rlhf_ppo.validation import option as _option
 
 logger = logging.get_logger(__name__)
 
@@ -40,17 +42,13 @@ RANGES: dict[str, Interval] = {
     **dict.fromkeys(("gamma", "lam", "min_p"), Interval(0, 1)),
     "top_p": Interval(0, 1, open_low=True),
     "warmup_ratio": Interval(0, 1, open_high=True),
+    **ENGINE_RANGES,
 }
 """The values that a number may have."""
 
 
-def _option(default: Any, help: str, **argparse: Any) -> Any:
-    """Return a dataclass field with a default and the text that `--help` shows."""
-    return field(default=default, metadata={"help": help, **argparse})
-
-
 @dataclass(repr=False)  # TrainingArguments' own repr hides tokens
-class PPOConfig(RejectsRemoved, TrainingArguments):
+class PPOConfig(RejectsRemoved, EngineArguments, TrainingArguments):
     """Arguments of `PPOTrainer`: those of `transformers.TrainingArguments` and PPO's own.
 
     Each field's `help` is its documentation; `HfArgumentParser` and `TrlParser` can set all of them. Unlike in
@@ -293,6 +291,7 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
                 f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} contradict each other; set "
                 "warmup_steps alone, which is a share of the run below 1"
             )
+        self._check_engine()
         self._batch_sizes(num_processes=1, num_examples=None)
 
     def _batch_sizes(self, num_processes: int, num_examples: int | None) -> dict[str, int]:
@@ -351,4 +350,5 @@ class PPOConfig(RejectsRemoved, TrainingArguments):
 def _checked_annotations() -> dict[str, Any]:
     """Return the types of PPO's own fields and of the inherited ones that have a range."""
     hints = get_type_hints(PPOConfig)
-    return {name: hints[name] for name in (*inspect.get_annotations(PPOConfig), *RANGES)}
+    own = (*inspect.get_annotations(PPOConfig), *EngineArguments.__dataclass_fields__)
+    return {name: hints[name] for name in (*own, *RANGES)}

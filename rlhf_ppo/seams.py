@@ -28,6 +28,7 @@ from transformers.trainer_utils import has_length
 from rlhf_ppo.batch import Prompts
 from rlhf_ppo.checkpoints import PPOTrainerState, Progress, check_same_split
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.generation.sampled import GenerationEngine
 from rlhf_ppo.models.inputs import drop_foreign_padding, gathered
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.reporting.metrics import MetricWindow
@@ -40,6 +41,8 @@ logger = get_logger(__name__)
 
 class PPOSeams(SavesPolicyAndValue):
     """Trainer with the hooks that PPO needs."""
+
+    _engine: GenerationEngine
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -171,6 +174,7 @@ class PPOSeams(SavesPolicyAndValue):
             The prepared model, the loader, the epochs to run, and how many batches of the first one were done before.
         """
         drop_foreign_padding(self._unwrapped(self.model).policy)
+        self._engine.policy_changed()
         self.accelerator.free_memory()
         self.args.fill_derived(num_processes(self.args), length(self.train_dataset))
         loader = self.get_train_dataloader()
@@ -286,6 +290,7 @@ class PPOSeams(SavesPolicyAndValue):
     def _runnable_model(self) -> Iterator[torch.nn.Module]:
         """Give the prepared model, or, before training, the plain one with all its parameters on this device."""
         model = cast(torch.nn.Module, self.model_wrapped)
+        self._engine.policy_changed()  # the best checkpoint may have been loaded, or the caller changed it
         if isinstance(model, PolicyAndValue) and not isinstance(model, FSDPModule):
             with gathered(model.parameters()):
                 yield model.to(self.args.device)

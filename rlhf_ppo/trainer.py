@@ -23,6 +23,7 @@ from rlhf_ppo.assembly import (
     assemble_models,
     check_given,
     check_vocabularies,
+    make_engine,
     make_scorer,
     max_positions,
     prepare_checked,
@@ -30,13 +31,13 @@ from rlhf_ppo.assembly import (
     use_one_device,
     vocab_size,
 )
-from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right, sizes_within, split_until
+from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import PromptCollator, check_lengths
 from rlhf_ppo.distributed import failing_together, gather_over_ranks, on_whole_policy, place_frozen, sum_over_ranks
 from rlhf_ppo.evaluation.completions import print_table, report_table, sample_rows, table_of
 from rlhf_ppo.forecast import announce
-from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
+from rlhf_ppo.generation.engine import greedy_config, sampling_config
 from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.sequences import ended, join_responses
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
@@ -46,6 +47,7 @@ from rlhf_ppo.reporting.metrics import (
     evaluation_metrics,
     gather_columns,
     rollout_metrics,
+    sampling_metrics,
     warn_of_unscored,
 )
 from rlhf_ppo.reproducibility import isolated_rng, shuffling_generator
@@ -151,6 +153,7 @@ class PPOTrainer(PPOSeams):
         if self.reference.model is not None:
             self.reference.model = place_frozen(self.reference.model, self.accelerator, args.offload_frozen)
         self._opponents = Opponents.of(functions, processing_class)
+        self._engine = make_engine(args, models.policy, self.accelerator, processing_class, self.tokens, functions)
         self.scorer = make_scorer(
             args, rewards, functions, processing_class, self.tokens, self.accelerator, self._get_state, self._logged
         )
@@ -268,6 +271,7 @@ class PPOTrainer(PPOSeams):
             query_responses=responses.query_responses,
             attention_mask=responses.attention_mask,
             response_mask=responses.response_mask,
+            sampling_logprobs=responses.sampling_logprobs,
             stopped=ended(responses, self.tokens.end, self.tokens.stop_strings),
             logprobs=output[0],
             ref_logprobs=ref_output[0],
@@ -291,12 +295,12 @@ class PPOTrainer(PPOSeams):
         """
         check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._max_positions)
         with self._autocast():
-            sampled = sample_responses(
-                policy, prompts, config, self.args.local_rollout_forward_batch_size, self.tokens.stop_strings
-            )
-        return join_responses(prompts, sampled, self.tokens.stop, self.tokens.pad, self.tokens.stop_strings)
+            ids, logprobs = self._engine.sample(policy, prompts, config)
+        return join_responses(prompts, ids, self.tokens.stop, self.tokens.pad, self.tokens.stop_strings, logprobs)
 
     def _generate(self, model: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
+        if self._engine.reads_sharded:
+            return self.generate_responses(self._unwrapped(model).policy, prompts, config)
         return on_whole_policy(
             model,
             self.accelerator,
@@ -363,6 +367,8 @@ class PPOTrainer(PPOSeams):
         warn_of_unscored(columns["scores"])
         self._metrics |= rollout_metrics(columns) | self._metrics_of_reward_functions()
         self._metrics["val/explained_variance"] = float(explained_variance(rollout.values, returns, mask, self._sum))
+        weights = rollout.importance_weights(args.importance_sampling_clip_max)
+        self._metrics |= sampling_metrics(rollout, weights, self._sum, self._gather)
         self._num_response_tokens = int(columns["length"].sum())
         self._count_input_tokens(rollout.attention_mask)
         return Experience(
@@ -374,6 +380,7 @@ class PPOTrainer(PPOSeams):
             advantages=masked_whiten(advantages, mask, reduce_sum=self._sum),
             returns=returns,
             loss_mask=mask,
+            importance_weights=weights if args.importance_sampling_correction else None,
         )
 
     def _rewards_of(self, rollout: Rollout, score_std: float | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -415,6 +422,7 @@ class PPOTrainer(PPOSeams):
                 for minibatch in experience.shuffled_minibatches(args.num_mini_batches, generator):
                     grad_norm = self.update(model, minibatch, statistics)
             self._metrics |= statistics.metrics(self._sum, self._gather)
+        self._engine.policy_changed()
         return grad_norm
 
     def update(self, model: nn.Module, minibatch: Experience, statistics: UpdateStatistics) -> float | Tensor:
@@ -433,7 +441,8 @@ class PPOTrainer(PPOSeams):
         num_tokens = float(self._sum(minibatch.loss_mask.sum()))
         if num_tokens == 0:
             return 0.0
-        parts = self._micro_batches(minibatch)
+        max_rows, max_tokens = self.args.per_device_train_batch_size, self.args.max_tokens_per_micro_batch
+        parts = minibatch.micro_batches(max_rows, max_tokens, self._gather)
         for index, part in enumerate(parts):
             is_last = index == len(parts) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
@@ -449,15 +458,6 @@ class PPOTrainer(PPOSeams):
             if not is_last:
                 self._fire("on_substep_end")
         return self._optimizer_step(model)
-
-    def _micro_batches(self, minibatch: Experience) -> list[Experience]:
-        """Cut a mini-batch by rows, or by tokens into as many parts as the rank with the longest responses needs."""
-        if self.args.max_tokens_per_micro_batch is None:
-            return minibatch.parts(self.args.per_device_train_batch_size)
-        lengths = minibatch.attention_mask.sum(dim=1)
-        sizes = sizes_within(lengths.tolist(), self.args.max_tokens_per_micro_batch)
-        num_parts = int(self._gather(lengths.new_tensor([len(sizes)])).max())
-        return minibatch.parts_of(split_until(sizes, num_parts))
 
     def compute_loss(
         self,
@@ -480,7 +480,9 @@ class PPOTrainer(PPOSeams):
         args, mask = self.args, inputs.loss_mask
         num_tokens = float(mask.sum()) if num_items_in_batch is None else float(num_items_in_batch)
         output = PolicyAndValueOutput(*model(inputs.query_responses, inputs.attention_mask, inputs.response_mask))
-        policy_loss = clipped_policy_loss(output.logprobs, inputs.logprobs, inputs.advantages, args.cliprange)
+        policy_loss = clipped_policy_loss(
+            output.logprobs, inputs.logprobs, inputs.advantages, args.cliprange, inputs.importance_weights
+        )
         value_loss = clipped_value_loss(output.values, inputs.values, inputs.returns, args.cliprange_value)
         loss = token_mean(policy_loss.loss, mask, num_tokens) + args.vf_coef * token_mean(
             value_loss.loss, mask, num_tokens

@@ -3,8 +3,14 @@
 import json
 import math
 import types
+from dataclasses import field
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+
+def option(default: Any, help: str, **argparse: Any) -> Any:
+    """Return a dataclass field with a default and the text that `--help` shows."""
+    return field(default=default, metadata={"help": help, **argparse})
 
 
 class Interval(NamedTuple):

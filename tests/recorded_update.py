@@ -1,6 +1,6 @@
 """Runs one update of a trainer, keeps what flowed through it, and computes the same with `tests/oracles.py`.
 
-Prompts are taken from what the collator is given and responses from what `generate` returns, so that none of the
+Prompts are taken from what the collator is given and responses from what the engine returns, so that none of the
 trainer's own padding, masks or truncation is trusted.
 """
 
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from datasets import Dataset
 from numpy.testing import assert_allclose
@@ -20,6 +22,7 @@ from transformers import TrainerCallback
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.batch import Experience, Prompts, Rollout
 from rlhf_ppo.data import PromptCollator
+from rlhf_ppo.generation import engine
 from tests import oracles
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.oracles import Episode, Estimates, Llama, Settings, Step
@@ -140,7 +143,7 @@ def run_update(make_trainer: Callable[..., Any], **overrides: Any) -> Update:
     learning_rate = overrides.pop("sgd", 0.03)
     initial = {"policy": policy, "value": value_model, "ref": policy if reference is None else reference}
     initial = {name: oracles.weights_of(model) for name, model in initial.items()}
-    generated, collated = _record_generation(policy), []
+    collated: list[Any] = []
     tokenizer = overrides.pop("processing_class", make_tokenizer())
     collator = overrides.pop("data_collator", PromptCollator(tokenizer.pad_token_id))
     snapshots = Snapshots(policy, value_model)
@@ -164,22 +167,25 @@ def run_update(make_trainer: Callable[..., Any], **overrides: Any) -> Update:
         "cliprange_value": 0.1,
     }
     trainer = make_trainer(RecordingTrainer, **{**values, **overrides})
-    trainer.train()
+    with _recorded_generation() as generated:
+        trainer.train()
     return _account(trainer, snapshots, initial, collated[0], generated)
 
 
-def _record_generation(policy: Any) -> list[list[int]]:
-    """Collect every sampled row, without its prompt, as `generate` returns it."""
+@contextmanager
+def _recorded_generation() -> Iterator[list[list[int]]]:
+    """Collect every sampled row, without its prompt, as it comes from the engine, before it is truncated."""
     rows: list[list[int]] = []
-    original = policy.generate
+    original = engine.sample_responses
 
-    def generate(*args: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        output = original(*args, input_ids=input_ids, **kwargs)
-        rows.extend(output[:, input_ids.shape[1] :].tolist())
+    def sample_responses(*args: Any, **kwargs: Any) -> torch.Tensor:
+        output = original(*args, **kwargs)
+        rows.extend(output.tolist())
         return output
 
-    policy.generate = generate
-    return rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "sample_responses", sample_responses)
+        yield rows
 
 
 def _account(

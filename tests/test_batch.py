@@ -47,7 +47,7 @@ def per_token(offset: float = 0.0) -> Tensor:
 def experience() -> Experience:
     names = ("logprobs", "values", "advantages", "returns")
     fields = {name: per_token(100 * index) for index, name in enumerate(names)}
-    return responses(**fields, loss_mask=per_token() % 7 < 5)
+    return responses(**fields, loss_mask=per_token() % 7 < 5, importance_weights=per_token(400))
 
 
 def rollout() -> Rollout:
@@ -58,6 +58,7 @@ def rollout() -> Rollout:
         scores=torch.arange(5.0) + 10,
         token_scores=per_token(300),
         scores_by_source={"a": torch.arange(5.0)},
+        sampling_logprobs=per_token(500),
     )
 
 
@@ -177,6 +178,17 @@ def test_parts_are_split_until_there_are_enough(sizes: list[int], more: float) -
     assert max(split) <= max(sizes) and set(itertools.accumulate(sizes)) <= set(itertools.accumulate(split))
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "most", "sizes"), [(None, 9, [2, 2, 1]), (10, 1, [2, 1, 2]), (10, 4, [1, 1, 1, 2])]
+)
+def test_micro_batches_by_rows_and_by_tokens(max_tokens: int | None, most: int, sizes: list[int]) -> None:
+    """Rows of 5, 5, 7, 5 and 2 tokens; another rank needs `most` parts."""
+    parts = experience().micro_batches(2, max_tokens, lambda tensor: torch.cat((tensor, tensor.new_tensor([most]))))
+    assert [len(part) for part in parts] == sizes
+    tokens = torch.cat([part.query_responses[part.attention_mask] for part in parts])
+    assert torch.equal(tokens, experience().query_responses[experience().attention_mask])
+
+
 def test_the_loss_mask_leaves_out_padding_and_responses_without_a_score() -> None:
     whole = dataclasses.replace(rollout(), scores=torch.tensor([1.0, float("nan"), -1.0, 0.0, float("nan")]))
     expected = [0 if row in (1, 4) else length for row, length in enumerate(RESPONSE_LENGTHS)]
@@ -198,6 +210,17 @@ def test_rows_are_picked_from_every_field() -> None:
         if isinstance(value := getattr(whole, field.name), Tensor):
             assert torch.equal(getattr(picked, field.name), value[rows]), field.name
     assert len(picked) == 2 and len(whole[1:4]) == 3
+
+
+def test_a_rollout_has_weights_where_the_engine_said_its_logprobs() -> None:
+    whole = rollout()
+    close = dataclasses.replace(whole, sampling_logprobs=whole.logprobs - torch.tensor([[0.0], [0.5], [-1], [3], [1]]))
+    weights = close.importance_weights(clip_max=2.5)
+    assert weights is not None and weights.shape == (5, 6)
+    expected = torch.tensor([1.0, 0.5, -1.0, 3.0, 1.0]).exp()
+    expected[0], expected[3], expected[4] = 1.0, 2.5, 2.5
+    assert torch.allclose(weights, expected[:, None].expand(5, 6), rtol=1e-4)
+    assert dataclasses.replace(whole, sampling_logprobs=None).importance_weights(2.0) is None
 
 
 # ---- Shuffling ----
@@ -287,7 +310,11 @@ def test_padding_columns(mask: list[list[int]], columns: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["logprobs", "ref_logprobs", "values", "stopped", "final_values", "scores", "token_scores"]
+    "name",
+    [
+        *("logprobs", "ref_logprobs", "values", "stopped", "final_values", "scores", "token_scores"),
+        "sampling_logprobs",
+    ],
 )
 def test_every_shape_of_a_rollout_is_checked(name: str) -> None:
     whole = rollout()
@@ -295,7 +322,9 @@ def test_every_shape_of_a_rollout_is_checked(name: str) -> None:
         dataclasses.replace(whole, **{name: getattr(whole, name)[:-1]})
 
 
-@pytest.mark.parametrize("name", ["attention_mask", "logprobs", "values", "advantages", "returns"])
+@pytest.mark.parametrize(
+    "name", ["attention_mask", "logprobs", "values", "advantages", "returns", "importance_weights"]
+)
 def test_every_shape_of_experience_is_checked(name: str) -> None:
     whole = experience()
     with pytest.raises(ValueError, match=rf"{name} has shape \("):

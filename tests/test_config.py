@@ -14,6 +14,7 @@ from trl.scripts.utils import TrlParser
 
 from rlhf_ppo import config as config_module
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.engine_arguments import EngineArguments
 
 
 class Case(NamedTuple):
@@ -86,6 +87,20 @@ CASES = [
     Case("cliprange", 0.2, "0.1", 0.1, (0.0, -0.2, NAN, INF)),
     Case("cliprange_value", 0.2, "0.4", 0.4, (0.0, -0.2, NAN, INF)),
     Case("vf_coef", 0.1, "0", 0.0, (-0.1, NAN, INF)),
+    Case("generation_engine", "transformers", "continuous", "continuous", ("sglang", "", None)),
+    Case("importance_sampling_correction", True, "false", False, ("no", None)),
+    Case("importance_sampling_clip_max", 2.0, "3", 3.0, (0.0, -1.0, NAN, INF, None)),
+    Case("vllm_mode", "colocate", "server", "server", ("remote", None)),
+    Case("vllm_server_base_url", None, "http://there:1", "http://there:1", (3,)),
+    Case("vllm_server_host", "0.0.0.0", "there", "there", (None, 3)),
+    Case("vllm_server_port", 8000, "9000", 9000, (0, 65536, "8000", None)),
+    Case("vllm_server_timeout", 240.0, "5", 5.0, (-1.0, NAN, None)),
+    Case("vllm_group_port", 51216, "9001", 9001, (0, 65536, None)),
+    Case("vllm_gpu_memory_utilization", 0.3, "0.5", 0.5, (0.0, 1.1, NAN, None)),
+    Case("vllm_max_model_length", None, "2048", 2048, COUNT),
+    Case("vllm_tensor_parallel_size", 1, "2", 2, (*COUNT, None)),
+    Case("vllm_enable_sleep_mode", False, "true", True, ("yes", None)),
+    Case("vllm_model_impl", "vllm", "auto", "auto", ("jax", None)),
     *(
         Case(name, None, "2", 2, ("2", 1.5))
         for name in (
@@ -127,7 +142,8 @@ def set_accelerator(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
 
 
 def test_the_cases_cover_every_field_of_ppo():
-    assert {case.name for case in CASES} == set(inspect.get_annotations(PPOConfig))
+    of_ppo = {*inspect.get_annotations(PPOConfig), *inspect.get_annotations(EngineArguments)}
+    assert {case.name for case in CASES} == of_ppo
 
 
 @BY_NAME

@@ -89,7 +89,7 @@ NUMBERS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "bootstrap_truncated": lambda: {"bootstrap_truncated": True, "gamma": 0.9, "lam": 0.8},
     "coefficients": lambda: {"kl_coef": 0.7, "vf_coef": 0.5, "cliprange": 0.05, "cliprange_value": 0.3},
-    "another_stop_token": lambda: {"stop_token": None, "stop_token_id": 9, "missing_eos_penalty": 1.5},
+    "another_stop_token": lambda: {"stop_token": None, "stop_token_id": 5, "missing_eos_penalty": 1.5},
     "no_stop_token": lambda: {"stop_token": None, "missing_eos_penalty": 1.5, "bootstrap_truncated": True},
     "top_k": lambda: {"top_k": 5},
     "top_p_and_min_p": lambda: {"top_p": 0.8, "min_p": 0.02},

@@ -87,6 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, int]]] = {
         {"reward_funcs": some_rows, "score_scaling": True, "score_clip": 1.5},
         ("on_step_begin", 2),
     ),
+    "with continuous batching": ({"generation_engine": "continuous"}, ("on_step_begin", 2)),
     "with a plateau schedule": (PLATEAU, ("on_step_begin", 2)),
 }
 

@@ -16,6 +16,7 @@ from rlhf_ppo.algorithm.losses import (
     clipped_policy_loss,
     clipped_value_loss,
     explained_variance,
+    importance_weights,
     token_mean,
 )
 from rlhf_ppo.algorithm.masked import masked_mean, masked_var, masked_whiten, zero_outside
@@ -36,6 +37,7 @@ __all__ = [
     "clipped_value_loss",
     "explained_variance",
     "gae",
+    "importance_weights",
     "kl_estimate",
     "masked_mean",
     "masked_var",

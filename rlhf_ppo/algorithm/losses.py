@@ -40,11 +40,17 @@ class ValueLoss(NamedTuple):
     clipped: Tensor
 
 
-def clipped_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float) -> PolicyLoss:
+def clipped_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    cliprange: float,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
     """Reward a better token until its probability has moved by the clip range; a worse one without that mercy.
 
         rho = exp(logprob - old_logprob)
-        loss = max(-A rho, -A clip(rho, 1 - cliprange, 1 + cliprange))
+        loss = w max(-A rho, -A clip(rho, 1 - cliprange, 1 + cliprange))
 
     PPO, 1707.06347, section 3 (eq. 7, negated).
 
@@ -53,6 +59,7 @@ def clipped_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
         old_logprobs: The same under the policy that sampled them, nats, `(..., T)`.
         advantages: `(..., T)`, in standard deviations once whitened.
         cliprange: How far the ratio may go from 1 and still be rewarded.
+        weights: What `importance_weights` gave, `(..., T)`; None: all 1.
 
     Returns:
         Loss, ratio and clip flag of each token; meaningless outside the response mask.
@@ -61,7 +68,8 @@ def clipped_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
     ratio = (logprobs.float() - old_logprobs.float()).exp()
     unclipped_loss = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    return PolicyLoss(torch.maximum(unclipped_loss, clipped_loss), ratio, clipped_loss > unclipped_loss)
+    loss = torch.maximum(unclipped_loss, clipped_loss)
+    return PolicyLoss(loss if weights is None else loss * weights, ratio, clipped_loss > unclipped_loss)
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> ValueLoss:
@@ -85,6 +93,26 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
     unclipped_loss = 0.5 * (values - returns).square()
     clipped_loss = 0.5 * (nearby_values - returns).square()
     return ValueLoss(torch.maximum(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss)
+
+
+def importance_weights(logprobs: Tensor, sampling_logprobs: Tensor, clip_max: float) -> Tensor:
+    """Say how much likelier the policy makes each token than the engine that drew it, up to a limit.
+
+        w = min(exp(logprob - sampling_logprob), clip_max)
+
+    Truncated importance sampling (Ionides, *Truncated Importance Sampling*, 2008), for engines whose arithmetic is not
+    that of training (Yao et al., *Your Efficient RL Framework Secretly Brings You Off-Policy RL Training*, 2025).
+
+    Args:
+        logprobs: Of the sampled tokens under the policy when they were sampled, by the training forward, nats,
+            `(..., T)`.
+        sampling_logprobs: The same as the engine drew them, nats, `(..., T)`.
+        clip_max: The largest weight.
+
+    Returns:
+        Constant factors of the policy's per-token loss, float32 `(..., T)`; meaningless outside the response mask.
+    """
+    return (logprobs.float() - sampling_logprobs.float()).exp().clamp(max=clip_max).detach()
 
 
 def token_mean(per_token: Tensor, mask: Tensor, num_tokens: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from transformers import GenerationConfig
 
 from rlhf_ppo.batch import Prompts, pad_right, padding_columns
 from rlhf_ppo.generation.dropping import generate_dropping
+from rlhf_ppo.generation.sampled import Sampled
 from rlhf_ppo.generation.stopping import StopStrings
 from rlhf_ppo.models.inputs import gathers_in_passes, transformers_model
 
@@ -118,3 +120,24 @@ def _sample_part(model: Any, prompts: Prompts, rows: Tensor, *how: Any) -> Tenso
     left = padding_columns(mask)
     ids = prompts.input_ids[rows].masked_fill(~mask, 0)
     return generate_dropping(model, ids[:, left:], mask[:, left:].long(), *how)
+
+
+@dataclass(frozen=True)
+class TransformersEngine:
+    """transformers' `generate`, on the policy's own weights.
+
+    Attributes:
+        rows_per_call: How many prompts are generated from at once.
+        stop_strings: Texts that end a row too, or None.
+    """
+
+    rows_per_call: int
+    stop_strings: StopStrings | None = None
+    reads_sharded: bool = False
+
+    def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
+        """Generate a response to each prompt; see `sample_responses`."""
+        return Sampled(sample_responses(policy, prompts, config, self.rows_per_call, self.stop_strings))
+
+    def policy_changed(self) -> None:
+        """Do nothing: the policy itself generates."""

@@ -45,6 +45,7 @@ def join_responses(
     stop_token_id: int | None,
     pad_token_id: int,
     stop_strings: StopStrings | None = None,
+    logprobs: Tensor | None = None,
 ) -> Responses:
     """Truncate sampled responses, put them behind their prompts and make the masks.
 
@@ -54,6 +55,7 @@ def join_responses(
         stop_token_id: The stop token, or None.
         pad_token_id: What follows a response's end.
         stop_strings: Texts that end a response too, whichever comes first, or None.
+        logprobs: Log-probabilities that the engine sampled with, float32 `(B, T)`, or None.
 
     Returns:
         The truncated responses, without columns that no response reaches.
@@ -64,7 +66,10 @@ def join_responses(
     mask = mask[:, : int(mask.sum(dim=1).max())]
     responses = sampled[:, : mask.shape[1]].masked_fill(~mask, pad_token_id)
     return Responses(
-        torch.cat((prompts.input_ids, responses), dim=1), torch.cat((prompts.attention_mask, mask), dim=1), mask
+        torch.cat((prompts.input_ids, responses), dim=1),
+        torch.cat((prompts.attention_mask, mask), dim=1),
+        mask,
+        sampling_logprobs=None if logprobs is None else logprobs[:, : mask.shape[1]].masked_fill(~mask, 0.0),
     )
 
 

@@ -5,6 +5,8 @@ Embeddings, projections and feed-forward layers, where nearly all the arithmetic
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -116,6 +118,23 @@ def pack_rows(model: nn.Module) -> None:
     body.train(was_training)
     if not torch.allclose(packed, padded, rtol=1e-2, atol=1e-2 * float(padded.abs().max())):
         base.set_attn_implementation("sdpa")
+
+
+@contextmanager
+def unpacked(model: Any) -> Iterator[None]:
+    """Put `sdpa` back while a context lasts, for what knows transformers' own attentions alone.
+
+    Args:
+        model: A transformers model.
+    """
+    packs = model.config._attn_implementation == PACKED
+    if packs:
+        model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if packs:
+            model.set_attn_implementation(PACKED)
 
 
 def _attends_causally(base: Any) -> bool:

@@ -10,6 +10,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl
+from rlhf_ppo.algorithm.masked import ReduceSum
 from rlhf_ppo.batch import Experience, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 
@@ -91,6 +92,39 @@ def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
             metrics[f"{name}/mean"] = float(scored.mean())
             metrics[f"{name}/std"] = float(scored.std()) if len(scored) > 1 else 0.0
     return metrics
+
+
+def sampling_metrics(
+    rollout: Rollout, weights: Tensor | None, reduce_sum: ReduceSum, gather: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    """Compare an engine's log-probabilities with those of the training forward pass, under the names TRL has for it.
+
+    Args:
+        rollout: `B` responses.
+        weights: What importance sampling makes of the two, `(B, T)`; None if the engine says no log-probabilities.
+        reduce_sum: Adds a tensor up over ranks.
+        gather: Concatenates over ranks along the first dimension.
+
+    Returns:
+        Mean and maximum of the absolute difference in nats, and mean and extremes of the weights, over the real
+        tokens of all ranks. Nothing if the engine says no log-probabilities.
+    """
+    if weights is None or rollout.sampling_logprobs is None:
+        return {}
+    mask = rollout.response_mask
+    difference = (rollout.logprobs - rollout.sampling_logprobs)[mask].abs()
+    weights = weights[mask]
+    sums = torch.stack([difference.sum(), weights.sum(), mask.sum().float()])
+    of_differences, of_weights, num_tokens = reduce_sum(sums).tolist()
+    extremes = torch.stack([difference.max(), -weights.min(), weights.max()])
+    largest, smallest_weight, largest_weight = gather(extremes[None]).amax(dim=0).tolist()
+    return {
+        "sampling/sampling_logp_difference/mean": of_differences / num_tokens,
+        "sampling/sampling_logp_difference/max": largest,
+        "sampling/importance_sampling_ratio/min": -smallest_weight,
+        "sampling/importance_sampling_ratio/mean": of_weights / num_tokens,
+        "sampling/importance_sampling_ratio/max": largest_weight,
+    }
 
 
 def warn_of_unscored(scores: Tensor) -> None:
@@ -219,8 +253,9 @@ class MetricWindow:
 def _combine(key: str, values: list[float]) -> float:
     if key in LATEST:
         return values[-1]
-    if key.endswith("_min"):
+    of_engine = key.startswith("sampling/")
+    if key.endswith("_min") or (of_engine and key.endswith("/min")):
         return min(values)
-    if key.endswith("_max"):
+    if key.endswith("_max") or (of_engine and key.endswith("/max")):
         return max(values)
     return sum(values) / len(values)

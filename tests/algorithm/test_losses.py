@@ -11,6 +11,7 @@ from rlhf_ppo.algorithm.losses import (
     clipped_policy_loss,
     clipped_value_loss,
     explained_variance,
+    importance_weights,
     token_mean,
 )
 
@@ -168,3 +169,44 @@ def test_explained_variance_at_its_marks():
     assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
     assert explained_variance(returns, torch.full((1, 3), 2.0), mask).item() == 0.0  # nothing to explain
     assert explained_variance(returns, returns, torch.tensor([[True, False, False]])).item() == 0.0
+
+
+# ---- Truncated importance sampling ----
+
+
+def test_importance_weights_by_hand():
+    # ratios 1, e, 1/e, 3 (cut to 2), exactly 2, and one of a token that the engine thought almost impossible
+    old = torch.tensor([[-1.0, -1.0, -2.0], [math.log(0.6), math.log(0.5), -1.0]])
+    sampling = torch.tensor([[-1.0, -2.0, -1.0], [math.log(0.2), math.log(0.25), -200.0]])
+    weights = importance_weights(old, sampling, clip_max=2.0)
+    np.testing.assert_allclose(weights, [[1.0, 2.0, math.exp(-1)], [2.0, 2.0, 2.0]], rtol=1e-6)
+    weights = importance_weights(old, sampling, clip_max=2.9)
+    np.testing.assert_allclose(weights, [[1.0, math.e, math.exp(-1)], [2.9, 2.0, 2.9]], rtol=1e-6)
+
+
+def test_importance_weights_are_constants_in_float32():
+    old = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    weights = importance_weights(old, torch.tensor([-1.5, -1.5], dtype=torch.bfloat16), clip_max=2.0)
+    assert weights.dtype == torch.float32 and not weights.requires_grad
+
+
+def test_weights_scale_each_tokens_loss_and_gradient_and_nothing_else():
+    old, advantages = torch.full((4,), -1.0), torch.tensor([1.0, -1.0, 1.0, 2.0])
+    logprobs = (old + torch.tensor([0.0, 0.1, 0.5, -0.1])).requires_grad_()
+    weights = torch.tensor([0.5, 2.0, 1.5, 1.0])
+    plain = clipped_policy_loss(logprobs, old, advantages, 0.2)
+    weighted = clipped_policy_loss(logprobs, old, advantages, 0.2, weights)
+    expected = [-0.5, 2 * math.exp(0.1), -1.5 * 1.2, -2 * math.exp(-0.1)]
+    assert weighted.loss.tolist() == pytest.approx(expected)
+    (gradient,) = torch.autograd.grad(weighted.loss.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([-0.5, 2 * math.exp(0.1), 0.0, -2 * math.exp(-0.1)])
+    assert torch.equal(weighted.ratio, plain.ratio) and torch.equal(weighted.clipped, plain.clipped)
+
+
+def test_weighted_losses_are_in_the_mean_those_of_the_policy():
+    """What the correction is for: tokens drawn from an engine's distribution q give the loss's mean under p."""
+    p = torch.tensor([0.5, 0.3, 0.2])
+    q = torch.tensor([0.35, 0.25, 0.4])
+    advantages = torch.tensor([1.0, -2.0, 3.0])
+    loss = clipped_policy_loss(p.log(), p.log(), advantages, 0.2, importance_weights(p.log(), q.log(), 2.0)).loss
+    assert float((q * loss).sum()) == pytest.approx(-float((p * advantages).sum()))

@@ -80,3 +80,12 @@ def test_a_token_counts_only_where_it_is_real() -> None:
     assert contains_token(joined, None).tolist() == [False, False, False]
     ended_by_another = join_responses(prompts([1], [1, 1], [5]), sampled, stop_token_id=4, pad_token_id=1)
     assert contains_token(ended_by_another, 1).tolist() == [False, False, True]
+
+
+def test_sampling_logprobs_are_cut_like_their_tokens() -> None:
+    sampled = torch.tensor([[4, 1, 8, 8, 8], [6, 7, 1, 1, 8]])
+    logprobs = torch.tensor([[-0.1, -0.2, float("nan"), 0.0, 0.0], [-0.3, -0.4, -0.5, -0.6, -0.7]])
+    joined = join_responses(prompts([11], [12, 13]), sampled, stop_token_id=1, pad_token_id=PAD, logprobs=logprobs)
+    assert joined.sampling_logprobs is not None
+    assert torch.equal(joined.sampling_logprobs, torch.tensor([[-0.1, -0.2, 0.0], [-0.3, -0.4, -0.5]]))
+    assert join_responses(prompts([11], [12]), sampled, 1, PAD).sampling_logprobs is None

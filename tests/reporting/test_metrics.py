@@ -20,6 +20,7 @@ from rlhf_ppo.reporting.metrics import (
     evaluation_metrics,
     gather_columns,
     rollout_metrics,
+    sampling_metrics,
 )
 
 NAN = float("nan")
@@ -140,6 +141,39 @@ def test_all_columns_are_gathered_in_one_exchange() -> None:
     assert {name: values.tolist() for name, values in gathered.items()} == {"x": [1, 2, 2, 3], "y": [10, 20, 11, 21]}
 
 
+# ---- The engine's log-probabilities ----
+
+
+def test_sampling_metrics_by_hand_over_the_real_tokens_of_two_ranks() -> None:
+    # Real tokens differ by 0.5, 0.25 / 0, 0.125, 1 / 0; padding does not count, whatever stands there.
+    difference = torch.tensor([[0.5, -0.25, 9.0], [0.0, 0.125, -1.0], [0.0, 9.0, NAN]])
+    weights = torch.tensor([[1.5, 0.75, 9.0], [1.0, 1.25, 0.5], [1.0, 0.0, NAN]])
+    one = rollout()
+    one = rollout(sampling_logprobs=one.logprobs - difference)
+
+    def reduce_sum(sums: Tensor) -> Tensor:  # the other rank: two tokens that differ by 1 and have weights 2 and 0.25
+        return sums + torch.tensor([2.0, 2.25, 2.0])
+
+    def gather(rows: Tensor) -> Tensor:
+        return torch.cat((rows, torch.tensor([[1.0, -0.25, 2.0]])))
+
+    metrics = sampling_metrics(one, weights, reduce_sum, gather)
+
+    assert metrics == pytest.approx(
+        {
+            "sampling/sampling_logp_difference/mean": (1.875 + 2) / 8,
+            "sampling/sampling_logp_difference/max": 1.0,
+            "sampling/importance_sampling_ratio/min": 0.25,
+            "sampling/importance_sampling_ratio/mean": (6 + 2.25) / 8,
+            "sampling/importance_sampling_ratio/max": 2.0,
+        }
+    )
+    alone = sampling_metrics(one, weights, identity, identity)
+    assert alone["sampling/importance_sampling_ratio/max"] == 1.5
+    assert alone["sampling/importance_sampling_ratio/min"] == 0.5
+    assert sampling_metrics(rollout(), None, identity, identity) == {}
+
+
 # ---- Updates ----
 
 
@@ -245,6 +279,14 @@ def test_a_window_gives_means_extremes_and_the_latest() -> None:
         "episode": 24,
     }
     assert window.drain() == {}
+
+
+def test_a_window_knows_the_extremes_of_sampling() -> None:
+    keys = [f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")]
+    window = MetricWindow()
+    for values in ((0.5, 1.0, 2.0), (0.25, 2.0, 1.5)):
+        window.add(dict(zip((*keys, "own/max"), (*values, values[0]), strict=True)))
+    assert window.drain() == dict(zip((*keys, "own/max"), (0.25, 1.5, 2.0, 0.375), strict=True))
 
 
 def test_a_key_of_some_updates_is_averaged_over_those() -> None:

@@ -1,0 +1,136 @@
+"""Sampling responses with transformers' continuous batching: a new prompt takes the place of each that has ended."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from rlhf_ppo.batch import Prompts
+from rlhf_ppo.generation.engine import own_generation_config_hidden
+from rlhf_ppo.generation.sampled import Sampled, prompt_rows, stack_rows
+from rlhf_ppo.models.packing import unpacked
+
+_MAX_PREFILL_TOKENS = 512
+"""Prompt tokens read in one pass; longer prompts are read in several. The attention mask grows with it."""
+
+_PAGE_SIZE = 16
+"""Tokens of one row that are kept together in the cache; what the last page of a row has left is wasted."""
+
+
+@dataclass(frozen=True)
+class ContinuousEngine:
+    """transformers' continuous batching, on the policy's own weights.
+
+    Attributes:
+        max_rows: How many rows are generated from at a time; the cache holds so many.
+    """
+
+    max_rows: int
+    reads_sharded: bool = False
+
+    @torch.no_grad()
+    def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
+        """Generate a response to each prompt, in the type of the policy's weights: autocast does not reach it.
+
+        The order in which rows are computed follows from the prompts and the sampled lengths alone, so the same state
+        of the random number generator gives the same responses.
+
+        Args:
+            policy: A causal language model, or a `PeftModel` around one.
+            prompts: `B` left-padded prompts; ids under the mask are ignored.
+            config: The sampling distribution, the stop token and the length limit.
+
+        Returns:
+            The responses and their log-probabilities.
+
+        Raises:
+            RuntimeError: A row got no response, or only a part of one.
+        """
+        rows = prompt_rows(prompts)
+        config = copy.deepcopy(config)
+        if config.eos_token_id is None:
+            config.eos_token_id = -1  # no token; what transformers makes of None, but for a warning
+        was_training = policy.training
+        policy.eval()
+        try:
+            with own_generation_config_hidden(policy) as model, unpacked(model):
+                outputs = _run(model, rows, config, cache_for(rows, cast(int, config.max_new_tokens), self.max_rows))
+        finally:
+            policy.train(was_training)
+        return stack_rows(
+            [output.generated_tokens for output in outputs],
+            [output.logprobs for output in outputs],
+            filling=cast(int, config.pad_token_id),
+            device=prompts.input_ids.device,
+        )
+
+    def policy_changed(self) -> None:
+        """Do nothing: the policy itself generates."""
+
+
+def cache_for(rows: Sequence[Sequence[int]], max_new_tokens: int, max_rows: int) -> ContinuousBatchingConfig:
+    """Size the paged cache for what a batch can need, where transformers would take most of the free memory.
+
+    Args:
+        rows: The prompts' ids.
+        max_new_tokens: Longest response, in tokens.
+        max_rows: How many rows are generated from at a time.
+
+    Returns:
+        A configuration whose cache holds the `max_rows` longest rows, each with the longest response.
+    """
+    num_rows = min(len(rows), max_rows)
+    longest = sorted((len(row) + max_new_tokens for row in rows), reverse=True)[:num_rows]
+    names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    page_size: Any = {"page_size" if "page_size" in names else "block_size": _PAGE_SIZE}  # renamed after 5.17
+    return ContinuousBatchingConfig(
+        **page_size,
+        num_blocks=sum(math.ceil(length / _PAGE_SIZE) for length in longest),
+        max_batch_tokens=max(num_rows, min(sum(len(row) for row in rows), _MAX_PREFILL_TOKENS)),
+        max_requests_per_batch=num_rows,
+        safety_margin=0.0,  # there is room for all rows that run together
+        use_async_batching=False,
+        use_cuda_graph=False,
+        disable_nccl_graph_mixing=False,  # or it sets an environment variable for graphs that are not used
+        return_logprobs=True,
+    )
+
+
+def _run(model: Any, rows: list[list[int]], config: GenerationConfig, cache: ContinuousBatchingConfig) -> list[Any]:
+    """Return the output of each row, in order."""
+    manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=cache)
+    try:
+        # All rows are there before the first is read: else its thread would see as many as happen to have arrived.
+        names = manager.add_requests(rows, max_new_tokens=config.max_new_tokens)
+        manager.start()
+        outputs: dict[str, Any] = {}
+        while len(outputs) < len(rows):
+            output = manager.get_result(timeout=1)
+            if output is not None:
+                outputs[output.request_id] = output
+            elif not manager.is_running():
+                break
+    finally:
+        manager.stop(block=True)
+        manager.destroy()
+    for row, name in enumerate(names):
+        _check(row, outputs.get(name))
+    return [outputs[name] for name in names]
+
+
+def _check(row: int, output: Any) -> None:
+    if output is None or output.error is not None or len(output.generated_tokens) != len(output.logprobs):
+        reason = "its thread ended" if output is None else output.error
+        raise RuntimeError(
+            f"generation_engine='continuous' gave no whole response to prompt {row} of the batch: {reason}; "
+            "generation_engine='transformers' generates with every model"
+        )

@@ -1,0 +1,196 @@
+"""Continuous batching: the tokens of `generate`, the distribution that was asked for, and nothing left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.batch import Prompts
+from rlhf_ppo.generation.continuous import ContinuousEngine, cache_for
+from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
+from rlhf_ppo.generation.sampled import Sampled
+from tests.conftest import tiny_policy
+from tests.generation.test_engine import prompts, scripted_policy
+
+MakeArgs = Callable[..., PPOConfig]
+
+RAGGED = ([5, 9, 3], [4], list(range(3, 23)), [8, 8], [30, 2, 7, 7, 7])
+
+
+def sample(policy: nn.Module, given: Prompts, config: GenerationConfig, max_rows: int = 64, seed: int = 0) -> Sampled:
+    torch.manual_seed(seed)
+    return ContinuousEngine(max_rows).sample(policy, given, config)
+
+
+def adapted_policy() -> Any:
+    torch.manual_seed(1)
+    policy = get_peft_model(
+        tiny_policy(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    return policy
+
+
+@pytest.mark.parametrize("make_policy", [tiny_policy, adapted_policy])
+def test_greedy_tokens_are_those_of_generate(make_args: MakeArgs, make_policy: Callable[[], Any]) -> None:
+    """With rows of many lengths that wait for each other, over pages of the cache, in the order of the prompts."""
+    policy = make_policy()
+    given, config = prompts(*RAGGED, fill=10**6), greedy_config(make_args(response_length=14), stop_token_id=29)
+    expected = sample_responses(policy, given, config, rows_per_call=64)
+    assert len({int((row == 29).any()) for row in expected}) == 2, "some rows end early, some do not"
+    for max_rows in (2, 64):
+        sampled = sample(policy, given, config, max_rows).ids
+        assert sampled.dtype == torch.long and sampled.tolist() == expected.tolist()
+
+
+def test_where_rows_end(make_args: MakeArgs) -> None:
+    """At the stop token, which may have id 0; without one at the length limit, past the model's own EOS, id 1."""
+    config = sampling_config(make_args(response_length=9), stop_token_id=12)
+    sampled = sample(scripted_policy({}), prompts([10], [7], [3, 9]), config)
+    assert sampled.ids.tolist() == [[11, 12, 12, 12, 12], [8, 9, 10, 11, 12], [10, 11, 12, 12, 12]]
+    assert sampled.logprobs is not None and not sampled.logprobs.any(), "sure of each token, and 0 on filling"
+
+    config = sampling_config(make_args(response_length=6), stop_token_id=0)
+    assert sample(scripted_policy({}), prompts([29], [30]), config).ids.tolist() == [[30, 31, 0], [31, 0, 0]]
+
+    config = sampling_config(make_args(response_length=4), stop_token_id=None)
+    assert sample(scripted_policy({}), prompts([0], [2]), config).ids.tolist() == [[1, 2, 3, 4], [3, 4, 5, 6]]
+    assert config.eos_token_id is None, "what was passed in stays as it is"
+
+
+def test_the_same_seed_gives_the_same_responses(make_args: MakeArgs) -> None:
+    policy, given = tiny_policy(), prompts(*RAGGED)
+    config = sampling_config(make_args(response_length=10), stop_token_id=1)
+    first, other = sample(policy, given, config, 2), sample(policy, given, config, 2, seed=1)
+    for _ in range(2):
+        again = sample(policy, given, config, 2)
+        assert again.ids.tolist() == first.ids.tolist() and torch.equal(_logprobs(again), _logprobs(first))
+    assert other.ids.tolist() != first.ids.tolist()
+
+
+def test_responses_do_not_depend_on_how_fast_the_rows_arrive(
+    make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, given, config = tiny_policy(), prompts(*RAGGED), sampling_config(make_args(response_length=10), 1)
+    expected = sample(policy, given, config)
+    add_request = ContinuousBatchingManager.add_request
+
+    def add_slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.02)
+        return add_request(*args, **kwargs)
+
+    monkeypatch.setattr(ContinuousBatchingManager, "add_request", add_slowly)
+    assert sample(policy, given, config).ids.tolist() == expected.ids.tolist()
+
+
+def _logprobs(sampled: Sampled) -> torch.Tensor:
+    assert sampled.logprobs is not None
+    return sampled.logprobs
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"temperature": 0.5, "top_k": 5}]
+)
+def test_tokens_and_logprobs_are_of_the_distribution_asked_for(make_args: MakeArgs, asked: dict[str, Any]) -> None:
+    policy, prompt = tiny_policy(), [5, 9, 3]
+    args = make_args(response_length=1, **{"temperature": 1.0, **asked})
+    with torch.no_grad():
+        logits = policy(torch.tensor([prompt])).logits[0, -1].double().numpy()
+    expected = _distribution(logits, args)
+
+    sampled = sample(policy, prompts(*[prompt] * 600), sampling_config(args, stop_token_id=None), max_rows=600)
+    ids, logprobs = sampled.ids[:, 0].numpy(), _logprobs(sampled)[:, 0].numpy()
+
+    np.testing.assert_allclose(logprobs, np.log(expected[ids]), atol=1e-5)
+    frequencies = np.bincount(ids, minlength=32) / 600
+    assert np.abs(frequencies - expected).max() < 4 * 0.5 / np.sqrt(600)  # four standard deviations at the most
+
+
+def _distribution(logits: np.ndarray, args: PPOConfig) -> np.ndarray:
+    def softmax(values: np.ndarray) -> np.ndarray:
+        weights = np.exp(values - values.max())
+        return weights / weights.sum()
+
+    probabilities = softmax(logits / args.temperature)
+    order = np.argsort(-probabilities)
+    kept = np.ones(32, dtype=bool)
+    if args.top_k:
+        kept[order[args.top_k :]] = False
+    if args.top_p < 1:
+        before = np.cumsum(probabilities[order]) - probabilities[order]
+        kept[order[before >= args.top_p]] = False
+    if args.min_p is not None:
+        kept &= probabilities >= args.min_p * probabilities.max()
+    return np.where(kept, probabilities, 0) / probabilities[kept].sum()
+
+
+def test_each_call_reads_the_weights_as_they_are(make_args: MakeArgs) -> None:
+    policy, config = scripted_policy({}), greedy_config(make_args(response_length=3), stop_token_id=None)
+    assert sample(policy, prompts([4]), config).ids.tolist() == [[5, 6, 7]]
+    policy.lm_head.weight.data = policy.lm_head.weight.data.roll(1, dims=0)
+    assert sample(policy, prompts([4]), config).ids.tolist() == [[6, 8, 10]]
+
+
+OWN = {"repetition_penalty": 1.5, "eos_token_id": [1, 5], "suppress_tokens": [3, 4], "top_k": 3, "max_length": 4}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_it_leaves_nothing_behind_and_takes_nothing_from_the_models_own_config(
+    make_args: MakeArgs, training: bool
+) -> None:
+    policy = tiny_policy(attention_dropout=0.5)
+    config = sampling_config(make_args(response_length=8), stop_token_id=1)
+    expected = sample(policy, prompts(*RAGGED), config)
+    own = policy.generation_config = GenerationConfig(**OWN)
+    policy.gradient_checkpointing_enable()
+    policy.train(training)
+    before = dict(vars(policy)), policy.config.to_dict()
+
+    sampled = sample(policy, prompts(*RAGGED), config)
+
+    assert sampled.ids.tolist() == expected.ids.tolist() and not _logprobs(sampled).requires_grad
+    assert policy.training is training and policy.generation_config is own
+    assert before == (dict(vars(policy)), policy.config.to_dict())
+
+
+@pytest.fixture
+def failing_policy() -> Iterator[Any]:
+    """A policy whose fourth pass fails."""
+    policy, calls = tiny_policy(), []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ValueError("out of luck")
+
+    handle = policy.register_forward_pre_hook(fail)
+    yield policy.train()
+    handle.remove()
+
+
+def test_a_response_that_is_missing_is_an_error_that_names_its_row(make_args: MakeArgs, failing_policy: Any) -> None:
+    config = sampling_config(make_args(response_length=8), stop_token_id=29)
+    with pytest.raises(RuntimeError, match=r"'continuous' gave no whole response to prompt \d of .*: out of luck; "):
+        sample(failing_policy, prompts(*RAGGED), config)
+    assert failing_policy.training
+    assert sample(failing_policy, prompts(*RAGGED), config).ids.shape == (5, 8), "the next call starts afresh"
+
+
+def test_the_cache_holds_what_the_batch_can_need() -> None:
+    rows = [[0] * length for length in (3, 20, 1, 4)]
+    cache = cache_for(rows, max_new_tokens=12, max_rows=2)
+    assert cache.num_blocks == 2 + 1, "pages of 16 tokens: 20 + 12 in two, 4 + 12 in one"
+    assert (cache.max_requests_per_batch, cache.max_batch_tokens) == (2, 28)
+    assert cache_for(rows, 13, 2).num_blocks == 3 + 2
+    assert cache_for(rows, 12, 64).num_blocks == 1 + 2 + 1 + 1
+    assert cache_for([[0] * 700] * 9, 1, 64).max_batch_tokens == 512
+    assert cache_for([[0]] * 600, 1, 600).max_batch_tokens == 600

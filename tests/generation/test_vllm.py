@@ -1,0 +1,225 @@
+"""vLLM through TRL's adapter: its own code up to vLLM, which is not installed here and replaced by a fake."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from trl.generation import vllm_client, vllm_generation
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+
+from rlhf_ppo import PPOConfig, engine_arguments
+from rlhf_ppo.generation.engine import greedy_config, sampling_config
+from rlhf_ppo.generation.vllm import VLLMEngine, start_vllm
+from tests.conftest import make_tokenizer, tiny_policy
+from tests.generation.test_engine import prompts
+
+MakeArgs = Callable[..., PPOConfig]
+
+
+@pytest.fixture
+def make_vllm_args(make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch) -> MakeArgs:
+    """Arguments for vLLM, as if it were installed."""
+    monkeypatch.setattr(engine_arguments, "is_vllm_available", lambda: True)
+    return lambda **given: make_args(generation_engine="vllm", **given)
+
+
+def test_without_vllm_it_is_an_error_at_once(make_args: MakeArgs) -> None:
+    with pytest.raises(ValueError, match=r"generation_engine='vllm' needs vLLM.*`pip install trl\[vllm\]`, or set"):
+        make_args(generation_engine="vllm")
+
+
+# ---- Against TRL's signatures ----
+
+
+def fake_generation(ids: list[list[int]], logprobs: Any) -> Any:
+    """What `VLLMGeneration` is, with the same methods and arguments, giving a fixed answer."""
+    fake = create_autospec(VLLMGeneration, instance=True)
+    fake.generate.return_value = ([], ids, logprobs, None)
+    return fake
+
+
+def test_rows_go_in_without_padding_and_come_out_padded(make_vllm_args: MakeArgs) -> None:
+    fake = fake_generation([[7, 8, 1], [9]], [[[-0.5], [-1.0], [-2.0]], [[-0.25]]])
+    config = sampling_config(make_vllm_args(temperature=0.8, top_k=5, top_p=0.9, min_p=0.1), stop_token_id=1)
+
+    sampled = VLLMEngine(fake).sample(tiny_policy(), prompts([5, 9, 3], [4], fill=99), config)
+
+    fake.generate.assert_called_once_with([[5, 9, 3], [4]], images=None, num_generations=1)
+    assert (fake.temperature, fake.top_k, fake.top_p, fake.min_p) == (0.8, 5, 0.9, 0.1)
+    assert sampled.ids.tolist() == [[7, 8, 1], [9, 1, 1]] and sampled.ids.dtype == torch.long
+    assert sampled.logprobs is not None
+    assert sampled.logprobs.tolist() == [[-0.5, -1.0, -2.0], [-0.25, 0.0, 0.0]]
+
+
+def test_greedy_is_temperature_0_for_that_call_only(make_vllm_args: MakeArgs) -> None:
+    args = make_vllm_args(temperature=0.8, top_k=5, top_p=0.9, min_p=0.1)
+    fake = fake_generation([[7]], [[[-0.5]]])
+    engine, policy = VLLMEngine(fake), tiny_policy()
+    engine.sample(policy, prompts([4]), greedy_config(args, 1))
+    assert (fake.temperature, fake.top_k, fake.top_p, fake.min_p) == (0.0, 0, 1.0, 0.0)
+    engine.sample(policy, prompts([4]), sampling_config(args, 1))
+    assert (fake.temperature, fake.top_k, fake.top_p, fake.min_p) == (0.8, 5, 0.9, 0.1)
+
+
+def test_weights_are_sent_before_the_first_response_after_a_change(make_vllm_args: MakeArgs) -> None:
+    fake = fake_generation([[7]], [[[-0.5]]])
+    engine, policy, config = VLLMEngine(fake), tiny_policy(), sampling_config(make_vllm_args(), 1)
+
+    def calls() -> list[str]:
+        engine.sample(policy, prompts([4]), config)
+        names = [call[0] for call in fake.method_calls]
+        fake.reset_mock(return_value=False)
+        return names
+
+    assert calls() == ["sync_weights", "generate"]
+    assert calls() == ["generate"]
+    engine.policy_changed()
+    assert calls() == ["sync_weights", "generate"]
+
+
+@pytest.mark.parametrize("logprobs", [[[[-0.5], [None]]], [[[-0.5]]], [[[-0.5], [float("nan")]]], None])
+def test_a_logprob_that_is_missing_is_an_error(make_vllm_args: MakeArgs, logprobs: Any) -> None:
+    engine = VLLMEngine(fake_generation([[7, 8]], logprobs))
+    with pytest.raises(RuntimeError, match="'vllm' gave no finite log-probability for each token of row 0"):
+        engine.sample(tiny_policy(), prompts([4]), sampling_config(make_vllm_args(), 1))
+
+
+def test_every_argument_is_passed_on(make_vllm_args: MakeArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "vllm_gpu_memory_utilization": 0.4,
+        "vllm_max_model_length": 77,
+        "vllm_tensor_parallel_size": 2,
+        "vllm_enable_sleep_mode": True,
+        "vllm_model_impl": "transformers",
+        "vllm_server_base_url": "http://there:1",
+        "vllm_server_host": "there",
+        "vllm_server_port": 1234,
+        "vllm_server_timeout": 5.0,
+        "vllm_group_port": 4321,
+    }
+    made = create_autospec(VLLMGeneration)
+    monkeypatch.setattr(vllm_generation, "VLLMGeneration", made)
+    args = make_vllm_args(response_length=9, local_rollout_forward_batch_size=16, **given)
+    policy, accelerator, tokenizer = tiny_policy(), Accelerator(cpu=True), make_tokenizer()
+    policy.name_or_path = "somewhere"
+
+    start_vllm(args, policy, accelerator, tokenizer, stop_token_id=5)
+
+    passed = made.call_args.kwargs
+    assert {f"vllm_{name}": value for name, value in passed.items() if f"vllm_{name}" in given} == given
+    assert passed["mode"] == "colocate" and passed["model"] is policy and passed["processing_class"] is tokenizer
+    assert passed["max_num_seqs"] == 32 and passed["max_completion_length"] == 9 and passed["logprobs"] == 0
+    assert passed["generation_kwargs"] == {"ignore_eos": True, "stop_token_ids": [5]}
+    start_vllm(args, policy, accelerator, tokenizer, stop_token_id=None)
+    assert made.call_args.kwargs["generation_kwargs"] == {"ignore_eos": True, "stop_token_ids": []}
+
+
+def test_a_policy_made_in_memory_cannot_be_colocated(make_vllm_args: MakeArgs) -> None:
+    with pytest.raises(ValueError, match=r"vllm_mode='colocate' loads the model from .*; save_pretrained it"):
+        start_vllm(make_vllm_args(), tiny_policy(), Accelerator(cpu=True), make_tokenizer(), 1)
+
+
+# ---- Server mode: TRL's own adapter and client, over HTTP ----
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """The endpoints of `vllm serve` that TRL's client calls; answers the prompt's last token plus one, plus two."""
+
+    received: list[tuple[str, Any]]
+    logprobs_mode = "processed_logprobs"
+
+    def do_GET(self) -> None:
+        self._send(
+            {
+                "/health": {},
+                "/v1/models": {"data": [{"id": "policy"}]},
+                "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": self.logprobs_mode}}},
+            }[self.path.partition("?")[0]]
+        )
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        request = json.loads(body) if body else None
+        self.received.append((self.path, request))
+        choices = []
+        for prompt in request["prompt"] if request else []:
+            ids = [prompt[-1] + 1, prompt[-1] + 2]
+            names, values = [f"token_id:{token}" for token in ids], [-0.5, -0.25]
+            tops = [{name: value} for name, value in zip(names, values, strict=True)]
+            logprobs = {"tokens": names, "token_logprobs": values, "top_logprobs": tops}
+            choices.append({"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs})
+        self._send({"choices": choices})
+
+    def _send(self, answer: Any) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[FakeServer]]]:
+    """A server, its URL, and what it received; the NCCL group through which weights would go is not made."""
+    handler = type("Server", (FakeServer,), {"received": []})
+
+    def receive(self: Any, metadata: list[Any], named_params: Iterator[tuple[str, Tensor]]) -> None:
+        weights = {name: tensor.clone() for name, tensor in named_params}
+        assert [name for name, _, _ in metadata] == list(weights)
+        handler.received.append(("weights", weights))
+
+    for module in (vllm_generation, vllm_client):
+        monkeypatch.setattr(module, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda self, device: None)
+    monkeypatch.setattr(VLLMClient, "update_named_params", receive)
+    monkeypatch.setattr(vllm_client, "_HAS_RESET_PREFIX_CACHE_SUCCESS", False, raising=False)
+    serving = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=serving.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{serving.server_port}", handler
+    serving.shutdown()
+    thread.join()
+    serving.server_close()
+
+
+def test_a_server_gets_the_weights_then_the_prompts(make_vllm_args: MakeArgs, server: Any) -> None:
+    url, handler = server
+    args = make_vllm_args(
+        vllm_mode="server", vllm_server_base_url=url, temperature=0.8, top_k=5, top_p=0.9, min_p=0.1, response_length=6
+    )
+    policy = tiny_policy()
+    engine = start_vllm(args, policy, Accelerator(cpu=True), make_tokenizer(), stop_token_id=1)
+
+    sampled = engine.sample(policy, prompts([5, 9, 3], [20]), sampling_config(args, 1))
+
+    assert sampled.ids.tolist() == [[4, 5], [21, 22]]
+    assert sampled.logprobs is not None and sampled.logprobs.tolist() == [[-0.5, -0.25]] * 2
+    assert [path for path, _ in handler.received] == ["weights", "/reset_prefix_cache", "/v1/completions"]
+    (_, weights), _, (_, request) = handler.received
+    assert weights.keys() == dict(policy.named_parameters()).keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in policy.named_parameters())
+    expected = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "max_tokens": 6, "n": 1, "logprobs": 0}
+    expected |= {"prompt": [[5, 9, 3], [20]], "ignore_eos": True, "stop_token_ids": [1], "repetition_penalty": 1.0}
+    assert request.items() >= expected.items()
+
+
+def test_a_server_whose_logprobs_cannot_be_corrected_for(make_vllm_args: MakeArgs, server: Any) -> None:
+    url, handler = server
+    handler.logprobs_mode = "raw_logprobs"
+    args = make_vllm_args(vllm_mode="server", vllm_server_base_url=url)
+    start = (tiny_policy(), Accelerator(cpu=True), make_tokenizer(), 1)
+    with pytest.raises(ValueError, match=r"--logprobs-mode raw_logprobs.*importance_sampling_correction=False"):
+        start_vllm(args, *start)
+    args.importance_sampling_correction = False
+    start_vllm(args, *start)
