@@ -229,7 +229,7 @@ class Experience(Responses):
         if max_tokens is None:
             return self.parts(max_rows)
         lengths = self.attention_mask.sum(dim=1)
-        sizes = sizes_within(lengths.tolist(), max_tokens)
+        sizes = sizes_within([int(length) for length in lengths], max_tokens)
         return self.parts_of(split_until(sizes, int(gather(lengths.new_tensor([len(sizes)])).max())))
 
 

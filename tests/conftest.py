@@ -36,43 +36,51 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+# Tests of whole runs, or slow; `make check` leaves them to `make test`.
+WHOLE_RUNS = {
+    "cli/test_commands.py",
+    "cli/test_estimate.py",
+    "cli/test_jobs.py",
+    "examples/test_ppo_example.py",
+    "generation/test_continuous.py",
+    "models/test_counting.py",
+    "reporting/test_estimate.py",
+    "rewards/test_in_training.py",
+    "test_callbacks.py",
+    "test_checkpoints.py",
+    "test_drop_in.py",
+    "test_evaluate.py",
+    "test_one_base.py",
+    "test_peft.py",
+    "test_samples_and_logging.py",
+    "test_trainer_arguments.py",
+}
 # Tests whose cases show one thing many times, and how many of them `make check` runs: `make test` runs all.
 CASES_IN_CHECK = {
-    "examples/test_ppo_example.py::test_a_second_start_resumes_and_ends_like_one_run": 0,
-    "examples/test_ppo_example.py::test_the_documented_command_of_ppo_py": 1,
     "generation/test_engine.py::test_what_is_stored_with_the_model_changes_nothing": 1,
     "generation/test_opponents.py::test_a_resumed_run_is_the_same": 1,
     "models/test_reference.py::test_kl_starts_at_zero_and_the_reference_stays_while_the_policy_moves": 1,
-    "rewards/test_in_training.py::test_a_source_that_fails_leaves_the_last_checkpoint_to_resume_from": 2,
-    "test_callbacks.py::test_should_log_evaluate_and_save_are_obeyed_once": 2,
-    "test_callbacks.py::test_should_training_stop_ends_the_run_after_the_update": 1,
     "test_first_update.py::test_gradients_of_the_whole_loss_equal_finite_differences": 1,
     "test_first_update.py::test_ratio_starts_at_one_and_kl_at_zero": 3,
     "test_first_update.py::test_samples_and_numbers_are_those_of_the_plain_setup": 2,
     "test_first_update.py::test_the_first_update_equals_numpy": 4,
     "test_micro_batches.py::test_optimizer_steps_are_epochs_times_mini_batches": 4,
-    "test_peft.py::test_gradient_checkpointing_changes_no_gradient_of_the_adapter": 1,
-    "test_peft.py::test_resuming_equals_a_run_that_was_never_stopped": 1,
     "test_resume.py::test_resumed_run_equals_one_that_never_stopped": 2,
     "test_resume.py::test_run_stopped_by_a_callback_goes_on_where_it_stopped": 1,
     "test_train_data_forms.py::test_reward_functions_get_the_columns_of_the_very_row": 1,
     "test_train_data_forms.py::test_the_form_of_the_prompts_changes_nothing": 2,
-    "test_trainer_arguments.py::test_checkpoints_come_when_asked_for": 2,
-    "test_trainer_arguments.py::test_evaluations_come_when_asked_for": 2,
-    "test_trainer_arguments.py::test_learning_rate_follows_the_schedule_by_update": 2,
-    "test_trainer_arguments.py::test_logs_come_when_asked_for_and_average_the_updates_between": 1,
-    "test_trainer_arguments.py::test_resume_from_checkpoint_as_an_argument": 1,
 }
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark further cases as thorough, before `-m` chooses."""
+    """Mark whole runs and further cases as thorough, before `-m` chooses."""
     seen: Counter[str] = Counter()
     for item in items:
         name = item.nodeid.removeprefix("tests/").partition("[")[0]
         seen[name] += 1
-        if name in CASES_IN_CHECK and seen[name] > CASES_IN_CHECK[name]:
+        is_further_case = name in CASES_IN_CHECK and seen[name] > CASES_IN_CHECK[name]
+        if is_further_case or name.partition("::")[0] in WHOLE_RUNS:
             item.add_marker(pytest.mark.thorough)
 
 
