@@ -1,0 +1,65 @@
+"""Measure how the cost of an update grows with its episodes and with the length of its responses.
+
+Each size in a process of its own, one thread; responses have full length, so that the work is known. Cost per episode
+and cost per response token would stay the same if growth were linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from statistics import median
+from typing import Any
+
+import torch
+from measure import PHASES, measure
+from workloads import Workload, llama
+
+BASE = Workload(
+    llama(4, 128, 2048) | {"max_position_embeddings": 2048}, (32, 64), 64, batch_size=8, micro_batch_size=8
+)
+SIZES = {
+    "episodes": [dataclasses.replace(BASE, batch_size=8 * times) for times in (1, 2, 4)],
+    "response length": [dataclasses.replace(BASE, response_length=length) for length in (64, 256, 1024)],
+}
+
+
+def measure_alone(workload: Workload, num_updates: int) -> dict[str, Any]:
+    """Measure our trainer with one thread."""
+    torch.set_num_threads(1)
+    return measure("ours", workload, num_updates)
+
+
+def rows(kind: str, num_updates: int) -> list[list[str]]:
+    """Measure the sizes of one kind and make the lines of the table."""
+    table, first = [], None
+    for workload in SIZES[kind]:
+        spawning = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawning) as pool:
+            result = pool.submit(measure_alone, workload, num_updates).result()
+        seconds = {phase: median(update[phase] for update in result["updates"]) for phase in PHASES}
+        num_tokens = workload.batch_size * workload.response_length
+        per_token = sum(seconds.values()) / num_tokens
+        first = first or per_token
+        size = workload.batch_size if kind == "episodes" else workload.response_length
+        phases = [f"{value:.2f}" for value in seconds.values()]
+        costs = [f"{1e3 * per_token:.2f}", f"{per_token / first:.2f}x", f"{result['memory']:.0f}"]
+        table.append([kind, str(size), *phases, *costs])
+        print(*table[-1], sep=" | ", flush=True)
+    return table
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--updates", type=int, default=3, help="the first is not measured")
+    arguments = parser.parse_args()
+    columns = ["grows", "to", *PHASES, "ms per response token", "of the first", "MB"]
+    lines = [columns, ["---"] * len(columns), *(row for kind in SIZES for row in rows(kind, arguments.updates))]
+    print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
