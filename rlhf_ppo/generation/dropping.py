@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import torch
@@ -74,10 +75,8 @@ def generate_dropping(
         output = model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            generation_config=config,
-            max_new_tokens=longest - input_ids.shape[1],
+            generation_config=_with(config, max_new_tokens=longest - input_ids.shape[1], return_dict_in_generate=True),
             stopping_criteria=StoppingCriteriaList([few_are_left]),
-            return_dict_in_generate=True,
             synced_gpus=synced_gpus,
             **cache,
         )
@@ -89,6 +88,12 @@ def generate_dropping(
         )[left]
         rows, input_ids, cache = rows[left], sampled[left], _cache_of(output, left)
     return result[:, : max(1, sampled.shape[1] - prompt_length)]
+
+
+def _with(config: GenerationConfig, **changes: Any) -> GenerationConfig:
+    changed = copy.deepcopy(config)
+    changed.update(**changes)
+    return changed
 
 
 def _cache_of(output: Any, rows: Tensor) -> dict[str, Any]:

@@ -132,6 +132,7 @@ def test_all_rows_stay_where_all_ranks_pass_together(monkeypatch: pytest.MonkeyP
     given = prompts([10], [9], [3])
     generate_dropping(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12), synced_gpus=True)
     assert [call["synced_gpus"] for call in calls] == [True]
+    assert not {"max_new_tokens", "return_dict_in_generate"} & calls[0].keys()  # deprecated beside a configuration
     assert shapes == [(3, 1)] * 9
 
 
