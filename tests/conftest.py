@@ -41,8 +41,10 @@ WHOLE_RUNS = {
     "cli/test_commands.py",
     "cli/test_estimate.py",
     "cli/test_jobs.py",
+    "evaluation/test_completions.py",
     "examples/test_ppo_example.py",
     "generation/test_continuous.py",
+    "generation/test_opponents.py",
     "models/test_counting.py",
     "reporting/test_estimate.py",
     "rewards/test_in_training.py",
@@ -51,14 +53,15 @@ WHOLE_RUNS = {
     "test_drop_in.py",
     "test_evaluate.py",
     "test_one_base.py",
+    "test_hub.py",
     "test_peft.py",
+    "test_readme.py",
     "test_samples_and_logging.py",
     "test_trainer_arguments.py",
 }
 # Tests whose cases show one thing many times, and how many of them `make check` runs: `make test` runs all.
 CASES_IN_CHECK = {
     "generation/test_engine.py::test_what_is_stored_with_the_model_changes_nothing": 1,
-    "generation/test_opponents.py::test_a_resumed_run_is_the_same": 1,
     "models/test_reference.py::test_kl_starts_at_zero_and_the_reference_stays_while_the_policy_moves": 1,
     "test_first_update.py::test_gradients_of_the_whole_loss_equal_finite_differences": 1,
     "test_first_update.py::test_ratio_starts_at_one_and_kl_at_zero": 3,
