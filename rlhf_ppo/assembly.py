@@ -15,13 +15,8 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
-from rlhf_ppo.distributed import check_keeps_models_whole, failing_together, is_fsdp, place_frozen, zero_stage
-from rlhf_ppo.generation.continuous import ContinuousEngine
-from rlhf_ppo.generation.engine import TransformersEngine
-from rlhf_ppo.generation.opponents import Opponents
-from rlhf_ppo.generation.sampled import GenerationEngine
+from rlhf_ppo.distributed import check_keeps_models_whole, failing_together, place_frozen
 from rlhf_ppo.generation.stopping import StopStrings
-from rlhf_ppo.generation.vllm import start_vllm
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.models.inputs import is_peft_model, transformers_model
@@ -368,53 +363,3 @@ def make_scorer(
     ]
     weights = cast("list[float] | dict[str, float] | None", args.reward_weights)  # no text: the arguments have read it
     return Scorer([*models, *wrapped], weights)
-
-
-def make_engine(
-    args: PPOConfig,
-    policy: nn.Module,
-    accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: SpecialTokens,
-    functions: Sequence[Callable[..., Any]],
-) -> GenerationEngine:
-    """Make the engine that `args.generation_engine` names.
-
-    Args:
-        args: The arguments.
-        policy: The policy that is trained.
-        accelerator: Knows the processes, and what shards the policy.
-        tokenizer: The policy's tokenizer.
-        tokens: Its special tokens and the stop strings. Only transformers' `generate` stops at these; the others'
-            responses are cut there afterwards, which gives the same responses for more work.
-        functions: The reward functions, which may ask for opponents.
-
-    Raises:
-        ValueError: The engine cannot run with what shards the policy, vLLM cannot start or cannot be an opponent.
-    """
-    rows = args.local_rollout_forward_batch_size
-    if args.generation_engine == "vllm":
-        if others := [kind for kind in Opponents.of(functions, tokenizer).kinds if kind != "self"]:
-            raise ValueError(
-                f"generation_engine='vllm' has the policy's weights only, but reward_funcs compare with {others}; "
-                "set generation_engine to 'continuous' or 'transformers'"
-            )
-        return start_vllm(args, policy, accelerator, tokenizer, tokens.stop)
-    if args.generation_engine == "transformers":
-        return TransformersEngine(rows, tokens.stop_strings)
-    _check_whole(args, accelerator)
-    return ContinuousEngine(rows)
-
-
-def _check_whole(args: PPOConfig, accelerator: Accelerator) -> None:
-    """Raise where the policy would be taken apart layer by layer, each rank at its own pace."""
-    if is_fsdp(accelerator):
-        raise ValueError(
-            "generation_engine='continuous' cannot run under FSDP, whose layers are gathered by all ranks in step; "
-            "set generation_engine='transformers' or 'vllm'"
-        )
-    if zero_stage(accelerator) == 3 and not args.ds3_gather_for_generation:
-        raise ValueError(
-            "generation_engine='continuous' with ZeRO-3 needs the whole policy, but ds3_gather_for_generation=False; "
-            "set it to True, or generation_engine='transformers'"
-        )

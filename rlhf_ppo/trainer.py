@@ -23,7 +23,6 @@ from rlhf_ppo.assembly import (
     assemble_models,
     check_given,
     check_vocabularies,
-    make_engine,
     make_scorer,
     max_positions,
     prepare_checked,
@@ -37,6 +36,7 @@ from rlhf_ppo.data import PromptCollator, check_lengths
 from rlhf_ppo.distributed import failing_together, gather_over_ranks, on_whole_policy, place_frozen, sum_over_ranks
 from rlhf_ppo.evaluation.completions import print_table, report_table, sample_rows, table_of
 from rlhf_ppo.forecast import announce
+from rlhf_ppo.generation.choosing import make_engine
 from rlhf_ppo.generation.engine import greedy_config, sampling_config
 from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.sequences import ended, join_responses
@@ -123,15 +123,14 @@ class PPOTrainer(PPOSeams):
         self._functions = functions = resolve_rewards(reward_funcs)
         self._logged = LoggedByFunctions()
         check_given(args, train_dataset, has_reward=reward_model is not None or bool(self._functions))
-        self.tokens = special_tokens(args, processing_class)
+        self.tokens = tokens = special_tokens(args, processing_class)
         args.fill_derived(num_processes(args), length(train_dataset))
 
         rewards = load_reward_models(args, reward_model, reward_processing_classes, processing_class)
         models = assemble_models(args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
         check_vocabularies(models, processing_class, self.tokens)
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
-        rewards = models.rewards
-        self.reward_models = [reward.model for reward in rewards]
+        self.reward_models = [reward.model for reward in models.rewards]
         self._max_positions = max_positions(models)
         self._tokenizer, self._config = processing_class, args
         train_dataset = self._prepared(train_dataset, "train_dataset")
@@ -153,9 +152,11 @@ class PPOTrainer(PPOSeams):
         if self.reference.model is not None:
             self.reference.model = place_frozen(self.reference.model, self.accelerator, args.offload_frozen)
         self._opponents = Opponents.of(functions, processing_class)
-        self._engine = make_engine(args, models.policy, self.accelerator, processing_class, self.tokens, functions)
+        self._engine = make_engine(
+            args, models.policy, self.accelerator, processing_class, tokens.stop, tokens.stop_strings, self._opponents
+        )
         self.scorer = make_scorer(
-            args, rewards, functions, processing_class, self.tokens, self.accelerator, self._get_state, self._logged
+            args, models.rewards, functions, processing_class, tokens, self.accelerator, self._get_state, self._logged
         )
         self._sum, self._gather = sum_over_ranks(self.accelerator), gather_over_ranks(self.accelerator)
         self._sigterm = StopsOnSigterm(self._sum)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
+import pytest
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
@@ -114,3 +116,22 @@ def assert_identical(actual: Any, expected: Any, path: str = "run") -> None:
         pd.testing.assert_frame_equal(actual, expected, check_exact=True, obj=path)
     else:
         assert actual == expected or actual is expected, f"{path}: {actual} != {expected}"
+
+
+def die_and_resume(make: Callable[..., PPOTrainer]) -> tuple[PPOTrainer, PPOTrainer]:
+    """Train once without a stop, and once with a death before the second update and a second start.
+
+    Args:
+        make: Takes the name of the output directory and the callbacks; the trainer must save at every step.
+
+    Returns:
+        The resumed trainer and the one that never stopped, whose ends are identical.
+    """
+    whole = make("whole")
+    whole.train()
+    with pytest.raises(RunDied):
+        make("died", callbacks=[DieAt("on_step_begin", 1)]).train()
+    resumed = make("died")
+    resumed.train(resume_from_checkpoint=True)
+    assert_identical(end_of_run(resumed), end_of_run(whole))
+    return resumed, whole

@@ -12,10 +12,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from rlhf_ppo import PPOTrainer, assembly, engine_arguments
-from rlhf_ppo.assembly import make_engine, special_tokens
+from rlhf_ppo import PPOTrainer, engine_arguments
+from rlhf_ppo.assembly import special_tokens
+from rlhf_ppo.generation import choosing
+from rlhf_ppo.generation.choosing import make_engine
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.engine import TransformersEngine
+from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.sampled import Sampled
 from rlhf_ppo.generation.vllm import VLLMEngine
 from rlhf_ppo.models.logprobs import response_logprobs
@@ -140,16 +143,15 @@ def test_the_engine_is_told_when_the_policy_may_have_changed(make_trainer: MakeT
 
 def make(make_args: Any, functions: Any = (), accelerator: Any = None, **given: Any) -> Any:
     args, tokenizer = make_args(**given), make_tokenizer()
-    policy = tiny_policy()
-    return make_engine(
-        args, policy, accelerator or Accelerator(cpu=True), tokenizer, special_tokens(args, tokenizer), functions
-    )
+    tokens, opponents = special_tokens(args, tokenizer), Opponents.of(functions, tokenizer)
+    accelerator = accelerator or Accelerator(cpu=True)
+    return make_engine(args, tiny_policy(), accelerator, tokenizer, tokens.stop, tokens.stop_strings, opponents)
 
 
 @pytest.fixture
 def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_arguments, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(assembly, "start_vllm", lambda *given: VLLMEngine(given))
+    monkeypatch.setattr(choosing, "start_vllm", lambda *given: VLLMEngine(given))
 
 
 def test_each_engine_gets_what_it_needs(make_args: Any, vllm_installed: None) -> None:

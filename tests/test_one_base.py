@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_ppo.models.inputs import hidden_states
 from tests.conftest import tiny_policy, tiny_scorer
-from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run
+from tests.runs import QUICK, die_and_resume
 from tests.test_peft import IDS, FirstPass, first, logits, lora, trained_adapter, two_adapters, weights
 
 peft = pytest.importorskip("peft")
@@ -231,14 +231,7 @@ def test_resuming_equals_a_run_that_was_never_stopped(make_shared: MakeTrainer, 
         checkpoints = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
         return make_shared(model=trained_adapter(), learning_rate=0.05, **checkpoints, **kwargs)
 
-    whole = make("whole")
-    whole.train()
-    with pytest.raises(RunDied):
-        make("died", callbacks=[DieAt("on_step_begin", 1)]).train()
-    resumed = make("died")
-    resumed.train(resume_from_checkpoint=True)
-
-    assert_identical(end_of_run(resumed), end_of_run(whole))
+    die_and_resume(make)
 
 
 # ---- What is accepted, and what cannot work ----

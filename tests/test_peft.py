@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from tests.conftest import tiny_policy, tiny_scorer
-from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run
+from tests.runs import QUICK, die_and_resume
 
 peft = pytest.importorskip("peft")
 
@@ -353,14 +353,7 @@ def test_resuming_equals_a_run_that_was_never_stopped(make_trainer: MakeTrainer,
         checkpoints = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
         return make_trainer(**policy(), **checkpoints, **QUICK, **kwargs)
 
-    whole = make("whole")
-    whole.train()
-    with pytest.raises(RunDied):
-        make("died", callbacks=[DieAt("on_step_begin", 1)]).train()
-    resumed = make("died")
-    resumed.train(resume_from_checkpoint=True)
-
-    assert_identical(end_of_run(resumed), end_of_run(whole))
+    resumed, whole = die_and_resume(make)
     assert torch.equal(logits(resumed.policy_model), logits(whole.policy_model))
 
 

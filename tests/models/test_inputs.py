@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_ppo.models.inputs import (
     backbone,
     disable_dropout,
+    gathers_in_passes,
     hidden_states,
     is_managed,
     is_peft_model,
@@ -171,6 +172,19 @@ def test_what_zero_3_manages_may_be_whole_at_the_moment() -> None:
     for parameter in model.parameters():
         parameter.ds_id = 0
     assert is_managed(model) and not is_sharded(model)
+
+
+def test_zero_3_gathers_where_its_hooks_are() -> None:
+    """Parameters that it manages are not enough: while the policy is whole for generation there are no hooks."""
+    model = tiny_policy()
+
+    def hook(*_: object) -> None: ...
+
+    hook.__module__ = "tests"
+    model.model.norm.register_forward_pre_hook(hook)
+    assert not gathers_in_passes(model)
+    hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    assert gathers_in_passes(model)
 
 
 def test_probe_ids_fit_tiny_vocabularies() -> None:

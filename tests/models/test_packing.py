@@ -22,7 +22,7 @@ from transformers import (
 
 from rlhf_ppo.models import packing
 from rlhf_ppo.models.inputs import backbone, disable_dropout, hidden_states
-from rlhf_ppo.models.packing import PACKED, pack_rows, packed_sdpa
+from rlhf_ppo.models.packing import PACKED, pack_rows, packed_sdpa, unpacked
 from tests.conftest import tiny_policy
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -184,6 +184,15 @@ def test_calls_with_masks_and_generation_are_sdpa_s(name: str) -> None:
             each.generate(input_ids=ids, attention_mask=mask, generation_config=config) for each in (packed, model)
         ]
     assert torch.equal(*states) and torch.equal(*tokens)
+
+
+def test_packing_is_put_off_and_comes_back() -> None:
+    packed, plain = model_of("llama"), model_of("llama", attn_implementation="eager")
+    pack_rows(packed)
+    with pytest.raises(ZeroDivisionError), unpacked(packed), unpacked(plain):
+        assert (packed.config._attn_implementation, plain.config._attn_implementation) == ("sdpa", "eager")
+        raise ZeroDivisionError
+    assert (packed.config._attn_implementation, plain.config._attn_implementation) == (PACKED, "eager")
 
 
 def test_what_is_saved_loads_as_before(tmp_path: Any) -> None:
