@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
