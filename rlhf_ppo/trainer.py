@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from rlhf_ppo.algorithm.advantages import gae
-from rlhf_ppo.algorithm.losses import clipped_policy_loss, clipped_value_loss, explained_variance, token_mean
+from rlhf_ppo.algorithm.losses import explained_variance
 from rlhf_ppo.algorithm.masked import masked_whiten
 from rlhf_ppo.algorithm.penalties import kl_estimate, token_rewards
 from rlhf_ppo.assembly import (
@@ -40,6 +40,7 @@ from rlhf_ppo.generation.choosing import make_engine
 from rlhf_ppo.generation.engine import greedy_config, sampling_config
 from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.sequences import ended, join_responses
+from rlhf_ppo.learning import LossParts, can_learn_in_turn, learn_in_turn, policy_term, value_term
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
@@ -448,17 +449,26 @@ class PPOTrainer(PPOSeams):
             is_last = index == len(parts) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with self._gradient_sync(model, is_last):
-                with self.compute_loss_context_manager(), self._autocast():
-                    loss, (output, policy_loss, value_loss) = self.compute_loss(
-                        model, part, return_outputs=True, num_items_in_batch=num_tokens
-                    )
-                # Data-parallel engines average gradients over ranks; the loss is already divided by all ranks' tokens.
-                self._backward(loss * self.accelerator.num_processes)
-            statistics.add(part, output, policy_loss, value_loss)
+                loss, parts_of_loss = self._backpropagate(model, part, num_tokens)
+            statistics.add(part, *parts_of_loss)
             self._add_to_logged_loss(loss.detach() * self.accelerator.num_processes)
             if not is_last:
                 self._fire("on_substep_end")
         return self._optimizer_step(model)
+
+    def _backpropagate(self, model: nn.Module, part: Experience, num_tokens: float) -> tuple[Tensor, LossParts]:
+        """Add a micro-batch's gradients to the parameters'."""
+
+        def backward(loss: Tensor) -> None:
+            # Data-parallel engines average gradients over ranks; the loss is already divided by all ranks' tokens.
+            self._backward(loss * self.accelerator.num_processes)
+
+        if can_learn_in_turn(model) and not self._overrides("compute_loss"):
+            return learn_in_turn(model, self.args, part, num_tokens, self._forward_context, backward)
+        with self._forward_context():
+            loss, parts = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=num_tokens)
+        backward(loss)
+        return loss, parts
 
     def compute_loss(
         self,
@@ -469,6 +479,9 @@ class PPOTrainer(PPOSeams):
     ) -> Any:
         """Compute `policy loss + vf_coef * value loss` of a micro-batch.
 
+        Where nothing wraps the models and this method is not overridden, training takes the two terms' backward
+        passes one after the other instead (`rlhf_ppo.learning.learn_in_turn`), which needs less memory.
+
         Args:
             model: The `PolicyAndValue`.
             inputs: The micro-batch.
@@ -478,17 +491,12 @@ class PPOTrainer(PPOSeams):
         Returns:
             The loss, a scalar; with `return_outputs` also `(PolicyAndValueOutput, PolicyLoss, ValueLoss)`.
         """
-        args, mask = self.args, inputs.loss_mask
-        num_tokens = float(mask.sum()) if num_items_in_batch is None else float(num_items_in_batch)
+        num_tokens = float(inputs.loss_mask.sum()) if num_items_in_batch is None else float(num_items_in_batch)
         output = PolicyAndValueOutput(*model(inputs.query_responses, inputs.attention_mask, inputs.response_mask))
-        policy_loss = clipped_policy_loss(
-            output.logprobs, inputs.logprobs, inputs.advantages, args.cliprange, inputs.importance_weights
-        )
-        value_loss = clipped_value_loss(output.values, inputs.values, inputs.returns, args.cliprange_value)
-        loss = token_mean(policy_loss.loss, mask, num_tokens) + args.vf_coef * token_mean(
-            value_loss.loss, mask, num_tokens
-        )
-        return (loss, (output, policy_loss, value_loss)) if return_outputs else loss
+        policy_loss, policy_parts = policy_term(self.args, output.logprobs, inputs, num_tokens)
+        value_loss, value_parts = value_term(self.args, output.values, inputs, num_tokens)
+        loss = policy_loss + value_loss
+        return (loss, (output, policy_parts, value_parts)) if return_outputs else loss
 
     # ---- Evaluation and samples ----
 

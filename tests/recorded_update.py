@@ -162,6 +162,7 @@ def run_update(make_trainer: Callable[..., Any], **overrides: Any) -> Update:
         "num_ppo_epochs": 2,
         "num_mini_batches": 2,
         "total_episodes": NUM_EPISODES,
+        "seed": 1,
         "local_rollout_forward_batch_size": 5,
         "max_grad_norm": 0.0,
         "cliprange_value": 0.1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,18 @@ class PolicyAndValueOutput(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
+    values: Tensor
+    final_values: Tensor
+
+
+class ResponseValues(NamedTuple):
+    """What the value model says about a response.
+
+    Attributes:
+        values: Value estimate before each response token, float32 `(B, T)`, 0 outside the mask.
+        final_values: Value estimate after the last real token, float32 `(B,)`.
+    """
+
     values: Tensor
     final_values: Tensor
 
@@ -80,33 +92,50 @@ class PolicyAndValue(nn.Module):
             transformers_model(model).gradient_checkpointing_disable()
 
     def forward(
-        self, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor, policy_only: bool = False
-    ) -> PolicyAndValueOutput | ResponseLogprobs:
-        """Evaluate both models on responses.
+        self,
+        query_responses: Tensor,
+        attention_mask: Tensor,
+        response_mask: Tensor,
+        only: Literal["policy", "value_model"] | None = None,
+    ) -> PolicyAndValueOutput | ResponseLogprobs | ResponseValues:
+        """Evaluate both models, or one of them, on responses.
 
         Args:
             query_responses: Token ids, long `(B, C + T)`.
             attention_mask: True on real tokens, bool `(B, C + T)`.
             response_mask: True on real response tokens, bool `(B, T)`.
-            policy_only: Leave the value model out, as the reference does when it is the policy with another adapter.
+            only: The model to run; None runs both.
 
         Returns:
-            Log-probabilities and entropy of the response tokens, and their values unless `policy_only`.
+            Log-probabilities and entropy of the response tokens, and their values.
         """
-        of_policy = response_logprobs(self.policy, query_responses, attention_mask, response_mask, self.temperature)
-        if policy_only:
+        batch = query_responses, attention_mask, response_mask
+        if only == "value_model":
+            return response_values(self.value_model, *batch)
+        of_policy = response_logprobs(self.policy, *batch, self.temperature)
+        if only == "policy":
             return of_policy
-        values = token_values(self.value_model, query_responses, attention_mask, last=response_mask.shape[1] + 1)
-        after_last = response_mask.sum(dim=1, keepdim=True)
-        return PolicyAndValueOutput(
-            *of_policy,
-            values[:, :-1].masked_fill(~response_mask, 0.0),
-            values.gather(1, after_last).squeeze(1),
-        )
+        return PolicyAndValueOutput(*of_policy, *response_values(self.value_model, *batch))
 
     def on_policy(self, function: Callable[[nn.Module], Any]) -> Any:
         """Call `function` with the policy; FSDP registers this method to run the way it runs `forward`."""
         return function(self.policy)
+
+
+def response_values(
+    value_model: nn.Module, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor
+) -> ResponseValues:
+    """Estimate the value before each response token and after the last.
+
+    Args:
+        value_model: A model with a per-token scalar head.
+        query_responses: Token ids, long `(B, C + T)`.
+        attention_mask: True on real tokens, bool `(B, C + T)`.
+        response_mask: True on real response tokens, bool `(B, T)`.
+    """
+    values = token_values(value_model, query_responses, attention_mask, last=response_mask.shape[1] + 1)
+    after_last = response_mask.sum(dim=1, keepdim=True)
+    return ResponseValues(values[:, :-1].masked_fill(~response_mask, 0.0), values.gather(1, after_last).squeeze(1))
 
 
 def _allow_missing_frozen(model: nn.Module, incompatible: Any) -> None:

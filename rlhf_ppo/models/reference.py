@@ -70,7 +70,7 @@ class Reference:
                 yield self.model
         else:
             with use_adapter(cast(Any, policy), self.adapter_name):
-                yield functools.partial(model, policy_only=True)
+                yield functools.partial(model, only="policy")
 
     @contextmanager
     def generating(self, model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:

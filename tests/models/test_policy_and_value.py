@@ -47,7 +47,7 @@ def test_the_value_model_is_left_out_where_only_the_policy_is_asked_for() -> Non
     model, batch = PolicyAndValue(tiny_policy(), tiny_scorer(), temperature=0.7), ragged_batch()
     calls: list[int] = []
     model.value_model.model.register_forward_hook(lambda *_: calls.append(1))
-    of_policy = model(*batch, policy_only=True)
+    of_policy = model(*batch, only="policy")
     assert not calls and of_policy._fields == ("logprobs", "entropy")
     whole = model(*batch)
     assert calls and torch.equal(of_policy.logprobs, whole.logprobs) and torch.equal(of_policy.entropy, whole.entropy)
