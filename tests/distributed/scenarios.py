@@ -243,11 +243,15 @@ def keep_finished_rows() -> None:
 def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
     """Evaluate, then train on a reward model, with the reference and the value model made by the trainer.
 
-    Micro-batches are cut by tokens, of which the ranks have different numbers.
+    Micro-batches are cut by tokens, of which the ranks have different numbers; a stop string ends most responses, so
+    that the ranks generate for different numbers of tokens.
     """
     keep_finished_rows()
     given = {"reward_model": f"{models}/reward_model", "value_model": None, "reward_funcs": None}
-    trainer = make_trainer(output_dir, models, given=given, max_tokens_per_micro_batch=12, **overrides)
+    run = {"max_tokens_per_micro_batch": 12, "stop_strings": ["w1"], **overrides}
+    trainer = make_trainer(output_dir, models, given=given, **run)
+    built = sum(own_numbers(parameter) for parameter in trainer.model.parameters())
+    widths = note_widths(trainer)
     before = trainer.evaluate()
     trainer.train()
     frozen = [*trainer.reward_model.parameters(), *trainer.reference.model.parameters()]
@@ -256,7 +260,23 @@ def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> d
         "before": before,
         "log": trainer.state.log_history,
         "frozen_numbers_here": sum(own_numbers(parameter) for parameter in frozen),
+        "built_numbers_here": built,
+        "widths": widths,
     }
+
+
+def note_widths(trainer: PPOTrainer) -> list[int]:
+    """Return a list that is given the length of each generated batch, in tokens."""
+    widths: list[int] = []
+    collect_rollout = trainer.collect_rollout
+
+    def noting(*args: Any) -> Any:
+        rollout = collect_rollout(*args)
+        widths.append(int(rollout.response_mask.sum(dim=1).max()))
+        return rollout
+
+    trainer.collect_rollout = noting
+    return widths
 
 
 def step_on_a_model_that_reads_characters(

@@ -8,14 +8,15 @@ import sys
 from pathlib import Path
 
 if "ACCELERATE_MIXED_PRECISION" in os.environ:  # the launcher sets it for what it starts
+    gc.disable()  # imports leave little to collect, and much to walk through
     from tests.distributed.processes import pretend_accelerators
 
     pretend_accelerators()
 
     from rlhf_ppo import PPOTrainer
 
-    gc.collect()
     gc.freeze()  # as in tests/distributed/preload.py
+    gc.enable()
 
     train = PPOTrainer.train
 
