@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.distributed import processes
 from tests.distributed.comparing import assert_same_step, numbers
@@ -36,6 +37,9 @@ def one_process(models, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("one"))
     ranks = processes.run("multi_gpu", "one_step", world=1, output_dir=folder, models=str(models), local_batch_size=8)
     assert ranks[0]["num_processes"] == 1
+    start = AutoModelForCausalLM.from_pretrained(models / "policy").state_dict()
+    step = [np.abs(ranks[0]["parameters"][f"policy.{name}"] - value.numpy()).max() for name, value in start.items()]
+    assert min(step) > 1e-3, "every gradient is large against the difference that is allowed"
     return ranks[0]
 
 
