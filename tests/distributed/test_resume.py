@@ -45,7 +45,8 @@ def test_a_killed_run_ends_like_one_that_was_not(config, models, tmp_path):
 
 def test_checkpoints_of_which_each_rank_writes_its_shards(models, tmp_path):
     """They resume bit for bit, and what `save_model` writes beside them is whole."""
-    runs = {name: {"output_dir": str(tmp_path / name), "models": str(models)} for name in ("whole", "resumed", "saved")}
+    folders = {name: str(tmp_path / name) for name in ("whole", "resumed", "saved")}
+    runs = {name: {"output_dir": folder, "models": str(models)} for name, folder in folders.items()}
     whole, resumed, saved = processes.run_all(
         "fsdp2",
         [
