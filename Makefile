@@ -18,6 +18,8 @@ FAST := $(ONE_PROCESS) and not thorough
 export REQUIRE_SHARED_DATA ?= $(if $(filter true,$(CI)),1,0)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Container images often set this; every process of the tests would compile all that it imports, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 check test test-learning test-distributed test-oldest fast: export OMP_NUM_THREADS = 1
 
 .PHONY: help install format lint fast check test test-learning test-distributed test-oldest demo bench docs clean

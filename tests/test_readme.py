@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from trl.trainer.model_config import ModelConfig
 
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.cli.parser import PPOArgumentParser
+from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 
@@ -96,6 +101,19 @@ def test_the_commands_that_are_shown_train_a_policy(words, workshop):
 
     saved = Path(words[words.index("--output_dir") + 1])
     assert (saved / "adapter_model.safetensors" if "--use_peft" in words else saved / "model.safetensors").is_file()
+
+
+def test_launches_on_many_devices_are_understood():
+    """By accelerate, and the options of the example by the example; a 2 stands for what the shell would put in."""
+    page = (ROOT / "docs" / "distributed.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"accelerate launch (--[^`'\n]*)", page)
+    known = PPOArgumentParser((PPOScriptArguments, PPOConfig, ModelConfig))._option_string_actions
+    assert len(commands) == 3  # one node, several, SLURM
+    for command in commands:
+        words = shlex.split(re.sub(r"\$(\(\(.*?\)\)|\w+)", "2", command))
+        args = launch_command_parser().parse_args(words)
+        assert (ROOT / args.config_file).is_file() and (ROOT / args.training_script).is_file()
+        assert {word for word in args.training_script_args if word.startswith("--")} <= known.keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -16,9 +16,7 @@ from transformers import (
 )
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.reward_config import RewardConfig
-from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import get_peft_config
 
 from rlhf_ppo.cli.quantization import quantization_options
@@ -96,9 +94,7 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
     return models
 
 
-def reward_trainer(
-    args: RewardConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any
-) -> RewardTrainer:
+def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
     """Make TRL's trainer of a reward model from pairs of a better and a worse response.
 
     Args:
@@ -107,13 +103,15 @@ def reward_trainer(
         train_dataset: Rows with `chosen` and `rejected`, and `prompt` unless they begin with it.
         eval_dataset: Such rows for evaluation, or None.
     """
+    from trl.trainer.reward_trainer import RewardTrainer
+
     path = _with_loading_settings(args, model_args)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     peft_config = get_peft_config(model_args)
     return RewardTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
 
 
-def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> SFTTrainer:
+def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
     """Make TRL's trainer of a language model that imitates texts.
 
     Args:
@@ -122,6 +120,8 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
         train_dataset: Rows with a text, with `prompt` and `completion`, or with `messages`.
         eval_dataset: Such rows for evaluation, or None.
     """
+    from trl.trainer.sft_trainer import SFTTrainer
+
     path = _with_loading_settings(args, model_args)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     peft_config = get_peft_config(model_args)

@@ -35,4 +35,4 @@ def assert_same_step(two, one):
     assert ours.pop("val/ratio_var") == pytest.approx(theirs.pop("val/ratio_var"), abs=1e-6)
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     for name, value in one["parameters"].items():
-        np.testing.assert_allclose(two["parameters"][name], value, rtol=0, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(two["parameters"][name], value, rtol=0, atol=1e-6, err_msg=name)

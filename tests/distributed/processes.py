@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,14 @@ Call = tuple[str, dict[str, Any]]
 """A scenario's name and its arguments."""
 
 
-def launch_environment(config: str, world: int, mixed_precision: str = "no") -> dict[str, str]:
-    """Return what `accelerate launch --config_file accelerate_configs/<config>.yaml` would set."""
+def launch_environment(config: str, world: int, options: Sequence[str] = ()) -> dict[str, str]:
+    """Return what `accelerate launch --config_file accelerate_configs/<config>.yaml <options>` would set."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     path = str(ROOT / "accelerate_configs" / f"{config}.yaml")
     argv = ["--config_file", path, "--num_processes", str(world), "--num_machines", "1", "--main_process_port", "0"]
-    args = launch_command_parser().parse_args([*argv, "--mixed_precision", mixed_precision, "script.py"])
+    args = launch_command_parser().parse_args([*argv, "--mixed_precision", "no", *options, "script.py"])
     args, defaults, mixed_precision_flag = _validate_launch_command(args)
     if args.use_deepspeed:
         names = list(defaults.deepspeed_config) + (["mixed_precision"] if mixed_precision_flag else [])
@@ -55,7 +56,12 @@ def run(config: str, scenario: str, world: int = 2, timeout: float = 180, **argu
 
 
 def run_all(
-    config: str, calls: list[Call], world: int = 2, timeout: float = 180, last_is_killed: bool = False
+    config: str,
+    calls: list[Call],
+    world: int = 2,
+    timeout: float = 180,
+    last_is_killed: bool = False,
+    options: Sequence[str] = (),
 ) -> list[list[Any]]:
     """Make several calls, one after the other, in the same `world` processes.
 
@@ -65,6 +71,7 @@ def run_all(
         world: Number of processes.
         timeout: Seconds after which all are killed.
         last_is_killed: Whether the last call must end with SIGKILL instead of returning.
+        options: Of `accelerate launch`, beside the file.
 
     Returns:
         For each call that ended, what each process returned.
@@ -75,7 +82,7 @@ def run_all(
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    environment = launch_environment(config, world) | {
+    environment = launch_environment(config, world, options) | {
         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip

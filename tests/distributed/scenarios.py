@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -196,14 +197,20 @@ def load_policies(whole: str, adapter: str, base: str) -> dict[str, np.ndarray]:
 
 
 def one_step(output_dir: str, models: str, local_batch_size: int) -> dict[str, Any]:
-    """Take one SGD step of rate 1 on responses that do not depend on the ranks; return all parameters."""
+    """Take one SGD step of rate 1 on responses that do not depend on the ranks; return all parameters and samples."""
     trainer = make_trainer(
         output_dir, models, FixedResponses, num_prompts=8, gradient_accumulation_steps=local_batch_size // 2,
         num_ppo_epochs=1, num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
         whiten_rewards=True, missing_eos_penalty=1.0,
     )  # fmt: skip
     trainer.train()
-    return {**launched_as(trainer), "log": trainer.state.log_history, "parameters": whole_parameters(trainer)}
+    table = trainer.generate_completions()
+    return {
+        **launched_as(trainer),
+        "log": trainer.state.log_history,
+        "parameters": whole_parameters(trainer),
+        "table": table.to_dict("list"),
+    }
 
 
 def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
@@ -243,11 +250,15 @@ def keep_finished_rows() -> None:
 def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
     """Evaluate, then train on a reward model, with the reference and the value model made by the trainer.
 
-    Micro-batches are cut by tokens, of which the ranks have different numbers.
+    Micro-batches are cut by tokens, of which the ranks have different numbers; a stop string ends most responses, so
+    that the ranks generate for different numbers of tokens.
     """
     keep_finished_rows()
     given = {"reward_model": f"{models}/reward_model", "value_model": None, "reward_funcs": None}
-    trainer = make_trainer(output_dir, models, given=given, max_tokens_per_micro_batch=12, **overrides)
+    run = {"max_tokens_per_micro_batch": 12, "stop_strings": ["w1"], **overrides}
+    trainer = make_trainer(output_dir, models, given=given, **run)
+    built = sum(own_numbers(parameter) for parameter in trainer.model.parameters())
+    widths = note_widths(trainer)
     before = trainer.evaluate()
     trainer.train()
     frozen = [*trainer.reward_model.parameters(), *trainer.reference.model.parameters()]
@@ -256,7 +267,23 @@ def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> d
         "before": before,
         "log": trainer.state.log_history,
         "frozen_numbers_here": sum(own_numbers(parameter) for parameter in frozen),
+        "built_numbers_here": built,
+        "widths": widths,
     }
+
+
+def note_widths(trainer: PPOTrainer) -> list[int]:
+    """Return a list that is given the length of each generated batch, in tokens."""
+    widths: list[int] = []
+    collect_rollout = trainer.collect_rollout
+
+    def noting(*args: Any) -> Any:
+        rollout = collect_rollout(*args)
+        widths.append(int(rollout.response_mask.sum(dim=1).max()))
+        return rollout
+
+    trainer.collect_rollout = noting
+    return widths
 
 
 def step_on_a_model_that_reads_characters(
@@ -386,22 +413,27 @@ def error_of(scenario: str, **arguments: Any) -> str:
 
 
 class SeenPrompts(PPOTrainer):
-    """Keeps the first token of every prompt."""
+    """Keeps the last token of every prompt, and the first of every response."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.seen: list[int] = []
+        self.answers: list[int] = []
         super().__init__(*args, **kwargs)
 
     def collect_rollout(self, model: Any, prompts: Prompts) -> Any:
+        rollout = super().collect_rollout(model, prompts)
         self.seen += prompts.input_ids[:, -1].tolist()
-        return super().collect_rollout(model, prompts)
+        self.answers += rollout.query_responses[:, prompts.input_ids.shape[1]].tolist()
+        return rollout
 
 
-def see_prompts(output_dir: str, models: str, stream: bool = False, **overrides: Any) -> dict[str, Any]:
-    """Train for two passes over 16 prompts of one token each; return the tokens that this rank saw."""
-    dataset = Dataset.from_dict({"input_ids": [[token] for token in range(3, 19)]})
+def see_prompts(
+    output_dir: str, models: str, stream: bool = False, tokens: Sequence[int] = range(3, 19), **overrides: Any
+) -> dict[str, Any]:
+    """Train for two passes over 16 prompts of one token each; return what this rank saw and answered."""
+    dataset = Dataset.from_dict({"input_ids": [[token] for token in tokens]})
     given = {"train_dataset": dataset.to_iterable_dataset() if stream else dataset}
     run = {"gradient_accumulation_steps": 1, "num_ppo_epochs": 1, "response_length": 2, "max_steps": 8, **overrides}
     trainer = make_trainer(output_dir, models, SeenPrompts, given=given, **run)
     trainer.train()
-    return {**launched_as(trainer), "seen": trainer.seen, "log": trainer.state.log_history}
+    return {**launched_as(trainer), "seen": trainer.seen, "answers": trainer.answers}

@@ -55,7 +55,7 @@ def options(local, output_dir):
     folder, stories = local
     return f"""--dataset_name {folder}/prompts.jsonl --sft_model_path {stories} --model_name_or_path {stories}
         --reward_model_path {folder}/reward --output_dir {output_dir} --missing_eos_penalty 1.0
-        --per_device_train_batch_size 2 --gradient_accumulation_steps 1 {QUICK}"""
+        --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --disable_tqdm True {QUICK}"""
 
 
 def start(config, script, notes, rank=0, num_machines=1, port=0, working_directory=ROOT):
@@ -64,16 +64,22 @@ def start(config, script, notes, rank=0, num_machines=1, port=0, working_directo
     launch += ["--machine_rank", str(rank), "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
     launch += ["--offload_optimizer_device", "none"] if "offload" in config else []  # else it compiles for a minute
     backend = [] if config == "single_gpu" else ["--ddp_backend", "gloo"]
+    yaml = f"accelerate_configs/{config}.yaml"
+    command = ["accelerate.commands.launch", "--config_file", yaml, "--mixed_precision", "no", *launch]
+    use_cpu = config in ("single_gpu", "multi_gpu")
+    return run_module([*command, "examples/ppo.py", *script.split(), *backend], notes, use_cpu, working_directory)
+
+
+def run_module(words, notes, use_cpu=True, working_directory=ROOT):
+    """Start a launcher, given as a module with its options, whose processes find CPUs only."""
     paths = [str(ROOT / "tests" / "distributed" / "on_cpu"), str(ROOT)]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "NOTES": str(notes), "ACCELERATE_USE_CPU": str(config in ("single_gpu", "multi_gpu")).lower(),
+        "NOTES": str(notes), "ACCELERATE_USE_CPU": str(use_cpu).lower(),
     }  # fmt: skip
-    yaml = f"accelerate_configs/{config}.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", yaml, "--mixed_precision", "no"]
     return subprocess.Popen(
-        [*command, *launch, "examples/ppo.py", *script.split(), *backend], cwd=working_directory,
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [sys.executable, "-m", *words], cwd=working_directory, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
 
@@ -83,17 +89,22 @@ def free_port():
         return server.getsockname()[1]
 
 
-def wait_for(*launchers):
-    for launcher in launchers:
-        output, _ = launcher.communicate(timeout=300)
-        assert launcher.returncode == 0, output[-6000:]
+def outputs_of(*launchers):
+    """Wait until they have ended well."""
+    outputs = [launcher.communicate(timeout=300)[0] for launcher in launchers]
+    assert not any(launcher.returncode for launcher in launchers), "\n".join(output[-6000:] for output in outputs)
+    return outputs
 
 
-def assert_trained_under(config, notes, output_dir, stories):
+def assert_launched(config, notes):
     kind, stage = LAUNCHED[config]
     num_processes = 1 if config == "single_gpu" else 2
     seen = [json.loads(path.read_text()) for path in sorted(notes.glob("[0-9].json"))]
     assert seen == [{"num_processes": num_processes, "distributed_type": kind, "zero_stage": stage}] * num_processes
+
+
+def assert_trained_under(config, notes, output_dir, stories):
+    assert_launched(config, notes)
     trained = AutoModelForCausalLM.from_pretrained(output_dir).state_dict()
     before = AutoModelForCausalLM.from_pretrained(stories).state_dict()
     assert trained.keys() == before.keys()
@@ -107,7 +118,7 @@ def test_the_example_trains_under(config, local, tmp_path):
     machines = 2 if config == "multi_node" else 1
     port = free_port()
     script = f"{options(local, tmp_path)} --total_episodes 8"
-    wait_for(*(start(config, script, tmp_path, rank, machines, port) for rank in range(machines)))
+    outputs_of(*(start(config, script, tmp_path, rank, machines, port) for rank in range(machines)))
     assert_trained_under(config, tmp_path, tmp_path, local[1])
 
 
@@ -125,17 +136,23 @@ def test_the_documented_command_for_zero3(local, tmp_path):
     rows = datasets.DatasetDict({names["--dataset_train_split"]: rows})
     rows.save_to_disk(tmp_path / names["--dataset_name"])
 
-    wait_for(start("deepspeed_zero3", f"{script} --total_episodes 32 {QUICK}", tmp_path, working_directory=tmp_path))
+    options = f"{script} --total_episodes 32 {QUICK}"
+    (output,) = outputs_of(start("deepspeed_zero3", options, tmp_path, working_directory=tmp_path))
 
     output_dir = tmp_path / names["--output_dir"]
     assert_trained_under("deepspeed_zero3", tmp_path, output_dir, local[1])
     args = torch.load(output_dir / "training_args.bin", weights_only=False)
     assert (args.num_ppo_epochs, args.num_mini_batches, args.batch_size) == (1, 1, 32)
     assert args.local_rollout_forward_batch_size == 1
+    assert len(re.findall(r"^  0%\|", output, re.MULTILINE)) == 1, "one bar for all ranks"
+    assert output.count("model response") == 1 and output.count("Once upon a time") == 5
 
 
-def test_every_configuration_is_launched():
-    assert {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")} == LAUNCHED.keys()
+def test_every_configuration_is_launched_and_leaves_hosts_and_ports_to_the_command_line():
+    files = list((ROOT / "accelerate_configs").glob("*.yaml"))
+    assert {path.stem for path in files} == LAUNCHED.keys()
+    for path in files:
+        assert not re.search(r"main_process|host|port|ip:", path.read_text()), path
 
 
 @pytest.fixture
@@ -152,9 +169,22 @@ def test_a_rank_that_dies_stops_all_of_them(long_run):
     """Rank 1 is killed; the launcher ends the other one, and says who failed and how."""
     victim = _process_of_rank(long_run.pid, 1)
     os.kill(victim, signal.SIGKILL)
-    output, _ = long_run.communicate(timeout=60)
+    output, _ = long_run.communicate(timeout=20)
     assert long_run.returncode != 0
     assert "exitcode  : -9" in output and f"pid: {victim}" in output
+
+
+def test_a_rank_that_raises_ends_all_of_them_under_torchrun_too(local, tmp_path):
+    """In the second update; the output has the error of the rank that raised."""
+    script = f"""{options(local, tmp_path)} --total_episodes 4000 --ddp_backend gloo
+        --reward_funcs {Path(__file__).with_name("failing_reward.py")}:fails_on_rank_1"""
+    launch = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), "examples/ppo.py"]
+    launcher = run_module([*launch, *script.split()], tmp_path)
+    output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1
+    assert_launched("multi_gpu", tmp_path)
+    for error in ("ZeroDivisionError: no such luck", "RuntimeError: rank 1 failed: ZeroDivisionError: no such luck"):
+        assert f"\n{error}" in re.sub(r"\[rank\d\]: ", "", output)
 
 
 def test_sigterm_to_the_launcher_saves_a_checkpoint_and_the_script_comes_to_its_end(long_run, local, tmp_path):

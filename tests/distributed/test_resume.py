@@ -6,11 +6,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rlhf_ppo.checkpoints import what_is_missing
 from tests.distributed import processes
 from tests.distributed.comparing import assert_same_end, updates
 from tests.distributed.processes import LAUNCHERS
+from tests.distributed.scenarios import logits_of
 
 pytestmark = pytest.mark.distributed
 
@@ -39,6 +41,27 @@ def test_a_killed_run_ends_like_one_that_was_not(config, models, tmp_path):
         names = stored_by_deepspeed(tmp_path / "LoRA" / "checkpoint-1")
         frozen = {name for name in names if "lora_" not in name and "modules_to_save" not in name}
         assert len(names) > 8 and frozen <= {"policy.base_model.model.lm_head.weight"}  # tied: listed by another name
+
+
+def test_checkpoints_of_which_each_rank_writes_its_shards(models, tmp_path):
+    """They resume bit for bit, and what `save_model` writes beside them is whole."""
+    folders = {name: str(tmp_path / name) for name in ("whole", "resumed", "saved")}
+    runs = {name: {"output_dir": folder, "models": str(models)} for name, folder in folders.items()}
+    whole, resumed, saved = processes.run_all(
+        "fsdp2",
+        [
+            ("train_with_checkpoints", runs["whole"]),
+            ("train_with_checkpoints", {**runs["resumed"], "resume": str(tmp_path / "whole" / "checkpoint-1")}),
+            ("train", {**runs["saved"], "max_steps": 1}),
+        ],
+        options=["--fsdp_state_dict_type", "SHARDED_STATE_DICT"],
+    )
+
+    shards = {path.name for path in (tmp_path / "whole" / "checkpoint-1" / "pytorch_model_fsdp_0").glob("*.distcp")}
+    assert shards == {"__0_0.distcp", "__1_0.distcp"}
+    assert_same_end(resumed, whole)
+    loaded = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
+    np.testing.assert_allclose(loaded, saved[0]["logits"], rtol=0, atol=1e-6)
 
 
 def stored_by_deepspeed(checkpoint):

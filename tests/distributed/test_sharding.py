@@ -37,6 +37,10 @@ def test_frozen_models_are_sharded_and_give_the_same_numbers(config, arguments, 
     assert ddp[0]["frozen_numbers_here"] == whole
     here = [rank["frozen_numbers_here"] for rank in ranks]
     assert sum(here) >= whole and max(here) < 0.55 * whole  # padding comes to the halves
+    if config == "deepspeed_zero3":  # the constructor loads what is trained in shards, too
+        assert max(rank["built_numbers_here"] for rank in ranks) < 0.55 * ddp[0]["built_numbers_here"]
+    assert [rank["widths"] for rank in ranks] == [rank["widths"] for rank in ddp]
+    assert ddp[0]["widths"] != ddp[1]["widths"]
     for ours, theirs in zip(numbers(ranks[0]["log"]), numbers(ddp[0]["log"]), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
     for name in ("eval_score", "eval_kl", "eval_response_length_mean"):

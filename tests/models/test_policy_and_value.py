@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from numpy.testing import assert_allclose
 from peft import LoraConfig, get_peft_model
@@ -125,3 +126,17 @@ def test_trainer_reads_the_policys_configuration_through_an_adapter() -> None:
     batch = ragged_batch()
     assert torch.equal(model(*batch).logprobs, response_logprobs(adapted, *batch, 1.0).logprobs)
     assert torch.equal(model(*batch).values[:, 0], token_values(model.value_model, *batch[:2], last=6)[:, 0])
+
+
+def test_a_state_may_leave_out_what_is_frozen_under_each_of_its_names() -> None:
+    """Two models over one base have two names for a frozen weight; a missing trained weight stays an error."""
+    model = PolicyAndValue(tiny_policy(), tiny_scorer(), temperature=1.0)
+    model.value_model.model = model.policy.model.requires_grad_(False)
+    state = {name: value + 1 for name, value in model.state_dict().items() if ".model." not in name}
+    assert state.keys() == {"policy.lm_head.weight", "value_model.score.weight"}
+
+    model.load_state_dict(state)
+
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"value_model.score.weight\"\. "):
+        model.load_state_dict({"policy.lm_head.weight": state["policy.lm_head.weight"]})

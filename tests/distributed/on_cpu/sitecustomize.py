@@ -7,15 +7,17 @@ import os
 import sys
 from pathlib import Path
 
-if "ACCELERATE_MIXED_PRECISION" in os.environ:  # the launcher sets it for what it starts
+# The launchers, accelerate's and torchrun, set these for what they start.
+if {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+    gc.disable()  # imports leave little to collect, and much to walk through
     from tests.distributed.processes import pretend_accelerators
 
     pretend_accelerators()
 
     from rlhf_ppo import PPOTrainer
 
-    gc.collect()
     gc.freeze()  # as in tests/distributed/preload.py
+    gc.enable()
 
     train = PPOTrainer.train
 
