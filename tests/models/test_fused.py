@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhf_ppo.models import logprobs
 from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
-from rlhf_ppo.models.head_factors import HeadFactors, head_factors
+from rlhf_ppo.models.head_factors import HeadFactors, head_layers
 from rlhf_ppo.models.logprobs import response_logprobs, token_logprobs
 from tests.conftest import tiny_policy
 from tests.models.test_logprobs import LargestOutput, ragged_batch, tiny_model
@@ -171,7 +171,7 @@ def test_a_called_head_and_one_taken_apart_agree(monkeypatch: pytest.MonkeyPatch
         return [values.detach(), entropy.detach(), ours.grad, model.get_output_embeddings().weight.grad.clone()]
 
     apart = gradients()
-    monkeypatch.setattr(logprobs, "head_factors", lambda head, states: None)
+    monkeypatch.setattr(logprobs, "head_layers", lambda head, states: None)
     for elements in (2**20, 4 * 32):
         monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", elements)
         for ours, theirs in zip(apart, gradients(), strict=True):
@@ -191,11 +191,11 @@ def applied(factors: HeadFactors) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("config", "num_factors"),
+    ("config", "num_layers"),
     [({}, 2), ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, 1)],
     ids=["LoRA", "trained copy"],
 )
-def test_an_adapted_head_is_taken_apart(config: dict[str, Any], num_factors: int) -> None:
+def test_an_adapted_head_is_taken_apart(config: dict[str, Any], num_layers: int) -> None:
     """Active, switched off, switched to a second adapter, and merged."""
     model, head = adapted(**config)
     model.add_adapter("other", LoraConfig(**{"target_modules": ["q_proj", "lm_head"], "r": 2, **config}))
@@ -205,18 +205,18 @@ def test_an_adapted_head_is_taken_apart(config: dict[str, Any], num_factors: int
     states, seen = torch.randn(5, 32), []
 
     def check(expected: int) -> None:
-        factors = head_factors(head, states)
-        assert factors is not None and len(factors.states) == expected
-        assert_allclose(applied(factors).detach(), head(states).detach(), rtol=1e-5, atol=1e-5)
+        layers = head_layers(head, states)
+        assert layers is not None and len(layers.layers) == expected
+        assert_allclose(layers.apply(applied).detach(), head(states).detach(), rtol=1e-5, atol=1e-5)
         seen.append(head(states).detach())
 
-    check(num_factors)
+    check(num_layers)
     with model.disable_adapter():
         check(1)
     model.set_adapter("other")
-    check(num_factors)
+    check(num_layers)
     assert all((one - other).abs().max() > 0.1 for one, other in itertools.pairwise(seen))
-    if num_factors == 2:
+    if num_layers == 2:
         head.merge()
         check(1)
 
@@ -227,5 +227,5 @@ def test_heads_that_are_called() -> None:
     hooked.register_forward_pre_hook(lambda *_: None)
     patched.forward = lambda states: states  # as accelerate's offloading does
     heads = [hooked, patched, own, adapted(use_dora=True)[1], adapted(lora_bias=True)[1]]
-    assert [head_factors(head, states) for head in heads] == [None] * 5
-    assert head_factors(nn.Linear(32, 8), states) is not None
+    assert [head_layers(head, states) for head in heads] == [None] * 5
+    assert head_layers(nn.Linear(32, 8), states) is not None
