@@ -105,7 +105,7 @@ def _logprobs_of_called_head(
 
 
 def _same_on_all_ranks(policy: nn.Module, num_chunks: int) -> int:
-    """Under ZeRO-3 each call of the head gathers its weight from all ranks: all must call it equally often."""
+    """Under ZeRO-3 each call of a head gathers its weight from all ranks: all must call it equally often."""
     if not is_managed(policy):
         return num_chunks
     largest = torch.tensor(num_chunks, device=next(policy.parameters()).device)

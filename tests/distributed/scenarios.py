@@ -204,7 +204,8 @@ def one_step(
 ) -> dict[str, Any]:
     """Take one SGD step of rate 1 on responses that do not depend on the ranks; return all parameters.
 
-    The ranks have different numbers of chunks, and a weight of any size is taken apart.
+    The ranks have different numbers of chunks, and ZeRO-3 takes weights of any size apart. Those that are read outside
+    the forward pass of their layer it would gather for the whole pass of both models.
     """
     adapter = LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
     torch.manual_seed(0)  # of the adapter
@@ -224,6 +225,7 @@ def one_step(
         "log": trainer.state.log_history,
         "parameters": whole_parameters(trainer),
         "chunks": chunks,
+        "gathered_by_the_way": len(getattr(trainer._unwrapped(trainer.model), "_external_params", ())),
     }
 
 

@@ -78,6 +78,7 @@ def test_every_launcher_trains_alike_and_saves_what_it_trained(config, models, d
     for two, one in zip(steps, one_process, strict=True):
         assert_same_step(two[0], one)
         assert all(sum(rank["chunks"]) > 2 * len(rank["chunks"]) for rank in two)
+        assert [rank["gathered_by_the_way"] for rank in two] == [0, 0]
         assert two[0]["chunks"] != two[1]["chunks"]
     assert_loads_as_trained(whole, adapter, folder, models)
 
