@@ -1,14 +1,13 @@
-"""Measure what one argument changes in the time and the memory of an update, each in a process of its own, one thread.
+"""Measure what an argument changes in the time and the memory of an update, each in a process of its own, one thread.
 
-Seconds are CPU seconds of this process, the median over the updates after the first; the first compiles, and is reported
-apart. The peak of memory is that above the models': activations, logits, gradients, the optimizer's state, and what a
-compiler holds.
+Seconds are CPU seconds of the process. A compiler is at work in the first updates: they are reported as a sum, and an
+update's seconds are the median of those after them. The peak of memory is that above the models': activations, logits,
+gradients, the optimizer's state, and what a compiler holds.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from statistics import median
@@ -16,7 +15,12 @@ from typing import Any
 
 import torch
 from measure import PHASES, measure
-from workloads import WORKLOADS
+from workloads import WORKLOADS, Workload, llama
+
+SHAPES = {
+    "small": Workload(llama(4, 128, 2048), (100, 200), 48, mean_length=30, micro_batch_size=16),
+    **WORKLOADS,
+}
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -26,7 +30,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "LoRA, gradient_checkpointing": {"adapters": True, "gradient_checkpointing": True},
     "torch_compile": {"torch_compile": True},
 }
-COLUMNS = ["", "first update, s", "update, s", "of plain", *PHASES, "MB above the models", "of plain"]
+NUM_FIRST = 3
+"""Updates that are not measured: new lengths make the compiler work again."""
+COLUMNS = ["", f"first {NUM_FIRST}, s", "update, s", "of plain", *PHASES, "MB above the models", "of plain"]
 
 
 def measure_alone(workload: str, name: str, num_updates: int) -> dict[str, Any]:
@@ -34,9 +40,7 @@ def measure_alone(workload: str, name: str, num_updates: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     options = dict(OPTIONS[name])
     models = adapters() if options.pop("adapters", False) else {}
-    # One pass of all episodes at once, so that what is kept for the backward pass shows.
-    whole = dataclasses.replace(WORKLOADS[workload], micro_batch_size=WORKLOADS[workload].batch_size)
-    return measure("ours", whole, num_updates, options, **models)
+    return measure("ours", SHAPES[workload], NUM_FIRST + num_updates, options, **models)
 
 
 def adapters() -> dict[str, Any]:
@@ -54,28 +58,32 @@ def row(name: str, result: dict[str, Any], plain: dict[str, Any]) -> list[str]:
         result: What was measured with it.
         plain: What was measured without.
     """
-    seconds = {phase: median(update[phase] for update in result["updates"]) for phase in PHASES}
-    of_plain = sum(median(update[phase] for update in plain["updates"]) for phase in PHASES)
-    first, total = sum(result["first"][phase] for phase in PHASES), sum(seconds.values())
+    first = [result["first"], *result["updates"][: NUM_FIRST - 1]]
+    seconds, of_plain = (
+        [median(update[phase] for update in measured["updates"][NUM_FIRST - 1 :]) for phase in PHASES]
+        for measured in (result, plain)
+    )
+    times = [sum(update[phase] for update in first for phase in PHASES), sum(seconds)]
+    ratios = [f"{sum(seconds) / sum(of_plain):.2f}x", *(f"{each:.2f}" for each in seconds)]
     memory = [f"{result['memory']:.0f}", f"{result['memory'] / plain['memory']:.2f}x"]
-    times = [f"{first:.2f}", f"{total:.2f}", f"{total / of_plain:.2f}x", *(f"{each:.2f}" for each in seconds.values())]
-    return [name, *times, *memory]
+    return [name, *(f"{each:.2f}" for each in times), *ratios, *memory]
 
 
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", choices=WORKLOADS, default="long-prompt")
-    parser.add_argument("--updates", type=int, default=4, help="the first is reported apart")
+    parser.add_argument("--workload", choices=SHAPES, default="small")
+    parser.add_argument("--updates", type=int, default=3, help=f"besides the first {NUM_FIRST}")
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="besides plain")
     arguments = parser.parse_args()
-    print(*(f"| {' | '.join(line)} |" for line in (COLUMNS, ["---"] * len(COLUMNS))), sep="\n", flush=True)
-    plain = None
+    lines, plain = [COLUMNS, ["---"] * len(COLUMNS)], None
     for name in dict.fromkeys(["plain", *arguments.options]):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             result = pool.submit(measure_alone, arguments.workload, name, arguments.updates).result()
         plain = plain or result
-        print(f"| {' | '.join(row(name, result, plain))} |", flush=True)
+        lines.append(row(name, result, plain))
+        print(*lines[-1], sep=" | ", flush=True)
+    print("\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
 if __name__ == "__main__":
