@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -39,7 +38,6 @@ class HeadLayers(NamedTuple):
     states: tuple[Tensor, ...]
     layers: tuple[nn.Module, ...]
 
-    @torch.compiler.disable  # compiled, it would not write into the chunk before, and again for each number of chunks
     def apply(self, function: Callable[[HeadFactors], T]) -> T:
         """Call a function with the factors, within one forward pass of each layer.
 

@@ -79,9 +79,7 @@ def token_logprobs(policy: nn.Module, states: Tensor, targets: Tensor, temperatu
     if head is None:
         return _logprobs_of_called_head(policy, states, targets, temperature)
     scaling = logit_scaling(policy, temperature)
-    return head.apply(  # pyright: ignore[reportAttributeAccessIssue]: of the decorator
-        lambda factors: fused_logprobs(factors, targets, scaling, MAX_CHUNK_ELEMENTS)
-    )
+    return head.apply(lambda factors: fused_logprobs(factors, targets, scaling, MAX_CHUNK_ELEMENTS))
 
 
 def _logprobs_of_called_head(
