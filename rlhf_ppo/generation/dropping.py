@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from rlhf_ppo.generation.inversion import by_inversion
 from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
 
 SHARE_LEFT = 0.75
@@ -69,13 +70,15 @@ def generate_dropping(
     rows = torch.arange(num_rows, device=input_ids.device)
     strings = None if stop_strings is None else StopsAtStrings(stop_strings, prompt_length)
     share_left = 0.0 if synced_gpus else SHARE_LEFT
+    how, processors = by_inversion(config, input_ids.device)
     cache: dict[str, Any] = {}
     while len(rows) and input_ids.shape[1] < longest:
         few_are_left = FewAreLeft(cast("int | None", config.eos_token_id), strings, int(share_left * len(rows)))
         output = model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            generation_config=_with(config, max_new_tokens=longest - input_ids.shape[1], return_dict_in_generate=True),
+            generation_config=_with(how, max_new_tokens=longest - input_ids.shape[1], return_dict_in_generate=True),
+            logits_processor=processors,
             stopping_criteria=StoppingCriteriaList([few_are_left]),
             synced_gpus=synced_gpus,
             **cache,

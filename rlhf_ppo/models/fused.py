@@ -15,6 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from rlhf_ppo.models.head_factors import HeadFactors
 
+_BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**16, 2**23
+"""Logits that the passes of one softmax go over at a time, tokens x vocabulary."""
+
 
 class LogitScaling(NamedTuple):
     """What happens to the head's output before the softmax: `z = cap tanh(factor x / cap) / temperature`.
@@ -36,12 +39,10 @@ class LogitScaling(NamedTuple):
             return logits if linear == 1.0 else logits.mul_(linear)
         return logits.mul_(self.factor / self.cap).tanh_().mul_(self.cap / self.temperature)
 
-    def multiply_by_slope_(self, gradient: Tensor, scaled: Tensor) -> Tensor:
-        """Turn a gradient by scaled logits into one by the head's output, in place."""
-        if self.cap is not None:
-            gradient.mul_(1 - (scaled * (self.temperature / self.cap)).square_())
+    def slope(self, scaled: Tensor) -> Tensor | float:
+        """Differentiate scaled logits by the head's output: `factor / temperature (1 - (z temperature / cap)^2)`."""
         linear = self.factor / self.temperature
-        return gradient if linear == 1.0 else gradient.mul_(linear)
+        return linear if self.cap is None else linear - linear * (scaled * (self.temperature / self.cap)).square_()
 
 
 def fused_logprobs(
@@ -49,7 +50,7 @@ def fused_logprobs(
 ) -> tuple[Tensor, Tensor]:
     r"""Compute `log p_t[y_t]` and `-sum_v p_t[v] log p_t[v]` with `p_t = softmax(scaling(W h_t + b))`.
 
-    A single chunk's log-distribution is kept for the backward pass; of several, each is computed again.
+    The logits of the last chunk are kept for the backward pass; those of the others are computed again.
 
     Args:
         head: The hidden states of `N` tokens and the head's weights.
@@ -77,27 +78,20 @@ class _FusedLogprobs(torch.autograd.Function):
         logprobs, entropy, log_total = (
             torch.empty(targets.shape, device=targets.device, dtype=torch.float32) for _ in range(3)
         )
-        scaled = weights = None
+        scaled = None
         for rows in _slices(len(targets), chunk):
             scaled = logits.of(rows, scaled)
-            largest = scaled.amax(dim=1, keepdim=True)
-            weights = _exp(scaled.sub_(largest), weights)
-            total = weights.sum(dim=1)
-            logprobs[rows] = scaled.gather(1, targets[rows, None]).squeeze(1) - total.log()
-            # A forbidden token, with a logit of -inf, adds 0 x -inf.
-            entropy[rows] = total.log() - weights.mul_(scaled).nansum(dim=1) / total
-            log_total[rows] = largest.squeeze(1) + total.log()
-        kept = None
-        if any(ctx.needs_input_grad) and scaled is not None and len(targets) <= chunk:
-            kept = scaled.sub_(total.log()[:, None])  # pyright: ignore[reportPossiblyUnboundVariable]
-        ctx.save_for_backward(targets, log_total, entropy, kept, bias, *factors)
+            log_total[rows], entropy[rows] = _log_total_and_entropy(scaled)
+            logprobs[rows] = scaled.gather(1, targets[rows, None]).squeeze(1) - log_total[rows]
+        ctx.save_for_backward(targets, log_total, entropy, bias, *factors)
         ctx.scaling, ctx.chunk, ctx.dtype = scaling, chunk, logits.dtype
+        ctx.last_chunk = scaled if any(ctx.needs_input_grad) else None
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        targets, log_total, entropy, kept, bias, *factors = ctx.saved_tensors
+        targets, log_total, entropy, bias, *factors = ctx.saved_tensors
         needs_bias, *needs = ctx.needs_input_grad[3:]
         logits = _Logits(bias, factors, ctx.scaling, ctx.dtype)
         gradients = [
@@ -105,24 +99,20 @@ class _FusedLogprobs(torch.autograd.Function):
             for factor, needed in zip(factors, needs, strict=True)
         ]
         by_bias = torch.zeros(logits.vocabulary, device=log_total.device) if needs_bias else None
-        scaled = by_logits = None
-        for rows in _slices(len(targets), ctx.chunk):
-            if kept is None:
-                scaled = logits.of(rows, scaled)
-                log_distribution = scaled.sub_(log_total[rows, None])
-            else:
-                log_distribution = kept
-            by_logits = _by_distribution(
-                log_distribution,
+        buffer, ctx.last_chunk = ctx.last_chunk, None  # its memory is written to: a second backward computes it again
+        is_kept = buffer is not None
+        for rows in reversed(list(_slices(len(targets), ctx.chunk))):
+            buffer = buffer if is_kept else logits.of(rows, buffer)
+            is_kept = False
+            by_logits = _to_gradient_(
+                buffer,
+                ctx.scaling,
                 targets[rows],
-                None if by_logprobs is None else by_logprobs[rows],
-                None if by_entropy is None else by_entropy[rows],
-                entropy[rows],
-                by_logits,
+                log_total[rows, None],
+                entropy[rows, None],
+                None if by_logprobs is None else by_logprobs[rows, None],
+                None if by_entropy is None else by_entropy[rows, None],
             )
-            if ctx.scaling.cap is not None:
-                log_distribution = log_distribution + log_total[rows, None]
-            by_logits = ctx.scaling.multiply_by_slope_(by_logits, log_distribution)
             logits.add_gradients(gradients, by_logits, rows)
             if by_bias is not None:
                 by_bias += by_logits.sum(dim=0)
@@ -133,27 +123,50 @@ class _FusedLogprobs(torch.autograd.Function):
         return None, None, None, None if by_bias is None or bias is None else by_bias.to(bias.dtype), *cast
 
 
-def _by_distribution(
-    log_distribution: Tensor,
+def _log_total_and_entropy(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `log sum_v exp z_v` and `-sum_v p_v log p_v` of each row, float32 `(n,)`."""
+    largest = scaled.amax(dim=1, keepdim=True)
+    total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
+    for columns in _blocks(scaled):
+        below = columns - largest
+        weights = below.exp()
+        total += weights.sum(dim=1, keepdim=True)
+        weighted += weights.mul_(below).nansum(dim=1, keepdim=True)  # a forbidden token, at -inf, adds 0 x -inf
+    return (total.log() + largest).squeeze(1), (total.log() - weighted / total).squeeze(1)
+
+
+def _to_gradient_(
+    scaled: Tensor,
+    scaling: LogitScaling,
     targets: Tensor,
+    log_total: Tensor,
+    entropy: Tensor,
     by_logprobs: Tensor | None,
     by_entropy: Tensor | None,
-    entropy: Tensor,
-    buffer: Tensor | None,
 ) -> Tensor:
-    r"""Differentiate by scaled logits: `g (1[v = y] - p_v) - g' p_v (log p_v + H)`, float32 `(n, V)`."""
-    result = _exp(log_distribution, buffer)
-    if by_entropy is not None:
-        minus = (0.0 if by_logprobs is None else by_logprobs[:, None]) + by_entropy[:, None] * (
-            log_distribution.clamp(min=torch.finfo(torch.float32).min) + entropy[:, None]
-        )
-        result.mul_(minus.neg_())
-    else:
-        assert by_logprobs is not None
-        result.mul_(-by_logprobs[:, None])
+    r"""Turn scaled logits, in place, into gradients by the head's output `(n, V)`.
+
+    `(g (1[v = y] - p_v) - g' p_v (log p_v + H)) dz_v/dx_v` with the gradients `g` by log-probabilities and `g'` by
+    entropies; all but the logits and the targets is `(n, 1)`.
+    """
+    at_target = scaled.gather(1, targets[:, None])
+    for columns in _blocks(scaled):
+        slope = scaling.slope(columns)
+        by_distribution: Tensor | float = 0.0 if by_logprobs is None else by_logprobs
+        columns.sub_(log_total)
+        if by_entropy is not None:
+            finite = columns.clamp(min=torch.finfo(torch.float32).min)
+            by_distribution = finite.add_(entropy).mul_(by_entropy).add_(by_distribution)
+        columns.exp_().mul_(-by_distribution * slope)
     if by_logprobs is not None:
-        result.scatter_add_(1, targets[:, None], by_logprobs[:, None])
-    return result
+        scaled.scatter_add_(1, targets[:, None], by_logprobs * scaling.slope(at_target))
+    return scaled
+
+
+def _blocks(chunk: Tensor) -> tuple[Tensor, ...]:
+    """Part a chunk by columns: on a CPU the passes over one block find it in the cache."""
+    size = _BLOCK_ON_CPU if chunk.device.type == "cpu" else _BLOCK_ELSEWHERE
+    return chunk.split(max(1, size // len(chunk)), dim=1)
 
 
 class _Logits:
@@ -168,7 +181,7 @@ class _Logits:
     def of(self, rows: slice, buffer: Tensor | None) -> Tensor:
         """Compute float32 `(n, V)`, in the memory of the chunk before where that is possible."""
         states = [states[rows].to(self.dtype) for states in self.states]
-        if buffer is not None and self.dtype == torch.float32:
+        if buffer is not None and len(buffer) >= len(states[0]) and self.dtype == torch.float32:
             logits = torch.mm(states[0], self.weights[0].t(), out=buffer[: len(states[0])])
         else:
             logits = torch.mm(states[0], self.weights[0].t()).float()
@@ -195,11 +208,6 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)  # pyright: ignore
     else:
         total.addmm_(left.float(), right.float())
-
-
-def _exp(values: Tensor, buffer: Tensor | None) -> Tensor:
-    """Exponentiate into the memory of the chunk before: fresh pages cost a CPU as much as the arithmetic."""
-    return values.exp() if buffer is None else torch.exp(values, out=buffer[: len(values)])
 
 
 def _compute_dtype(states: Tensor) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Log-probabilities and entropy of response tokens, without a `(batch, time, vocabulary)` tensor.
 
 The backbone runs once; the head is applied to the response's real tokens only, a chunk of tokens at a time. While
-training, the logits of several chunks are recomputed in the backward pass instead of kept.
+training, the logits of all chunks but the last are recomputed in the backward pass instead of kept.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
 from rlhf_ppo.models.head_factors import head_layers
 from rlhf_ppo.models.inputs import hidden_states, is_managed, is_sharded, probe_ids, transformers_model
 
-MAX_CHUNK_ELEMENTS = 2**23
-"""Logits computed at once, tokens x vocabulary: 32 MiB in float32."""
+MAX_CHUNK_ELEMENTS = 2**24
+"""Logits computed at once, tokens x vocabulary: 64 MiB in float32."""
 
 
 class ResponseLogprobs(NamedTuple):

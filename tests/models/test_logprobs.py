@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -256,19 +256,33 @@ def saved_for_backward() -> Iterator[list[int]]:
     sizes.extend(kept.values())
 
 
-def test_logits_are_recomputed_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    vocabulary, num_tokens, chunk = 512, 64, 8
+class ProductShapes(TorchDispatchMode):
+    """Records the shapes of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if operation.overloadpacket is torch.ops.aten.mm:
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+def test_logits_of_the_last_chunk_are_kept_and_the_others_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, num_tokens, chunk = 512, 60, 8
     model = tiny_policy(vocab_size=vocabulary, hidden_size=16)
     states = torch.randn(num_tokens, 16, requires_grad=True)
     targets = torch.randint(vocabulary, (num_tokens,))
-    with saved_for_backward() as whole:
-        token_logprobs(model, states, targets, 1.0)
     monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", chunk * vocabulary)
-    with saved_for_backward() as chunked:
+    with saved_for_backward() as saved:
         result, _ = token_logprobs(model, states, targets, 1.0)
-    assert max(whole) >= num_tokens * vocabulary
-    assert max(chunked) <= vocabulary * 16 and sum(chunked) < num_tokens * vocabulary / 2
-    result.sum().backward()
+    assert max(saved) <= vocabulary * 16 and sum(saved) < num_tokens * vocabulary / 2
+    assert result.grad_fn is not None and cast(Any, result.grad_fn).last_chunk.shape == (4, vocabulary)
+    with ProductShapes() as products:
+        result.sum().backward()
+    assert [shape for shape in products.shapes if shape[1] == vocabulary] == 7 * [(8, vocabulary)]
     assert states.grad is not None and states.grad.any()
 
 
