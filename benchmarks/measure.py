@@ -63,7 +63,9 @@ class Clock(TrainerCallback):
 PHASES = ("generate", "score", "learn")
 
 
-def run_ours(workload: Workload, arguments: dict[str, Any], clock: Clock, lengths: list[Any]) -> Callable[[], Any]:
+def run_ours(
+    workload: Workload, arguments: dict[str, Any], clock: Clock, lengths: list[Any], **models: Any
+) -> Callable[[], Any]:
     """Set up rlhf_ppo; return what trains."""
     from rlhf_ppo import PPOConfig, PPOTrainer
 
@@ -73,7 +75,7 @@ def run_ours(workload: Workload, arguments: dict[str, Any], clock: Clock, length
             lengths.append((rollout.attention_mask[:, :context].sum(1), rollout.response_mask.sum(1)))
             return super().estimate_advantages(rollout)
 
-    trainer = Timed(PPOConfig(**arguments), **given(workload), callbacks=[clock])
+    trainer = Timed(PPOConfig(**arguments), **{**given(workload), **models}, callbacks=[clock])
     trainer._generate = clock.during("generate", trainer._generate)
     trainer.learn = clock.during("learn", trainer.learn)
     return trainer.train
@@ -115,26 +117,32 @@ def megabytes(field: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
-def measure(trainer: str, workload: Workload, num_updates: int) -> dict[str, Any]:
+def measure(
+    trainer: str, workload: Workload, num_updates: int, options: dict[str, Any] | None = None, **models: Any
+) -> dict[str, Any]:
     """Train for a few updates.
 
     Args:
         trainer: `ours` or `trl`.
         workload: What to run.
-        num_updates: How many; the first, which allocates, is left out.
+        num_updates: How many; the first, which allocates, is reported apart.
+        options: Arguments of the configuration besides the workload's.
+        models: What our trainer is given besides, or in place of, the workload's models.
 
     Returns:
-        What the clock read of each update after the first, the peak of memory above that of the models and the
-        trainer, MB, and for ours each update's prompt and response lengths.
+        What the clock read of the first update and of those after it, the peak of memory above that of the models and
+        the trainer, MB, and for ours each later update's prompt and response lengths.
     """
     clock, lengths = Clock(), []
     with tempfile.TemporaryDirectory() as folder:
         run = {"ours": run_ours, "trl": run_trl}[trainer]
-        train = run(workload, hyper_parameters(workload, num_updates, folder), clock, lengths)
+        arguments = {**hyper_parameters(workload, num_updates, folder), **(options or {})}
+        train = run(workload, arguments, clock, lengths, **models)
         before = megabytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         train()
     return {
+        "first": clock.updates[0],
         "updates": clock.updates[1:],
         "memory": megabytes("VmHWM") - before,
         "lengths": [[side.tolist() for side in update] for update in lengths[1:]],

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from rlhf_ppo.models.inputs import is_zero_hook
+
+T = TypeVar("T")
 
 
 class HeadFactors(NamedTuple):
@@ -22,7 +27,40 @@ class HeadFactors(NamedTuple):
     bias: Tensor | None
 
 
-def head_factors(head: nn.Module, states: Tensor) -> HeadFactors | None:
+class HeadLayers(NamedTuple):
+    """The linear layers that make up a head: `logits = sum_i layer_i(states_i)`; only the first may have a bias.
+
+    Attributes:
+        states: The hidden states `(N, H)`, and for each adapter its inner activations `(N, r)`.
+        layers: The head's own layer, and for each adapter its outer one.
+    """
+
+    states: tuple[Tensor, ...]
+    layers: tuple[nn.Module, ...]
+
+    def apply(self, function: Callable[[HeadFactors], T]) -> T:
+        """Call a function with the factors, within one forward pass of each layer.
+
+        ZeRO-3's hooks then gather each weight once before the function, and once more before its backward pass, as
+        they do for the layer itself.
+
+        Args:
+            function: Returns what is differentiable as a tensor or a tuple of tensors.
+
+        Returns:
+            What the function returned.
+        """
+
+        def run(*states: Tensor) -> T:
+            first, *_ = layers = cast("tuple[nn.Linear, ...]", self.layers)
+            return function(HeadFactors(states, tuple(layer.weight for layer in layers), first.bias))
+
+        for layer in self.layers:
+            run = _within_pass_of(layer, run)
+        return run(*self.states)
+
+
+def head_layers(head: nn.Module, states: Tensor) -> HeadLayers | None:
     """Take a head apart, if it is a linear layer with at most plain LoRA adapters.
 
     Args:
@@ -30,21 +68,38 @@ def head_factors(head: nn.Module, states: Tensor) -> HeadFactors | None:
         states: The hidden states that it reads `(N, H)`.
 
     Returns:
-        The factors; None for any other head (quantized, sharded over a mesh, DoRA, with hooks): call it instead.
+        The layers; None for any other head (quantized, DoRA, a layer that an engine other than ZeRO-3 still has to put
+        together, or with hooks that may read or change its output): call it instead.
     """
     kind = _peft_kind(head)
     if kind == "ModulesToSaveWrapper":
-        return head_factors(_active_copy(head), states)
+        return head_layers(_active_copy(head), states)
     if kind == "LoraLinear":
-        return _lora_factors(cast(Any, head), states)
-    if type(head) is not nn.Linear or _is_observed(head) or isinstance(head.weight, DTensor):
+        return _lora_layers(cast(Any, head), states)
+    # Not `head.weight`: outside the layer's own forward pass ZeRO-3 would gather it, for the whole model's.
+    weight = next(head.parameters(recurse=False), None)
+    if type(head) is not nn.Linear or _is_observed(head) or isinstance(weight, DTensor):
         return None
-    return HeadFactors((states,), (head.weight,), head.bias)
+    return HeadLayers((states,), (head,))
+
+
+def _within_pass_of(layer: nn.Module, function: Callable[..., T]) -> Callable[..., T]:
+    """Let a layer with hooks run the function in place of its own forward pass, on the same inputs."""
+
+    def run(*states: Tensor) -> T:
+        layer.forward = function
+        try:
+            return layer(*states)
+        finally:
+            del layer.forward
+
+    return run if layer._forward_pre_hooks else function
 
 
 def _is_observed(head: nn.Module) -> bool:
-    """Tell whether more than its forward happens at a call, as under ZeRO-3, whose hooks gather the weight."""
-    return bool(head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head))
+    """Tell whether a call does more than multiply, apart from ZeRO-3's hooks, which only gather what is multiplied."""
+    hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+    return not all(map(is_zero_hook, hooks)) or "forward" in vars(head)
 
 
 def _peft_kind(head: nn.Module) -> str | None:
@@ -67,17 +122,16 @@ def _active_copy(wrapper: Any) -> nn.Module:
     )
 
 
-def _lora_factors(head: Any, states: Tensor) -> HeadFactors | None:
-    base = head_factors(head.base_layer, states)
+def _lora_layers(head: Any, states: Tensor) -> HeadLayers | None:
+    base = head_layers(head.base_layer, states)
     if base is None or (head.disable_adapters and head.merged):
         return None
     active = [] if head.disable_adapters or head.merged else [n for n in head.active_adapters if n in head.lora_A]
     if any(name in head.lora_variant or head.lora_B[name].bias is not None for name in active):
         return None
     inner = [
-        head.lora_A[name](head.lora_dropout[name](states.to(head.lora_A[name].weight.dtype))) * head.scaling[name]
+        head.lora_A[name](head.lora_dropout[name](states.to(next(head.lora_A[name].parameters()).dtype)))
+        * head.scaling[name]
         for name in active
     ]
-    return HeadFactors(
-        (*base.states, *inner), (*base.weights, *(head.lora_B[name].weight for name in active)), base.bias
-    )
+    return HeadLayers((*base.states, *inner), (*base.layers, *(head.lora_B[name] for name in active)))

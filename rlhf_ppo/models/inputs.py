@@ -153,8 +153,12 @@ def is_managed(model: nn.Module) -> bool:
 
 def gathers_in_passes(model: nn.Module) -> bool:
     """Tell whether ZeRO-3's hooks gather the parameters in each forward pass, which all ranks then make together."""
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    return any(str(getattr(hook, "__module__", "")).startswith("deepspeed") for hook in hooks)
+    return any(is_zero_hook(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+
+
+def is_zero_hook(hook: object) -> bool:
+    """Tell whether a module's hook is one of those with which DeepSpeed gathers and releases parameters."""
+    return str(getattr(hook, "__module__", "")).startswith("deepspeed")
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
-from rlhf_ppo.models.head_factors import head_factors
+from rlhf_ppo.models.head_factors import head_layers
 from rlhf_ppo.models.inputs import hidden_states, is_managed, is_sharded, probe_ids, transformers_model
 
 MAX_CHUNK_ELEMENTS = 2**24
@@ -75,10 +75,11 @@ def token_logprobs(policy: nn.Module, states: Tensor, targets: Tensor, temperatu
     Returns:
         Log-probabilities and entropies in nats, float32 `(N,)` each.
     """
-    factors = head_factors(cast(nn.Module, transformers_model(policy).get_output_embeddings()), states)
-    if factors is None:
+    head = head_layers(cast(nn.Module, transformers_model(policy).get_output_embeddings()), states)
+    if head is None:
         return _logprobs_of_called_head(policy, states, targets, temperature)
-    return fused_logprobs(factors, targets, logit_scaling(policy, temperature), MAX_CHUNK_ELEMENTS)
+    scaling = logit_scaling(policy, temperature)
+    return head.apply(lambda factors: fused_logprobs(factors, targets, scaling, MAX_CHUNK_ELEMENTS))
 
 
 def _logprobs_of_called_head(
@@ -104,7 +105,7 @@ def _logprobs_of_called_head(
 
 
 def _same_on_all_ranks(policy: nn.Module, num_chunks: int) -> int:
-    """Under ZeRO-3 each call of the head gathers its weight from all ranks: all must call it equally often."""
+    """Under ZeRO-3 each call of a head gathers its weight from all ranks: all must call it equally often."""
     if not is_managed(policy):
         return num_chunks
     largest = torch.tensor(num_chunks, device=next(policy.parameters()).device)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,3 +74,32 @@ def test_the_row_of_a_workload_gives_medians_and_ratios() -> None:
     assert len(cells) == len(COLUMNS)
     assert cells[:6] == ["tiny", "1", "5.00 / 15.00", "**3.00x**", "4.00 / 12.00", "**3.00x**"]
     assert cells[6:12] == ["1.00 / 3.00", "1.00 / 3.00", "2.00 / 6.00", "10", "40", "0.25x"]
+
+
+def test_the_row_of_an_option_leaves_the_first_updates_out() -> None:
+    from options import COLUMNS, row
+
+    def run(memory: float, *seconds: float) -> dict[str, object]:
+        updates = [{"generate": each, "score": each, "learn": 2 * each, "wall": 9.0} for each in seconds]
+        return {"first": updates[0], "updates": updates[1:], "memory": memory}
+
+    cells = row("slow", run(30.0, 9.0, 1.0, 2.0, 3.0, 4.0, 2.0), run(20.0, 1.0, 1.0, 1.0, 1.5, 1.5, 1.5))
+    assert len(cells) == len(COLUMNS)
+    assert cells == ["slow", "48.00", "12.00", "2.00x", "3.00", "3.00", "6.00", "30", "1.50x"]
+
+
+def test_options_reach_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import measure
+    import options
+
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(options, "measure", lambda *args, **models: calls.append((*args, models)))
+    options.measure_alone("tiny", "LoRA, gradient_checkpointing", 2)
+    ((trainer, workload, num_updates, arguments, models),) = calls
+    assert (trainer, workload, num_updates) == ("ours", options.SHAPES["tiny"], options.NUM_FIRST + 2)
+    assert arguments == {"gradient_checkpointing": True}
+    assert models.keys() == {"peft_config", "value_peft_config"}
+    with pytest.raises(ValueError, match="kl_estimator='k7'"):
+        measure.measure("ours", workload, 1, {"kl_estimator": "k7"})
+    with pytest.raises(ValueError, match="reward_funcs"):
+        measure.measure("ours", workload, 1, reward_model=None)

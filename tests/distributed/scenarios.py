@@ -6,8 +6,10 @@ import asyncio
 import os
 import resource
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from rlhf_ppo.batch import Prompts, Responses
 from rlhf_ppo.distributed import on_whole_policy
 from rlhf_ppo.generation import dropping
 from rlhf_ppo.generation.sequences import join_responses
+from rlhf_ppo.models import logprobs
 from rlhf_ppo.rewards.preference import PreferenceReward
 from tests import conftest
 
@@ -196,21 +199,49 @@ def load_policies(whole: str, adapter: str, base: str) -> dict[str, np.ndarray]:
     }
 
 
-def one_step(output_dir: str, models: str, local_batch_size: int) -> dict[str, Any]:
-    """Take one SGD step of rate 1 on responses that do not depend on the ranks; return all parameters and samples."""
+def one_step(
+    output_dir: str, models: str, local_batch_size: int, adapted_head: bool = False, tokens_per_chunk: int = 1000
+) -> dict[str, Any]:
+    """Take one SGD step of rate 1 on responses that do not depend on the ranks; return all parameters and samples.
+
+    The ranks have different numbers of chunks, and ZeRO-3 takes weights of any size apart. Those that are read outside
+    the forward pass of their layer it would gather for the whole pass of both models.
+    """
+    adapter = LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    torch.manual_seed(0)  # of the adapter
     trainer = make_trainer(
         output_dir, models, FixedResponses, num_prompts=8, gradient_accumulation_steps=local_batch_size // 2,
+        given={"peft_config": adapter} if adapted_head else {},
         num_ppo_epochs=1, num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
         whiten_rewards=True, missing_eos_penalty=1.0,
     )  # fmt: skip
-    trainer.train()
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage == 3:
+        plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    with fused_heads(tokens_per_chunk + 2 * trainer.args.process_index) as chunks:
+        trainer.train()
     table = trainer.generate_completions()
     return {
         **launched_as(trainer),
         "log": trainer.state.log_history,
         "parameters": whole_parameters(trainer),
         "table": table.to_dict("list"),
+        "chunks": chunks,
+        "gathered_by_the_way": len(getattr(trainer._unwrapped(trainer.model), "_external_params", ())),
     }
+
+
+@contextmanager
+def fused_heads(tokens_per_chunk: int) -> Iterator[list[int]]:
+    """Cut the tokens of each pass into chunks, list how many, and let no head be called instead of taken apart."""
+    fused, chunks = logprobs.fused_logprobs, []
+
+    def counted(factors: Any, targets: Any, scaling: Any, max_elements: int) -> Any:
+        chunks.append(-(-len(targets) // tokens_per_chunk))
+        return fused(factors, targets, scaling, tokens_per_chunk * len(factors.weights[0]))
+
+    with patch.object(logprobs, "fused_logprobs", counted), patch.object(logprobs, "_logprobs_of_called_head", None):
+        yield chunks
 
 
 def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:

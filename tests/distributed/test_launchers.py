@@ -12,12 +12,13 @@ pytestmark = pytest.mark.distributed
 
 
 def runs(config, folder, models):
-    """Train all weights, train adapters, and take one step, in the same two processes."""
+    """Train all weights, train adapters, and take one step on either, in the same two processes."""
     whole, adapter, one_step = (str(folder / name) for name in ("whole", "adapter", "one_step"))
+    step = {"output_dir": one_step, "models": str(models), "local_batch_size": 4, "tokens_per_chunk": 3}
     calls = [
         ("train", {"output_dir": whole, "models": str(models)}),
         ("train", {"output_dir": adapter, "models": str(models), "adapters": True, "max_steps": 1}),
-        ("one_step", {"output_dir": one_step, "models": str(models), "local_batch_size": 4}),
+        *(("one_step", {**step, "adapted_head": adapted}) for adapted in (False, True)),
     ]
     return processes.run_all(config, calls)
 
@@ -34,13 +35,15 @@ def ddp(ddp_folder, models):
 
 @pytest.fixture(scope="module")
 def one_process(models, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("one"))
-    ranks = processes.run("multi_gpu", "one_step", world=1, output_dir=folder, models=str(models), local_batch_size=8)
-    assert ranks[0]["num_processes"] == 1
+    """The step, and the one with an adapter on the head, with all tokens in one chunk."""
+    step = {"output_dir": str(tmp_path_factory.mktemp("one")), "models": str(models), "local_batch_size": 8}
+    calls = [("one_step", {**step, "adapted_head": adapted}) for adapted in (False, True)]
+    results = [rank for (rank,) in processes.run_all("multi_gpu", calls, world=1)]
+    assert all(result["num_processes"] == 1 and set(result["chunks"]) == {1} for result in results)
     start = AutoModelForCausalLM.from_pretrained(models / "policy").state_dict()
-    step = [np.abs(ranks[0]["parameters"][f"policy.{name}"] - value.numpy()).max() for name, value in start.items()]
-    assert min(step) > 1e-3, "every gradient is large against the difference that is allowed"
-    return ranks[0]
+    moved = [np.abs(results[0]["parameters"][f"policy.{name}"] - value.numpy()).max() for name, value in start.items()]
+    assert min(moved) > 1e-3, "every gradient is large against the difference that is allowed"
+    return results
 
 
 def test_rewards_per_token_and_scaled_scores_are_those_of_one_process(models, tmp_path):
@@ -68,16 +71,20 @@ def test_rewards_per_token_and_scaled_scores_are_those_of_one_process(models, tm
 @pytest.mark.parametrize("config", LAUNCHERS)
 def test_every_launcher_trains_alike_and_saves_what_it_trained(config, models, ddp, ddp_folder, one_process, tmp_path):
     folder = ddp_folder if config == "multi_gpu" else tmp_path
-    whole, adapter, one_step = ddp if config == "multi_gpu" else runs(config, folder, models)
+    whole, adapter, *steps = ddp if config == "multi_gpu" else runs(config, folder, models)
 
     kind, stage = LAUNCHERS[config]
-    for rank in (*whole, *adapter, *one_step):
+    for rank in (*whole, *adapter, *steps[0], *steps[1]):
         launched = {key: rank[key] for key in ("num_processes", "distributed_type", "zero_stage")}
         assert launched == {"num_processes": 2, "distributed_type": kind, "zero_stage": stage}
     for ours, of_ddp in ((whole, ddp[0]), (adapter, ddp[1])):
         assert_trained_alike(ours, of_ddp)
-    assert_same_step(one_step[0], one_process)
-    assert one_step[0]["table"] == one_step[1]["table"] == one_process["table"]
+    for two, one in zip(steps, one_process, strict=True):
+        assert_same_step(two[0], one)
+        assert two[0]["table"] == two[1]["table"] == one["table"]
+        assert all(sum(rank["chunks"]) > 2 * len(rank["chunks"]) for rank in two)
+        assert [rank["gathered_by_the_way"] for rank in two] == [0, 0]
+        assert two[0]["chunks"] != two[1]["chunks"]
     assert_loads_as_trained(whole, adapter, folder, models)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from rlhf_ppo.models import logprobs
 from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
-from rlhf_ppo.models.head_factors import HeadFactors, head_factors
+from rlhf_ppo.models.head_factors import HeadFactors, head_layers
 from rlhf_ppo.models.logprobs import response_logprobs, token_logprobs
 from tests.conftest import tiny_policy
 from tests.models.test_logprobs import LargestOutput, ragged_batch, tiny_model
@@ -171,7 +172,7 @@ def test_a_called_head_and_one_taken_apart_agree(monkeypatch: pytest.MonkeyPatch
         return [values.detach(), entropy.detach(), ours.grad, model.get_output_embeddings().weight.grad.clone()]
 
     apart = gradients()
-    monkeypatch.setattr(logprobs, "head_factors", lambda head, states: None)
+    monkeypatch.setattr(logprobs, "head_layers", lambda head, states: None)
     for elements in (2**20, 4 * 32):
         monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", elements)
         for ours, theirs in zip(apart, gradients(), strict=True):
@@ -191,11 +192,11 @@ def applied(factors: HeadFactors) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("config", "num_factors"),
+    ("config", "num_layers"),
     [({}, 2), ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, 1)],
     ids=["LoRA", "trained copy"],
 )
-def test_an_adapted_head_is_taken_apart(config: dict[str, Any], num_factors: int) -> None:
+def test_an_adapted_head_is_taken_apart(config: dict[str, Any], num_layers: int) -> None:
     """Active, switched off, switched to a second adapter, and merged."""
     model, head = adapted(**config)
     model.add_adapter("other", LoraConfig(**{"target_modules": ["q_proj", "lm_head"], "r": 2, **config}))
@@ -205,27 +206,99 @@ def test_an_adapted_head_is_taken_apart(config: dict[str, Any], num_factors: int
     states, seen = torch.randn(5, 32), []
 
     def check(expected: int) -> None:
-        factors = head_factors(head, states)
-        assert factors is not None and len(factors.states) == expected
-        assert_allclose(applied(factors).detach(), head(states).detach(), rtol=1e-5, atol=1e-5)
+        layers = head_layers(head, states)
+        assert layers is not None and len(layers.layers) == expected
+        assert_allclose(layers.apply(applied).detach(), head(states).detach(), rtol=1e-5, atol=1e-5)
         seen.append(head(states).detach())
 
-    check(num_factors)
+    check(num_layers)
     with model.disable_adapter():
         check(1)
     model.set_adapter("other")
-    check(num_factors)
+    check(num_layers)
     assert all((one - other).abs().max() > 0.1 for one, other in itertools.pairwise(seen))
-    if num_factors == 2:
+    if num_layers == 2:
         head.merge()
         check(1)
+
+
+class PutTogetherAgain(torch.autograd.Function):
+    """Calls a function before the backward pass of what made its output."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.function()
+        return *gradients, None
+
+
+class Gathering:
+    """ZeRO-3's manner in one process: a layer's weight is empty but in the layer's own forward and backward pass."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.weight, self.whole, self.num_gathers = layer.weight, layer.weight.data, 0
+        self.release()
+
+        def before(layer: nn.Module, inputs: Any) -> None:
+            self.gather()
+
+        def after(layer: nn.Module, inputs: Any, output: Any) -> Any:
+            self.release()
+            outputs = output if isinstance(output, tuple) else (output,)
+            outputs = tuple(PutTogetherAgain.apply(each, self.gather) for each in outputs)
+            return outputs if isinstance(output, tuple) else outputs[0]
+
+        before.__module__ = after.__module__ = "deepspeed.runtime.zero.parameter_offload"
+        layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
+
+    def gather(self) -> None:
+        self.num_gathers += self.weight.numel() == 0
+        self.weight.data = self.whole
+
+    def release(self) -> None:
+        self.weight.data = self.whole.new_empty(0)
+
+
+@pytest.mark.parametrize("on_head", [False, True], ids=["plain", "LoRA"])
+def test_a_weight_that_hooks_gather_is_gathered_once_for_each_pass(
+    on_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In three chunks, with the values and gradients of the whole head."""
+    monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", 4 * 32)
+    states, targets = torch.randn(11, 32), torch.randint(32, (11,))
+    model = adapted()[0] if on_head else tiny_policy()
+    layers = [layer for name, layer in model.named_modules() if "lm_head" in name and type(layer) is nn.Linear]
+
+    def passes() -> tuple[list[Tensor], list[Tensor]]:
+        ours = states.clone().requires_grad_()
+        model.zero_grad()
+        values, entropy = token_logprobs(model, ours, targets, 0.7)
+        emptied = [layer.weight.numel() for layer in layers]
+        (values.sum() + (entropy * torch.arange(11)).sum()).backward()
+        gradients = [layer.weight.grad for layer in layers if layer.weight.requires_grad]
+        return [values, entropy, ours.grad, *gradients], emptied
+
+    expected, _ = passes()
+    gathering = [Gathering(layer) for layer in layers]
+    found, emptied = passes()
+    assert emptied == [0] * len(layers) and len(found) == len(expected) == (5 if on_head else 4)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert [gathered.num_gathers for gathered in gathering] == [2] * len(layers)  # forward and backward
+    assert not any("forward" in vars(layer) for layer in layers)
 
 
 def test_heads_that_are_called() -> None:
     states = torch.randn(5, 32)
     hooked, patched, own = nn.Linear(32, 8), nn.Linear(32, 8), type("Own", (nn.Linear,), {})(32, 8)
-    hooked.register_forward_pre_hook(lambda *_: None)
+    Gathering(hooked)
+    hooked.register_forward_hook(lambda *_: None)
     patched.forward = lambda states: states  # as accelerate's offloading does
     heads = [hooked, patched, own, adapted(use_dora=True)[1], adapted(lora_bias=True)[1]]
-    assert [head_factors(head, states) for head in heads] == [None] * 5
-    assert head_factors(nn.Linear(32, 8), states) is not None
+    assert [head_layers(head, states) for head in heads] == [None] * 5
+    assert head_layers(nn.Linear(32, 8), states) is not None
