@@ -70,6 +70,7 @@ WORKLOADS = {
     "vocab-heavy": Workload(llama(6, 128, 50304), (16, 16), 48),
     "ragged": Workload(llama(6, 256, 4096), (8, 96), 96, mean_length=40),
     "long-prompt": Workload(llama(6, 256, 4096), (200, 400), 53, mean_length=30),
+    "long-prompt-50k": Workload(llama(6, 128, 50304), (200, 400), 53, mean_length=30),
     "tiny": Workload(llama(1, 32, 64), (2, 6), 8, mean_length=4, batch_size=4, micro_batch_size=2, num_ppo_epochs=1),
 }
 
