@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
+from accelerate import DistributedType
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
@@ -64,14 +65,17 @@ def forecast(trainer: Any) -> Estimate | None:
     dataset, accelerator = trainer.train_dataset, trainer.accelerator
     if isinstance(dataset, IterableDataset) or not has_length(dataset) or is_sharded(trainer.policy_model):
         return None
+    args = trainer.args
     return estimate_run(
-        trainer.args,
+        args,
         trainer.policy_model,
         trainer.value_model,
         [*([] if trainer.reference.model is None else [trainer.reference.model.model]), *trainer.reward_models],
         mean_prompt_length(dataset),
         Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes),
         accelerator.mixed_precision == "bf16",
+        learns_in_turn(args, accelerator.distributed_type == DistributedType.NO)
+        and not trainer._overrides("compute_loss"),
     )
 
 
@@ -83,6 +87,7 @@ def estimate_run(
     prompt_length: int,
     sharding: Sharding,
     bf16: bool,
+    in_turn: bool,
 ) -> Estimate:
     """Estimate the updates of a run.
 
@@ -94,6 +99,7 @@ def estimate_run(
         prompt_length: Tokens of a prompt.
         sharding: What is spread over processes.
         bf16: Whether passes compute in bfloat16 where autocast does.
+        in_turn: Whether policy and value model learn one after the other.
     """
     device = next(policy.parameters()).device.type
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
@@ -110,12 +116,18 @@ def estimate_run(
                 response_length=args.response_length,
                 num_ppo_epochs=args.num_ppo_epochs,
                 recomputes=args.gradient_checkpointing,
+                in_turn=in_turn,
             ),
             optimizer_bytes_per_parameter(optimizer_class, kwargs, args.device),
             sharding,
             lambda: torch.autocast(device, torch.bfloat16, enabled=bf16),
             args.offload_frozen,
         )
+
+
+def learns_in_turn(args: PPOConfig, is_alone: bool) -> bool:
+    """Tell whether policy and value model will learn one after the other: no engine and no compiler wraps them."""
+    return is_alone and not args.torch_compile
 
 
 def _rows_per_micro_batch(args: PPOConfig, length: int) -> int:

@@ -29,7 +29,7 @@ from rlhf_ppo.cli.training import (
     train_and_save,
 )
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.forecast import estimate_run
+from rlhf_ppo.forecast import estimate_run, learns_in_turn
 from rlhf_ppo.reporting.estimate import Estimate
 from rlhf_ppo.trainer import PPOTrainer
 
@@ -84,7 +84,8 @@ def estimate(argv: Sequence[str] | None = None) -> Estimate:
 
     prompt_length, num_prompts = prompts_of(args, policy, load)
     args.fill_derived(devices.count, num_prompts)
-    found = estimate_run(args, policy, value_model, frozen, prompt_length, devices.sharding, bool(args.bf16))
+    in_turn = learns_in_turn(args, devices.engine == "")
+    found = estimate_run(args, policy, value_model, frozen, prompt_length, devices.sharding, bool(args.bf16), in_turn)
     show(found, args, devices, prompt_length, (script_args.device_flops, script_args.device_bandwidth))
     return found
 

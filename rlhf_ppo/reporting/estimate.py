@@ -28,6 +28,7 @@ class Workload:
         response_length: Tokens of a response.
         num_ppo_epochs: Passes over the episodes with gradient.
         recomputes: Whether activations are recomputed in the backward pass.
+        in_turn: Whether policy and value model run forward and backward one after the other.
     """
 
     rows: int
@@ -37,6 +38,7 @@ class Workload:
     response_length: int
     num_ppo_epochs: int
     recomputes: bool
+    in_turn: bool = False
 
     @property
     def length(self) -> int:
@@ -75,7 +77,7 @@ class Estimate:
         gradients: Gradients of the trained parameters.
         optimizer: State of the optimizer.
         generation: Key-value cache of one call, and the gathered policy where weights are sharded.
-        learning: Activations of one micro-batch of both models, and the logits of one chunk.
+        learning: Activations of one micro-batch, of both models or of the larger one, and the logits of one chunk.
         flops: Floating-point operations of one update.
         decoded: Bytes that decoding reads in one update: the policy's weights once for each token of a call.
     """
@@ -139,7 +141,7 @@ def estimate_update(
         gradients=_bytes(learning) // sharding.gradients,
         optimizer=int(optimizer_bytes * sum(map(num_elements, learning))) // sharding.optimizer,
         generation=cache + (policy_bytes if sharding.weights > 1 else 0),
-        learning=sum(cost.saved_bytes for cost in micro) + 2 * 4 * _chunk_elements(policy, workload),
+        learning=_activations(policy, micro, workload),
         flops=_flops(policy, micro, frozen, workload, autocast),
         decoded=policy_bytes * workload.response_length * -(-workload.rows // workload.rows_per_call),
     )
@@ -161,9 +163,11 @@ def _flops(
     return int(workload.rows * (rollout + trained_passes * (sum(per_row) + head)))
 
 
-def _chunk_elements(policy: nn.Module, workload: Workload) -> int:
+def _activations(policy: nn.Module, micro: Sequence[PassCost], workload: Workload) -> int:
     vocabulary = transformers_model(policy).config.get_text_config().vocab_size
-    return min(MAX_CHUNK_ELEMENTS, workload.rows_per_micro_batch * workload.response_length * vocabulary)
+    chunk = 4 * min(MAX_CHUNK_ELEMENTS, workload.rows_per_micro_batch * workload.response_length * vocabulary)
+    of_policy, of_value_model = (cost.saved_bytes for cost in micro)
+    return max(of_policy + chunk, of_value_model) if workload.in_turn else of_policy + chunk + of_value_model
 
 
 def optimizer_bytes_per_parameter(

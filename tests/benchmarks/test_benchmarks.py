@@ -103,3 +103,16 @@ def test_options_reach_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
         measure.measure("ours", workload, 1, {"kl_estimator": "k7"})
     with pytest.raises(ValueError, match="reward_funcs"):
         measure.measure("ours", workload, 1, reward_model=None)
+
+
+@pytest.mark.slow
+def test_operations_are_listed_by_phase() -> None:
+    from operations import profiled, rows
+    from workloads import WORKLOADS
+
+    figures = profiled(WORKLOADS["tiny"])
+    assert figures.keys() == {"generate", "score", "learn"}
+    assert any("_FusedLogprobsBackward" in figure.key for figure in figures["learn"])
+    assert not any("Backward" in figure.key for figure in figures["score"])
+    first, second = rows("tiny", "learn", figures["learn"], 2)
+    assert first[:2] == ["tiny", "learn"] and int(first[3].rstrip("%")) >= int(second[3].rstrip("%")) > 0
