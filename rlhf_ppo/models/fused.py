@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from rlhf_ppo.models.head_factors import HeadFactors
 
-_BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**16, 2**23
+_BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**19, 2**23
 """Logits that the passes of one softmax go over at a time, tokens x vocabulary."""
 
 
