@@ -105,7 +105,7 @@ def baseline(make_trainer):
 def test_stories_get_happier_at_a_bounded_kl_with_every_seed(make_trainer, baseline):
     """A run that learned nothing would end within the baseline's spread; each of three must end six of them above.
 
-    Measured: baseline 0.37 with a spread of 0.027, after training 0.67 to 0.70 at a KL of 4.3 to 4.7 (the bound is 12.6).
+    Measured: baseline 0.37 with a spread of 0.027, after training 0.67 to 0.70 at a KL of 4.3 to 4.7 (bound: 12.6).
     """
     mean, spread = statistics.mean(baseline), statistics.stdev(baseline)
     for seed in range(3):
