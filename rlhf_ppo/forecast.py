@@ -74,8 +74,7 @@ def forecast(trainer: Any) -> Estimate | None:
         mean_prompt_length(dataset),
         Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes),
         accelerator.mixed_precision == "bf16",
-        learns_in_turn(args, accelerator.distributed_type == DistributedType.NO)
-        and not trainer._overrides("compute_loss"),
+        learns_in_turn(args, accelerator.distributed_type == DistributedType.NO) and not trainer._has_own_loss(),
     )
 
 

@@ -305,10 +305,6 @@ class PPOSeams(SavesPolicyAndValue):
         with self.compute_loss_context_manager(), self._autocast():
             yield
 
-    def _overrides(self, name: str) -> bool:
-        """Tell whether a subclass, or this instance, has a method of its own in place of the library's."""
-        return not getattr(getattr(self, name), "__module__", "").startswith("rlhf_ppo.")
-
     def _get_state(self) -> PPOTrainerState:
         return self.state
 

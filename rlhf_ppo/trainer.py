@@ -456,6 +456,10 @@ class PPOTrainer(PPOSeams):
                 self._fire("on_substep_end")
         return self._optimizer_step(model)
 
+    def _has_own_loss(self) -> bool:
+        """Tell whether a subclass, or this instance, has replaced `compute_loss`."""
+        return getattr(self.compute_loss, "__func__", None) is not PPOTrainer.compute_loss
+
     def _backpropagate(self, model: nn.Module, part: Experience, num_tokens: float) -> tuple[Tensor, LossParts]:
         """Add a micro-batch's gradients to the parameters'."""
 
@@ -463,7 +467,7 @@ class PPOTrainer(PPOSeams):
             # Data-parallel engines average gradients over ranks; the loss is already divided by all ranks' tokens.
             self._backward(loss * self.accelerator.num_processes)
 
-        if can_learn_in_turn(model) and not self._overrides("compute_loss"):
+        if can_learn_in_turn(model) and not self._has_own_loss():
             return learn_in_turn(model, self.args, part, num_tokens, self._forward_context, backward)
         with self._forward_context():
             loss, parts = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=num_tokens)

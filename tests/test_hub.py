@@ -28,7 +28,7 @@ class Hub:
 
     def create_repo(self, repo_id: str, **kwargs: Any) -> Any:
         self.repos.append({"repo_id": repo_id, **kwargs})
-        return SimpleNamespace(repo_id=f"acme/{repo_id.split('/')[-1]}")
+        return SimpleNamespace(repo_id=f"some-org/{repo_id.split('/')[-1]}")
 
     def upload_folder(self, *, folder_path: Any, **kwargs: Any) -> Any:
         files = {str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()}
@@ -54,10 +54,10 @@ def named(model: Any, name: str) -> Any:
 def trained(make_trainer) -> Any:
     """A trainer after three updates with a reward model and a reward function."""
     trainer = make_trainer(
-        model=named(tiny_policy(), "acme/tiny-sft"),
-        reward_model=named(tiny_scorer(), "acme/tiny-reward"),
+        model=named(tiny_policy(), "some-org/tiny-sft"),
+        reward_model=named(tiny_scorer(), "some-org/tiny-reward"),
         reward_funcs=[count_w4],
-        hub_model_id="acme/tiny-ppo",
+        hub_model_id="some-org/tiny-ppo",
         kl_coef=0.125,
         **QUICK,
     )
@@ -77,9 +77,9 @@ def test_every_argument_of_push_to_hub_arrives(trained, hub):
         commit_message="Three updates", blocking=False, token="secret", revision="v2", license="mit"
     )
 
-    assert [(repo["repo_id"], repo["token"]) for repo in hub.repos] == [("acme/tiny-ppo", "secret")]
+    assert [(repo["repo_id"], repo["token"]) for repo in hub.repos] == [("some-org/tiny-ppo", "secret")]
     (upload,) = hub.uploads
-    assert upload["repo_id"] == "acme/tiny-ppo" and upload["folder_path"] == trained.args.output_dir
+    assert upload["repo_id"] == "some-org/tiny-ppo" and upload["folder_path"] == trained.args.output_dir
     assert (upload["commit_message"], upload["token"], upload["revision"]) == ("Three updates", "secret", "v2")
     assert upload["run_as_future"] is True
     assert result.oid == 1
@@ -152,14 +152,14 @@ def test_the_example_names_its_prompts(make_trainer, hub, tmp_path, monkeypatch)
 
 
 def test_the_card_names_what_made_the_policy(trained, hub):
-    trained.push_to_hub(dataset_name="acme/prompts", tags="tiny", language="en")
+    trained.push_to_hub(dataset_name="some-org/prompts", tags="tiny", language="en")
 
     card = card_of(trained)
-    assert card.data.base_model == "acme/tiny-sft" and card.data.datasets == "acme/prompts"
+    assert card.data.base_model == "some-org/tiny-sft" and card.data.datasets == "some-org/prompts"
     assert card.data.model_name == "tiny-ppo" and card.data.library_name == "transformers"
     assert set(card.data.tags) >= {"rlhf_ppo", "ppo", "generated_from_trainer", "tiny"}
     assert card.data.language == "en"
-    for reward in ("- `acme/tiny-reward`", "- `count_w4`"):
+    for reward in ("- `some-org/tiny-reward`", "- `count_w4`"):
         assert reward in card.text
     for row in ("| kl_coef | 0.125 |", "| total_episodes | 6 |", f"| transformers | {version('transformers')} |"):
         assert row in card.text
@@ -179,29 +179,29 @@ def test_the_card_gives_the_last_value_of_each_metric(trained):
 
 
 def test_the_card_s_arguments_stand_in_trl_s_order_and_have_trainer_s_names_too(trained):
-    trained.create_model_card("a name", "acme/prompts", "a-tag")
+    trained.create_model_card("a name", "some-org/prompts", "a-tag")
     by_position = card_of(trained)
     trained.create_model_card(
-        model_name="a name", dataset="acme/prompts", tags=["a-tag"], finetuned_from="acme/other", license="mit"
+        model_name="a name", dataset="some-org/prompts", tags=["a-tag"], finetuned_from="some-org/other", license="mit"
     )
     by_name = card_of(trained)
 
     assert by_position.data.model_name == by_name.data.model_name == "a name"
-    assert by_position.data.datasets == by_name.data.datasets == "acme/prompts"
+    assert by_position.data.datasets == by_name.data.datasets == "some-org/prompts"
     assert "a-tag" in by_position.data.tags and "a-tag" in by_name.data.tags
-    assert (by_position.data.base_model, by_name.data.base_model) == ("acme/tiny-sft", "acme/other")
+    assert (by_position.data.base_model, by_name.data.base_model) == ("some-org/tiny-sft", "some-org/other")
 
 
 def test_an_adapter_s_card_says_so(make_trainer, hub):
     peft = pytest.importorskip("peft")
     trainer = make_trainer(
-        model=named(tiny_policy(), "acme/tiny-sft"), peft_config=peft.LoraConfig(target_modules=["q_proj"])
+        model=named(tiny_policy(), "some-org/tiny-sft"), peft_config=peft.LoraConfig(target_modules=["q_proj"])
     )
 
     trainer.push_to_hub()
 
     data = card_of(trainer).data
-    assert (data.library_name, data.base_model) == ("peft", "acme/tiny-sft")
+    assert (data.library_name, data.base_model) == ("peft", "some-org/tiny-sft")
     assert "adapter_model.safetensors" in hub.uploads[0]["files"]
     assert "model.safetensors" not in hub.uploads[0]["files"]
 

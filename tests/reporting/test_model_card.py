@@ -10,7 +10,7 @@ VALUES = {
     "model_name": "tldr-ppo",
     "base_model": "EleutherAI/pythia-160m",
     "dataset": "trl-lib/tldr",
-    "reward_sources": ["acme/reward", "length_bonus"],
+    "reward_sources": ["some-org/reward", "length_bonus"],
     "hyperparameters": {"kl_coef": 0.05, "learning_rate": 3e-06},
     "metrics": {"objective/scores": 1.23456, "objective/kl": 0.5},
     "versions": {"transformers": "5.17.0"},
@@ -41,7 +41,7 @@ def test_metadata_survives_the_file(saved):
 def test_the_text_names_everything_that_made_the_model(saved):
     text = saved().text
 
-    for name in ("tldr-ppo", "EleutherAI/pythia-160m", "trl-lib/tldr", "`acme/reward`", "`length_bonus`"):
+    for name in ("tldr-ppo", "EleutherAI/pythia-160m", "trl-lib/tldr", "`some-org/reward`", "`length_bonus`"):
         assert name in text
     for row in ("| kl_coef | 0.05 |", "| learning_rate | 3e-06 |", "| objective/scores | 1.235 |"):
         assert row in text
