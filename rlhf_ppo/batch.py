@@ -209,28 +209,57 @@ class Experience(Responses):
             _check_shape("importance_weights", self.importance_weights, tuple(self.response_mask.shape))
 
     def shuffled_minibatches(self, num_mini_batches: int, generator: torch.Generator) -> Iterator[Self]:
-        """Yield `num_mini_batches` disjoint parts of equal size, drawn with `generator`.
-
-        Within each the longest rows come first, so that the micro-batches it is cut into hold rows of similar length.
-        """
+        """Yield `num_mini_batches` disjoint parts of equal size, drawn with `generator`, longest rows first."""
         order = torch.randperm(len(self), generator=generator).to(self.query_responses.device)
         lengths = self.attention_mask.sum(dim=1)
         for rows in order.chunk(num_mini_batches):
             yield self[rows[lengths[rows].argsort(descending=True, stable=True)]]
 
-    def micro_batches(self, max_rows: int, max_tokens: int | None, gather: Callable[[Tensor], Tensor]) -> list[Self]:
+    def micro_batches(
+        self, max_rows: int, max_tokens: int | None, gather: Callable[[Tensor], Tensor], is_packed: bool
+    ) -> list[Self]:
         """Cut into parts of at most `max_rows` rows, or within `max_tokens` tokens if that is given.
+
+        Rows that follow each other stay together, so that padding them to the longest adds little; packed rows have no
+        padding, and parts of about equally many tokens take the least memory.
 
         Args:
             max_rows: Most rows of a part.
-            max_tokens: Most tokens, prompts included, unless a row alone has more.
+            max_tokens: Most tokens of a part, prompts included, unless a row alone has more.
             gather: Concatenates a tensor over all ranks, each of which makes as many parts as the one that needs most.
+            is_packed: Whether the models see real tokens only.
         """
-        if max_tokens is None:
-            return self.parts(max_rows)
-        lengths = self.attention_mask.sum(dim=1)
-        sizes = sizes_within([int(length) for length in lengths], max_tokens)
-        return self.parts_of(split_until(sizes, int(gather(lengths.new_tensor([len(sizes)])).max())))
+        device = self.attention_mask.device
+        lengths = [int(length) for length in self.attention_mask.sum(dim=1)]
+        if max_tokens is not None:
+            sizes = sizes_within(lengths, max_tokens)
+            num_parts = int(gather(torch.tensor([len(sizes)], device=device)).max())
+            return self.parts_of(split_until(sizes, num_parts))
+        if is_packed:
+            return self[torch.tensor(dealt_evenly(lengths, max_rows), device=device)].parts(max_rows)
+        return self.parts(max_rows)
+
+
+def dealt_evenly(lengths: Sequence[int], max_rows: int) -> list[int]:
+    """Order rows so that parts of `max_rows` that follow each other have about equally many tokens.
+
+    The longest row that is left goes to the part that has the fewest tokens and still room.
+
+    Args:
+        lengths: Tokens of each row.
+        max_rows: Rows of each part but the last, which has those that are left.
+
+    Returns:
+        Indices of the rows, part after part.
+    """
+    room = [min(max_rows, len(lengths) - start) for start in range(0, len(lengths), max_rows)]
+    parts: list[list[int]] = [[] for _ in room]
+    tokens = [0] * len(room)
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        emptiest = min((part for part in range(len(room)) if len(parts[part]) < room[part]), key=tokens.__getitem__)
+        parts[emptiest].append(row)
+        tokens[emptiest] += lengths[row]
+    return [row for part in parts for row in part]
 
 
 def sizes_within(lengths: Sequence[int], max_tokens: int) -> list[int]:

@@ -444,7 +444,8 @@ class PPOTrainer(PPOSeams):
         if num_tokens == 0:
             return 0.0
         max_rows, max_tokens = self.args.per_device_train_batch_size, self.args.max_tokens_per_micro_batch
-        parts = minibatch.micro_batches(max_rows, max_tokens, self._gather)
+        is_packed = self._unwrapped(model).packs_rows
+        parts = minibatch.micro_batches(max_rows, max_tokens, self._gather, is_packed)
         for index, part in enumerate(parts):
             is_last = index == len(parts) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)

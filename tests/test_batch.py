@@ -17,6 +17,7 @@ from rlhf_ppo.batch import (
     Prompts,
     Responses,
     Rollout,
+    dealt_evenly,
     pad_right,
     padding_columns,
     sizes_within,
@@ -179,14 +180,39 @@ def test_parts_are_split_until_there_are_enough(sizes: list[int], more: float) -
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "most", "sizes"), [(None, 9, [2, 2, 1]), (10, 1, [2, 1, 2]), (10, 4, [1, 1, 1, 2])]
+    ("max_tokens", "is_packed", "most", "sizes"),
+    [(None, False, 9, [2, 2, 1]), (10, False, 1, [2, 1, 2]), (10, True, 4, [1, 1, 1, 2])],
 )
-def test_micro_batches_by_rows_and_by_tokens(max_tokens: int | None, most: int, sizes: list[int]) -> None:
-    """Rows of 5, 5, 7, 5 and 2 tokens; another rank needs `most` parts."""
-    parts = experience().micro_batches(2, max_tokens, lambda tensor: torch.cat((tensor, tensor.new_tensor([most]))))
+def test_micro_batches_by_rows_and_by_tokens(
+    max_tokens: int | None, is_packed: bool, most: int, sizes: list[int]
+) -> None:
+    """Rows of 5, 5, 7, 5 and 2 tokens, which stay in this order; another rank needs `most` parts."""
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat((tensor, tensor.new_tensor([most])))
+
+    parts = experience().micro_batches(2, max_tokens, gather, is_packed)
     assert [len(part) for part in parts] == sizes
     tokens = torch.cat([part.query_responses[part.attention_mask] for part in parts])
     assert torch.equal(tokens, experience().query_responses[experience().attention_mask])
+
+
+def test_micro_batches_of_packed_rows_have_about_equally_many_tokens() -> None:
+    """Rows of 5, 5, 7, 5 and 2 tokens: 7 + 2, 5 + 5, and 5 where one row is left over."""
+    parts = experience().micro_batches(2, None, lambda tensor: tensor, is_packed=True)
+    lengths = [part.attention_mask.sum(dim=1).tolist() for part in parts]
+    assert lengths == [[7, 2], [5, 5], [5]]
+
+
+@given(lengths=st.lists(st.integers(1, 99), min_size=1, max_size=40), max_rows=st.integers(1, 9))
+def test_rows_are_dealt_evenly(lengths: list[int], max_rows: int) -> None:
+    """Full parts differ by no more than the longest row."""
+    order = dealt_evenly(lengths, max_rows)
+    assert sorted(order) == list(range(len(lengths)))
+    parts = [[lengths[row] for row in order[start : start + max_rows]] for start in range(0, len(order), max_rows)]
+    assert all(part == sorted(part, reverse=True) for part in parts)
+    if len(lengths) % max_rows == 0:
+        assert max(map(sum, parts)) - min(map(sum, parts)) <= max(lengths)
 
 
 def test_the_loss_mask_leaves_out_padding_and_responses_without_a_score() -> None:

@@ -13,7 +13,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.batch import Experience
+from rlhf_ppo.batch import Experience, dealt_evenly
+from rlhf_ppo.models.inputs import transformers_model
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
 
@@ -210,3 +211,26 @@ def test_micro_batches_hold_as_many_whole_rows_as_fit(
     rows = [length for part in seen for length in part]
     assert all(sum(part) <= 20 or len(part) == 1 for part in seen)
     assert len(rows) == trainer.state.max_steps * trainer.args.num_ppo_epochs * 8 and max(map(len, seen)) > 1
+
+
+@pytest.mark.parametrize("padded", [None, "policy", "value_model"])
+def test_packed_micro_batches_are_even_and_padded_ones_hold_similar_rows(
+    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch, padded: str | None
+) -> None:
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_mini_batches": 1}
+    trainer = make_trainer(**sizes, num_ppo_epochs=1, total_episodes=8)
+    if padded is not None:
+        transformers_model(getattr(trainer.model, padded)).set_attn_implementation("sdpa")
+    seen: list[int] = []
+    compute_loss = trainer.compute_loss
+
+    def see(model: Any, inputs: Experience, **kwargs: Any) -> Any:
+        seen.extend(inputs.attention_mask.sum(dim=1).tolist())
+        return compute_loss(model, inputs, **kwargs)
+
+    monkeypatch.setattr(trainer, "compute_loss", see)
+    trainer.train()
+    longest_first = sorted(seen, reverse=True)
+    dealt = [longest_first[row] for row in dealt_evenly(longest_first, 4)]
+    assert dealt != longest_first
+    assert seen == (dealt if padded is None else longest_first)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from rlhf_ppo.models.heads import token_values
-from rlhf_ppo.models.inputs import no_split_modules, transformers_model
+from rlhf_ppo.models.inputs import backbone, no_split_modules, packs_rows, transformers_model
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 
 
@@ -75,6 +75,11 @@ class PolicyAndValue(nn.Module):
     def device(self) -> torch.device:
         """Where the policy's parameters are."""
         return next(self.policy.parameters()).device
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether both models see the real tokens of a batch only, and no padding."""
+        return all(packs_rows(backbone(model)) for model in (self.policy, self.value_model))
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
         """Recompute activations in the backward pass, in both models."""
