@@ -16,8 +16,8 @@ NOMINAL_RATES = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
 }
-"""Peak of dense bfloat16 products by the GPU's name, FLOP/s: NVIDIA's data sheets of A100 (312), H100 and H200 (1513 and
-1979 with sparsity, which doubles it)."""
+"""Peak of dense bfloat16 products by the GPU's name, FLOP/s, from NVIDIA's data sheets of A100 (312 TFLOP/s), H100 PCIe
+(1513 with sparsity, which doubles it), H100 SXM and H200 (1979 with sparsity)."""
 
 
 def read_clock(device: str) -> float:
@@ -122,9 +122,9 @@ def update_flops(
     """Count the useful FLOPs of one PPO update.
 
     A trained matrix takes as much again for the gradient of its weights, and again for that of its inputs: learning is
-    3 x forward. Under adapters the policy's own matrices and its head are frozen and have no gradient of their weights:
-    2 x forward; adapters and attention, whose two factors both need a gradient, remain at 3 x. (Gradients of what the
-    first layer's matrices read, the frozen embeddings, are counted although nothing needs them.)
+    3 x forward. Under adapters the policy's own matrices and its head are frozen and have no gradient of weights: 2 x
+    forward. Adapters, and attention, whose factors both need a gradient, remain at 3 x. (Gradients of what the first
+    layer's matrices read, the frozen embeddings, are counted although nothing needs them.)
 
     Args:
         model: As in `forward_flops`.

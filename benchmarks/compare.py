@@ -1,4 +1,4 @@
-"""Run the workloads through both trainers, alternating, and write benchmarks/RESULTS.md, or of a GPU RESULTS-gpu.md."""
+"""Run the workloads through both trainers, alternating, and write benchmarks/RESULTS.md or, of a GPU, RESULTS-gpu.md."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def measurements(
         device: `cpu` or `cuda`.
 
     Returns:
-        What the processes printed, by trainer, and what the one complained of that failed, after which its trainer is not
-        started again.
+        What the processes printed, by trainer; and by trainer the complaint of a process that failed, after which it is
+        not started again.
     """
     results: Results = {trainer: [] for trainer in pythons}
     failures: dict[str, str] = {}
@@ -143,9 +143,7 @@ def bounds(workload: Workload, runs: list[dict[str, Any]], rates: tuple[float, f
     seconds = []
     for lengths in (update for run in runs for update in run["lengths"]):
         prompts, responses = (torch.tensor(side) for side in lengths)
-        flops, learning = update_flops(
-            workload.model, prompts, responses, workload.num_ppo_epochs, workload.lora_rank
-        )
+        flops, learning = update_flops(workload.model, prompts, responses, workload.num_ppo_epochs, workload.lora_rank)
         decoding = decoded_bytes(workload.model, int(responses.max()), workload.dtype) / rates[1]
         seconds.append((flops / rates[0] + decoding, learning / rates[0]))
     whole, learning = zip(*seconds, strict=True)

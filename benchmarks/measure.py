@@ -25,14 +25,14 @@ from workloads import WORKLOADS, Workload, hyper_parameters, make_models, make_p
 class Clock(TrainerCallback):
     """Reads the time at the end of each phase and of each update.
 
-    On a CPU phases are CPU seconds of this process, which a busy machine leaves comparable: on an idle one they are the
-    time of day times the busy threads. On a GPU they are the time of day, read once the GPU has done all of the phase.
+    On a CPU phases are CPU seconds of this process, which a busy machine leaves comparable; on an idle one they are
+    the time of day times the busy threads. On a GPU they are the time of day, read once it has done all of the phase.
 
     Args:
         device: `cpu` or `cuda`.
 
     Attributes:
-        updates: Of each update: seconds by phase (generate, score, learn), `wall`, seconds by the time of day, and `cpu`,
+        updates: Of each update: seconds by phase (generate, score, learn); `wall`, seconds by the time of day; `cpu`,
             CPU seconds of this process.
     """
 
@@ -75,9 +75,7 @@ class Clock(TrainerCallback):
 PHASES = ("generate", "score", "learn")
 
 
-def run_ours(
-    models: dict[str, Any], arguments: dict[str, Any], clock: Clock, lengths: list[Any]
-) -> Callable[[], Any]:
+def run_ours(models: dict[str, Any], arguments: dict[str, Any], clock: Clock, lengths: list[Any]) -> Callable[[], Any]:
     """Set up rlhf_ppo; return what trains."""
     from rlhf_ppo import PPOConfig, PPOTrainer
 
@@ -93,9 +91,7 @@ def run_ours(
     return trainer.train
 
 
-def run_trl(
-    models: dict[str, Any], arguments: dict[str, Any], clock: Clock, lengths: list[Any]
-) -> Callable[[], Any]:
+def run_trl(models: dict[str, Any], arguments: dict[str, Any], clock: Clock, lengths: list[Any]) -> Callable[[], Any]:
     """Set up TRL's PPO; return what trains. Its learning begins with the first forward pass that has gradients."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
@@ -140,7 +136,7 @@ def restart_peak(device: str = "cpu") -> None:
 
 
 def memory_rise(function: Callable[[], Any], device: str = "cpu") -> float:
-    """Call a function; return how far memory rose above what was in use, MB: this process's, or on a GPU its tensors'."""
+    """Call a function; return how far memory rose above what was in use, MB: the process's, or its tensors' on a GPU."""
     before = torch.cuda.memory_allocated() / 2**20 if device == "cuda" else megabytes("VmRSS")
     restart_peak(device)
     function()
@@ -186,7 +182,7 @@ def measure(
 def measure_alone(
     workload: Workload, num_updates: int, options: dict[str, Any] | None = None, **models: Any
 ) -> dict[str, Any]:
-    """Measure our trainer on the CPU with one thread, in a process of its own; arguments and result as in `measure`."""
+    """Measure our trainer as `measure` does, on the CPU with one thread, in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         return pool.submit(measure, "ours", workload, num_updates, options, **models).result()
 

@@ -2,11 +2,11 @@
 
 Imports nothing of either, so that it runs in both environments.
 
-Both trainers compute in the models' own dtype, with `bf16=False`: TRL 1.12 makes an Accelerator of its own, which is not
-told of `bf16=True` (transformers 5 no longer writes it into the environment), so that its PPO would multiply float32
-weights in float32 where ours would in bfloat16. Models that are stored in bfloat16, as TRL's PPO examples load them with
-`--dtype bfloat16`, are what both do alike in all phases. It is for speed and memory that they are compared: so stored, most
-of an update at a small learning rate is rounded away.
+Both trainers compute in the models' own dtype, with `bf16=False`. TRL's PPO example leaves `bf16=True`, the default, and
+loads its models with `--dtype`, which is float32 if nothing is said. But TRL 1.12's PPO makes an Accelerator of its own,
+which with transformers 5 is not told of `bf16=True`: it would multiply float32 weights in float32, where ours would in
+bfloat16. Models stored in bfloat16 are what both do alike in all phases. (Only speed and memory are compared: so stored,
+most of an update is rounded away at a small learning rate, and our trainer warns of that.)
 """
 
 from __future__ import annotations
@@ -146,16 +146,31 @@ def make_models(workload: Workload, device: str = "cpu") -> dict[str, Any]:
         torch.manual_seed(0)
         policy = AutoModelForCausalLM.from_config(config, dtype=workload.dtype)
         if workload.mean_length is not None:
-            # Random weights would all but never sample the stop token; its logit gets it the probability 1 / mean_length.
-            bias = torch.zeros(config.vocab_size, dtype=workload.dtype)
-            bias[STOP] = TEMPERATURE * math.log(config.vocab_size / workload.mean_length)
-            policy.get_output_embeddings().bias = nn.Parameter(bias)
+            make_stops_likely(policy, workload.mean_length)
         for seed, name in enumerate(("value_model", "reward_model"), start=1):
             torch.manual_seed(seed)
             scorers[name] = AutoModelForSequenceClassification.from_config(scorer_config, dtype=workload.dtype)
     if workload.lora_rank is not None:
         return {"model": policy, "ref_model": None, "peft_config": adapter(workload.lora_rank), **scorers}
     return {"model": policy, "ref_model": copy.deepcopy(policy), **scorers}
+
+
+@torch.no_grad()
+def make_stops_likely(policy: Any, mean_length: int) -> None:
+    """Give the stop token the probability `1 / mean_length`, by its bias; random weights would all but never sample it.
+
+    The bias is `T log(V / mean_length)`, above the mean of the `V` logits. In a GPT-NeoX it also makes up for their
+    variance `s^2`, by which their exponentials sum to `V exp(s^2 / (2 T^2))`, and the token's own weights are 0: in a
+    model as wide as Pythia they would say more than the bias. The narrow Llamas are left as they have been measured.
+    """
+    config, head = policy.config, policy.get_output_embeddings()
+    bias = TEMPERATURE * math.log(config.vocab_size / mean_length)
+    if config.model_type == "gpt_neox":
+        head.weight[STOP] = 0.0
+        variance = config.initializer_range**2 * config.hidden_size  # the last norm leaves numbers of variance 1
+        bias += variance / (2 * TEMPERATURE)
+    head.bias = nn.Parameter(torch.zeros_like(head.weight[:, 0]))
+    head.bias[STOP] = bias
 
 
 def adapter(rank: int) -> Any:
