@@ -16,8 +16,8 @@ NOMINAL_RATES = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
 }
-"""Peak of dense bfloat16 products by the GPU's name, FLOP/s, from NVIDIA's data sheets of A100 (312 TFLOP/s), H100 PCIe
-(1513 with sparsity, which doubles it), H100 SXM and H200 (1979 with sparsity)."""
+"""Peak of dense bfloat16 products by the GPU's name, FLOP/s; NVIDIA's data sheets say 312 TFLOP/s of A100, and with
+sparsity, which doubles it, 1513 of H100 PCIe, 1979 of H100 SXM and H200."""
 
 
 def read_clock(device: str) -> float:

@@ -1,4 +1,4 @@
-"""Run the workloads through both trainers, alternating, and write benchmarks/RESULTS.md or, of a GPU, RESULTS-gpu.md."""
+"""Run the workloads through both trainers, alternating; write benchmarks/RESULTS.md, or of a GPU RESULTS-gpu.md."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def measurements(
         device: `cpu` or `cuda`.
 
     Returns:
-        What the processes printed, by trainer; and by trainer the complaint of a process that failed, after which it is
-        not started again.
+        What the processes printed, by trainer; and by trainer the complaint of a process that failed, after which it
+        is not started again.
     """
     results: Results = {trainer: [] for trainer in pythons}
     failures: dict[str, str] = {}

@@ -136,7 +136,7 @@ def restart_peak(device: str = "cpu") -> None:
 
 
 def memory_rise(function: Callable[[], Any], device: str = "cpu") -> float:
-    """Call a function; return how far memory rose above what was in use, MB: the process's, or its tensors' on a GPU."""
+    """Call a function; return how far memory rose above what was in use, MB: the process's, on a GPU its tensors'."""
     before = torch.cuda.memory_allocated() / 2**20 if device == "cuda" else megabytes("VmRSS")
     restart_peak(device)
     function()

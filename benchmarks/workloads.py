@@ -2,11 +2,11 @@
 
 Imports nothing of either, so that it runs in both environments.
 
-Both trainers compute in the models' own dtype, with `bf16=False`. TRL's PPO example leaves `bf16=True`, the default, and
-loads its models with `--dtype`, which is float32 if nothing is said. But TRL 1.12's PPO makes an Accelerator of its own,
+Both trainers compute in the models' own dtype, with `bf16=False`. TRL's PPO example leaves `bf16=True`, the default,
+and loads its models with `--dtype`, float32 if nothing is said. But TRL 1.12's PPO makes an Accelerator of its own,
 which with transformers 5 is not told of `bf16=True`: it would multiply float32 weights in float32, where ours would in
-bfloat16. Models stored in bfloat16 are what both do alike in all phases. (Only speed and memory are compared: so stored,
-most of an update is rounded away at a small learning rate, and our trainer warns of that.)
+bfloat16. Models stored in bfloat16 are what both do alike in all phases. (Only speed and memory are compared: so
+stored, most of an update is rounded away at a small learning rate, and our trainer warns of that.)
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def make_models(workload: Workload, device: str = "cpu") -> dict[str, Any]:
 
 @torch.no_grad()
 def make_stops_likely(policy: Any, mean_length: int) -> None:
-    """Give the stop token the probability `1 / mean_length`, by its bias; random weights would all but never sample it.
+    """Give the stop token the probability `1 / mean_length` by its bias: random weights would hardly ever sample it.
 
     The bias is `T log(V / mean_length)`, above the mean of the `V` logits. In a GPT-NeoX it also makes up for their
     variance `s^2`, by which their exponentials sum to `V exp(s^2 / (2 T^2))`, and the token's own weights are 0: in a
