@@ -140,7 +140,6 @@ def make_models(workload: Workload, device: str = "cpu") -> dict[str, Any]:
         the policy without the adapter is the reference.
     """
     config = AutoConfig.for_model(**workload.model)
-    scorer_config = AutoConfig.for_model(**workload.model, num_labels=1)
     scorers = {}
     with torch.device(device):
         torch.manual_seed(0)
@@ -149,7 +148,9 @@ def make_models(workload: Workload, device: str = "cpu") -> dict[str, Any]:
             make_stops_likely(policy, workload.mean_length)
         for seed, name in enumerate(("value_model", "reward_model"), start=1):
             torch.manual_seed(seed)
-            scorers[name] = AutoModelForSequenceClassification.from_config(scorer_config, dtype=workload.dtype)
+            scorers[name] = AutoModelForSequenceClassification.from_config(
+                AutoConfig.for_model(**workload.model, num_labels=1), dtype=workload.dtype
+            )
     if workload.lora_rank is not None:
         return {"model": policy, "ref_model": None, "peft_config": adapter(workload.lora_rank), **scorers}
     return {"model": policy, "ref_model": copy.deepcopy(policy), **scorers}
