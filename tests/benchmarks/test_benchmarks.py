@@ -99,15 +99,16 @@ def test_wide_models_stop_as_often_too() -> None:
     [("pythia-160m", 162_322_944), ("pythia-410m", 405_334_016), ("pythia-1b", 1_011_781_632)],
 )
 def test_the_gpu_workloads_have_the_sizes_of_pythia(name: str, num_parameters: int) -> None:
-    """The numbers of table 1 of Biderman et al., arXiv 2304.01373."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from workloads import DEFAULTS, WORKLOADS
+    """The numbers of parameters that Biderman et al., arXiv 2304.01373, give; made on the device that is named."""
+    from workloads import DEFAULTS, WORKLOADS, make_models
 
-    workload = WORKLOADS[name]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**workload.model), dtype=workload.dtype)
-    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    models = make_models(WORKLOADS[name], "meta")
+    size_of_bias = 50304  # of the head, through which responses stop
+    assert sum(parameter.numel() for parameter in models["model"].parameters()) == num_parameters + size_of_bias
+    for role in ("model", "ref_model", "value_model", "reward_model"):
+        kinds = {(parameter.dtype, parameter.device.type) for parameter in models[role].parameters()}
+        assert kinds == {(torch.bfloat16, "meta")}
+        assert {buffer.device.type for buffer in models[role].buffers()} == {"meta"}
     assert name in DEFAULTS["cuda"] and name not in DEFAULTS["cpu"]
 
 
