@@ -22,7 +22,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 check test test-learning test-distributed test-oldest fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-learning test-distributed test-oldest demo bench docs clean
+.PHONY: help install format lint fast check test test-learning test-distributed test-oldest demo bench bench-gpu docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -59,7 +59,10 @@ demo: install ## Train a language model, a reward model and a PPO policy from sc
 	$(PYTHON) examples/demo.py
 
 bench: install $(VENV)-trl/installed ## Measure against TRL 1.12 and write benchmarks/RESULTS.md
-	$(PYTHON) benchmarks/compare.py --trl-python $(VENV)-trl/bin/python
+	$(PYTHON) benchmarks/compare.py --trl-python $(VENV)-trl/bin/python --device cpu
+
+bench-gpu: install $(VENV)-trl/installed ## The same on a GPU; writes benchmarks/RESULTS-gpu.md
+	$(PYTHON) benchmarks/compare.py --trl-python $(VENV)-trl/bin/python --device cuda
 
 docs: $(VENV)/installed-docs ## Build the documentation into site/
 	$(PYTHON) -m mkdocs build --strict
@@ -86,7 +89,7 @@ $(VENV)-oldest/installed: pyproject.toml constraints-oldest.txt
 $(VENV)-trl/installed: constraints-trl.txt
 	$(PYTHON_BASE) -m venv $(VENV)-trl
 	$(VENV)-trl/bin/python -m pip install --quiet --no-compile -c $< torch
-	$(VENV)-trl/bin/python -m pip install --quiet --no-compile -c $< trl transformers accelerate datasets
+	$(VENV)-trl/bin/python -m pip install --quiet --no-compile -c $< trl transformers accelerate datasets peft
 	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed

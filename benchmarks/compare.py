@@ -1,4 +1,4 @@
-"""Run the workloads through both trainers, alternating, and write benchmarks/RESULTS.md."""
+"""Run the workloads through both trainers, alternating; write benchmarks/RESULTS.md, or of a GPU RESULTS-gpu.md."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ from statistics import median
 from typing import Any
 
 import torch
-from bound import bandwidth, decoded_bytes, matmul_rate, update_flops
+from bound import NOMINAL_RATES, bandwidth, decoded_bytes, matmul_rate, update_flops
 from measure import PHASES
-from workloads import WORKLOADS, Workload
+from workloads import DEFAULTS, WORKLOADS, Workload
 
 FOLDER = Path(__file__).parent
+FILES = {"cpu": "RESULTS", "cuda": "RESULTS-gpu"}
 COLUMNS = ("workload", "threads", "s/update", "faster", "CPU s/update", "faster", *PHASES, "MB", "TRL's", "ratio",
            "of the bound", "learning")  # fmt: skip
+LONGEST_COMPLAINT = 200
+
+Results = dict[str, list[dict[str, Any]]]
+"""What `measure` printed, by trainer."""
 
 
 def measurements(
-    pythons: dict[str, str], workload: str, threads: int, rounds: int, updates: int
-) -> dict[str, list[dict[str, Any]]]:
+    pythons: dict[str, str], workload: str, threads: int, rounds: int, updates: int, device: str = "cpu"
+) -> tuple[Results, dict[str, str]]:
     """Measure a workload with both trainers, one process each, in turn.
 
     Args:
@@ -34,44 +39,103 @@ def measurements(
         threads: CPU threads of each process.
         rounds: Processes of each trainer.
         updates: Updates of each process, the first of which is not measured.
+        device: `cpu` or `cuda`.
 
     Returns:
-        What `measure` printed, by trainer.
+        What the processes printed, by trainer; and by trainer the complaint of a process that failed, after which it
+        is not started again.
     """
-    results: dict[str, list[dict[str, Any]]] = {trainer: [] for trainer in pythons}
+    results: Results = {trainer: [] for trainer in pythons}
+    failures: dict[str, str] = {}
     paths = {"PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": str(threads)}
     for _ in range(rounds):
         for trainer, python in pythons.items():
+            if trainer in failures:
+                continue
             command = [python, str(FOLDER / "measure.py"), trainer, workload]
-            options = [f"--threads={threads}", f"--updates={updates}"]
-            run = subprocess.run(
-                command + options, env=os.environ | paths, check=True, stdout=subprocess.PIPE, text=True
-            )
-            results[trainer].append(json.loads(run.stdout.splitlines()[-1]))
-    return results
+            options = [f"--threads={threads}", f"--updates={updates}", f"--device={device}"]
+            run = subprocess.run(command + options, env=os.environ | paths, capture_output=True, text=True)
+            if run.returncode == 0:
+                results[trainer].append(json.loads(run.stdout.splitlines()[-1]))
+            else:
+                sys.stderr.write(run.stderr)
+                failures[trainer] = complaint(run)
+    return results, failures
 
 
-def row(name: str, threads: int, results: dict[str, list[dict[str, Any]]], rates: tuple[float, float]) -> list[str]:
-    """Summarize a workload: medians over updates, ratios of TRL's to ours."""
-    ours, trl = (
-        {
-            key: median(update[key] for run in results[trainer] for update in run["updates"])
-            for key in (*PHASES, "wall")
-        }
-        | {"all": median(sum(update[p] for p in PHASES) for run in results[trainer] for update in run["updates"])}
-        | {"memory": median(run["memory"] for run in results[trainer])}
-        for trainer in ("ours", "trl")
-    )
-    whole, learning = bounds(WORKLOADS[name], results["ours"], rates)
-    phases = [f"{ours[phase]:.2f} / {trl[phase]:.2f}" for phase in PHASES]
-    memory = [f"{ours['memory']:.0f}", f"{trl['memory']:.0f}", f"{ours['memory'] / trl['memory']:.2f}x"]
-    shares = [f"{threads * whole / ours['all']:.0%}", f"{threads * learning / ours['learn']:.0%}"]
+def complaint(run: subprocess.CompletedProcess[str]) -> str:
+    """Give the last line that a failed process wrote to stderr, shortened, as a table can hold it."""
+    lines = run.stderr.split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit status {run.returncode}")
+    return last.replace("|", "/")[:LONGEST_COMPLAINT]
+
+
+def row(
+    name: str,
+    threads: int,
+    results: Results,
+    rates: tuple[float, float],
+    device: str = "cpu",
+    failures: dict[str, str] | None = None,
+) -> list[str]:
+    """Summarize a workload: medians over updates, ratios of TRL's to ours.
+
+    Args:
+        name: The workload's.
+        threads: CPU threads of each process.
+        results: What was measured, by trainer; nothing of one that failed, whose cells have a dash.
+        rates: Of matrix multiplication, FLOP/s, and of reading memory, bytes/s.
+        device: `cpu` or `cuda`.
+        failures: What a trainer complained of that failed, which the first cell says.
+    """
+    ours, trl = (summary(results[trainer]) for trainer in ("ours", "trl"))
+    phases = [f"{shown(ours, phase)} / {shown(trl, phase)}" for phase in PHASES]
+    memory = [shown(ours, "memory", 0), shown(trl, "memory", 0), ratio(ours, trl, "memory")]
     speed = [
         cell
-        for key in ("wall", "all")
-        for cell in (f"{ours[key]:.2f} / {trl[key]:.2f}", f"**{trl[key] / ours[key]:.2f}x**")
+        for key in ("wall", "cpu")
+        for cell in (f"{shown(ours, key)} / {shown(trl, key)}", bold(ratio(trl, ours, key)))
     ]
-    return [name, str(threads), *speed, *phases, *memory, *shares]
+    failed = "".join(f" ({trainer} failed: {text})" for trainer, text in (failures or {}).items())
+    shares = shares_of_bound(WORKLOADS[name], results["ours"], rates, threads if device == "cpu" else 1)
+    return [name + failed, str(threads), *speed, *phases, *memory, *shares]
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, float] | None:
+    """Give the medians over all updates of a trainer's processes, and of the processes' memory; None if none ended."""
+    if not runs:
+        return None
+    updates = [update for run in runs for update in run["updates"]]
+    return {key: median(update[key] for update in updates) for key in (*PHASES, "wall", "cpu")} | {
+        "phases": median(sum(update[phase] for phase in PHASES) for update in updates),
+        "memory": median(run["memory"] for run in runs),
+    }
+
+
+def shown(figures: dict[str, float] | None, key: str, digits: int = 2) -> str:
+    """Print a figure, or a dash where there is none."""
+    return "-" if figures is None else f"{figures[key]:.{digits}f}"
+
+
+def ratio(above: dict[str, float] | None, below: dict[str, float] | None, key: str) -> str:
+    """Print how many times one trainer's figure the other's is, or a dash where one is missing."""
+    return "-" if above is None or below is None else f"{above[key] / below[key]:.2f}x"
+
+
+def bold(cell: str) -> str:
+    """Print a figure boldly."""
+    return cell if cell == "-" else f"**{cell}**"
+
+
+def shares_of_bound(
+    workload: Workload, runs: list[dict[str, Any]], rates: tuple[float, float], threads: int
+) -> list[str]:
+    """Print which share of the time that the updates, and their learning phases, took they could not go below."""
+    figures = summary(runs)
+    if figures is None:
+        return ["-", "-"]
+    whole, learning = bounds(workload, runs, rates)
+    return [f"{threads * whole / figures['phases']:.0%}", f"{threads * learning / figures['learn']:.0%}"]
 
 
 def bounds(workload: Workload, runs: list[dict[str, Any]], rates: tuple[float, float]) -> tuple[float, float]:
@@ -79,11 +143,28 @@ def bounds(workload: Workload, runs: list[dict[str, Any]], rates: tuple[float, f
     seconds = []
     for lengths in (update for run in runs for update in run["lengths"]):
         prompts, responses = (torch.tensor(side) for side in lengths)
-        flops, learning = update_flops(workload.model, prompts, responses, workload.num_ppo_epochs)
-        decoding = decoded_bytes(workload.model, int(responses.max())) / rates[1]
+        flops, learning = update_flops(workload.model, prompts, responses, workload.num_ppo_epochs, workload.lora_rank)
+        decoding = decoded_bytes(workload.model, int(responses.max()), workload.dtype) / rates[1]
         seconds.append((flops / rates[0] + decoding, learning / rates[0]))
     whole, learning = zip(*seconds, strict=True)
     return median(whole), median(learning)
+
+
+def utilization(name: str, runs: list[dict[str, Any]], gpu: str) -> str:
+    """Say at which rate our learning phase did its useful FLOPs (model FLOPs utilization), as a line of a list.
+
+    Args:
+        name: The workload's.
+        runs: What was measured of our trainer.
+        gpu: The GPU's name, by which its nominal rate is known or not.
+    """
+    figures = summary(runs)
+    if figures is None:
+        return f"- *{name}*: not measured."
+    rate = bounds(WORKLOADS[name], runs, (1.0, 1.0))[1] / figures["learn"]
+    nominal = NOMINAL_RATES.get(gpu)
+    share = "of an unknown nominal rate" if nominal is None else f"{rate / nominal:.0%} of {nominal / 1e12:.0f}"
+    return f"- *{name}*: {rate / 1e12:.1f} TFLOP/s, {share}."
 
 
 def versions(python: str) -> str:
@@ -100,42 +181,70 @@ def processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def main() -> None:
-    """Read the command line, measure, print and write the table."""
+def machine(gpu: str | None) -> str:
+    """Name the GPU that was measured, if one was, the CPU and the system."""
+    cpu = f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
+    return cpu if gpu is None else f"{gpu}; {cpu}"
+
+
+def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; what is not given depends on the device."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trl-python", required=True, help="the interpreter of the environment with trl==1.12.0")
-    parser.add_argument(
-        "--workloads", nargs="+", default=[name for name in WORKLOADS if name != "tiny"], choices=WORKLOADS
-    )
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--device", choices=DEFAULTS, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="by default those of the device")
+    parser.add_argument("--threads", nargs="+", type=int, help="by default 1 and 2; on a GPU 1")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--updates", type=int, default=4)
-    parser.add_argument("--output", type=Path, default=FOLDER / "RESULTS.md")
-    arguments = parser.parse_args()
-    pythons = {"ours": sys.executable, "trl": arguments.trl_python}
-    rows = []
-    for threads in arguments.threads:
-        torch.set_num_threads(threads)
-        for name in arguments.workloads:
-            results = measurements(pythons, name, threads, arguments.rounds, arguments.updates)
-            rows.append(row(name, threads, results, (matmul_rate(), bandwidth())))
-            print(*rows[-1], sep=" | ", flush=True)
+    parser.add_argument("--output", type=Path, help="by default RESULTS.md, of a GPU RESULTS-gpu.md, beside this file")
+    given = parser.parse_args(arguments)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU here")
+    given.workloads = given.workloads or DEFAULTS[given.device]
+    given.threads = given.threads or ([1, 2] if given.device == "cpu" else [1])
+    if given.device == "cuda" and len(given.threads) > 1:
+        parser.error(f"--threads {given.threads}: on a GPU give one number")
+    given.output = given.output or FOLDER / f"{FILES[given.device]}.md"
+    return given
+
+
+def write(given: argparse.Namespace, pythons: dict[str, str], rows: list[list[str]], notes: list[str]) -> None:
+    """Fill the device's template with the rows, and with what they were measured on."""
+    gpu = torch.cuda.get_device_name() if given.device == "cuda" else None
     table = [list(COLUMNS), ["---"] * len(COLUMNS), *rows]
-    lines = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-    arguments.output.write_text(
-        (FOLDER / "RESULTS.template.md")
-        .read_text()
-        .format(
-            table=lines,
+    template = (FOLDER / f"{FILES[given.device]}.template.md").read_text()
+    given.output.write_text(
+        template.format(
+            table="\n".join(f"| {' | '.join(cells)} |" for cells in table),
+            utilization="\n".join(notes),
             date=date.today().isoformat(),
-            machine=f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
+            machine=machine(gpu),
             ours=versions(pythons["ours"]),
             trl=versions(pythons["trl"]),
-            rounds=arguments.rounds,
-            updates=arguments.updates - 1,
+            rounds=given.rounds,
+            updates=given.updates - 1,
             load=f"{os.getloadavg()[2]:.1f}",
         )
     )
+
+
+def main() -> None:
+    """Read the command line, measure, print and write the table."""
+    given = command_line()
+    pythons = {"ours": sys.executable, "trl": given.trl_python}
+    rows, notes = [], []
+    for threads in given.threads:
+        torch.set_num_threads(threads)
+        for name in given.workloads:
+            results, failures = measurements(pythons, name, threads, given.rounds, given.updates, given.device)
+            dtype = WORKLOADS[name].dtype
+            rates = matmul_rate(dtype, given.device), bandwidth(dtype, given.device)
+            rows.append(row(name, threads, results, rates, given.device, failures))
+            print(*rows[-1], sep=" | ", flush=True)
+            if given.device == "cuda":
+                torch.cuda.empty_cache()  # the next workload's processes need the memory
+                notes.append(utilization(name, results["ours"], torch.cuda.get_device_name()))
+            write(given, pythons, rows, notes)
 
 
 if __name__ == "__main__":

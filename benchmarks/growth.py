@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from statistics import median
-from typing import Any
 
-import torch
-from measure import PHASES, measure
+from measure import PHASES, measure_alone
 from workloads import Workload, llama
 
 BASE = Workload(
@@ -26,19 +22,11 @@ SIZES = {
 }
 
 
-def measure_alone(workload: Workload, num_updates: int) -> dict[str, Any]:
-    """Measure our trainer with one thread."""
-    torch.set_num_threads(1)
-    return measure("ours", workload, num_updates)
-
-
 def rows(kind: str, num_updates: int) -> list[list[str]]:
     """Measure the sizes of one kind and make the lines of the table."""
     table, first = [], None
     for workload in SIZES[kind]:
-        spawning = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=spawning) as pool:
-            result = pool.submit(measure_alone, workload, num_updates).result()
+        result = measure_alone(workload, num_updates)
         seconds = {phase: median(update[phase] for update in result["updates"]) for phase in PHASES}
         num_tokens = workload.batch_size * workload.response_length
         per_token = sum(seconds.values()) / num_tokens

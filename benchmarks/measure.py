@@ -4,36 +4,46 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
+from bound import read_clock
 from transformers import TrainerCallback
 from workloads import WORKLOADS, Workload, hyper_parameters, make_models, make_prompts, make_tokenizer
 
 
 class Clock(TrainerCallback):
-    """Reads this process's CPU time at the end of each phase, and the time of day at the end of each update.
+    """Reads the time at the end of each phase and of each update.
 
-    CPU time is what a busy machine leaves comparable; on an idle one it is the time of day times the busy threads.
+    On a CPU phases are CPU seconds of this process, which a busy machine leaves comparable; on an idle one they are
+    the time of day times the busy threads. On a GPU they are the time of day, read once it has done all of the phase.
+
+    Args:
+        device: `cpu` or `cuda`.
 
     Attributes:
-        updates: Of each update: CPU seconds by phase (generate, score, learn), and `wall`, seconds.
+        updates: Of each update: seconds by phase (generate, score, learn); `wall`, seconds by the time of day; `cpu`,
+            CPU seconds of this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self.read = time.process_time if device == "cpu" else partial(read_clock, device)
         self.updates: list[dict[str, float]] = []
         self.on_train_begin()
 
     def enter(self, phase: str) -> None:
         """Count the time since the last change to the phase that was, and change."""
-        now = time.process_time()
+        now = self.read()
         self.seconds[self.phase] += now - self.since
         self.phase, self.since = phase, now
 
@@ -50,22 +60,22 @@ class Clock(TrainerCallback):
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start."""
-        self.phase, self.since, self.began = "score", time.process_time(), time.perf_counter()
+        self.phase, self.since = "score", self.read()
+        self.began, self.cpu_began = time.perf_counter(), time.process_time()
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """End an update."""
         self.enter("score")
-        self.updates.append(self.seconds | {"wall": time.perf_counter() - self.began})
+        whole = {"wall": time.perf_counter() - self.began, "cpu": time.process_time() - self.cpu_began}
+        self.updates.append(self.seconds | whole)
         self.on_train_begin()
 
 
 PHASES = ("generate", "score", "learn")
 
 
-def run_ours(
-    workload: Workload, arguments: dict[str, Any], clock: Clock, lengths: list[Any], **models: Any
-) -> Callable[[], Any]:
+def run_ours(models: dict[str, Any], arguments: dict[str, Any], clock: Clock, lengths: list[Any]) -> Callable[[], Any]:
     """Set up rlhf_ppo; return what trains."""
     from rlhf_ppo import PPOConfig, PPOTrainer
 
@@ -75,13 +85,13 @@ def run_ours(
             lengths.append((rollout.attention_mask[:, :context].sum(1), rollout.response_mask.sum(1)))
             return super().estimate_advantages(rollout)
 
-    trainer = Timed(PPOConfig(**arguments), **{**given(workload), **models}, callbacks=[clock])
+    trainer = Timed(PPOConfig(**arguments), **models, callbacks=[clock])
     trainer._generate = clock.during("generate", trainer._generate)
     trainer.learn = clock.during("learn", trainer.learn)
     return trainer.train
 
 
-def run_trl(workload: Workload, arguments: dict[str, Any], clock: Clock, lengths: list[Any]) -> Callable[[], Any]:
+def run_trl(models: dict[str, Any], arguments: dict[str, Any], clock: Clock, lengths: list[Any]) -> Callable[[], Any]:
     """Set up TRL's PPO; return what trains. Its learning begins with the first forward pass that has gradients."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
@@ -94,7 +104,7 @@ def run_trl(workload: Workload, arguments: dict[str, Any], clock: Clock, lengths
 
     ppo_trainer.batch_generation = clock.during("generate", ppo_trainer.batch_generation)
     ppo_trainer.forward = forward_in_phase
-    trainer = PPOTrainer(PPOConfig(**arguments), **given(workload), callbacks=[clock])
+    trainer = PPOTrainer(PPOConfig(**arguments), **models, callbacks=[clock])
 
     def train() -> None:
         trainer.train()
@@ -102,12 +112,12 @@ def run_trl(workload: Workload, arguments: dict[str, Any], clock: Clock, lengths
     return train
 
 
-def given(workload: Workload) -> dict[str, Any]:
+def given(workload: Workload, device: str = "cpu") -> dict[str, Any]:
     """Make what both trainers are given besides their arguments."""
     return {
         "processing_class": make_tokenizer(workload),
         "train_dataset": make_prompts(workload, 2 * workload.batch_size),
-        **make_models(workload),
+        **make_models(workload, device),
     }
 
 
@@ -117,8 +127,29 @@ def megabytes(field: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
+def restart_peak(device: str = "cpu") -> None:
+    """Let the peak of memory start anew from what is in use."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory_rise(function: Callable[[], Any], device: str = "cpu") -> float:
+    """Call a function; return how far memory rose above what was in use, MB: the process's, on a GPU its tensors'."""
+    before = torch.cuda.memory_allocated() / 2**20 if device == "cuda" else megabytes("VmRSS")
+    restart_peak(device)
+    function()
+    return (torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else megabytes("VmHWM")) - before
+
+
 def measure(
-    trainer: str, workload: Workload, num_updates: int, options: dict[str, Any] | None = None, **models: Any
+    trainer: str,
+    workload: Workload,
+    num_updates: int,
+    options: dict[str, Any] | None = None,
+    device: str = "cpu",
+    **models: Any,
 ) -> dict[str, Any]:
     """Train for a few updates.
 
@@ -127,26 +158,33 @@ def measure(
         workload: What to run.
         num_updates: How many; the first, which allocates, is reported apart.
         options: Arguments of the configuration besides the workload's.
-        models: What our trainer is given besides, or in place of, the workload's models.
+        device: `cpu` or `cuda`.
+        models: What the trainer is given besides, or in place of, the workload's models.
 
     Returns:
         What the clock read of the first update and of those after it, the peak of memory above that of the models and
         the trainer, MB, and for ours each later update's prompt and response lengths.
     """
-    clock, lengths = Clock(), []
+    clock, lengths = Clock(device), []
     with tempfile.TemporaryDirectory() as folder:
         run = {"ours": run_ours, "trl": run_trl}[trainer]
-        arguments = {**hyper_parameters(workload, num_updates, folder), **(options or {})}
-        train = run(workload, arguments, clock, lengths, **models)
-        before = megabytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        train()
+        arguments = {**hyper_parameters(workload, num_updates, folder, device), **(options or {})}
+        train = run({**given(workload, device), **models}, arguments, clock, lengths)
+        memory = memory_rise(train, device)
     return {
         "first": clock.updates[0],
         "updates": clock.updates[1:],
-        "memory": megabytes("VmHWM") - before,
+        "memory": memory,
         "lengths": [[side.tolist() for side in update] for update in lengths[1:]],
     }
+
+
+def measure_alone(
+    workload: Workload, num_updates: int, options: dict[str, Any] | None = None, **models: Any
+) -> dict[str, Any]:
+    """Measure our trainer as `measure` does, on the CPU with one thread, in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        return pool.submit(measure, "ours", workload, num_updates, options, **models).result()
 
 
 def main() -> None:
@@ -156,9 +194,11 @@ def main() -> None:
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(json.dumps(measure(arguments.trainer, WORKLOADS[arguments.workload], arguments.updates)))
+    workload = WORKLOADS[arguments.workload]
+    print(json.dumps(measure(arguments.trainer, workload, arguments.updates, device=arguments.device)))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,10 @@ gradients, the optimizer's state, and what a compiler holds.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 from typing import Any
 
-import torch
-from measure import PHASES, measure
+from measure import PHASES, measure_alone
 from workloads import WORKLOADS, Workload, llama
 
 SHAPES = {
@@ -35,12 +32,11 @@ NUM_FIRST = 3
 COLUMNS = ["", f"first {NUM_FIRST}, s", "update, s", "of plain", *PHASES, "MB above the models", "of plain"]
 
 
-def measure_alone(workload: str, name: str, num_updates: int) -> dict[str, Any]:
-    """Measure our trainer with one thread and one of the options."""
-    torch.set_num_threads(1)
+def measure_option(workload: str, name: str, num_updates: int) -> dict[str, Any]:
+    """Measure our trainer with one of the options."""
     options = dict(OPTIONS[name])
     models = adapters() if options.pop("adapters", False) else {}
-    return measure("ours", SHAPES[workload], NUM_FIRST + num_updates, options, **models)
+    return measure_alone(SHAPES[workload], NUM_FIRST + num_updates, options, **models)
 
 
 def adapters() -> dict[str, Any]:
@@ -78,8 +74,7 @@ def main() -> None:
     arguments = parser.parse_args()
     lines, plain = [COLUMNS, ["---"] * len(COLUMNS)], None
     for name in dict.fromkeys(["plain", *arguments.options]):
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            result = pool.submit(measure_alone, arguments.workload, name, arguments.updates).result()
+        result = measure_option(arguments.workload, name, arguments.updates)
         plain = plain or result
         lines.append(row(name, result, plain))
         print(*lines[-1], sep=" | ", flush=True)

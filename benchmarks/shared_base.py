@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import megabytes
+from measure import megabytes, restart_peak
 from workloads import Workload, hyper_parameters, llama, make_models, make_prompts, make_tokenizer
 
 SHAPES = {
@@ -83,11 +83,6 @@ def measure(kind: str, workload: Workload, folder: Path, num_updates: int) -> di
     training = megabytes("VmHWM") - before
     first = trainer.state.log_history[0]
     return {"making": making, "training": training, "kl": first["objective/kl"], "ratio": first["val/ratio"]}
-
-
-def restart_peak() -> None:
-    """Let VmHWM start anew from the present memory."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def compare(shape: str, num_updates: int) -> None:

@@ -1,13 +1,19 @@
 """The workloads: small random models, prompts and hyper-parameters, the same for both trainers.
 
 Imports nothing of either, so that it runs in both environments.
+
+Both trainers compute in the models' own dtype, with `bf16=False`. TRL's PPO example leaves `bf16=True`, the default,
+and loads its models with `--dtype`, float32 if nothing is said. But TRL 1.12's PPO makes an Accelerator of its own,
+which with transformers 5 is not told of `bf16=True`: it would multiply float32 weights in float32, where ours would in
+bfloat16. Models stored in bfloat16 are what both do alike in all phases. (Only speed and memory are compared: so
+stored, most of an update is rounded away at a small learning rate, and our trainer warns of that.)
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +44,10 @@ class Workload:
         batch_size: Episodes of one update.
         micro_batch_size: Episodes of one forward and backward pass.
         num_ppo_epochs: Passes over them.
+        rollout_batch_size: Episodes generated and scored at a time; None for all of them.
+        dtype: What the models' weights are stored and multiplied in.
+        lora_rank: Rank of the policy's adapter on all linear layers below the head; None trains its weights. The value
+            model's are always trained.
     """
 
     model: dict[str, Any]
@@ -47,6 +57,9 @@ class Workload:
     batch_size: int = 16
     micro_batch_size: int = 8
     num_ppo_epochs: int = 2
+    rollout_batch_size: int | None = None
+    dtype: torch.dtype = torch.float32
+    lora_rank: int | None = None
 
 
 def llama(layers: int, width: int, vocabulary: int) -> dict[str, Any]:
@@ -66,32 +79,106 @@ def llama(layers: int, width: int, vocabulary: int) -> dict[str, Any]:
     }
 
 
-WORKLOADS = {
+def pythia(layers: int, width: int, heads: int, vocabulary: int = 50304) -> dict[str, Any]:
+    """Describe a GPT-NeoX as EleutherAI's Pythia models are, but for the ids of the special tokens."""
+    return {
+        "model_type": "gpt_neox",
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_attention_heads": heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 2048,
+        "rotary_pct": 0.25,
+        "use_parallel_residual": True,
+        "pad_token_id": 0,
+        "eos_token_id": STOP,
+        "tie_word_embeddings": False,
+    }
+
+
+def tldr(model: dict[str, Any]) -> Workload:
+    """Ask of a model in bfloat16 what *long-prompt* asks: the lengths of TL;DR; batches as in TRL's example of it."""
+    return Workload(model, (200, 400), 53, 30, batch_size=64, micro_batch_size=16, dtype=torch.bfloat16)
+
+
+ON_CPU = {
     "vocab-heavy": Workload(llama(6, 128, 50304), (16, 16), 48),
     "ragged": Workload(llama(6, 256, 4096), (8, 96), 96, mean_length=40),
     "long-prompt": Workload(llama(6, 256, 4096), (200, 400), 53, mean_length=30),
     "long-prompt-50k": Workload(llama(6, 128, 50304), (200, 400), 53, mean_length=30),
-    "tiny": Workload(llama(1, 32, 64), (2, 6), 8, mean_length=4, batch_size=4, micro_batch_size=2, num_ppo_epochs=1),
 }
+ON_GPU = {
+    "pythia-160m": tldr(pythia(12, 768, 12)),
+    "pythia-410m": tldr(pythia(24, 1024, 16)),
+    "pythia-410m-512": replace(tldr(pythia(24, 1024, 16)), batch_size=512, rollout_batch_size=64),
+    "pythia-1b": tldr(pythia(16, 2048, 8)),
+    "pythia-1b-lora": replace(tldr(pythia(16, 2048, 8)), lora_rank=16),
+}
+TINY = Workload(llama(1, 32, 64), (2, 6), 8, mean_length=4, batch_size=4, micro_batch_size=2, num_ppo_epochs=1)
+TINY_PYTHIA = replace(TINY, model=pythia(1, 32, 2, vocabulary=64), dtype=torch.bfloat16)
+WORKLOADS = {
+    **ON_CPU,
+    **ON_GPU,
+    "tiny": TINY,
+    "tiny-pythia": TINY_PYTHIA,
+    "tiny-lora": replace(TINY_PYTHIA, lora_rank=4),
+}
+DEFAULTS = {"cpu": list(ON_CPU), "cuda": list(ON_GPU)}
+"""The workloads that are measured on a device where none are named."""
 
 
-def make_models(workload: Workload) -> dict[str, nn.Module]:
-    """Build policy, reference, value and reward model from fixed seeds."""
+def make_models(workload: Workload, device: str = "cpu") -> dict[str, Any]:
+    """Build policy, reference, value and reward model from fixed seeds.
+
+    Args:
+        workload: Says which.
+        device: Where their weights are drawn, `cpu` or `cuda`; a seed gives others on each.
+
+    Returns:
+        The models by the trainers' names for them. With an adapter there is its configuration and no reference model:
+        the policy without the adapter is the reference.
+    """
     config = AutoConfig.for_model(**workload.model)
-    torch.manual_seed(0)
-    policy = AutoModelForCausalLM.from_config(config)
-    if workload.mean_length is not None:
-        # Random weights would all but never sample the stop token; its logit gets it the probability 1 / mean_length.
-        bias = torch.zeros(config.vocab_size)
-        bias[STOP] = TEMPERATURE * math.log(config.vocab_size / workload.mean_length)
-        policy.lm_head.bias = nn.Parameter(bias)
     scorers = {}
-    for seed, name in enumerate(("value_model", "reward_model"), start=1):
-        torch.manual_seed(seed)
-        scorers[name] = AutoModelForSequenceClassification.from_config(
-            AutoConfig.for_model(**workload.model, num_labels=1)
-        )
+    with torch.device(device):
+        torch.manual_seed(0)
+        policy = AutoModelForCausalLM.from_config(config, dtype=workload.dtype)
+        if workload.mean_length is not None:
+            make_stops_likely(policy, workload.mean_length)
+        for seed, name in enumerate(("value_model", "reward_model"), start=1):
+            torch.manual_seed(seed)
+            scorers[name] = AutoModelForSequenceClassification.from_config(
+                AutoConfig.for_model(**workload.model, num_labels=1), dtype=workload.dtype
+            )
+    if workload.lora_rank is not None:
+        return {"model": policy, "ref_model": None, "peft_config": adapter(workload.lora_rank), **scorers}
     return {"model": policy, "ref_model": copy.deepcopy(policy), **scorers}
+
+
+@torch.no_grad()
+def make_stops_likely(policy: Any, mean_length: int) -> None:
+    """Give the stop token the probability `1 / mean_length` by its bias: random weights would hardly ever sample it.
+
+    The bias is `T log(V / mean_length)`, above the mean of the `V` logits. In a GPT-NeoX it also makes up for their
+    variance `s^2`, by which their exponentials sum to `V exp(s^2 / (2 T^2))`, and the token's own weights are 0: in a
+    model as wide as Pythia they would say more than the bias. The narrow Llamas are left as they have been measured.
+    """
+    config, head = policy.config, policy.get_output_embeddings()
+    bias = TEMPERATURE * math.log(config.vocab_size / mean_length)
+    if config.model_type == "gpt_neox":
+        head.weight[STOP] = 0.0
+        variance = config.initializer_range**2 * config.hidden_size  # the last norm leaves numbers of variance 1
+        bias += variance / (2 * TEMPERATURE)
+    head.bias = nn.Parameter(torch.zeros_like(head.weight[:, 0]))
+    head.bias[STOP] = bias
+
+
+def adapter(rank: int) -> Any:
+    """Configure LoRA on all linear layers below the head."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def make_prompts(workload: Workload, count: int) -> Dataset:
@@ -116,7 +203,7 @@ def make_tokenizer(workload: Workload) -> PreTrainedTokenizerFast:
     )
 
 
-def hyper_parameters(workload: Workload, num_updates: int, output_dir: str) -> dict[str, Any]:
+def hyper_parameters(workload: Workload, num_updates: int, output_dir: str, device: str = "cpu") -> dict[str, Any]:
     """Give the arguments that both PPOConfigs know."""
     return {
         "output_dir": output_dir,
@@ -129,13 +216,13 @@ def hyper_parameters(workload: Workload, num_updates: int, output_dir: str) -> d
         "stop_token": "eos",
         "temperature": TEMPERATURE,
         "learning_rate": 1e-6,
-        "local_rollout_forward_batch_size": workload.batch_size,
+        "local_rollout_forward_batch_size": workload.rollout_batch_size or workload.batch_size,
         "num_sample_generations": 0,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "use_cpu": True,
+        "use_cpu": device == "cpu",
         "bf16": False,
         "gradient_checkpointing": False,
         "seed": 1,

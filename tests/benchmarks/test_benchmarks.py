@@ -20,21 +20,41 @@ def benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
 
 
+PROMPTS, RESPONSES = torch.tensor([2, 3]), torch.tensor([1, 2])
+SIZES = {"hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 2, "vocab_size": 10}
+LLAMA, NEOX = SIZES | {"model_type": "llama"}, SIZES | {"model_type": "gpt_neox"}
+ATTENTION = sum(2 * 2 * (2 * 4 * (position + 1)) for length in (3, 5) for position in range(length))
+"""Of two layers: at each position the scores, and the sum of values, of 4 numbers of itself and those before."""
+HEAD = 2 * 4 * 10 * 3
+
+
 def test_useful_flops_are_those_of_each_multiplication() -> None:
     from bound import forward_flops, update_flops
 
-    model = {"hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 2, "vocab_size": 10}
-    prompts, responses = torch.tensor([2, 3]), torch.tensor([1, 2])
-    body = 0
-    for length in (3, 5):
-        for position in range(length):
-            projections = 4 * (4 * 4) + 3 * (4 * 6)
-            attention = 2 * 4 * (position + 1)  # scores, and the sum of values
-            body += 2 * 2 * (projections + attention)
-    head = 2 * 4 * 10 * 3
-    assert forward_flops(model, prompts, responses) == (body, head)
-    learning = 3 * 2 * (2 * body + head)
-    assert update_flops(model, prompts, responses, num_ppo_epochs=2) == (5 * body + 3 * head + learning, learning)
+    layers = 2 * 2 * (3 + 5) * (4 * (4 * 4) + 3 * (4 * 6))
+    assert forward_flops(LLAMA, PROMPTS, RESPONSES) == (layers, ATTENTION, HEAD, 0)
+    body = layers + ATTENTION
+    learning = 3 * 2 * (2 * body + HEAD)
+    assert update_flops(LLAMA, PROMPTS, RESPONSES, num_ppo_epochs=2) == (5 * body + 3 * HEAD + learning, learning)
+
+
+def test_flops_of_adapters_over_a_frozen_gpt_neox() -> None:
+    """Two MLP matrices; the policy's frozen weights have no gradient, the value model's all have."""
+    from bound import decoded_bytes, forward_flops, update_flops
+
+    layers = 2 * 2 * (3 + 5) * (3 * 4 * 4 + 4 * 4 + 2 * (4 * 6))
+    adapters = 2 * 2 * (3 + 5) * 3 * ((4 + 12) + (4 + 4) + (4 + 6) + (6 + 4))  # rank 3, down and up
+    assert forward_flops(NEOX, PROMPTS, RESPONSES, lora_rank=3) == (layers, ATTENTION, HEAD, adapters)
+    body = layers + ATTENTION
+    trained = 3 * body
+    frozen = 2 * layers + 3 * ATTENTION + 3 * adapters + 2 * HEAD
+    learning = 2 * (frozen + trained)
+    whole = 5 * body + 3 * HEAD + learning
+    assert update_flops(NEOX, PROMPTS, RESPONSES, num_ppo_epochs=2, lora_rank=3) == (whole, learning)
+    whole_model = 2 * (trained + 3 * HEAD + trained)
+    assert update_flops(NEOX, PROMPTS, RESPONSES, num_ppo_epochs=2)[1] == whole_model
+    assert decoded_bytes(NEOX, 7, torch.bfloat16) == 7 * 2 * (2 * (4 * 16 + 2 * 24) + 4 * 10)
+    assert decoded_bytes(LLAMA, 7) == 7 * 4 * (2 * (4 * 16 + 3 * 24) + 4 * 10)
 
 
 @pytest.mark.slow
@@ -44,7 +64,7 @@ def test_the_tiny_workload_runs_and_is_measured() -> None:
     result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     measured = json.loads(result.stdout.splitlines()[-1])
     assert len(measured["updates"]) == len(measured["lengths"]) == 2
-    assert all(set(update) == {"generate", "score", "learn", "wall"} for update in measured["updates"])
+    assert all(set(update) == {"generate", "score", "learn", "wall", "cpu"} for update in measured["updates"])
     assert all(min(update.values()) > 0 for update in measured["updates"])
     for prompts, responses in measured["lengths"]:
         assert len(prompts) == len(responses) == 4
@@ -63,17 +83,221 @@ def test_stops_come_as_often_as_the_workload_says() -> None:
     assert float(probabilities.mean()) == pytest.approx(1 / 40, rel=0.25)
 
 
+def test_wide_models_stop_as_often_too() -> None:
+    """Their logits spread: a random row of the head, or a bias for equal logits, would be far from 1/30."""
+    from workloads import STOP, TEMPERATURE, make_models, pythia, tldr
+
+    policy = make_models(tldr(pythia(1, 1024, 16, vocabulary=1024)))["model"].float()
+    ids = torch.randint(2, 1024, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        probabilities = (policy(input_ids=ids).logits / TEMPERATURE).softmax(-1)[..., STOP]
+    torch.testing.assert_close(probabilities, torch.full((2, 24), 1 / 30), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"),
+    [("pythia-160m", 162_322_944), ("pythia-410m", 405_334_016), ("pythia-1b", 1_011_781_632)],
+)
+def test_the_gpu_workloads_have_the_sizes_of_pythia(name: str, num_parameters: int) -> None:
+    """The numbers of parameters that Biderman et al., arXiv 2304.01373, give; made on the device that is named."""
+    from workloads import DEFAULTS, WORKLOADS, make_models
+
+    models = make_models(WORKLOADS[name], "meta")
+    size_of_bias = 50304  # of the head, through which responses stop
+    assert sum(parameter.numel() for parameter in models["model"].parameters()) == num_parameters + size_of_bias
+    for role in ("model", "ref_model", "value_model", "reward_model"):
+        kinds = {(parameter.dtype, parameter.device.type) for parameter in models[role].parameters()}
+        assert kinds == {(torch.bfloat16, "meta")}
+        assert {buffer.device.type for buffer in models[role].buffers()} == {"meta"}
+    assert name in DEFAULTS["cuda"] and name not in DEFAULTS["cpu"]
+
+
+def test_arguments_follow_the_device_and_the_workload() -> None:
+    from workloads import WORKLOADS, hyper_parameters
+
+    arguments = hyper_parameters(WORKLOADS["pythia-410m-512"], 3, "there", "cuda")
+    assert not arguments["use_cpu"] and hyper_parameters(WORKLOADS["tiny"], 3, "there")["use_cpu"]
+    assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] == 512
+    assert arguments["local_rollout_forward_batch_size"] == 64
+    assert arguments["total_episodes"] == 3 * 512
+
+
+@pytest.mark.slow
+def test_the_tiny_pythia_is_trained_in_bfloat16() -> None:
+    from measure import measure
+    from workloads import WORKLOADS, make_models
+
+    workload = WORKLOADS["tiny-pythia"]
+    models, before = make_models(workload), make_models(workload)
+    measured = measure("ours", workload, 2, **models)
+    assert len(measured["updates"]) == len(measured["lengths"]) == 1
+    for name, changes in {"model": True, "value_model": True, "ref_model": False, "reward_model": False}.items():
+        pairs = list(zip(models[name].parameters(), before[name].parameters(), strict=True))
+        assert any(not torch.equal(now, then) for now, then in pairs) == changes, name
+        assert {now.dtype for now, _ in pairs} == {torch.bfloat16}
+
+
+@pytest.mark.slow
+def test_the_tiny_adapters_are_all_that_is_trained_of_the_policy() -> None:
+    from measure import measure
+    from workloads import WORKLOADS, make_models
+
+    workload = WORKLOADS["tiny-lora"]
+    models = make_models(workload)
+    assert models["ref_model"] is None and models["peft_config"].r == workload.lora_rank
+    before = {name: tensor.clone() for name, tensor in models["model"].state_dict().items()}
+    measured = measure("ours", workload, 2, **models)
+    assert len(measured["lengths"]) == 1
+    now = {name.replace(".base_layer", ""): tensor for name, tensor in models["model"].state_dict().items()}
+    for name, tensor in before.items():
+        torch.testing.assert_close(now.pop(name), tensor, rtol=0, atol=0)
+    assert now and all("lora_" in name for name in now)
+    assert all(tensor.any() for name, tensor in now.items() if "lora_B" in name)
+
+
+def test_on_a_gpu_phases_end_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that moves only while the GPU is waited for: without waiting a phase would take no time."""
+    import bound
+    from measure import Clock
+
+    waits, now = iter([0, 2, 4, 8, 16, 32, 0]), 0
+
+    def synchronize() -> None:
+        nonlocal now
+        now += next(waits)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(bound.time, "perf_counter", lambda: now)
+    clock = Clock("cuda")
+    clock.during("generate", lambda: None)()
+    clock.during("learn", lambda: None)()
+    clock.on_step_end()
+    (update,) = clock.updates
+    assert (update["score"], update["generate"], update["learn"]) == (2 + 8 + 32, 4, 16)
+    assert update["wall"] == 62 and not list(waits)
+    assert bound.best_seconds(lambda: None) == 0  # a CPU is not waited for
+
+
+def test_on_a_gpu_memory_is_the_peak_above_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    from measure import memory_rise
+
+    state = {"now": 100 * 2**20, "peak": 900 * 2**20}
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: state["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: state["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: state.update(peak=state["now"]))
+    assert memory_rise(lambda: state.update(peak=350 * 2**20), "cuda") == 250
+    assert memory_rise(lambda: None, "cuda") == 0
+
+
+def process_results(seconds: float, memory: float) -> dict[str, Any]:
+    phases = {"generate": seconds, "score": seconds, "learn": 2 * seconds, "wall": 5 * seconds, "cpu": 4 * seconds}
+    return {"updates": [phases] * 3, "memory": memory, "lengths": [[[2, 3], [4, 5]]]}
+
+
 def test_the_row_of_a_workload_gives_medians_and_ratios() -> None:
     from compare import COLUMNS, row
 
-    def run(seconds: float, memory: float) -> dict[str, object]:
-        phases = {"generate": seconds, "score": seconds, "learn": 2 * seconds, "wall": 5 * seconds}
-        return {"updates": [phases] * 3, "memory": memory, "lengths": [[[2, 3], [4, 5]]]}
-
-    cells = row("tiny", 1, {"ours": [run(1.0, 10.0)], "trl": [run(3.0, 40.0)]}, (1e9, 1e9))
+    results = {"ours": [process_results(1.0, 10.0)], "trl": [process_results(3.0, 40.0)]}
+    cells = row("tiny", 1, results, (1e6, 1e9))
     assert len(cells) == len(COLUMNS)
     assert cells[:6] == ["tiny", "1", "5.00 / 15.00", "**3.00x**", "4.00 / 12.00", "**3.00x**"]
     assert cells[6:12] == ["1.00 / 3.00", "1.00 / 3.00", "2.00 / 6.00", "10", "40", "0.25x"]
+
+
+def test_shares_of_the_bound_count_the_threads_of_a_cpu_alone() -> None:
+    from bound import update_flops
+    from compare import row, utilization
+    from workloads import WORKLOADS
+
+    lengths = torch.tensor([2, 3]), torch.tensor([4, 5])
+    whole, learning = update_flops(WORKLOADS["tiny"].model, *lengths, num_ppo_epochs=1)
+    results = {"ours": [process_results(1.0, 10.0)], "trl": []}
+    rates = learning / 0.5, 1e18  # the bound is 0.5 s of the 2 s of learning
+    shares = [f"{times * whole / learning * 0.5 / 4:.0%}" for times in (3, 1)]
+    assert row("tiny", 3, results, rates)[-2:] == [shares[0], "75%"]
+    assert row("tiny", 3, results, rates, "cuda")[-2:] == [shares[1], "25%"]
+    rate = f"{learning / 2 / 1e12:.1f} TFLOP/s"
+    assert utilization("tiny", results["ours"], "NVIDIA H200") == f"- *tiny*: {rate}, 0% of 989."
+    assert utilization("tiny", results["ours"], "another") == f"- *tiny*: {rate}, of an unknown nominal rate."
+    assert utilization("tiny", [], "another") == "- *tiny*: not measured."
+
+
+def test_a_trainer_that_fails_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL runs out of memory in its first process; it is not started again, our figures are kept, the run goes on."""
+    import compare
+
+    started = tmp_path / "started"
+    pythons = {"ours": tmp_path / "ours", "trl": tmp_path / "trl"}
+    pythons["ours"].write_text(f"#!/bin/sh\necho log\necho '{json.dumps(process_results(1.0, 10.0))}'\n")
+    complaint = "printf 'Traceback\\nOutOfMemoryError: a|b\\n\\n' >&2\nexit 1\n"
+    pythons["trl"].write_text(f"#!/bin/sh\necho $3 $6 >> {started}\n{complaint}")
+    for file in pythons.values():
+        file.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pythons["ours"]))
+    command = ["compare", "--trl-python", str(pythons["trl"]), "--workloads", "tiny", "tiny-pythia", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", [*command, "--device", "cpu", "--output", str(tmp_path / "table.md")])
+    for name in ("matmul_rate", "bandwidth"):
+        monkeypatch.setattr(compare, name, lambda dtype, device: 1e9)
+    monkeypatch.setattr(compare, "versions", lambda python: "versions")
+    compare.main()
+    rows = [
+        line.split(" | ") for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| tiny")
+    ]
+    assert [line[0] for line in rows] == [
+        f"| {name} (trl failed: OutOfMemoryError: a/b)" for name in ("tiny", "tiny-pythia")
+    ]
+    assert all(line[2:6] == ["5.00 / -", "-", "4.00 / -", "-"] for line in rows)
+    assert all(line[9:12] == ["10", "-", "-"] and line[-1] != "- |" for line in rows)
+    assert started.read_text().splitlines() == ["tiny --device=cpu", "tiny-pythia --device=cpu"]
+
+
+def test_our_own_failure_leaves_dashes() -> None:
+    from compare import COLUMNS, row
+
+    results = {"ours": [], "trl": [process_results(3.0, 40.0)]}
+    cells = row("tiny", 1, results, (1e6, 1e9), failures={"ours": "killed"})
+    assert len(cells) == len(COLUMNS) and cells[0] == "tiny (ours failed: killed)"
+    assert cells[2:4] == ["- / 15.00", "-"] and cells[-2:] == ["-", "-"]
+
+
+def test_the_device_decides_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    from compare import FOLDER as folder
+    from compare import command_line
+    from workloads import DEFAULTS
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = command_line(["--trl-python", "python"])
+    assert (given.device, given.threads, given.workloads) == ("cpu", [1, 2], DEFAULTS["cpu"])
+    assert given.output == folder / "RESULTS.md"
+    with pytest.raises(SystemExit):
+        command_line(["--trl-python", "python", "--device", "cuda"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = command_line(["--trl-python", "python"])
+    assert (given.device, given.threads, given.workloads) == ("cuda", [1], DEFAULTS["cuda"])
+    assert given.output == folder / "RESULTS-gpu.md"
+    with pytest.raises(SystemExit):
+        command_line(["--trl-python", "python", "--threads", "1", "2"])
+
+
+def test_results_of_a_gpu_name_it_and_have_a_file_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import compare
+
+    monkeypatch.setattr(compare, "versions", lambda python: f"versions of {python}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    cells = [str(number) for number in range(len(compare.COLUMNS))]
+    texts = {}
+    for device in ("cpu", "cuda"):
+        command = ["--trl-python", "b", "--device", device, "--output", str(tmp_path / f"{device}.md")]
+        given = compare.command_line(command)
+        compare.write(given, {"ours": "a", "trl": "b"}, [cells], ["- *pythia-1b*: 400.0 TFLOP/s, 40% of 989."])
+        texts[device] = (tmp_path / f"{device}.md").read_text()
+        assert f"| {' | '.join(cells)} |" in texts[device]
+        assert "versions of a" in texts[device] and "versions of b" in texts[device]
+    assert "- Machine: NVIDIA H200; " in texts["cuda"] and "40% of 989" in texts["cuda"]
+    assert "H200" not in texts["cpu"] and "On a GPU: not measured. `make bench-gpu`" in texts["cpu"]
 
 
 def test_the_row_of_an_option_leaves_the_first_updates_out() -> None:
@@ -93,16 +317,29 @@ def test_options_reach_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     import options
 
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(options, "measure", lambda *args, **models: calls.append((*args, models)))
-    options.measure_alone("tiny", "LoRA, gradient_checkpointing", 2)
-    ((trainer, workload, num_updates, arguments, models),) = calls
-    assert (trainer, workload, num_updates) == ("ours", options.SHAPES["tiny"], options.NUM_FIRST + 2)
+    monkeypatch.setattr(options, "measure_alone", lambda *args, **models: calls.append((*args, models)))
+    options.measure_option("tiny", "LoRA, gradient_checkpointing", 2)
+    ((workload, num_updates, arguments, models),) = calls
+    assert (workload, num_updates) == (options.SHAPES["tiny"], options.NUM_FIRST + 2)
     assert arguments == {"gradient_checkpointing": True}
     assert models.keys() == {"peft_config", "value_peft_config"}
     with pytest.raises(ValueError, match="kl_estimator='k7'"):
         measure.measure("ours", workload, 1, {"kl_estimator": "k7"})
     with pytest.raises(ValueError, match="reward_funcs"):
         measure.measure("ours", workload, 1, reward_model=None)
+
+
+@pytest.mark.slow
+def test_measuring_alone_takes_a_process_of_its_own() -> None:
+    from growth import SIZES
+    from measure import measure_alone
+    from workloads import WORKLOADS
+
+    before = os.times().children_user
+    measured = measure_alone(WORKLOADS["tiny"], 3, {"kl_estimator": "k3"})
+    assert len(measured["updates"]) == len(measured["lengths"]) == 2
+    assert os.times().children_user > before
+    assert [workload.batch_size for workload in SIZES["episodes"]] == [8, 16, 32]
 
 
 @pytest.mark.slow
