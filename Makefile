@@ -58,10 +58,10 @@ test-oldest: $(VENV)-oldest/installed ## The fast and thorough tests with the ol
 demo: install ## Train a language model, a reward model and a PPO policy from scratch, with no hub
 	$(PYTHON) examples/demo.py
 
-bench: install $(VENV)-trl/installed ## Measure against TRL 1.12 and write benchmarks/RESULTS.md
+bench: install $(VENV)-trl/installed ## Measure against TRL 1.12; writes into benchmarks/RESULTS.md
 	$(PYTHON) benchmarks/compare.py --trl-python $(VENV)-trl/bin/python --device cpu
 
-bench-gpu: install $(VENV)-trl/installed ## The same on a GPU; writes benchmarks/RESULTS-gpu.md
+bench-gpu: install $(VENV)-trl/installed ## The same on a GPU
 	$(PYTHON) benchmarks/compare.py --trl-python $(VENV)-trl/bin/python --device cuda
 
 docs: $(VENV)/installed-docs ## Build the documentation into site/

@@ -1,4 +1,4 @@
-"""Run the workloads through both trainers, alternating; write benchmarks/RESULTS.md, or of a GPU RESULTS-gpu.md."""
+"""Run the workloads through both trainers, alternating; write the device's section of benchmarks/RESULTS.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from measure import PHASES
 from workloads import DEFAULTS, WORKLOADS, Workload
 
 FOLDER = Path(__file__).parent
-FILES = {"cpu": "RESULTS", "cuda": "RESULTS-gpu"}
 COLUMNS = ("workload", "threads", "s/update", "faster", "CPU s/update", "faster", *PHASES, "MB", "TRL's", "ratio",
            "of the bound", "learning")  # fmt: skip
 LONGEST_COMPLAINT = 200
@@ -196,7 +195,7 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", nargs="+", type=int, help="by default 1 and 2; on a GPU 1")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--updates", type=int, default=4)
-    parser.add_argument("--output", type=Path, help="by default RESULTS.md, of a GPU RESULTS-gpu.md, beside this file")
+    parser.add_argument("--output", type=Path, default=FOLDER / "RESULTS.md")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
@@ -204,28 +203,41 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     given.threads = given.threads or ([1, 2] if given.device == "cpu" else [1])
     if given.device == "cuda" and len(given.threads) > 1:
         parser.error(f"--threads {given.threads}: on a GPU give one number")
-    given.output = given.output or FOLDER / f"{FILES[given.device]}.md"
     return given
 
 
-def write(given: argparse.Namespace, pythons: dict[str, str], rows: list[list[str]], notes: list[str]) -> None:
-    """Fill the device's template with the rows, and with what they were measured on."""
+def section(given: argparse.Namespace, pythons: dict[str, str], rows: list[list[str]], notes: list[str]) -> str:
+    """Put the rows into a table, after what they were measured on and before the notes."""
     gpu = torch.cuda.get_device_name() if given.device == "cuda" else None
-    table = [list(COLUMNS), ["---"] * len(COLUMNS), *rows]
-    template = (FOLDER / f"{FILES[given.device]}.template.md").read_text()
-    given.output.write_text(
-        template.format(
-            table="\n".join(f"| {' | '.join(cells)} |" for cells in table),
-            utilization="\n".join(notes),
-            date=date.today().isoformat(),
-            machine=machine(gpu),
-            ours=versions(pythons["ours"]),
-            trl=versions(pythons["trl"]),
-            rounds=given.rounds,
-            updates=given.updates - 1,
-            load=f"{os.getloadavg()[2]:.1f}",
-        )
-    )
+    load = f"load average over the last 15 minutes {os.getloadavg()[2]:.1f}"
+    facts = [
+        f"{date.today().isoformat()}, on {machine(gpu)}; {load}.",
+        f"rlhf_ppo with {versions(pythons['ours'])}.",
+        f"TRL with {versions(pythons['trl'])}.",
+        f"Processes of each trainer, in turn: {given.rounds}; measured updates of each process: {given.updates - 1}.",
+    ]
+    table = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
+    parts = [[f"- {fact}" for fact in facts], table, *([notes] if notes else [])]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def with_section(text: str, device: str, content: str) -> str:
+    """Replace what stands between the marks of a device's section.
+
+    Args:
+        text: Has the lines `<!-- compare.py DEVICE -->` and, after it, `<!-- end -->`.
+        device: `cpu` or `cuda`.
+        content: What stands there from now on.
+
+    Raises:
+        ValueError: If a mark is missing.
+    """
+    start, end = f"<!-- compare.py {device} -->\n", "<!-- end -->"
+    before, found, rest = text.partition(start)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"the results have no section from {start.strip()!r} to {end!r}; --output names another file")
+    return f"{before}{start}{content}\n{end}{after}"
 
 
 def main() -> None:
@@ -244,7 +256,8 @@ def main() -> None:
             if given.device == "cuda":
                 torch.cuda.empty_cache()  # the next workload's processes need the memory
                 notes.append(utilization(name, results["ours"], torch.cuda.get_device_name()))
-            write(given, pythons, rows, notes)
+            content = section(given, pythons, rows, notes)
+            given.output.write_text(with_section(given.output.read_text(), given.device, content))
 
 
 if __name__ == "__main__":

@@ -239,6 +239,7 @@ def test_a_trainer_that_fails_loses_no_row(tmp_path: Path, monkeypatch: pytest.M
     for name in ("matmul_rate", "bandwidth"):
         monkeypatch.setattr(compare, name, lambda dtype, device: 1e9)
     monkeypatch.setattr(compare, "versions", lambda python: "versions")
+    (tmp_path / "table.md").write_text(SECTIONS)
     compare.main()
     rows = [
         line.split(" | ") for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| tiny")
@@ -274,30 +275,40 @@ def test_the_device_decides_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     given = command_line(["--trl-python", "python"])
     assert (given.device, given.threads, given.workloads) == ("cuda", [1], DEFAULTS["cuda"])
-    assert given.output == folder / "RESULTS-gpu.md"
+    assert given.output == folder / "RESULTS.md"
     with pytest.raises(SystemExit):
         command_line(["--trl-python", "python", "--threads", "1", "2"])
 
 
-def test_results_of_a_gpu_name_it_and_have_a_file_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_section_says_what_was_measured_where(monkeypatch: pytest.MonkeyPatch) -> None:
     import compare
 
     monkeypatch.setattr(compare, "versions", lambda python: f"versions of {python}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     cells = [str(number) for number in range(len(compare.COLUMNS))]
-    texts = {}
+    for device, notes in (("cpu", []), ("cuda", ["- *pythia-1b*: 400.0 TFLOP/s, 40% of 989."])):
+        given = compare.command_line(["--trl-python", "b", "--device", device])
+        text = compare.section(given, {"ours": "a", "trl": "b"}, [cells], notes)
+        assert f"| {' | '.join(cells)} |" in text
+        assert "rlhf_ppo with versions of a." in text and "TRL with versions of b." in text
+        assert ("on NVIDIA H200; " in text) == ("40% of 989" in text) == (device == "cuda")
+
+
+SECTIONS = "a\n<!-- compare.py cpu -->\nold\n<!-- end -->\nb\n<!-- compare.py cuda -->\nold\n<!-- end -->\nc\n"
+
+
+def test_a_device_s_section_is_replaced_and_the_rest_stays() -> None:
+    from compare import FOLDER as folder
+    from compare import with_section
+
+    ours = (folder / "RESULTS.md").read_text()
+    assert with_section(SECTIONS, "cuda", "new") == SECTIONS[::-1].replace("dlo", "wen", 1)[::-1]
     for device in ("cpu", "cuda"):
-        command = ["--trl-python", "b", "--device", device, "--output", str(tmp_path / f"{device}.md")]
-        given = compare.command_line(command)
-        compare.write(given, {"ours": "a", "trl": "b"}, [cells], ["- *pythia-1b*: 400.0 TFLOP/s, 40% of 989."])
-        texts[device] = (tmp_path / f"{device}.md").read_text()
-        assert f"| {' | '.join(cells)} |" in texts[device]
-        assert "versions of a" in texts[device] and "versions of b" in texts[device]
-    assert "- Machine: NVIDIA H200; " in texts["cuda"] and "40% of 989" in texts["cuda"]
-    assert "H200" not in texts["cpu"] and "On a GPU: not measured. `make bench-gpu`" in texts["cpu"]
+        text = with_section(ours, device, "new")
+        assert text != ours and with_section(text, device, "new") == text
+    with pytest.raises(ValueError, match=r"section from .*tpu"):
+        with_section(SECTIONS, "tpu", "new")
 
 
 def test_the_row_of_an_option_leaves_the_first_updates_out() -> None:
