@@ -191,8 +191,8 @@ def assemble_models(
         policy, reference_model, args.ref_adapter_name, peft_config is not None, args.temperature
     )
     prepare_trainable(policy, critic)
-    for scorer in scorers.values():
-        scorer.requires_grad_(False)
+    # Now, while all weights are in one place: Trainer moves those that a reward model shares with the policy.
+    rewards = [replace(reward, scorer=FrozenScorer(reward.model)) for reward in rewards]
     if low := low_precision_parameters(policy):
         logger.warning(
             f"{len(low)} trainable tensors of the policy are stored in 16 bits (the first is {low[0]}), where most of "
@@ -335,7 +335,7 @@ def make_scorer(
 
     Args:
         args: Gives `reward_weights` and `local_rollout_forward_batch_size`.
-        rewards: The reward models; they are placed where they run.
+        rewards: The reward models of `assemble_models`; they are placed where they run.
         functions: The reward functions.
         tokenizer: The policy's tokenizer, which decodes for the functions and for models with another tokenizer.
         tokens: Its special tokens.
@@ -348,7 +348,7 @@ def make_scorer(
     """
     models = [
         RewardModel(
-            place_frozen(FrozenScorer(reward.model), accelerator, reward.offloads),
+            place_frozen(cast(nn.Module, reward.scorer), accelerator, reward.offloads),
             args.local_rollout_forward_batch_size,
             lambda: accelerator.autocast(),
             None if reward.tokenizer is None else Retokenizer(tokenizer, reward.tokenizer, tokens.end),

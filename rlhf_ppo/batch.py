@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -230,7 +230,7 @@ class Experience(Responses):
             is_packed: Whether the models see real tokens only.
         """
         device = self.attention_mask.device
-        lengths = [int(length) for length in self.attention_mask.sum(dim=1)]
+        lengths = cast("list[int]", cast(Any, self.attention_mask.sum(dim=1)).tolist())
         if max_tokens is not None:
             sizes = sizes_within(lengths, max_tokens)
             num_parts = int(gather(torch.tensor([len(sizes)], device=device)).max())

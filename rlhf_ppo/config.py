@@ -72,7 +72,7 @@ class PPOConfig(RejectsRemoved, EngineArguments, TrainingArguments):
         10, "Log every that many PPO updates; below 1 it is a share of all updates, such as 0.1."
     )
     gradient_checkpointing: bool = _option(
-        True, "Recompute activations in the backward pass: less memory, about a fifth slower."
+        True, "Recompute activations in the backward pass: less memory for one more forward pass."
     )
     bf16: bool | None = _option(
         None,

@@ -42,12 +42,18 @@ def announce(trainer: Any) -> None:
         return
     try:
         estimate = forecast(trainer)
-    except Exception as error:  # an architecture or optimizer that cannot be counted can still be trained
+        if estimate is not None:
+            dtype = multiplied_dtype(args, trainer.policy_model)
+            print(describe(estimate, args.device, dtype, cast(int, args.num_total_batches)))
+    except Exception as error:  # what cannot be counted, or measured in the memory that is left, can still be trained
         logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
-        return
-    if estimate is not None:
-        dtype = torch.bfloat16 if args.bf16 else torch.float32
-        print(describe(estimate, args.device, dtype, cast(int, args.num_total_batches)))
+
+
+def multiplied_dtype(args: PPOConfig, policy: nn.Module) -> torch.dtype:
+    """Tell in which precision the policy's matrices are multiplied: autocast's, else their own."""
+    if args.bf16 or args.fp16:
+        return torch.bfloat16 if args.bf16 else torch.float16
+    return next(weight.dtype for weight in policy.parameters() if weight.is_floating_point())
 
 
 def forecast(trainer: Any) -> Estimate | None:

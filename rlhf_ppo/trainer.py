@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -264,7 +265,7 @@ class PPOTrainer(PPOSeams):
         with self._timer.phase("score"):
             self.scorer.start(_scoring_batch(responses, prompts))
         with self._timer.phase("evaluate"):
-            output = self._in_passes(responses, model)
+            output = self._in_passes(responses, partial(model, with_entropy=False))
             with self.reference.forward(model, policy) as reference:
                 ref_output = self._in_passes(responses, reference)
         with self._timer.phase("score"):
@@ -444,8 +445,7 @@ class PPOTrainer(PPOSeams):
         if num_tokens == 0:
             return 0.0
         max_rows, max_tokens = self.args.per_device_train_batch_size, self.args.max_tokens_per_micro_batch
-        is_packed = self._unwrapped(model).packs_rows
-        parts = minibatch.micro_batches(max_rows, max_tokens, self._gather, is_packed)
+        parts = minibatch.micro_batches(max_rows, max_tokens, self._gather, self._unwrapped(model).packs_rows)
         for index, part in enumerate(parts):
             is_last = index == len(parts) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)

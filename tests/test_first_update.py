@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 from transformers import DataCollatorWithPadding, GenerationConfig
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.models import logprobs
+from rlhf_ppo.models import fused, logprobs
 from tests import oracles, recorded_update
 from tests.conftest import make_tokenizer, tiny_scorer
 from tests.recorded_update import (
@@ -205,6 +205,25 @@ def test_max_grad_norm_scales_the_step_and_the_log_shows_the_norm_before(run_upd
     for model, gradients in clipped.snapshots.gradients[0].items():
         for name, gradient in gradients.items():
             assert_allclose(gradient, free.snapshots.gradients[0][model][name] * 0.01 / norm, rtol=1e-4, atol=1e-8)
+
+
+def test_the_entropy_is_computed_where_it_is_logged(
+    run_update: Callable[..., Update], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the optimizer steps, and not in the rollout's passes of policy and reference."""
+    seen: set[tuple[bool, bool]] = set()
+    computed = fused._log_total_and_entropy
+
+    def see(scaled: torch.Tensor, with_entropy: bool) -> Any:
+        seen.add((phase[-1] == "learn", with_entropy))
+        return computed(scaled, with_entropy)
+
+    phase = ["rollout"]
+    learn = PPOTrainer.learn
+    monkeypatch.setattr(PPOTrainer, "learn", lambda *args: (phase.append("learn"), learn(*args))[1])
+    monkeypatch.setattr(fused, "_log_total_and_entropy", see)
+    run_update()
+    assert seen == {(False, False), (True, True)}
 
 
 # ---- bf16 ----

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
 
 from rlhf_ppo.models.inputs import hidden_states
 from tests.conftest import tiny_policy, tiny_scorer
@@ -167,6 +167,17 @@ def test_a_reward_adapter_scores_as_it_does_merged(make_shared: MakeTrainer, tmp
     torch.testing.assert_close(logits(merged.reward_model), expected, atol=1e-5, rtol=0)
     shared.train(), merged.train()
     assert first(shared, "objective/scores") == pytest.approx(first(merged, "objective/scores"), abs=1e-5)
+
+
+def test_no_model_runs_while_trainer_has_moved_the_base_alone(
+    make_shared: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Trainer moves the policy to a GPU, and with it the base of the reward adapter, whose own weights follow."""
+    monkeypatch.setattr(Trainer, "_move_model_to_device", lambda self, model, device: model.double())
+    trainer = make_shared(reward_model=reward_adapter(tmp_path))
+    dtypes = {name: weight.dtype for name, weight in trainer.reward_models[0].named_parameters()}
+    assert {dtypes[name] for name in dtypes if "lora_" in name} == {torch.float32}
+    assert {dtypes[name] for name in dtypes if "base_layer" in name} == {torch.float64}
 
 
 def test_a_reward_adapter_over_another_base_keeps_it(make_shared: MakeTrainer, tmp_path: Path, caplog: Any):

@@ -50,7 +50,8 @@ class GenerationEngine(Protocol):
 
 def prompt_rows(prompts: Prompts) -> list[list[int]]:
     """Return each prompt's ids without padding."""
-    return [ids[real].tolist() for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
+    rows = zip(prompts.input_ids.cpu(), prompts.attention_mask.cpu(), strict=True)
+    return [ids[real].tolist() for ids, real in rows]
 
 
 def stack_rows(

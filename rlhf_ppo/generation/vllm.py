@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlhf_ppo.batch import Prompts
 from rlhf_ppo.generation.sampled import Sampled, prompt_rows, stack_rows
+from rlhf_ppo.models.adapters import base_kept
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
@@ -44,7 +45,8 @@ class VLLMEngine:
             RuntimeError: The log-probability of a token is missing or NaN.
         """
         if not self._is_current:
-            self.vllm.sync_weights()
+            with base_kept(policy):  # TRL's adapter merges, sends and unmerges
+                self.vllm.sync_weights()
             self._is_current = True
         for name, value in _distribution(config).items():
             setattr(self.vllm, name, value)

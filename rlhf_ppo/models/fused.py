@@ -46,7 +46,7 @@ class LogitScaling(NamedTuple):
 
 
 def fused_logprobs(
-    head: HeadFactors, targets: Tensor, scaling: LogitScaling, max_elements: int
+    head: HeadFactors, targets: Tensor, scaling: LogitScaling, max_elements: int, with_entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
     r"""Compute `log p_t[y_t]` and `-sum_v p_t[v] log p_t[v]` with `p_t = softmax(scaling(W h_t + b))`.
 
@@ -57,12 +57,13 @@ def fused_logprobs(
         targets: The tokens that followed, long `(N,)`.
         scaling: What happens to the logits before the softmax.
         max_elements: Logits held at once, tokens x vocabulary.
+        with_entropy: Whether to compute the entropies, which are else NaN.
 
     Returns:
         Log-probabilities and entropies in nats, float32 `(N,)`, both differentiable.
     """
     factors = [tensor for pair in zip(head.states, head.weights, strict=True) for tensor in pair]
-    return _FusedLogprobs.apply(targets, scaling, max_elements, head.bias, *factors)  # pyright: ignore
+    return _FusedLogprobs.apply(targets, scaling, max_elements, with_entropy, head.bias, *factors)  # pyright: ignore
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -70,7 +71,13 @@ class _FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, targets: Tensor, scaling: LogitScaling, max_elements: int, bias: Tensor | None, *factors: Tensor
+        ctx: Any,
+        targets: Tensor,
+        scaling: LogitScaling,
+        max_elements: int,
+        with_entropy: bool,
+        bias: Tensor | None,
+        *factors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # the entropy is mostly only logged
         logits = _Logits(bias, factors, scaling, _compute_dtype(factors[0]))
@@ -81,7 +88,7 @@ class _FusedLogprobs(torch.autograd.Function):
         scaled = None
         for rows in _slices(len(targets), chunk):
             scaled = logits.of(rows, scaled)
-            log_total[rows], entropy[rows] = _log_total_and_entropy(scaled)
+            log_total[rows], entropy[rows] = _log_total_and_entropy(scaled, with_entropy)
             logprobs[rows] = scaled.gather(1, targets[rows, None]).squeeze(1) - log_total[rows]
         ctx.save_for_backward(targets, log_total, entropy, bias, *factors)
         ctx.scaling, ctx.chunk, ctx.dtype = scaling, chunk, logits.dtype
@@ -92,7 +99,7 @@ class _FusedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         targets, log_total, entropy, bias, *factors = ctx.saved_tensors
-        needs_bias, *needs = ctx.needs_input_grad[3:]
+        needs_bias, *needs = ctx.needs_input_grad[4:]
         logits = _Logits(bias, factors, ctx.scaling, ctx.dtype)
         gradients = [
             torch.zeros(factor.shape, device=factor.device, dtype=torch.float32) if needed else None
@@ -120,18 +127,21 @@ class _FusedLogprobs(torch.autograd.Function):
             None if gradient is None else gradient.to(factor.dtype)
             for gradient, factor in zip(gradients, factors, strict=True)
         ]
-        return None, None, None, None if by_bias is None or bias is None else by_bias.to(bias.dtype), *cast
+        return None, None, None, None, None if by_bias is None or bias is None else by_bias.to(bias.dtype), *cast
 
 
-def _log_total_and_entropy(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `log sum_v exp z_v` and `-sum_v p_v log p_v` of each row, float32 `(n,)`."""
+def _log_total_and_entropy(scaled: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    """Compute `log sum_v exp z_v` and `-sum_v p_v log p_v`, or NaN, of each row, float32 `(n,)`."""
     largest = scaled.amax(dim=1, keepdim=True)
     total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
     for columns in _blocks(scaled):
         below = columns - largest
         weights = below.exp()
         total += weights.sum(dim=1, keepdim=True)
-        weighted += weights.mul_(below).nansum(dim=1, keepdim=True)  # a forbidden token, at -inf, adds 0 x -inf
+        if with_entropy:
+            weighted += weights.mul_(below).nansum(dim=1, keepdim=True)  # a forbidden token, at -inf, adds 0 x -inf
+    if not with_entropy:
+        weighted.fill_(math.nan)
     return (total.log() + largest).squeeze(1), (total.log() - weighted / total).squeeze(1)
 
 

@@ -68,8 +68,9 @@ def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -
     body = backbone(model)
     run = run_packed if packs_rows(body) else run_padded
     states = run(body, input_ids, attention_mask)
-    scattered = states.new_zeros((*attention_mask.shape, states.shape[-1]))
-    return scattered.masked_scatter(attention_mask[..., None], states)
+    places = attention_mask.flatten().nonzero().squeeze(1)
+    scattered = states.new_zeros(attention_mask.numel(), states.shape[-1]).index_copy(0, places, states)
+    return scattered.unflatten(0, attention_mask.shape)
 
 
 def packs_rows(body: nn.Module) -> bool:

@@ -26,7 +26,8 @@ class ResponseLogprobs(NamedTuple):
 
     Attributes:
         logprobs: Log-probability of each response token, nats, float32 `(B, T)`, 0 outside the mask.
-        entropy: Entropy of the whole next-token distribution, nats, float32 `(B, T)`, 0 outside the mask.
+        entropy: Entropy of the whole next-token distribution, nats, float32 `(B, T)`, 0 outside the mask; NaN in it
+            where the entropy was not asked for.
     """
 
     logprobs: Tensor
@@ -34,7 +35,12 @@ class ResponseLogprobs(NamedTuple):
 
 
 def response_logprobs(
-    policy: nn.Module, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor, temperature: float
+    policy: nn.Module,
+    query_responses: Tensor,
+    attention_mask: Tensor,
+    response_mask: Tensor,
+    temperature: float,
+    with_entropy: bool = True,
 ) -> ResponseLogprobs:
     r"""Compute `log softmax(z_t / temperature)[y_t]` for every real response token.
 
@@ -48,22 +54,24 @@ def response_logprobs(
         attention_mask: True on real tokens, bool `(B, C + T)`.
         response_mask: True on real response tokens, bool `(B, T)`.
         temperature: Sampling temperature, above 0.
+        with_entropy: Whether to compute the entropy.
 
     Returns:
         Log-probabilities and entropy, both float32 `(B, T)`.
     """
-    length = response_mask.shape[1]
-    before_token = hidden_states(policy, query_responses, attention_mask)[:, -length - 1 : -1]
-    logprobs, entropy = token_logprobs(
-        policy, before_token[response_mask], query_responses[:, -length:][response_mask], temperature
-    )
-    zeros = torch.zeros(response_mask.shape, device=logprobs.device)
-    return ResponseLogprobs(
-        zeros.masked_scatter(response_mask, logprobs), zeros.masked_scatter(response_mask, entropy)
-    )
+    (num_rows, width), length = query_responses.shape, response_mask.shape[1]
+    rows, columns = response_mask.nonzero(as_tuple=True)
+    tokens = rows * width + columns + (width - length)
+    states = hidden_states(policy, query_responses, attention_mask).flatten(0, 1).index_select(0, tokens - 1)
+    per_token = token_logprobs(policy, states, query_responses.flatten()[tokens], temperature, with_entropy)
+    zeros = torch.zeros(num_rows * length, device=states.device)
+    places = rows * length + columns
+    return ResponseLogprobs(*(zeros.index_copy(0, places, each).view(num_rows, length) for each in per_token))
 
 
-def token_logprobs(policy: nn.Module, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    policy: nn.Module, states: Tensor, targets: Tensor, temperature: float, with_entropy: bool = True
+) -> tuple[Tensor, Tensor]:
     """Apply the head to `N` hidden states, chunk by chunk.
 
     Args:
@@ -71,19 +79,20 @@ def token_logprobs(policy: nn.Module, states: Tensor, targets: Tensor, temperatu
         states: Hidden states before each token `(N, H)`.
         targets: The tokens that followed, long `(N,)`.
         temperature: Sampling temperature.
+        with_entropy: Whether to compute the entropies, which are else NaN.
 
     Returns:
         Log-probabilities and entropies in nats, float32 `(N,)` each.
     """
     head = head_layers(cast(nn.Module, transformers_model(policy).get_output_embeddings()), states)
     if head is None:
-        return _logprobs_of_called_head(policy, states, targets, temperature)
+        return _logprobs_of_called_head(policy, states, targets, temperature, with_entropy)
     scaling = logit_scaling(policy, temperature)
-    return head.apply(lambda factors: fused_logprobs(factors, targets, scaling, MAX_CHUNK_ELEMENTS))
+    return head.apply(lambda factors: fused_logprobs(factors, targets, scaling, MAX_CHUNK_ELEMENTS, with_entropy))
 
 
 def _logprobs_of_called_head(
-    policy: nn.Module, states: Tensor, targets: Tensor, temperature: float
+    policy: nn.Module, states: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """Do what `token_logprobs` does with a head that can only be called, leaving the gradients to autograd."""
     vocabulary = transformers_model(policy).config.get_text_config().vocab_size
@@ -93,9 +102,11 @@ def _logprobs_of_called_head(
 
     def one_chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         log_distribution = (logits(policy, states) / temperature).log_softmax(dim=-1)
+        logprobs = log_distribution.gather(1, targets[:, None]).squeeze(1)
+        if not with_entropy:
+            return logprobs, torch.full_like(logprobs, math.nan)
         finite = log_distribution.clamp(min=torch.finfo(torch.float32).min)  # a forbidden token has -inf
-        entropy = -(log_distribution.exp() * finite).sum(dim=-1)
-        return log_distribution.gather(1, targets[:, None]).squeeze(1), entropy
+        return logprobs, -(log_distribution.exp() * finite).sum(dim=-1)
 
     parts = [
         checkpoint(one_chunk, *part, use_reentrant=False) if recompute else one_chunk(*part)

@@ -75,7 +75,7 @@ def _attend_padded(
         return padded.unflatten(0, (num_rows, longest)).transpose(1, 2)
 
     query, key, value = map(pad, states)
-    return _attend(module, (query, key, value), **kwargs).flatten(0, 1)[places][None]
+    return _attend(module, (query, key, value), **kwargs).flatten(0, 1).index_select(0, places)[None]
 
 
 def _attend(module: nn.Module, states: tuple[Tensor, ...], sliding_window: int | None = None, **kwargs: Any) -> Tensor:
@@ -116,7 +116,7 @@ def pack_rows(model: nn.Module) -> None:
     mask = torch.tensor([[True, True, False], [True, True, True]], device=ids.device)
     packed, padded = run_packed(body, ids, mask), run_padded(body, ids, mask)
     body.train(was_training)
-    if not torch.allclose(packed, padded, rtol=1e-2, atol=1e-2 * float(padded.abs().max())):
+    if not _are_alike(packed, padded):
         base.set_attn_implementation("sdpa")
 
 
@@ -135,6 +135,13 @@ def unpacked(model: Any) -> Iterator[None]:
     finally:
         if packs:
             model.set_attn_implementation(PACKED)
+
+
+def _are_alike(packed: Tensor, padded: Tensor) -> bool:
+    """Compare each token's state `(N, H)`: kernels round differently, over many layers in 16 bits by percents."""
+    tolerance = 1e-2 if padded.dtype == torch.float32 else 1e-1
+    difference = (packed - padded).float().norm(dim=1)
+    return bool((difference <= tolerance * padded.float().norm(dim=1)).all())
 
 
 def _attends_causally(base: Any) -> bool:

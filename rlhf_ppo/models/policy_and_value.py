@@ -19,7 +19,8 @@ class PolicyAndValueOutput(NamedTuple):
 
     Attributes:
         logprobs: Log-probabilities of the response tokens, nats, float32 `(B, T)`, 0 outside the mask.
-        entropy: Entropy of the next-token distributions, nats, float32 `(B, T)`, 0 outside the mask.
+        entropy: Entropy of the next-token distributions, nats, float32 `(B, T)`, 0 outside the mask; NaN in it where
+            the entropy was not asked for.
         values: Value estimate before each response token, float32 `(B, T)`, 0 outside the mask.
         final_values: Value estimate after the last real token, float32 `(B,)`.
     """
@@ -102,6 +103,7 @@ class PolicyAndValue(nn.Module):
         attention_mask: Tensor,
         response_mask: Tensor,
         only: Literal["policy", "value_model"] | None = None,
+        with_entropy: bool = True,
     ) -> PolicyAndValueOutput | ResponseLogprobs | ResponseValues:
         """Evaluate both models, or one of them, on responses.
 
@@ -110,6 +112,7 @@ class PolicyAndValue(nn.Module):
             attention_mask: True on real tokens, bool `(B, C + T)`.
             response_mask: True on real response tokens, bool `(B, T)`.
             only: The model to run; None runs both.
+            with_entropy: Whether to compute the policy's entropy.
 
         Returns:
             Log-probabilities and entropy of the response tokens, and their values.
@@ -117,7 +120,7 @@ class PolicyAndValue(nn.Module):
         batch = query_responses, attention_mask, response_mask
         if only == "value_model":
             return response_values(self.value_model, *batch)
-        of_policy = response_logprobs(self.policy, *batch, self.temperature)
+        of_policy = response_logprobs(self.policy, *batch, self.temperature, with_entropy)
         if only == "policy":
             return of_policy
         return PolicyAndValueOutput(*of_policy, *response_values(self.value_model, *batch))

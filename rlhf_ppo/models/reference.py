@@ -41,8 +41,9 @@ class FrozenPolicy(Frozen):
         return function(self.model)
 
     def forward(self, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor) -> ResponseLogprobs:
-        """Evaluate responses; shapes as in `response_logprobs`."""
-        return response_logprobs(self.model, query_responses, attention_mask, response_mask, self.temperature)
+        """Evaluate responses, without entropy; shapes as in `response_logprobs`."""
+        batch = query_responses, attention_mask, response_mask
+        return response_logprobs(self.model, *batch, self.temperature, with_entropy=False)
 
 
 class Reference:
@@ -70,7 +71,7 @@ class Reference:
                 yield self.model
         else:
             with use_adapter(cast(Any, policy), self.adapter_name):
-                yield functools.partial(model, only="policy")
+                yield functools.partial(model, only="policy", with_entropy=False)
 
     @contextmanager
     def generating(self, model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:

@@ -202,7 +202,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
     """
     size = 8192 if device.type == "cuda" else 768
     matrix = torch.ones(size, size, device=device, dtype=dtype)
-    numbers = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
+    numbers = torch.ones(2**26 if device.type == "cuda" else 2**24, device=device)
     return (
         2 * size**3 / _best_seconds(lambda: matrix @ matrix, device),
         numbers.nbytes / _best_seconds(numbers.sum, device),

@@ -28,11 +28,13 @@ class LoadedRewardModel:
         model: The sequence-classification model, cut down to one label.
         tokenizer: Its own tokenizer; None where it reads the policy's tokens.
         offloads: Whether its weights stay on the CPU between uses.
+        scorer: What computes its scores. None until all models are made, which may copy or share its weights.
     """
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None
     offloads: bool = False
+    scorer: nn.Module | None = None
 
 
 def load_reward_models(

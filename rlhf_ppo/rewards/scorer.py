@@ -245,7 +245,7 @@ def _cancel(running: Mapping[str, Future[Tensor]]) -> None:
 
 
 def _selected(ids: Tensor, mask: Tensor) -> list[list[int]]:
-    return [row[real].tolist() for row, real in zip(ids, mask.bool(), strict=True)]
+    return [row[real].tolist() for row, real in zip(ids.cpu(), mask.bool().cpu(), strict=True)]
 
 
 def _unique(names: Sequence[str]) -> list[str]:

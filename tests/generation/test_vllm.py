@@ -214,6 +214,33 @@ def test_a_server_gets_the_weights_then_the_prompts(make_vllm_args: MakeArgs, se
     assert request.items() >= expected.items()
 
 
+def test_an_adapter_is_sent_merged_and_the_base_stays_bit_for_bit(make_vllm_args: MakeArgs, server: Any) -> None:
+    """TRL's adapter merges into the base and subtracts again, which in bfloat16 does not give the base back."""
+    peft = pytest.importorskip("peft")
+    url, handler = server
+    args = make_vllm_args(vllm_mode="server", vllm_server_base_url=url)
+    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, lora_alpha=32)
+    policy = peft.get_peft_model(tiny_policy().bfloat16(), lora)
+    before = {name: weight.clone() for name, weight in policy.named_parameters()}
+    engine = start_vllm(args, policy, Accelerator(cpu=True), make_tokenizer(), stop_token_id=1)
+
+    for _ in range(3):
+        engine.sample(policy, prompts([4]), sampling_config(args, 1))
+        engine.policy_changed()
+
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.named_parameters())
+    sent = [weights for path, weights in handler.received if path == "weights"]
+    assert len(sent) == 3
+    base = {name: weight.clone() for name, weight in policy.get_base_model().named_parameters()}
+    merged = dict(policy.merge_and_unload().named_parameters())
+    changes = [
+        (weight - base[name.replace("q_proj", "q_proj.base_layer")]).abs().max() for name, weight in merged.items()
+    ]
+    assert max(changes) > 0.1
+    for weights in sent:
+        torch.testing.assert_close(weights, merged, rtol=2**-7, atol=2**-8)
+
+
 def test_a_server_whose_logprobs_cannot_be_corrected_for(make_vllm_args: MakeArgs, server: Any) -> None:
     url, handler = server
     handler.logprobs_mode = "raw_logprobs"

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from rlhf_ppo.models import packing
-from rlhf_ppo.models.inputs import backbone, disable_dropout, hidden_states
+from rlhf_ppo.models.inputs import backbone, disable_dropout, hidden_states, run_packed
 from rlhf_ppo.models.packing import PACKED, pack_rows, packed_sdpa, unpacked
 from tests.conftest import tiny_policy
 
@@ -167,6 +167,25 @@ def test_a_model_whose_rows_reach_each_other_some_other_way_is_found_out() -> No
     model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output.cumsum(dim=1))
     pack_rows(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("dtype", "error", "packs"), [
+    (torch.float32, 0.003, True), (torch.float32, 0.03, False),
+    (torch.bfloat16, 0.03, True), (torch.bfloat16, 0.3, False),
+])  # fmt: skip
+def test_rounding_is_told_from_rows_that_reach_each_other(
+    dtype: torch.dtype, error: float, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of one attention round differently: by so much of a token's state in 32 bits, and more in 16."""
+
+    def rounded(*given: Any) -> torch.Tensor:
+        states = run_packed(*given)
+        return states + error * states.norm(dim=1, keepdim=True) * torch.eye(*states.shape, dtype=dtype)
+
+    monkeypatch.setattr(packing, "run_packed", rounded)
+    model = model_of("llama").to(dtype)
+    pack_rows(model)
+    assert model.config._attn_implementation == (PACKED if packs else "sdpa")
 
 
 # ---- All other calls are as with sdpa ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.forecast import describe, forecast
+from rlhf_ppo.forecast import describe, forecast, multiplied_dtype
 from rlhf_ppo.models.counting import count_pass
 from rlhf_ppo.reporting.estimate import (
     Sharding,
@@ -28,6 +29,7 @@ from rlhf_ppo.reporting.estimate import (
     measure_rates,
     optimizer_bytes_per_parameter,
 )
+from tests.conftest import tiny_policy
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -180,6 +182,14 @@ def test_a_run_starts_with_one_line(make_trainer: Callable[..., PPOTrainer], cap
     assert "Estimated" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("args", "dtype"), [
+    ({}, torch.float64), ({"bf16": True}, torch.bfloat16), ({"fp16": True}, torch.float16),
+])  # fmt: skip
+def test_rates_are_measured_in_the_precision_of_the_products(args: dict[str, bool], dtype: torch.dtype) -> None:
+    arguments: Any = SimpleNamespace(**{"bf16": False, "fp16": False, **args})
+    assert multiplied_dtype(arguments, tiny_policy().double()) == dtype
+
+
 def test_activations_count_as_training_will_keep_them(make_trainer: Callable[..., PPOTrainer]) -> None:
     """Trainer switches checkpointing on in `train`, after the line."""
     kept = forecast(make_trainer())
@@ -216,13 +226,14 @@ def test_a_micro_batch_cut_by_tokens_has_as_many_full_rows_as_fit(make_trainer: 
     assert forecast(make_trainer(max_tokens_per_micro_batch=3 * length)) != by_rows
 
 
-def test_what_cannot_be_counted_can_still_be_trained(
-    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch, capsys: Any
+@pytest.mark.parametrize("step", ["optimizer_bytes_per_parameter", "measure_rates"])
+def test_what_cannot_be_counted_or_measured_can_still_be_trained(
+    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch, capsys: Any, step: str
 ) -> None:
     def fails(*_: Any) -> float:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("rlhf_ppo.forecast.optimizer_bytes_per_parameter", fails)
+    monkeypatch.setattr(f"rlhf_ppo.forecast.{step}", fails)
     warnings: list[str] = []
     monkeypatch.setattr("rlhf_ppo.forecast.logger.warning", warnings.append)
     make_trainer(disable_tqdm=False)
