@@ -236,9 +236,9 @@ def fused_heads(tokens_per_chunk: int) -> Iterator[list[int]]:
     """Cut the tokens of each pass into chunks, list how many, and let no head be called instead of taken apart."""
     fused, chunks = logprobs.fused_logprobs, []
 
-    def counted(factors: Any, targets: Any, scaling: Any, max_elements: int) -> Any:
+    def counted(factors: Any, targets: Any, scaling: Any, max_elements: int, *others: Any) -> Any:
         chunks.append(-(-len(targets) // tokens_per_chunk))
-        return fused(factors, targets, scaling, tokens_per_chunk * len(factors.weights[0]))
+        return fused(factors, targets, scaling, tokens_per_chunk * len(factors.weights[0]), *others)
 
     with patch.object(logprobs, "fused_logprobs", counted), patch.object(logprobs, "_logprobs_of_called_head", None):
         yield chunks
