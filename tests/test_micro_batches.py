@@ -195,10 +195,8 @@ def test_every_epoch_is_a_new_partition_and_every_run_the_same(make_trainer: Cal
     assert orders(make_trainer, seed=4) != first
 
 
-def test_micro_batches_hold_as_many_whole_rows_as_fit(
-    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make_trainer(max_tokens_per_micro_batch=20, per_device_train_batch_size=8, gradient_accumulation_steps=1)
+def lengths_of_micro_batches(trainer: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Train; list the tokens of each row of each micro-batch, in order."""
     seen: list[list[int]] = []
     compute_loss = trainer.compute_loss
 
@@ -208,6 +206,14 @@ def test_micro_batches_hold_as_many_whole_rows_as_fit(
 
     monkeypatch.setattr(trainer, "compute_loss", see)
     trainer.train()
+    return seen
+
+
+def test_micro_batches_hold_as_many_whole_rows_as_fit(
+    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(max_tokens_per_micro_batch=20, per_device_train_batch_size=8, gradient_accumulation_steps=1)
+    seen = lengths_of_micro_batches(trainer, monkeypatch)
     rows = [length for part in seen for length in part]
     assert all(sum(part) <= 20 or len(part) == 1 for part in seen)
     assert len(rows) == trainer.state.max_steps * trainer.args.num_ppo_epochs * 8 and max(map(len, seen)) > 1
@@ -221,15 +227,7 @@ def test_packed_micro_batches_are_even_and_padded_ones_hold_similar_rows(
     trainer = make_trainer(**sizes, num_ppo_epochs=1, total_episodes=8)
     if padded is not None:
         transformers_model(getattr(trainer.model, padded)).set_attn_implementation("sdpa")
-    seen: list[int] = []
-    compute_loss = trainer.compute_loss
-
-    def see(model: Any, inputs: Experience, **kwargs: Any) -> Any:
-        seen.extend(inputs.attention_mask.sum(dim=1).tolist())
-        return compute_loss(model, inputs, **kwargs)
-
-    monkeypatch.setattr(trainer, "compute_loss", see)
-    trainer.train()
+    seen = [length for part in lengths_of_micro_batches(trainer, monkeypatch) for length in part]
     longest_first = sorted(seen, reverse=True)
     dealt = [longest_first[row] for row in dealt_evenly(longest_first, 4)]
     assert dealt != longest_first

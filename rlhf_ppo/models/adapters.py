@@ -111,9 +111,11 @@ def base_kept(model: nn.Module) -> Iterator[None]:
         if ".base_layer." in name and weight.is_floating_point() and weight.numel()
     ]
     before = [weight.detach().clone() for weight in below]
-    yield
-    for weight, kept in zip(below, before, strict=True):
-        weight.data.copy_(kept)
+    try:
+        yield
+    finally:
+        for weight, kept in zip(below, before, strict=True):
+            weight.data.copy_(kept)
 
 
 @torch.no_grad()

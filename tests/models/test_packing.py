@@ -170,7 +170,7 @@ def test_a_model_whose_rows_reach_each_other_some_other_way_is_found_out() -> No
 
 
 @pytest.mark.parametrize(("dtype", "error", "packs"), [
-    (torch.float32, 0.003, True), (torch.float32, 0.03, False),
+    (torch.float32, 0.003, True), (torch.float32, 0.03, False), (torch.float64, 0.03, False),
     (torch.bfloat16, 0.03, True), (torch.bfloat16, 0.3, False),
 ])  # fmt: skip
 def test_rounding_is_told_from_rows_that_reach_each_other(
