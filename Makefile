@@ -20,9 +20,9 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Container images often set this; every process of the tests would compile all that it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
-check test test-learning test-distributed test-oldest fast: export OMP_NUM_THREADS = 1
+check test test-long test-learning test-distributed test-oldest fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-learning test-distributed test-oldest demo bench bench-gpu docs clean
+.PHONY: help install format lint fast check test test-long test-learning test-distributed test-oldest demo bench bench-gpu docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -43,8 +43,13 @@ fast: install ## The fast tests alone
 
 check: lint fast ## Lint, types and the fast tests: a few minutes
 
-test: check ## Everything: check, then the thorough, learning, distributed and slow tests
-	$(PYTEST) -m "not ($(FAST))"
+test: check ## Check, and every test that needs one process and no long run: less than ten minutes
+	$(PYTEST) -m "$(ONE_PROCESS) and thorough"
+
+test-long: install ## The learning, distributed and slow tests
+	$(PYTEST) -m "not ($(ONE_PROCESS))"
+
+test-all: test test-long ## Everything
 
 test-learning: install ## Training runs that must reach a reward
 	$(PYTEST) -m learning
