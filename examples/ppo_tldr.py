@@ -17,7 +17,7 @@ python examples/ppo_tldr.py \
     --eval_strategy steps \
     --eval_steps 100
 
-accelerate launch --config_file accelerate_configs/zero2.yaml \
+accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml \
     examples/ppo_tldr.py \
     --dataset_name trl-lib/tldr \
     --dataset_test_split validation \

@@ -1,10 +1,34 @@
 """RLHF with PPO as a `transformers.Trainer`."""
 
-from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.generation.helpers import batch_generation, forward, generate
-from rlhf_ppo.generation.sequences import truncate_response
-from rlhf_ppo.trainer import PPOTrainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_ppo.config import PPOConfig
+    from rlhf_ppo.generation.helpers import batch_generation, forward, generate
+    from rlhf_ppo.generation.sequences import truncate_response
+    from rlhf_ppo.trainer import PPOTrainer
 
 __version__ = "0.1.0.dev0"
 
 __all__ = ["PPOConfig", "PPOTrainer", "batch_generation", "forward", "generate", "truncate_response"]
+
+_MODULES = {
+    "PPOConfig": "rlhf_ppo.config",
+    "PPOTrainer": "rlhf_ppo.trainer",
+    "batch_generation": "rlhf_ppo.generation.helpers",
+    "forward": "rlhf_ppo.generation.helpers",
+    "generate": "rlhf_ppo.generation.helpers",
+    "truncate_response": "rlhf_ppo.generation.sequences",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and transformers with the first name that needs them: `rlhf-ppo --help` needs none."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'rlhf_ppo' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

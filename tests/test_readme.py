@@ -124,6 +124,21 @@ def test_links_to_files_lead_somewhere(page):
     assert missing == []
 
 
+SOURCES = [path for folder in ("rlhf_ppo", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_paths_that_are_named_exist():
+    """In pages, docstrings and scripts; `examples/scripts/` is TRL's, and `<...>` stands for a name."""
+    named = re.compile(
+        r"(?<![\w/.])(?:accelerate_configs|benchmarks|docs|examples(?!/scripts)|rlhf_ppo|tests)/[\w./-]*\w\.\w+"
+    )
+    texts = {path: path.read_text() for path in (*PAGES, *SOURCES, ROOT / "Makefile", ROOT / "mkdocs.yml")}
+    found = {(path, name) for path, text in texts.items() for name in named.findall(text)}
+
+    assert {name for _, name in found} >= {"accelerate_configs/deepspeed_zero2.yaml", "examples/ppo_tldr.py"}
+    assert [(str(path.relative_to(ROOT)), name) for path, name in sorted(found) if not (ROOT / name).exists()] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_make_targets_that_are_named_exist(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -1,12 +1,8 @@
-"""The subcommands whose options are those of a trainer's own configuration, and those that show what came out."""
+"""The subcommands whose options are those of a trainer's own configuration."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
@@ -112,40 +108,6 @@ def sft(argv: Sequence[str] | None = None) -> Trainer:
         The trainer, after training and saving.
     """
     return _train("sft", SFTConfig, sft_trainer, argv)
-
-
-def demo(argv: Sequence[str] | None = None) -> None:
-    """RLHF from nothing, in minutes on two cores: a language model, a reward model, PPO, and a judge.
-
-    Exits with 1 if the judge does not clearly prefer what PPO made.
-
-    Args:
-        argv: The directory of the results.
-    """
-    from rlhf_ppo.demo.run import run_demo
-
-    parser = argparse.ArgumentParser("rlhf-ppo demo", description=demo.__doc__)
-    parser.add_argument("output_dir", type=Path, nargs="?", default=Path("demo_output"), help="default: %(default)s")
-    output_dir = parser.parse_args(argv).output_dir
-    warnings.simplefilter("ignore", FutureWarning)  # from one library to another
-    if not run_demo(output_dir).verdicts.clear:
-        sys.exit(1)
-
-
-def plot(argv: Sequence[str] | None = None) -> None:
-    """Draw the metrics of one or several runs into a file.
-
-    Args:
-        argv: Directories with a `trainer_state.json`, and options.
-    """
-    from rlhf_ppo.reporting.plots import plot_metrics
-
-    parser = argparse.ArgumentParser("rlhf-ppo plot", description=plot.__doc__)
-    parser.add_argument("runs", nargs="+", help="directory of a run, or of one of its checkpoints")
-    parser.add_argument("--output", default="curves.png", help="the file; default: %(default)s")
-    parser.add_argument("--metrics", nargs="+", help="keys to draw, such as objective/scores; default: all")
-    options = parser.parse_args(argv)
-    plot_metrics(options.runs, options.output, metrics=options.metrics)
 
 
 def _train(command: str, config: type, make_trainer: Callable[..., Trainer], argv: Sequence[str] | None) -> Trainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from accelerate import PartialState
+from rlhf_ppo.cli.errors import fail
 
 COMMANDS = {
     "llm": ("rlhf_ppo.cli.llm", "AITraining's command line: --train --trainer ppo|reward|sft ..."),
@@ -14,8 +14,9 @@ COMMANDS = {
     "train": ("rlhf_ppo.cli.commands", "PPO, with the options of TRL's script"),
     "estimate": ("rlhf_ppo.cli.commands", "memory and time that `train` would take with the same options"),
     "eval": ("rlhf_ppo.cli.evaluate", "the share of prompts for which a judge prefers one model over another"),
-    "plot": ("rlhf_ppo.cli.commands", "draw the metrics of runs"),
-    "demo": ("rlhf_ppo.cli.commands", "all steps with a toy model, in minutes"),
+    "plot": ("rlhf_ppo.cli.plot", "draw the metrics of runs"),
+    "configs": ("rlhf_ppo.cli.configs", "write accelerate's configurations and the example scripts into a directory"),
+    "demo": ("rlhf_ppo.cli.demo", "all steps with a toy model, in minutes"),
 }
 """Each subcommand: the module that holds the function of its name, and what it does."""
 
@@ -30,7 +31,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a subcommand.
+    """Run a subcommand. What it needs is imported then: neither the list of commands nor `--version` needs torch.
 
     Args:
         argv: The subcommand and its options; None takes the program's own.
@@ -43,8 +44,14 @@ def main(argv: list[str] | None = None) -> None:
     if command in ("-h", "--help"):
         print(usage())
         return
+    if command == "--version":
+        print(f"rlhf_ppo {importlib.import_module('rlhf_ppo').__version__}")
+        return
     if command not in COMMANDS:
-        raise SystemExit(f"rlhf-ppo: there is no command {command!r}\n{usage()}")
+        fail("rlhf-ppo", f"there is no command {command!r}: use one of {', '.join(COMMANDS)}")
     module = importlib.import_module(COMMANDS[command][0])
     getattr(module, FUNCTIONS.get(command, command))(options)
-    PartialState().destroy_process_group()
+    if "accelerate" in sys.modules:
+        from accelerate import PartialState
+
+        PartialState().destroy_process_group()

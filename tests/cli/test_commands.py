@@ -15,7 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_ppo.cli import commands, main
 from rlhf_ppo.cli.aitraining import AutoTrainProject, LLMTrainingParams
+from rlhf_ppo.cli.demo import demo
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+
+SOURCES = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 @pytest.fixture
@@ -119,9 +122,9 @@ def test_demo_exits_with_1_unless_the_judge_is_clear(monkeypatch, tmp_path):
 
     monkeypatch.setattr("rlhf_ppo.demo.run.run_demo", lambda directory: seen.append(directory) or Result)
     with pytest.raises(SystemExit) as ended:
-        commands.demo([str(tmp_path)])
+        demo([str(tmp_path)])
     Result.verdicts.clear = True
-    commands.demo([str(tmp_path)])
+    demo([str(tmp_path)])
 
     assert ended.value.code == 1 and seen == [tmp_path, tmp_path]
 
@@ -131,14 +134,31 @@ def test_help_names_every_command(argv, capsys):
     main.main(argv)
 
     printed = capsys.readouterr().out
-    assert all(
-        f"  {name} " in printed for name in ("llm", "train", "estimate", "reward", "sft", "eval", "plot", "demo")
-    )
+    assert all(f"  {name} " in printed for name in main.COMMANDS)
 
 
-def test_an_unknown_command_is_an_error():
-    with pytest.raises(SystemExit, match="there is no command 'tran'"):
+def test_an_unknown_command_is_an_error(capsys):
+    with pytest.raises(SystemExit) as ended:
         main.main(["tran"])
+
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("rlhf-ppo: error: there is no command 'tran': use one of llm, sft,")
+
+
+@pytest.mark.parametrize(
+    "options", ["--help", "", "--version", "tran", "plot --help", "demo --help", "configs --help", "plot"], ids=str
+)
+def test_what_needs_no_torch_does_not_wait_for_it(options):
+    program = (
+        f"import sys; sys.argv[1:] = {options.split()}\nfrom rlhf_ppo.cli.main import main\ntry: main()\nfinally: "
+    )
+    program += "print(sorted({'torch', 'transformers', 'accelerate', 'trl', 'matplotlib'} & sys.modules.keys()))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=SOURCES)
+
+    assert ended.stdout.endswith("[]\n") and "Traceback" not in ended.stderr
+    assert ended.returncode == (2 if options in ("tran", "plot") else 0)
+    assert ended.stdout.startswith("usage: " if ended.returncode == 0 and options != "--version" else "")
+    assert "Args:" not in ended.stdout
 
 
 @pytest.mark.parametrize("command", main.COMMANDS)
@@ -158,7 +178,7 @@ def test_the_module_is_the_program(places):
         text=True,
         check=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env=SOURCES,
     )
 
     assert "0.875" in ended.stdout and not Path("project-name").exists()

@@ -1,0 +1,78 @@
+"""`rlhf-ppo configs`: accelerate's configurations and the example scripts, which are part of the package."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_ppo.cli.errors import CommandParser, user_errors
+
+PACKAGE = Path(__file__).parents[1]
+SHIPPED = PACKAGE / "shipped"
+"""Where a wheel has the files; a checkout has them beside the package."""
+
+FOLDERS = {"accelerate_configs": "*.yaml", "examples": "*.py"}
+"""What is written: the folders, and the files in them."""
+
+
+def configs(argv: Sequence[str] | None = None) -> list[Path]:
+    """Write `accelerate_configs/` and `examples/` into a directory.
+
+    Args:
+        argv: The directory, and `--overwrite`. None takes the program's own.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        SystemExit: A file is there already, or cannot be written.
+    """
+    parser = CommandParser(
+        "rlhf-ppo configs", description="Write accelerate's configurations and the example scripts into a directory."
+    )
+    parser.add_argument("directory", type=Path, nargs="?", default=Path(), help="default: the current one")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    options = parser.parse_args(argv)
+    with user_errors(parser.prog):
+        written = write_configs(options.directory, options.overwrite)
+    for path in written:
+        print(path)
+    print(
+        f"In {options.directory.resolve()}: accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml "
+        "examples/ppo.py --help"
+    )
+    return written
+
+
+def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
+    """Copy the files; none if one of them is there already.
+
+    Args:
+        directory: Where to; it is made.
+        overwrite: Whether to replace files that are there.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        OSError: A file cannot be written.
+        ValueError: A file is there already and shall not be replaced.
+    """
+    copies = {
+        source: directory / folder / source.name
+        for folder, files in FOLDERS.items()
+        for source in sorted((_shipped() / folder).glob(files))
+    }
+    there = [str(path) for path in copies.values() if path.exists()]
+    if there and not overwrite:
+        raise ValueError(f"{', '.join(there)} {'are' if len(there) > 1 else 'is'} there already: add --overwrite")
+    for source, path in copies.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, path)
+    return list(copies.values())
+
+
+def _shipped() -> Path:
+    """Return the folder that holds the files: inside the package where it is installed, else the checkout."""
+    return SHIPPED if SHIPPED.is_dir() else PACKAGE.parent

@@ -1,0 +1,72 @@
+"""What a user did wrong is one sentence and exit code 2; what a program does wrong keeps its traceback."""
+
+from __future__ import annotations
+
+import argparse
+import dis
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence, without the list of all options; abbreviations are no options."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        """Write the sentence and exit with code 2."""
+        fail(self.prog, message)
+
+
+@contextmanager
+def user_errors(program: str) -> Iterator[None]:
+    """Turn errors that are the user's to mend into one sentence on stderr and exit code 2.
+
+    It goes around what precedes training: reading options, data and models, and making the trainer. There, errors of
+    the operating system and whatever a `raise` statement says about a value are the user's. What the interpreter
+    itself raises (`None[0]`), and what is raised while a user's own module is loaded, is a bug and keeps its
+    traceback; `TRANSFORMERS_VERBOSITY=debug` shows that of every error.
+
+    Args:
+        program: What the sentence begins with, such as `rlhf-ppo train`.
+
+    Raises:
+        SystemExit: With code 2, after a user's error.
+    """
+    try:
+        yield
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        if not _is_users(error) or os.environ.get("TRANSFORMERS_VERBOSITY") == "debug":
+            raise
+        fail(program, str(_described(error)))
+
+
+def fail(program: str, message: str) -> NoReturn:
+    """Write one sentence on stderr, once on each machine, and exit with code 2."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def _is_users(error: BaseException) -> bool:
+    if getattr(error, "__notes__", None):  # `resolve_reward` names the module that it was loading
+        return False
+    return isinstance(error, OSError) or _was_said(error)
+
+
+def _was_said(error: BaseException) -> bool:
+    """Tell whether a `raise` statement raised an error, and not an operation of the interpreter."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _described(error: BaseException) -> object:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    return error

@@ -1,0 +1,69 @@
+"""`rlhf-ppo configs`: what documented commands name is written, from a wheel as from a checkout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from rlhf_ppo.cli import configs as module
+from rlhf_ppo.cli.configs import configs
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = [*sorted((ROOT / "accelerate_configs").glob("*.yaml")), *sorted((ROOT / "examples").glob("*.py"))]
+
+
+def test_every_configuration_and_example_is_written(tmp_path, capsys):
+    written = configs([str(tmp_path / "new" / "place")])
+
+    assert [path.relative_to(tmp_path / "new/place") for path in written] == [p.relative_to(ROOT) for p in SHIPPED]
+    assert all(copy.read_bytes() == own.read_bytes() for copy, own in zip(written, SHIPPED, strict=True))
+    printed = capsys.readouterr().out
+    assert all(str(path) in printed for path in written)
+    assert "accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml examples/ppo.py" in printed
+
+
+def test_the_current_directory_is_the_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    configs([])
+
+    assert Path("accelerate_configs/deepspeed_zero2.yaml").is_file() and Path("examples/ppo_tldr.py").is_file()
+
+
+def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path, capsys):
+    own = tmp_path / "examples" / "ppo.py"
+    own.parent.mkdir()
+    own.write_text("mine")
+    with pytest.raises(SystemExit) as ended:
+        configs([str(tmp_path)])
+
+    assert ended.value.code == 2 and own.read_text() == "mine"
+    assert capsys.readouterr().err == f"rlhf-ppo configs: error: {own} is there already: add --overwrite\n"
+    assert not (tmp_path / "accelerate_configs").exists()  # all or nothing
+
+    configs([str(tmp_path), "--overwrite"])
+    assert own.read_bytes() == (ROOT / "examples" / "ppo.py").read_bytes()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        configs([str(tmp_path / "file")])
+
+    assert ended.value.code == 2 and f"{tmp_path / 'file'}/accelerate_configs: Not a dir" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_what_the_command_writes(tmp_path, monkeypatch):
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*build, str(ROOT)], check=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+
+    monkeypatch.setattr(module, "SHIPPED", tmp_path / "site" / "rlhf_ppo" / "shipped")
+    monkeypatch.setattr(module, "PACKAGE", None)
+    written = configs([str(tmp_path / "here")])
+    assert [path.relative_to(tmp_path / "here") for path in written] == [path.relative_to(ROOT) for path in SHIPPED]
