@@ -9,17 +9,19 @@ from typing import Any, cast
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import has_length
 
+from rlhf_ppo.batch import Responses
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
 from rlhf_ppo.distributed import check_keeps_models_whole, failing_together, place_frozen
+from rlhf_ppo.generation.sequences import ended
 from rlhf_ppo.generation.stopping import StopStrings
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.heads import FrozenScorer
-from rlhf_ppo.models.inputs import is_peft_model, transformers_model
+from rlhf_ppo.models.inputs import is_peft_model, positions, transformers_model
 from rlhf_ppo.models.loading import (
     check_runs_on,
     check_value_model,
@@ -34,7 +36,6 @@ from rlhf_ppo.models.reference import Reference, make_reference
 from rlhf_ppo.models.sharing import share_base, shares_parameters, value_model_over
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.logged import LoggedByFunctions
-from rlhf_ppo.rewards.retokenizing import Retokenizer
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel
 from rlhf_ppo.rewards.scorer import Scorer
 
@@ -82,6 +83,10 @@ class SpecialTokens:
     stop: int | None
     end: int | None
     stop_strings: StopStrings | None = None
+
+    def ended(self, responses: Responses) -> Tensor:
+        """Tell which responses ended by themselves, bool `(B,)`: the one notion of it that everything goes by."""
+        return ended(responses, self.end, self.stop_strings)
 
 
 def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
@@ -248,11 +253,6 @@ def max_positions(models: Models) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
-def positions(model: nn.Module) -> int | None:
-    """Return the longest sequence that a model can place, in tokens, or None if it states no limit."""
-    return getattr(transformers_model(model).config.get_text_config(), "max_position_embeddings", None)
-
-
 def check_vocabularies(models: Models, tokenizer: PreTrainedTokenizerBase, tokens: SpecialTokens) -> None:
     """Check that every model can read every token that the tokenizer makes; PAD is always masked and may lie outside.
 
@@ -326,7 +326,6 @@ def make_scorer(
     rewards: Sequence[LoadedRewardModel],
     functions: Sequence[Callable[..., Any]],
     tokenizer: PreTrainedTokenizerBase,
-    tokens: SpecialTokens,
     accelerator: Accelerator,
     get_state: Callable[[], TrainerState],
     logged: LoggedByFunctions,
@@ -338,7 +337,6 @@ def make_scorer(
         rewards: The reward models of `assemble_models`; they are placed where they run.
         functions: The reward functions.
         tokenizer: The policy's tokenizer, which decodes for the functions and for models with another tokenizer.
-        tokens: Its special tokens.
         accelerator: Places the models.
         get_state: Returns the trainer's state, for the functions.
         logged: Takes what the functions log.
@@ -351,7 +349,7 @@ def make_scorer(
             place_frozen(cast(nn.Module, reward.scorer), accelerator, reward.offloads),
             args.local_rollout_forward_batch_size,
             lambda: accelerator.autocast(),
-            None if reward.tokenizer is None else Retokenizer(tokenizer, reward.tokenizer, tokens.end),
+            None if reward.tokenizer is None else (tokenizer, reward.tokenizer),
             positions(reward.model),
             lambda: failing_together(accelerator),
         )

@@ -40,7 +40,7 @@ from rlhf_ppo.forecast import announce
 from rlhf_ppo.generation.choosing import make_engine
 from rlhf_ppo.generation.engine import greedy_config, sampling_config
 from rlhf_ppo.generation.opponents import Opponents
-from rlhf_ppo.generation.sequences import ended, join_responses
+from rlhf_ppo.generation.sequences import join_responses
 from rlhf_ppo.learning import LossParts, can_learn_in_turn, learn_in_turn, policy_term, value_term
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.reporting.metrics import (
@@ -153,12 +153,12 @@ class PPOTrainer(PPOSeams):
         announce(self)
         if self.reference.model is not None:
             self.reference.model = place_frozen(self.reference.model, self.accelerator, args.offload_frozen)
-        self._opponents = Opponents.of(functions, processing_class)
+        self._opponents = Opponents.of(functions, processing_class, tokens.ended)
         self._engine = make_engine(
             args, models.policy, self.accelerator, processing_class, tokens.stop, tokens.stop_strings, self._opponents
         )
         self.scorer = make_scorer(
-            args, models.rewards, functions, processing_class, tokens, self.accelerator, self._get_state, self._logged
+            args, models.rewards, functions, processing_class, self.accelerator, self._get_state, self._logged
         )
         self._sum, self._gather = sum_over_ranks(self.accelerator), gather_over_ranks(self.accelerator)
         self._sigterm = StopsOnSigterm(self._sum)
@@ -263,7 +263,8 @@ class PPOTrainer(PPOSeams):
             responses = self._generate(model, prompts, sampling_config(self.args, self.tokens.stop))
             prompts = self._with_opponents(model, prompts)
         with self._timer.phase("score"):
-            self.scorer.start(_scoring_batch(responses, prompts))
+            batch = ScoringBatch.of(responses, prompts, self.tokens.ended(responses))
+            self.scorer.start(batch)
         with self._timer.phase("evaluate"):
             output = self._in_passes(responses, partial(model, with_entropy=False))
             with self.reference.forward(model, policy) as reference:
@@ -275,7 +276,7 @@ class PPOTrainer(PPOSeams):
             attention_mask=responses.attention_mask,
             response_mask=responses.response_mask,
             sampling_logprobs=responses.sampling_logprobs,
-            stopped=ended(responses, self.tokens.end, self.tokens.stop_strings),
+            stopped=batch.ended,
             logprobs=output[0],
             ref_logprobs=ref_output[0],
             values=output[2],
@@ -334,7 +335,7 @@ class PPOTrainer(PPOSeams):
             Weighted sums and each source's scores.
         """
         with failing_together(self.accelerator):
-            return self.scorer(_scoring_batch(responses, prompts))
+            return self.scorer(ScoringBatch.of(responses, prompts, self.tokens.ended(responses)))
 
     def _in_passes(self, responses: Responses, forward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Call `forward` on a few rows at a time, trimmed, and put the `(b, T')` or `(b,)` results together."""
@@ -599,7 +600,3 @@ class PPOTrainer(PPOSeams):
 
     def _reward_functions_read_columns(self) -> bool:
         return self.scorer.reads_columns
-
-
-def _scoring_batch(responses: Responses, prompts: Prompts) -> ScoringBatch:
-    return ScoringBatch(responses.query_responses, responses.attention_mask, responses.response_mask, prompts.columns)

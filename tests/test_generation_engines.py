@@ -143,7 +143,7 @@ def test_the_engine_is_told_when_the_policy_may_have_changed(make_trainer: MakeT
 
 def make(make_args: Any, functions: Any = (), accelerator: Any = None, **given: Any) -> Any:
     args, tokenizer = make_args(**given), make_tokenizer()
-    tokens, opponents = special_tokens(args, tokenizer), Opponents.of(functions, tokenizer)
+    tokens, opponents = special_tokens(args, tokenizer), Opponents.of(functions, tokenizer, lambda _: torch.tensor([]))
     accelerator = accelerator or Accelerator(cpu=True)
     return make_engine(args, tiny_policy(), accelerator, tokenizer, tokens.stop, tokens.stop_strings, opponents)
 

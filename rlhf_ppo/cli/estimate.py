@@ -18,14 +18,14 @@ from transformers.trainer_utils import has_length
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.utils import get_peft_config
 
-from rlhf_ppo.assembly import positions, prepare_checked, vocab_size
+from rlhf_ppo.assembly import prepare_checked, vocab_size
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.forecast import mean_prompt_length, rate, size
-from rlhf_ppo.models.inputs import disable_dropout
+from rlhf_ppo.models.inputs import disable_dropout, positions
 from rlhf_ppo.reporting.estimate import Estimate, Sharding, measure_rates
-from rlhf_ppo.rewards.retokenizing import shares_tokens, tokenizer_beside
+from rlhf_ppo.rewards.reading import shares_tokens, tokenizer_beside
 from rlhf_ppo.validation import Interval, check_range
 
 PURPOSES = {

@@ -1,11 +1,11 @@
 """`rlhf-ppo eval`: how often a judge prefers one model's responses to another's, or to the data set's."""
 
 # HfArgumentParser reads the annotations, so they are not postponed.
-import asyncio
-import inspect
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -14,8 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 from rlhf_ppo.cli.sources import choose_split, load_splits
 from rlhf_ppo.prompts import PromptEncoder
 from rlhf_ppo.rewards.builtin import response_texts
-from rlhf_ppo.rewards.preference import PreferenceReward, RewardModelJudge
+from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
+from rlhf_ppo.rewards.preference import PreferenceReward
+from rlhf_ppo.rewards.reading import Answer
 from rlhf_ppo.rewards.resolve import resolve_reward
+from rlhf_ppo.validation import Interval, check_range
 
 
 @dataclass
@@ -23,7 +26,7 @@ class EvalArguments:
     """What is compared, on which prompts, and by whom.
 
     Raises:
-        ValueError: There is not exactly one opponent, or not exactly one judge.
+        ValueError: There is not exactly one opponent, or not exactly one judge, or a number is out of its range.
     """
 
     model: str = field(metadata={"help": "Directory or hub name of the model."})
@@ -33,7 +36,10 @@ class EvalArguments:
     judge_model: str | None = field(default=None, metadata={"help": "A reward model, whose higher score wins."})
     judge: str | None = field(
         default=None,
-        metadata={"help": "Or a reward function of texts: a name, package.module.function or file.py:function."},
+        metadata={
+            "help": "Or a reward function, whose higher score wins, or a judge of pairs: a name, "
+            "package.module.function, file.py:function or an address."
+        },
     )
     split: str = field(default="train", metadata={"help": "Split of the data set."})
     num_prompts: int = field(default=256, metadata={"help": "Number of prompts, from the first one on."})
@@ -43,7 +49,11 @@ class EvalArguments:
     seed: int = field(default=0, metadata={"help": "Seed of the sampling."})
 
     def __post_init__(self) -> None:
-        """Check that there is one opponent and one judge."""
+        """Check the numbers, and that there is one opponent and one judge."""
+        helps = {option.name: option.metadata["help"] for option in dataclasses.fields(self)}
+        for name in ("num_prompts", "max_new_tokens", "batch_size"):
+            check_range(name, getattr(self, name), Interval(1, math.inf), helps[name])
+        check_range("temperature", self.temperature, Interval(0, math.inf, open_low=True), helps["temperature"])
         for one, other in (("opponent", "opponent_column"), ("judge_model", "judge")):
             if (getattr(self, one) is None) == (getattr(self, other) is None):
                 raise ValueError(
@@ -88,40 +98,59 @@ def evaluate(argv: Sequence[str] | None = None) -> WinRate:
         (args,) = parser.parse_args_into_dataclasses(argv)
     except ValueError as error:
         parser.error(str(error))
+    judge = RewardModelJudge(args.judge_model) if args.judge is None else as_judge(resolve_reward(args.judge))
     rows = choose_split(load_splits(args.dataset_name), args.split, "split")
     rows = rows.select(range(min(args.num_prompts, len(rows))))
+    if args.opponent_column is not None and args.opponent_column not in rows.column_names:
+        raise ValueError(
+            f"opponent_column={args.opponent_column!r}: the data set has only the columns {rows.column_names}"
+        )
+    if isinstance(judge, RewardModelJudge):
+        judge.model  # noqa: B018  a wrong path is an error before anything is sampled
     ours = respond(args.model, rows, args)
-    theirs = list(rows[args.opponent_column]) if args.opponent is None else respond(args.opponent, rows, args)
-    found = compare(args.judge_model or resolve_reward(args.judge), rows, ours, theirs)
+    if args.opponent is None:
+        theirs = given_answers(ours, rows[args.opponent_column])
+    else:
+        theirs = respond(args.opponent, rows, args)
+    found = compare(judge, rows, ours, theirs)
     print(found)
     return found
 
 
-def compare(judge: str | Callable[..., Any], rows: Any, ours: Sequence[str], theirs: Sequence[Any]) -> WinRate:
-    """Judge pairs of responses to the same prompts.
+def compare(judge: Any, rows: Any, ours: Sequence[Answer], theirs: Sequence[Answer | None]) -> WinRate:
+    """Judge pairs of answers to the same prompts.
 
     Args:
-        judge: Path of a reward model, or a reward function with `GRPOTrainer`'s signature.
-        rows: The prompts, with the columns that the function reads.
-        ours: The model's responses.
-        theirs: The opponent's, as texts or messages.
+        judge: What `rlhf_ppo.rewards.judges.as_judge` takes.
+        rows: The prompts, with the columns that a reward function reads.
+        ours: The model's answers.
+        theirs: The opponent's, None where there is none.
     """
-    prompts, others = list(rows["prompt"]), response_texts(theirs)
-    if isinstance(judge, str):
-        preferred = PreferenceReward(RewardModelJudge(judge), "dataset", "opponent")
-        verdicts = preferred(prompts, ours, opponent=others)
-    else:
-        columns = {name: list(rows[name]) for name in rows.column_names if name != "prompt"}
-        scores = [_finished(judge(prompts=prompts, completions=list(texts), **columns)) for texts in (ours, others)]
-        verdicts = [None if None in pair else pair[0] - pair[1] for pair in zip(*scores, strict=True)]
+    columns = {name: list(rows[name]) for name in rows.column_names if name != "prompt"}
+    verdicts = PreferenceReward(judge, "dataset", name="judge").compare(ours, theirs, columns)
     judged = [verdict for verdict in verdicts if verdict is not None]
     wins, losses = sum(verdict > 0 for verdict in judged), sum(verdict < 0 for verdict in judged)
     return WinRate(wins, losses, len(judged) - wins - losses, len(verdicts) - len(judged))
 
 
+def given_answers(ours: Sequence[Answer], responses: Sequence[Any]) -> list[Answer | None]:
+    """Return the data set's responses as answers to the same prompts.
+
+    Args:
+        ours: The model's answers.
+        responses: Texts, lists of messages, or None.
+    """
+    return [
+        None
+        if response is None
+        else dataclasses.replace(one, response=response_texts([response])[0], response_ids=None, ended=True)
+        for one, response in zip(ours, responses, strict=True)
+    ]
+
+
 @torch.no_grad()
-def respond(path: str, rows: Any, args: EvalArguments) -> list[str]:
-    """Sample one response to each prompt, without special tokens.
+def respond(path: str, rows: Any, args: EvalArguments) -> list[Answer]:
+    """Sample one response to each prompt.
 
     Args:
         path: The model's directory or hub name.
@@ -134,18 +163,31 @@ def respond(path: str, rows: Any, args: EvalArguments) -> list[str]:
     model: Any = AutoModelForCausalLM.from_pretrained(path)
     model = model.to(PartialState().device)
     encode = PromptEncoder(tokenizer, args.dataset_name, len(tokenizer))
-    encoded = [{"input_ids": encode(row, index)["input_ids"]} for index, row in enumerate(rows)]
+    encoded = [{**row, **encode(row, index)} for index, row in enumerate(rows)]
+    ids = [{"input_ids": row["input_ids"]} for row in encoded]
+    ends = _end_tokens(model, tokenizer)
     set_seed(args.seed)
-    responses: list[str] = []
+    answers: list[Answer] = []
     for start in range(0, len(encoded), args.batch_size):
-        batch = tokenizer.pad(encoded[start : start + args.batch_size], return_tensors="pt").to(model.device)
+        batch = tokenizer.pad(ids[start : start + args.batch_size], return_tensors="pt").to(model.device)
         sequences = model.generate(
             **batch, max_new_tokens=args.max_new_tokens, do_sample=True, temperature=args.temperature, top_k=0
         )
-        answers = sequences[:, batch["input_ids"].shape[1] :]
-        responses += cast(list[str], tokenizer.batch_decode(answers, skip_special_tokens=True))
-    return responses
+        for row, sampled in zip(encoded[start:], sequences[:, batch["input_ids"].shape[1] :].tolist(), strict=False):
+            answers.append(_answer(row, sampled, ends, tokenizer))
+    return answers
 
 
-def _finished(scores: Any) -> Any:
-    return asyncio.run(scores) if inspect.iscoroutine(scores) else scores
+def _answer(row: Mapping[str, Any], sampled: list[int], ends: set[int], tokenizer: Any) -> Answer:
+    """Cut what was sampled behind its first end token."""
+    length = next((index + 1 for index, token in enumerate(sampled) if token in ends), len(sampled))
+    response, prompt = sampled[:length], row.get("prompt")
+    text = tokenizer.decode(response, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return Answer(prompt, text, bool(response) and response[-1] in ends, row["input_ids"], response, tokenizer)
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """Collect the tokens at which `generate` ends a row, one or several, and the tokenizer's EOS."""
+    configured = model.generation_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured]
+    return {token for token in (*several, tokenizer.eos_token_id) if token is not None}

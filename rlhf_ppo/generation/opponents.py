@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.batch import Prompts, Responses
@@ -21,16 +22,23 @@ class Opponents:
     Attributes:
         kinds: Keys of `OPPONENT_COLUMNS`, each once.
         tokenizer: The policy's tokenizer.
+        ended: Tells which responses ended by themselves, bool `(B,)`.
     """
 
     kinds: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase
+    ended: Callable[[Responses], Tensor]
 
     @classmethod
-    def of(cls, functions: Iterable[Callable[..., Any]], tokenizer: PreTrainedTokenizerBase) -> Opponents:
+    def of(
+        cls,
+        functions: Iterable[Callable[..., Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        ended: Callable[[Responses], Tensor],
+    ) -> Opponents:
         """Collect what the reward functions ask for."""
         asked = [opponent_of(function) for function in functions]
-        return cls(tuple(kind for kind in OPPONENT_COLUMNS if kind in asked), tokenizer)
+        return cls(tuple(kind for kind in OPPONENT_COLUMNS if kind in asked), tokenizer, ended)
 
     def respond(self, prompts: Prompts, generate: Callable[[str], Responses]) -> Prompts:
         """Let every opponent respond, with random numbers of its own, so that the policy's go on as without it.
@@ -43,14 +51,16 @@ class Opponents:
             generate: Samples a response to each prompt from an opponent of a kind.
 
         Returns:
-            The prompts with one more column for each opponent: its `B` responses' texts, without special tokens.
+            The prompts with three more columns for each opponent: its `B` responses' texts, without special tokens;
+            with `_ids` behind the name, their token ids; with `_ended`, whether they ended by themselves.
         """
         columns = dict(prompts.columns)
         for kind in self.kinds:
             with isolated_rng(upcoming_seed(kind), device_specific=False):
                 answers = generate(kind)
             rows = zip(answers.responses, answers.response_mask, strict=True)
-            columns[OPPONENT_COLUMNS[kind]] = [
-                str(self.tokenizer.decode(ids[real].tolist(), skip_special_tokens=True)) for ids, real in rows
-            ]
+            response_ids = [ids[real].tolist() for ids, real in rows]
+            name = OPPONENT_COLUMNS[kind]
+            columns[name] = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+            columns[f"{name}_ids"], columns[f"{name}_ended"] = response_ids, self.ended(answers).tolist()
         return dataclasses.replace(prompts, columns=columns)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from rlhf_ppo.rewards import answers
+from rlhf_ppo.rewards.reading import Answer
 
 
 @dataclass(frozen=True)
@@ -211,11 +212,20 @@ class Custom:
                 "pass a function with GRPOTrainer's signature itself as one of reward_funcs"
             ) from error
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        policy_answers: Sequence[Answer] | None = None,
+        **_: Any,
+    ) -> list[float | None]:
         """Call the function for every response; `full_text` is the prompt's text with the response behind it."""
-        rows = zip(map(prompt_text, prompts), response_texts(completions), strict=True)
+        texts = response_texts(completions)
+        behind = texts if policy_answers is None else [answer.continuation for answer in policy_answers]
+        rows = zip(map(prompt_text, prompts), texts, behind, strict=True)
         return [
-            self.function(prompt=prompt, generated=response, full_text=prompt + response) for prompt, response in rows
+            self.function(prompt=prompt, generated=response, full_text=prompt + following)
+            for prompt, response, following in rows
         ]
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.functions import function_name
-from rlhf_ppo.rewards.preference import FeedbackJudge, PreferenceReward, RewardModelJudge
+from rlhf_ppo.rewards.judges import FeedbackJudge, RewardModelJudge
+from rlhf_ppo.rewards.preference import PreferenceReward
 from rlhf_ppo.rewards.resolve import resolve_reward
 
 _STOPS = ("stop_strings", "stop_sequences")

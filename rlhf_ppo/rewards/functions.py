@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.prompts import is_conversation
+from rlhf_ppo.rewards.reading import answers_of
 from rlhf_ppo.rewards.scorer import ScoringBatch
 
 # GRPO hands these over under other names, or not at all.
@@ -33,7 +34,8 @@ class RewardFunction:
     conversations, `prompts` are lists of messages and `completions` are `[{"role": "assistant", "content": text}]`;
     else both are texts, without special tokens. `completion_ids` are the responses' ids, the stop token included. The
     data set's other columns come as lists, besides `trainer_state`, `log_extra(column, values)` and
-    `log_metric(name, value)`. A function without `**kwargs` gets only what it names. None means: not scored.
+    `log_metric(name, value)`. A function without `**kwargs` gets only what it names. None means: not scored. One that
+    names `policy_answers` gets the rows as `Answer`s, with the tokens that a reward model reads.
 
     Args:
         function: The function, sync or async: a function, `functools.partial` or callable object.
@@ -126,14 +128,31 @@ class RewardFunction:
             "log_extra": self.log_extra,
             "log_metric": self.log_metric,
         }
-        required, accepted = _parameters(self.function)
-        missing = sorted(required - offered.keys())
-        if missing:
-            raise ValueError(
-                f"the reward function {self.name!r} requires the arguments {missing}, but is offered only "
-                f"{sorted(offered)}: add them as columns of the data set, or give them defaults"
-            )
-        return {key: value for key, value in offered.items() if accepted is None or key in accepted}
+        if "policy_answers" in named_parameters(self.function):
+            offered.setdefault("policy_answers", answers_of(batch, self.tokenizer))
+        return accepted_arguments(self.function, offered, self.name)
+
+
+def accepted_arguments(function: Callable[..., Any], offered: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Choose what a reward function is given.
+
+    Args:
+        function: The function.
+        offered: All that there is, by name.
+        name: The function's name, for the error message.
+
+    Raises:
+        ValueError: It requires something else.
+    """
+    named = named_parameters(function)
+    required = {key for key, parameter in named.items() if parameter.default is parameter.empty}
+    missing = sorted(required - offered.keys())
+    if missing:
+        raise ValueError(
+            f"the reward function {name!r} requires the arguments {missing}, but is offered only "
+            f"{sorted(offered)}: add them as columns of the data set, or give them defaults"
+        )
+    return {key: value for key, value in offered.items() if takes_any_argument(function) or key in named}
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -246,15 +265,30 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[set[str], set[str] | None]:
-    """Return the arguments a function requires, and those it accepts (None: any)."""
+def named_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters that may be passed by name."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {parameter.name: parameter for parameter in _parameters(function) or () if parameter.kind in kinds}
+
+
+def takes_any_argument(function: Callable[..., Any]) -> bool:
+    """Tell whether a function has `**kwargs`, or does not say what it takes."""
+    parameters = _parameters(function)
+    return parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some functions written in C
-        return set(), None
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return {p.name for p in named if p.default is p.empty}, None if takes_any else {p.name for p in named}
+        return None
+
+
+def finished(returned: Any) -> Any:
+    """Return what a function returned, or, where that is a coroutine, its result."""
+    if not inspect.iscoroutine(returned):
+        return returned
+    return asyncio.run_coroutine_threadsafe(returned, _event_loop()).result()
 
 
 @functools.cache

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-import torch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from rlhf_ppo.rewards.builtin import prompt_text, response_texts
+from rlhf_ppo.rewards.functions import finished
+from rlhf_ppo.rewards.judges import Pair, ScoringJudge, as_judge, select
+from rlhf_ppo.rewards.reading import Answer
 
 OPPONENTS = ("reference", "self", "dataset")
 """Who answers the same prompt: the reference model, the policy once more, or a column of the data set."""
 
 OPPONENT_COLUMNS: dict[str, str] = {"reference": "opponent_reference", "self": "opponent_self"}
 """The columns in which the trainer passes the responses of the opponents that it samples."""
-
-
-class Judge(Protocol):
-    """What compares responses: called with prompts and pairs of responses, all texts."""
-
-    def __call__(self, prompts: list[str], pairs: list[list[str]]) -> Sequence[float | None]:
-        """Return for each pair 0 where the first response is better and 1 where the second is.
-
-        Numbers in between are how likely the second is better, 0.5 a tie; -1 or None is a failed verdict.
-        """
-        ...
 
 
 class PreferenceReward:
@@ -40,7 +30,7 @@ class PreferenceReward:
     the number of failed rows.
 
     Args:
-        judge: A `Judge`, or an object with TRL's `judge(prompts, completions, shuffle_order)`.
+        judge: What `rlhf_ppo.rewards.judges.as_judge` takes.
         opponent: One of `OPPONENTS`; the trainer samples the first two, at the policy's temperature.
         column: With `opponent="dataset"`, the column of the responses to compare with.
         name: Name in metrics and weights.
@@ -53,13 +43,12 @@ class PreferenceReward:
     def __init__(
         self, judge: Any, opponent: str = "reference", column: str = "chosen", name: str = "preference"
     ) -> None:
-        if not callable(judge) and not callable(getattr(judge, "judge", None)):
-            raise TypeError(f"judge={judge!r} cannot be called; pass a function of prompts and pairs, or TRL's judge")
+        self.judge = as_judge(judge)
         if opponent not in OPPONENTS:
             raise ValueError(f"opponent={opponent!r} must be one of {list(OPPONENTS)}")
         if column != "chosen" and opponent != "dataset":
             raise ValueError(f"column={column!r} is read with opponent='dataset' only, not with {opponent!r}")
-        self.judge, self.opponent, self.__name__ = judge, opponent, name
+        self.opponent, self.__name__ = opponent, name
         self.column = OPPONENT_COLUMNS.get(opponent, column)
 
     def __call__(
@@ -67,6 +56,7 @@ class PreferenceReward:
         prompts: Sequence[Any],
         completions: Sequence[Any],
         log_metric: Callable[[str, float], None] | None = None,
+        policy_answers: Sequence[Answer] | None = None,
         **columns: Any,
     ) -> list[float | None]:
         """Compare every response with its opponent.
@@ -79,31 +69,56 @@ class PreferenceReward:
         if self.column not in columns:
             fix = "add it to the data set, or name another" if self.opponent == "dataset" else "PPOTrainer makes it"
             raise ValueError(f"{self.__name__} finds no column {self.column!r} with the opponents' responses; {fix}")
-        ours = response_texts(completions)
-        theirs = [None if other is None else response_texts([other])[0] for other in columns[self.column]]
-        rewards: list[float | None] = [0.0 if a == b else None for a, b in zip(ours, theirs, strict=True)]
-        judged = [row for row, reward in enumerate(rewards) if reward is None and theirs[row] is not None]
-        texts = [prompt_text(prompts[row]) for row in judged]
-        pairs = [[ours[row], str(theirs[row])] for row in judged]
-        verdicts = self._verdicts(texts * 2, pairs + [pair[::-1] for pair in pairs])
-        for row, first, second in zip(judged, verdicts[: len(judged)], verdicts[len(judged) :], strict=True):
-            rewards[row] = None if first is None or second is None else second - first
+        ours = policy_answers or [Answer(*row) for row in zip(prompts, response_texts(completions), strict=True)]
+        theirs = [self._opponents_answer(answer, row, columns) for row, answer in enumerate(ours)]
+        rewards = self.compare(ours, theirs, columns)
         if log_metric is not None:
             scored = [reward for reward in rewards if reward is not None]
             if scored:
                 log_metric(f"{self.__name__}/win_rate", (1 + sum(scored) / len(scored)) / 2)
-            log_metric(f"{self.__name__}/failed", sum(rewards[row] is None for row in judged))
+            failed = [reward is None and other is not None for reward, other in zip(rewards, theirs, strict=True)]
+            log_metric(f"{self.__name__}/failed", sum(failed))
         return rewards
 
-    def _verdicts(self, prompts: list[str], pairs: list[list[str]]) -> list[float | None]:
+    def compare(
+        self, ours: Sequence[Answer], theirs: Sequence[Answer | None], columns: Mapping[str, Any]
+    ) -> list[float | None]:
+        """Compare pairs of answers to the same prompts.
+
+        Args:
+            ours: `B` answers.
+            theirs: The opponents', None where there is none.
+            columns: The data set's other columns, `B` values each, which reward functions read.
+
+        Returns:
+            The reward of each of ours.
+        """
+        pairs = list(zip(ours, theirs, strict=True))
+        rewards: list[float | None] = [
+            0.0 if other is not None and one.response == other.response else None for one, other in pairs
+        ]
+        judged = [row for row, (_, other) in enumerate(pairs) if other is not None and rewards[row] is None]
+        chosen = [(ours[row], cast(Answer, theirs[row])) for row in judged]
+        both_orders = chosen + [(other, one) for one, other in chosen]
+        verdicts = self._verdicts(both_orders, select(columns, judged * 2))
+        for row, first, second in zip(judged, verdicts[: len(judged)], verdicts[len(judged) :], strict=True):
+            rewards[row] = None if first is None or second is None else second - first
+        return rewards
+
+    def _opponents_answer(self, ours: Answer, row: int, columns: Mapping[str, Any]) -> Answer | None:
+        given = columns[self.column][row]
+        if given is None:
+            return None
+        (text,) = response_texts([given])
+        if self.opponent == "dataset" or f"{self.column}_ids" not in columns:
+            return Answer(ours.prompt, text, tokenizer=ours.tokenizer, prompt_ids=ours.prompt_ids)
+        ids, ended = columns[f"{self.column}_ids"][row], columns[f"{self.column}_ended"][row]
+        return dataclasses.replace(ours, response=text, response_ids=ids, ended=ended)
+
+    def _verdicts(self, pairs: Sequence[tuple[Answer, Answer]], columns: Mapping[str, Any]) -> list[float | None]:
         if not pairs:
             return []
-        judge = self.judge
-        returned: Any = (
-            # TRL's would else swap pairs at random, and one order could be judged twice.
-            judge.judge(prompts, pairs, shuffle_order=False) if hasattr(judge, "judge") else judge(prompts, pairs)
-        )
-        verdicts = list(returned)
+        verdicts = list(self._asked(pairs, columns))
         if len(verdicts) != len(pairs):
             raise ValueError(
                 f"the judge of {self.__name__} returned {len(verdicts)} verdicts for {len(pairs)} pairs; return one "
@@ -111,85 +126,22 @@ class PreferenceReward:
             )
         return [_verdict(value, self.__name__) for value in verdicts]
 
+    def _asked(self, pairs: Sequence[Pair], columns: Mapping[str, Any]) -> Any:
+        if isinstance(self.judge, ScoringJudge):
+            return self.judge.judge_answers(pairs, columns)
+        prompts = [prompt_text(first.asked) for first, _ in pairs]
+        texts = [[first.response, second.response] for first, second in pairs]
+        if hasattr(self.judge, "judge"):
+            # TRL's would else swap pairs at random, and one order could be judged twice.
+            return self.judge.judge(prompts, texts, shuffle_order=False)
+        return finished(self.judge(prompts, texts))
+
 
 def opponent_of(function: Callable[..., Any]) -> str | None:
     """Return the opponent that a reward function has its responses compared with, or None."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "opponent", None)
-
-
-class RewardModelJudge:
-    """Judges by a reward model's scores, as it was trained to (Bradley and Terry): `sigmoid(score_2 - score_1)`.
-
-    Texts end with the tokenizer's EOS, as they do in TRL's RewardTrainer. The model is loaded in float32 at the first
-    verdict, on every rank, and not sharded.
-
-    Args:
-        path: Directory or hub name of a sequence-classification model with one label, with its tokenizer.
-        batch_size: Texts in one forward pass.
-    """
-
-    def __init__(self, path: str, batch_size: int = 32) -> None:
-        self.path, self.batch_size = path, batch_size
-        self._loaded: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_loaded": None}
-
-    @torch.no_grad()
-    def __call__(self, prompts: list[str], pairs: list[list[str]]) -> list[float]:
-        """Judge pairs."""
-        texts = [prompt + text for prompt, pair in zip(prompts, pairs, strict=True) for text in pair]
-        # Both orders are asked for, so that every text comes twice.
-        unique = list(dict.fromkeys(texts))
-        scores = dict(zip(unique, self._scores(unique), strict=True))
-        return [
-            1 / (1 + math.exp(min(scores[prompt + first] - scores[prompt + second], 700.0)))
-            for prompt, (first, second) in zip(prompts, pairs, strict=True)
-        ]
-
-    def _scores(self, texts: list[str]) -> list[float]:
-        scorer, tokenizer = self._load()
-        device = next(scorer.parameters()).device
-        end = tokenizer.eos_token or ""
-        whole = [text.removesuffix(end) + end for text in texts]
-        scores: list[float] = []
-        for start in range(0, len(whole), self.batch_size):
-            rows = [tokenizer(text)["input_ids"] for text in whole[start : start + self.batch_size]]
-            width = max(map(len, rows))
-            ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-            lengths = torch.tensor([len(row) for row in rows], device=device)
-            scores += scorer(ids, torch.arange(width, device=device) < lengths[:, None]).tolist()
-        return scores
-
-    def _load(self) -> tuple[Any, Any]:
-        if self._loaded is None:
-            from accelerate import PartialState
-            from transformers import AutoTokenizer
-
-            from rlhf_ppo.models.heads import FrozenScorer
-            from rlhf_ppo.models.loading import load_scalar_model
-
-            model = load_scalar_model(self.path, "preference_model")
-            self._loaded = FrozenScorer(model.to(PartialState().device)), AutoTokenizer.from_pretrained(self.path)
-        return self._loaded
-
-
-class FeedbackJudge:
-    """Judges with AITraining's `human_feedback_fn(prompt, first, second)`: above 0 where the first is better, to 1.
-
-    Args:
-        function: The function; what it returns is cut to [-1, 1], None is a failed verdict.
-    """
-
-    def __init__(self, function: Callable[[str, str, str], float | None]) -> None:
-        self.function = function
-
-    def __call__(self, prompts: list[str], pairs: list[list[str]]) -> list[float | None]:
-        """Judge pairs."""
-        found = [self.function(prompt, *pair) for prompt, pair in zip(prompts, pairs, strict=True)]
-        return [None if value is None else (1 - max(-1.0, min(1.0, value))) / 2 for value in found]
 
 
 def _verdict(value: Any, name: str) -> float | None:

@@ -35,13 +35,13 @@ def resolve_rewards(specs: RewardSpec | Sequence[RewardSpec] | None) -> list[Cal
 
 
 def resolve_reward(spec: RewardSpec) -> Callable[..., Any]:
-    """Turn what a user wrote into a callable with `GRPOTrainer`'s signature.
+    """Turn what a user wrote into a callable with `GRPOTrainer`'s signature, or into a judge.
 
     Args:
         spec: A callable, which comes back as it is; or the name of a built-in or of one of TRL's rewards; or
             `"package.module.function"`; or `"path/file.py:function"`, the path relative to the working directory; or
             `"http://host/path"`, also `https`. Modules are looked for in the working directory too, and what a file
-            imports beside it.
+            imports beside it. An object with TRL's `judge` counts as callable.
 
     Raises:
         TypeError: `spec` is neither callable nor a text, or what it names cannot be called.
@@ -117,7 +117,8 @@ def _function(module: ModuleType, name: str, spec: str) -> Callable[..., Any]:
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ValueError(f"reward_funcs holds {spec!r}, but {module.__file__} has no {name!r}; it has {sorted(own)}")
     function = getattr(module, name)
-    if isinstance(function, type) or not callable(function):
+    is_judge = callable(getattr(function, "judge", None))
+    if isinstance(function, type) or not (callable(function) or is_judge):
         problem = "is a class, not" if isinstance(function, type) else "cannot be called; name"
         raise TypeError(
             f"reward_funcs holds {spec!r}, which is {function!r:.60} and {problem} a function or an object that can "

@@ -16,8 +16,10 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.frozen import at_work
 from rlhf_ppo.models.inputs import transformers_model
 from rlhf_ppo.models.loading import load_reward_model
-from rlhf_ppo.rewards.retokenizing import Retokenizer, shares_tokens, tokenizer_beside
+from rlhf_ppo.rewards.reading import Answer, answers_of, reward_model_ids, shares_tokens, tokenizer_beside
 from rlhf_ppo.rewards.scorer import ScoringBatch
+
+TokenizerFor = Callable[[Answer], PreTrainedTokenizerBase | None]
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class RewardModel:
         scorer: Gives scores `(B,)` of token ids and mask `(B, L)`: a `FrozenScorer`, placed where it runs.
         rows_per_pass: Number of rows in one forward pass.
         autocast: Makes the context of the forward passes.
-        retokenize: Gives the tokens that the model reads; None where it reads the policy's.
+        tokenizers: The policy's tokenizer and the model's own; None where it reads the policy's tokens.
         max_positions: Longest text that the model can place, in its own tokens; None if there is no limit.
         together: Makes a context that raises one process' error on all, as those of sharded models enter each forward
             pass together; every process enters it as often.
@@ -90,15 +92,15 @@ class RewardModel:
         scorer: nn.Module,
         rows_per_pass: int,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-        retokenize: Retokenizer | None = None,
+        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
         max_positions: int | None = None,
         together: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         if rows_per_pass < 1:
             raise ValueError(f"rows_per_pass={rows_per_pass} must be at least 1")
         self.scorer, self.rows_per_pass, self.autocast = scorer, rows_per_pass, autocast
-        self.retokenize, self.max_positions, self.together = retokenize, max_positions, together
-        self.reads_columns = retokenize is not None
+        self.tokenizers, self.max_positions, self.together = tokenizers, max_positions, together
+        self.reads_columns = tokenizers is not None
 
     @torch.no_grad()
     def __call__(self, batch: ScoringBatch) -> Tensor:
@@ -113,13 +115,36 @@ class RewardModel:
         Raises:
             ValueError: The model's score of a row is not finite, or a row is too long in the model's own tokens.
         """
-        ids, mask = batch.query_responses, batch.attention_mask.bool()
-        if self.retokenize is not None:
-            with self.together():
-                ids, mask = self._own_tokens(self.retokenize(batch), ids.device)
+        if self.tokenizers is None:  # as `reward_model_ids` has it, without taking rows apart
+            return self._scores(batch.query_responses, batch.attention_mask.bool())
+        policy_tokenizer, tokenizer = self.tokenizers
+        with self.together():
+            ids, mask = self._padded(answers_of(batch, policy_tokenizer), lambda _: tokenizer)
+        return self._scores(ids.to(batch.query_responses.device), mask.to(batch.query_responses.device))
+
+    @torch.no_grad()
+    def score_answers(self, answers: Sequence[Answer], tokenizer_for: TokenizerFor) -> Tensor:
+        """Score answers one by one, as `__call__` scores a batch.
+
+        Args:
+            answers: `B` answers.
+            tokenizer_for: Gives the model's own tokenizer, or None where it reads the tokens of the policy that gave
+                the answer.
+
+        Returns:
+            Scores, float32 `(B,)`.
+
+        Raises:
+            ValueError: As `__call__`.
+        """
+        device = next(self.scorer.parameters()).device
+        ids, mask = self._padded(answers, tokenizer_for)
+        return self._scores(ids.to(device), mask.to(device))
+
+    def _scores(self, ids: Tensor, mask: Tensor) -> Tensor:
         scores: list[Tensor] = []
         with at_work(self.scorer), self.autocast():
-            for start in range(0, len(batch), self.rows_per_pass):
+            for start in range(0, len(ids), self.rows_per_pass):
                 rows = slice(start, start + self.rows_per_pass)
                 used = mask[rows].any(dim=0)  # columns that are padding in every row of this pass cost time only
                 scores.append(self.scorer(ids[rows][:, used], mask[rows][:, used]))
@@ -135,16 +160,20 @@ class RewardModel:
             )
         return score
 
-    def _own_tokens(self, rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-        for row, ids in enumerate(rows):
+    def _padded(self, answers: Sequence[Answer], tokenizer_for: TokenizerFor) -> tuple[Tensor, Tensor]:
+        rows: list[Tensor] = []
+        for row, answer in enumerate(answers):
+            try:
+                ids = reward_model_ids(answer, tokenizer_for(answer))
+            except ValueError as error:
+                raise ValueError(f"row {row}: {error}") from error
             if self.max_positions is not None and len(ids) > self.max_positions:
                 raise ValueError(
                     f"row {row} has {len(ids)} tokens for the reward model, which has {self.max_positions} positions: "
                     "lower max_prompt_length or response_length"
                 )
-        ids = pad_right([torch.tensor([row], dtype=torch.long) for row in rows])
-        mask = pad_right([torch.ones(1, len(row), dtype=torch.long) for row in rows]).bool()
-        return ids.to(device), mask.to(device)
+            rows.append(torch.tensor([ids], dtype=torch.long))
+        return pad_right(rows), pad_right([torch.ones_like(row) for row in rows]).bool()
 
 
 def _own_tokenizer(

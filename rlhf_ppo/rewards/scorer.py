@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rlhf_ppo.batch import Prompts, Responses
+
 
 @dataclass(frozen=True)
 class ScoringBatch:
@@ -24,12 +26,15 @@ class ScoringBatch:
         attention_mask: True on real tokens of either part, bool `(B, C + T)`.
         response_mask: True on the response's real tokens, the stop token included, bool `(B, T)`.
         columns: The data set's other columns, each a list of `B` values.
+        ended: Whether the response ended by itself, with a stop token or a stop string, bool `(B,)`; the one notion of
+            it, from `rlhf_ppo.generation.sequences.ended`.
     """
 
     query_responses: Tensor
     attention_mask: Tensor
     response_mask: Tensor
     columns: Mapping[str, list[Any]]
+    ended: Tensor
 
     def __post_init__(self) -> None:
         rows, width = self.query_responses.shape
@@ -39,9 +44,17 @@ class ScoringBatch:
             raise ValueError(
                 f"response_mask has shape {tuple(self.response_mask.shape)}, expected ({rows}, at most {width})"
             )
+        if tuple(self.ended.shape) != (rows,):
+            raise ValueError(f"ended has shape {tuple(self.ended.shape)}, expected {(rows,)}")
         for name, values in self.columns.items():
             if len(values) != rows:
                 raise ValueError(f"column {name!r} has {len(values)} values for {rows} rows")
+
+    @classmethod
+    def of(cls, responses: Responses, prompts: Prompts, ended: Tensor) -> ScoringBatch:
+        """Put responses, their prompts' columns and whether they ended together."""
+        tensors = responses.query_responses, responses.attention_mask, responses.response_mask
+        return cls(*tensors, prompts.columns, ended)
 
     def __len__(self) -> int:
         return len(self.query_responses)

@@ -10,6 +10,8 @@ from datasets import Dataset
 
 from rlhf_ppo.cli import evaluate as module
 from rlhf_ppo.cli.evaluate import WinRate, compare, evaluate
+from rlhf_ppo.rewards.judges import RewardModelJudge
+from rlhf_ppo.rewards.reading import Answer
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 
 ROWS = Dataset.from_list([{"prompt": f"w{index}", "answer": str(index)} for index in range(4)])
@@ -19,8 +21,12 @@ def by_length(prompts: Any, completions: Sequence[str], answer: Sequence[str], *
     return [None if wanted == "3" else float(len(text)) for text, wanted in zip(completions, answer, strict=True)]
 
 
+def answers(texts: Sequence[str], tokenizer: Any = None) -> list[Answer]:
+    return [Answer(prompt, text, tokenizer=tokenizer) for prompt, text in zip(ROWS["prompt"], texts, strict=True)]
+
+
 def test_wins_losses_ties_and_failed_verdicts_of_a_reward_function():
-    found = compare(by_length, ROWS, ["long", "s", "same", "x"], ["s", "long", "also", "y"])
+    found = compare(by_length, ROWS, answers(["long", "s", "same", "x"]), answers(["s", "long", "also", "y"]))
 
     assert found == WinRate(wins=1, losses=1, ties=1, failed=1)
     assert str(found) == "Model win rate: 50.00% of 3 (1 ties; 1 failed verdicts)"
@@ -30,7 +36,7 @@ def test_a_coroutine_judges_too():
     async def by_length_later(**columns: Any) -> list[float | None]:
         return by_length(**columns)
 
-    assert compare(by_length_later, ROWS, ["ab"] * 4, ["a"] * 4) == WinRate(3, 0, 0, 1)
+    assert compare(by_length_later, ROWS, answers(["ab"] * 4), answers(["a"] * 4)) == WinRate(3, 0, 0, 1)
 
 
 def test_a_reward_model_prefers_what_it_scores_higher(tmp_path):
@@ -47,10 +53,11 @@ def test_a_reward_model_prefers_what_it_scores_higher(tmp_path):
     ]
     wins = sum(a > b for a, b in zip(*scores, strict=True))
 
-    found = compare(str(tmp_path / "judge"), ROWS, ours, theirs)
+    judge = RewardModelJudge(str(tmp_path / "judge"))
+    found = compare(judge, ROWS, answers(ours), answers(theirs))
 
     assert (found.wins, found.ties, found.failed) == (wins, 1, 0)
-    swapped = compare(str(tmp_path / "judge"), ROWS, theirs, ours)
+    swapped = compare(judge, ROWS, answers(theirs), answers(ours))
     assert (swapped.wins, swapped.losses) == (found.losses, found.wins)
 
 
@@ -77,9 +84,15 @@ def test_two_models_answer_the_same_prompts(places, capsys, monkeypatch):
     monkeypatch.setattr(module, "resolve_reward", lambda spec: count)
     found = evaluate(["--model", "one", "--opponent", "two", "--judge", "length", *SHORT])
 
-    assert asked[0][0] == asked[1][0] == ROWS["prompt"] and asked[0][1] != asked[1][1]
-    assert found.wins == sum(len(a) > len(b) for a, b in zip(asked[0][1], asked[1][1], strict=True))
-    assert "<eos>" not in "".join(asked[0][1]) and max(len(text.split()) for text in asked[0][1]) <= 8
+    ((prompts, texts),) = asked
+    by_prompt = {
+        prompt: [text for asked, text in zip(prompts, texts, strict=True) if asked == prompt] for prompt in prompts
+    }
+    assert list(by_prompt) == ROWS["prompt"] and all(
+        len(pair) == 2 and pair[0] != pair[1] for pair in by_prompt.values()
+    )
+    assert found.wins == sum(len(ours) > len(theirs) for ours, theirs in by_prompt.values())
+    assert "<eos>" not in "".join(texts) and max(len(text.split()) for text in texts) <= 8
     assert capsys.readouterr().out.startswith("Model win rate: ")
 
 

@@ -502,7 +502,7 @@ def test_each_steps_directory_feeds_the_next(workshop):
         with torch.no_grad():
             wanted = trained.model.eval()(input_ids=ids[None]).logits
         mask = torch.ones_like(ids)[None].bool()
-        batch = ScoringBatch(ids[None], mask, mask[:, 2:], {})
+        batch = ScoringBatch(ids[None], mask, mask[:, 2:], {}, mask[:, 0])
         assert abs(ppo.scorer(batch).total.item() - wanted.item()) < 1e-5
 
 

@@ -156,7 +156,7 @@ def test_trl_rewards_score_texts_as_trl_scores_messages(name: str) -> None:
 
 def one_row(**columns: list[Any]) -> ScoringBatch:
     mask = torch.ones(1, 3, dtype=torch.bool)
-    return ScoringBatch(torch.tensor([[5, 6, 7]]), mask, mask[:, :2], columns)
+    return ScoringBatch(torch.tensor([[5, 6, 7]]), mask, mask[:, :2], columns, mask[:, 0])
 
 
 def test_the_column_that_a_trl_reward_lacks_is_named(tokenizer: PreTrainedTokenizerBase) -> None:

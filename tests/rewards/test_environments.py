@@ -10,7 +10,8 @@ import pytest
 from rlhf_ppo.rewards.builtin import Correctness, Default, Formatting, Length
 from rlhf_ppo.rewards.environments import KEYS, make_environment
 from rlhf_ppo.rewards.functions import RewardFunction, function_name
-from rlhf_ppo.rewards.preference import FeedbackJudge, PreferenceReward, RewardModelJudge
+from rlhf_ppo.rewards.judges import FeedbackJudge, RewardModelJudge
+from rlhf_ppo.rewards.preference import PreferenceReward
 
 SCORED = {"prompts": ["a", "b"], "completions": ["Answer: 4", "one two three"], "answer": ["4", "4"]}
 

@@ -36,6 +36,7 @@ def make_batch(**columns: list[Any]) -> ScoringBatch:
         attention_mask=torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool(),
         response_mask=torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 1]]).bool(),
         columns=columns,
+        ended=torch.tensor([True, True, False]),
     )
 
 

@@ -23,7 +23,7 @@ from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.recorded_update import RecordingTrainer, number_of_tokens, share_of_w4, stopping_policy
 from tests.rewards.local_server import Reply, delay, drop, lengths, says, url
-from tests.rewards.test_retokenizing import alone
+from tests.rewards.test_reading import alone
 from tests.runs import QUICK, assert_identical, end_of_run, history, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]

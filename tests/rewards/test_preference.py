@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaForSequenceClassification
 
-from rlhf_ppo.rewards.preference import FeedbackJudge, PreferenceReward, RewardModelJudge
+from rlhf_ppo.rewards.judges import FeedbackJudge, RewardModelJudge
+from rlhf_ppo.rewards.preference import PreferenceReward
 from tests.conftest import make_tokenizer, tiny_scorer
 
 

@@ -87,7 +87,7 @@ def make_batch(pad: int = EOS, left: int = 0, right: int = 0) -> ScoringBatch:
     for row, (prompt, response) in enumerate(ROWS):
         real = slice(context - len(prompt), context + len(response))
         ids[row, real], mask[row, real] = torch.tensor(prompt + response), True
-    return ScoringBatch(ids, mask, mask[:, context:], {})
+    return ScoringBatch(ids, mask, mask[:, context:], {}, torch.ones(len(ROWS)).bool())
 
 
 @torch.no_grad()

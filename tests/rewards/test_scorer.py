@@ -25,7 +25,7 @@ class Fixed:
 
 def make_batch(rows: int = 3, **columns: list[Any]) -> ScoringBatch:
     ids = torch.full((rows, 4), 3)
-    return ScoringBatch(ids, torch.ones(rows, 4).bool(), torch.ones(rows, 2).bool(), columns)
+    return ScoringBatch(ids, torch.ones(rows, 4).bool(), torch.ones(rows, 2).bool(), columns, torch.ones(rows).bool())
 
 
 def test_total_is_the_weighted_sum_over_the_sources_that_scored_the_row() -> None:
@@ -53,7 +53,7 @@ def test_a_row_that_nobody_scored_has_no_total() -> None:
 def test_rewards_per_token_are_added_token_by_token_beside_the_scores() -> None:
     mask = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool()
     ids = torch.full((3, 4), 3)
-    batch = ScoringBatch(ids, torch.ones(3, 4).bool(), mask, {})
+    batch = ScoringBatch(ids, torch.ones(3, 4).bool(), mask, {}, torch.ones(3).bool())
     a, b = Fixed("a", [1.0, NAN, NAN]), Fixed("b", [[1.0, 2.0], [4.0, 99.0], [NAN, NAN]])
     c = Fixed("c", [[0.5, 0.25], [NAN, NAN], [NAN, NAN]])
     scores = Scorer([a, b, c], {"c": 2.0, "b": -1.0, "a": 10.0})(batch)
@@ -249,13 +249,15 @@ def test_answers_that_nobody_came_for_are_given_up(then: str, tokenizer: PreTrai
 
 
 def test_the_batch_checks_its_shapes() -> None:
-    ids, mask = torch.zeros(2, 4).long(), torch.ones(2, 4).bool()
+    ids, mask, ended = torch.zeros(2, 4).long(), torch.ones(2, 4).bool(), torch.ones(2).bool()
     with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 3\), expected \(2, 4\)"):
-        ScoringBatch(ids, mask[:, :3], mask[:, :2], {})
+        ScoringBatch(ids, mask[:, :3], mask[:, :2], {}, ended)
     with pytest.raises(ValueError, match=r"response_mask has shape \(1, 2\)"):
-        ScoringBatch(ids, mask, mask[:1, :2], {})
+        ScoringBatch(ids, mask, mask[:1, :2], {}, ended)
     with pytest.raises(ValueError, match="column 'answer' has 3 values for 2 rows"):
-        ScoringBatch(ids, mask, mask[:, :2], {"answer": [1, 2, 3]})
+        ScoringBatch(ids, mask, mask[:, :2], {"answer": [1, 2, 3]}, ended)
+    with pytest.raises(ValueError, match=r"ended has shape \(1,\), expected \(2,\)"):
+        ScoringBatch(ids, mask, mask[:, :2], {}, ended[:1])
 
 
 def test_prompt_and_response_ids_follow_the_masks() -> None:
@@ -264,6 +266,7 @@ def test_prompt_and_response_ids_follow_the_masks() -> None:
         torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]]).bool(),
         torch.tensor([[1, 1, 0], [1, 1, 1]]).bool(),
         {},
+        torch.ones(2).bool(),
     )
     assert batch.prompt_ids() == [[5], [1, 1]]
     assert batch.response_ids() == [[0, 1], [7, 0, 8]]

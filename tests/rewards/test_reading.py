@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.batch import Prompts, Responses
-from rlhf_ppo.rewards import ScoringBatch
-from rlhf_ppo.rewards.retokenizing import Retokenizer, shares_tokens, tokenizer_beside
+from rlhf_ppo.models.heads import FrozenScorer
+from rlhf_ppo.rewards import RewardModel, ScoringBatch
+from rlhf_ppo.rewards.reading import answers_of, reward_model_ids, shares_tokens, tokenizer_beside
 from tests.conftest import make_tokenizer, tiny_scorer
 from tests.recorded_update import stopping_policy
 from tests.runs import QUICK
@@ -72,13 +73,21 @@ def responses(rows: list[tuple[list[int], list[int]]] = ROWS) -> Responses:
     return Responses(ids, mask, mask[:, context:])
 
 
-def batch(columns: dict[str, list[Any]], rows: Any = ROWS) -> ScoringBatch:
+def batch(columns: dict[str, list[Any]], rows: Any = ROWS, ended: list[bool] | None = None) -> ScoringBatch:
     made = responses(rows)
-    return ScoringBatch(made.query_responses, made.attention_mask, made.response_mask, columns)
+    ended = torch.tensor([response[-1] == EOS for _, response in rows]) if ended is None else torch.tensor(ended)
+    return ScoringBatch(made.query_responses, made.attention_mask, made.response_mask, columns, ended)
 
 
-def encoded(columns: dict[str, list[Any]], rows: Any = ROWS, end: int | None = EOS, **options: Any) -> list[list[int]]:
-    return Retokenizer(make_tokenizer(), character_tokenizer(**options), end)(batch(columns, rows))
+def encoded(
+    columns: dict[str, list[Any]],
+    rows: Any = ROWS,
+    ended: list[bool] | None = None,
+    reader: Any = None,
+    **options: Any,
+) -> list[list[int]]:
+    reader = character_tokenizer(**options) if reader is None else reader
+    return [reward_model_ids(answer, reader) for answer in answers_of(batch(columns, rows, ended), make_tokenizer())]
 
 
 def own_ids(text: str) -> list[int]:
@@ -103,9 +112,9 @@ def test_what_the_policy_cannot_say_is_read_from_the_column() -> None:
     assert encoded({"prompt": ["über w2?", "w5", "w6", "w13"]})[0][:4] == own_ids("Ã¼be")[:4]
 
 
-def test_a_stop_token_that_is_a_word_stays_a_word() -> None:
-    assert encoded({}, end=15)[2] == own_ids(TEXTS[2])
-    assert encoded({}, end=None) == [own_ids(text) for text in TEXTS]
+def test_a_response_that_ended_with_a_word_or_a_stop_string_keeps_it_and_gets_the_eos() -> None:
+    assert encoded({}, ended=[True, True, True, False])[2] == [*own_ids(TEXTS[2]), 1]
+    assert encoded({}, ended=[False] * 4) == [own_ids(text) for text in TEXTS]
 
 
 def test_an_eos_that_the_tokenizer_adds_itself_is_not_doubled() -> None:
@@ -113,14 +122,14 @@ def test_an_eos_that_the_tokenizer_adds_itself_is_not_doubled() -> None:
     adds.backend_tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore
         single="$A </s>", special_tokens=[("</s>", 1)]
     )
-    ids = Retokenizer(make_tokenizer(), adds, EOS)(batch({}))
+    ids = encoded({}, reader=adds)
     assert ids[0] == [*own_ids(TEXTS[0])[1:], 1] and ids[2] == [*own_ids(TEXTS[2])[1:], 1]
 
 
 def test_a_tokenizer_without_eos_appends_nothing() -> None:
     bare = character_tokenizer()
     bare.eos_token = None
-    assert Retokenizer(make_tokenizer(), bare, EOS)(batch({}))[0] == own_ids(TEXTS[0])
+    assert encoded({}, reader=bare)[0] == own_ids(TEXTS[0])
 
 
 CONVERSATIONS: list[Any] = [[{"role": "user", "content": text, "name": None}] for text in PROMPTS]
@@ -145,10 +154,18 @@ def test_a_cut_response_of_nothing_but_special_tokens_is_an_open_turn() -> None:
 
 
 def test_a_conversation_without_a_template_is_an_error_that_names_its_row() -> None:
-    with pytest.raises(ValueError, match="row 1 is a conversation, and the reward model's tokenizer has no chat"):
-        encoded({"prompt": [PROMPTS[0], *CONVERSATIONS[1:]]}, chat_template=None)
-    with pytest.raises(ValueError, match="the reward model's chat template rejects row 0: no"):
-        encoded({"prompt": CONVERSATIONS}, chat_template="{{ raise_exception('no') }}")
+    columns: dict[str, list[Any]] = {"prompt": [PROMPTS[0], *CONVERSATIONS[1:]]}
+    with pytest.raises(
+        ValueError, match="row 1: the prompt is a conversation, and the reward model's tokenizer has no"
+    ):
+        scored_alone(columns, character_tokenizer(chat_template=None))
+    columns = {"prompt": CONVERSATIONS}
+    with pytest.raises(ValueError, match="row 0: the reward model's chat template rejects it: no"):
+        scored_alone(columns, character_tokenizer(chat_template="{{ raise_exception('no') }}"))
+
+
+def scored_alone(columns: dict[str, list[Any]], tokenizer: Any) -> torch.Tensor:
+    return RewardModel(FrozenScorer(character_model()), 2, tokenizers=(make_tokenizer(), tokenizer))(batch(columns))
 
 
 def test_tokenizers_are_the_same_where_the_policys_tokens_have_the_same_ids() -> None:
@@ -211,6 +228,21 @@ def test_it_scores_as_it_does_alone(
     assert list(scores.by_source) == ["reward_model"]
     # The value model cannot be made from a model that does not read the policy's tokens.
     assert cast(Any, trainer.value_model).config.vocab_size == 32
+
+
+def test_a_response_that_ended_at_a_stop_string_is_finished_for_the_model_too(make_trainer: MakeTrainer) -> None:
+    """The third response ends in w12; no other does."""
+    options = {"reward_model": character_model(), "reward_processing_classes": character_tokenizer()}
+    trainer = make_trainer(**QUICK, **options, stop_strings=["w12"])
+    made = responses()
+    whole = [*ENDED[:2], True, False]
+    expected = [alone(character_model(), own_ids(text) + [1] * end) for text, end in zip(TEXTS, whole, strict=True)]
+    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {})
+    assert trainer.score_responses(made, prompts).total.tolist() == pytest.approx(expected, abs=1e-5)
+    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {"prompt": CONVERSATIONS})
+    closed = own_ids("[user]w6 w7 w8[end][assistant]w9 w10 w11 w12[end]")[1:]
+    scores = trainer.score_responses(made, prompts).total.tolist()
+    assert scores[2] == pytest.approx(alone(character_model(), closed), abs=1e-5)
 
 
 def test_a_run_logs_what_the_model_says_of_the_texts_alone(make_trainer: MakeTrainer) -> None:

@@ -1,0 +1,260 @@
+"""Judges: a reward model reads in every role what it reads in training; every kind judges in training and in eval."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rlhf_ppo.batch import Prompts, Responses
+from rlhf_ppo.cli.evaluate import WinRate, evaluate
+from rlhf_ppo.models.heads import FrozenScorer
+from rlhf_ppo.rewards.environments import make_environment
+from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+from tests.rewards.local_server import says, url
+from tests.rewards.test_reading import TEMPLATE
+from tests.runs import QUICK
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], float]:
+    """Every row of real ids that a reward model has read so far, with its score."""
+    rows: dict[tuple[int, ...], float] = {}
+    forward = FrozenScorer.forward
+
+    def note(self: FrozenScorer, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        scores = forward(self, input_ids, attention_mask)
+        for ids, real, score in zip(input_ids, attention_mask, scores, strict=True):
+            rows[tuple(ids[real].tolist())] = score.item()
+        return scores
+
+    monkeypatch.setattr(FrozenScorer, "forward", note)
+    return rows
+
+
+def taken(rows: dict[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
+    found = dict(rows)
+    rows.clear()
+    return found
+
+
+def load_tokenizer(name: str, shared_data: Path) -> Any:
+    if name == "metaspace":
+        tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260K")
+    else:
+        file = str(shared_data / "tokenizer_neox20b" / "tokenizer.json")
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<|endoftext|>", pad_token="<|padding|>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+QUESTIONS = ["Lily and my sister", "Once upon a time", "He said:", "The dog"]
+OURS = [" couldn't find the ball.", " there was a cat", " it was late END", " ran"]
+THEIRS = [" sat down", " a big", " no END", " is"]
+ENDINGS = ["eos", "cut", "stop string", "cut"]
+
+
+def responses(tokenizer: Any, prompts: list[list[int]], texts: list[str]) -> Responses:
+    """What a policy would have said, in its tokens: each text behind its question."""
+    answers = []
+    for question, text, ending in zip(QUESTIONS, texts, ENDINGS, strict=True):
+        ids = tokenizer(question + text)["input_ids"][len(tokenizer(question)["input_ids"]) :]
+        answers.append(ids + [tokenizer.eos_token_id] * (ending == "eos"))
+    context, length = max(map(len, prompts)), max(map(len, answers))
+    ids, mask = torch.zeros(len(prompts), context + length).long(), torch.zeros(len(prompts), context + length).bool()
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        real = slice(context - len(prompt), context + len(answer))
+        ids[row, real], mask[row, real] = torch.tensor(prompt + answer), True
+    return Responses(ids, mask, mask[:, context:])
+
+
+@pytest.mark.parametrize("reader", ["metaspace", "byte-level"])
+@pytest.mark.parametrize("policy", ["metaspace", "byte-level"])
+def test_a_judge_reads_what_the_same_model_reads_in_training(
+    policy: str, reader: str, shared_data: Path, make_trainer: Any, read: Any, tmp_path: Path
+) -> None:
+    """The same ids, the same score: of texts and conversations, ended by EOS, by a stop string, or cut."""
+    tokenizer, own = load_tokenizer(policy, shared_data), load_tokenizer(reader, shared_data)
+    tiny_scorer(vocab_size=len(own), max_position_embeddings=256).save_pretrained(tmp_path / "reward")
+    own.save_pretrained(tmp_path / "reward")
+    config = {"preference_model": str(tmp_path / "reward"), "opponent": "reference", "stop_strings": ["END"]}
+    environment = make_environment("preference_comparison", config)
+    trainer = make_trainer(
+        **QUICK,
+        **environment.settings,
+        model=tiny_policy(vocab_size=len(tokenizer)),
+        value_model=tiny_scorer(vocab_size=len(tokenizer)),
+        processing_class=tokenizer,
+        reward_model=str(tmp_path / "reward"),
+        reward_funcs=environment.reward_funcs,
+        train_dataset=Dataset.from_dict({"prompt": QUESTIONS}),
+    )
+    sources = trainer.scorer.sources
+    conversations = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    prefilled = [[*messages, {"role": "assistant", "content": "Well, my sister"}] for messages in conversations]
+    for column in (QUESTIONS, conversations, prefilled):
+        encoded = trainer._prepared(Dataset.from_dict({"prompt": column}), "d")["input_ids"]
+        ours, theirs = responses(tokenizer, encoded, OURS), responses(tokenizer, encoded, THEIRS)
+        context = ours.context_length
+        prompts = Prompts(ours.query_responses[:, :context], ours.attention_mask[:, :context], {"prompt": column})
+        trainer.scorer.sources, trainer.scorer.names = {"reward_model": sources["reward_model"]}, ["reward_model"]
+        for made in (ours, theirs):
+            trainer.score_responses(made, prompts)
+        in_training = taken(read)
+        trainer.scorer.sources, trainer.scorer.names = {"preference": sources["preference"]}, ["preference"]
+        trainer.score_responses(ours, trainer._opponents.respond(prompts, lambda _, other=theirs: other))
+        judged = taken(read)
+        assert judged.keys() == in_training.keys() and len(judged) == 2 * len(QUESTIONS)
+        assert judged == pytest.approx(in_training, abs=1e-6)
+        if policy != reader:
+            texts = sorted(own.decode(ids[ids[0] == own.bos_token_id :]).strip() for ids in judged)
+            before = {id(QUESTIONS): "", id(conversations): "[user]"}.get(id(column), None)
+            whole = [f"{question}{text}" for question, text in zip(QUESTIONS, OURS, strict=True)]
+            if before == "":
+                assert {whole[0] + own.eos_token, whole[1], whole[2] + own.eos_token} <= set(texts)
+            elif before is None:
+                assert any("Well, my sister couldn't find" in text for text in texts)
+            else:
+                closed = f"[user]{QUESTIONS[2]}[end][assistant]{OURS[2].strip()}[end]"
+                assert closed in {text.replace("[assistant] ", "[assistant]") for text in texts}
+
+
+# ---- Every kind of judge ----
+
+JUDGES = """
+def scores(prompts, completions, completion_ids, **columns):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(columns["topic"])
+    return [float(len(text)) for text in completions]
+
+
+def later(**columns):
+    async def score():
+        return scores(**columns)
+    return score()
+
+
+def pairs(prompts, pairs):
+    return [0.5 if len(one) == len(two) else float(len(two) > len(one)) for one, two in pairs]
+
+
+async def pairs_later(prompts, completions):
+    return pairs(prompts, completions)
+
+
+def feedback(prompt, first, second):
+    return float(len(first) > len(second)) - float(len(first) < len(second))
+
+
+class Judge:
+    def judge(self, prompts, completions, shuffle_order=True):
+        assert not shuffle_order
+        return pairs(prompts, completions)
+
+
+trl = Judge()
+"""
+KINDS = ["judges_here.py:scores", "judges_here.py:later", "judges_here.py:pairs", "judges_here.py:pairs_later"]
+KINDS += ["judges_here.py:feedback", "judges_here.py:trl", "the server"]
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_policy().save_pretrained("one")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained("one")
+    Path("judges_here.py").write_text(JUDGES)
+    rows = [{"prompt": f"w{row}", "topic": str(row), "chosen": "w4 w5 w6"} for row in range(4)]
+    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+CHAT = (
+    "{% for message in messages %}{{ ' w22 ' if message['role'] == 'assistant' else ' w20 ' }}{{ message['content'] }}"
+    " w21 {% endfor %}{% if add_generation_prompt %} w22 {% endif %}"
+)
+OPTIONS = "--model one --opponent-column chosen --dataset_name prompts.jsonl --max-new-tokens 4 --judge".split()
+
+
+def test_what_training_accepts_as_judge_eval_accepts(places: None, server: Any) -> None:
+    """All of these prefer the longer one."""
+    expected = evaluate([*OPTIONS, "judges_here.py:scores"])
+    assert 0 < expected.wins + expected.losses and expected.failed == 0
+    for kind in KINDS:
+        kind = url(server) if kind == "the server" else kind
+        (reward,) = make_environment("preference_comparison", {"judge": kind, "opponent": "dataset"}).reward_funcs
+        rewards = reward(
+            prompts=["p", "q"], completions=["aa", "b"], chosen=["a", "bb"], topic=["", ""], completion_ids=[[1], [1]]
+        )
+        assert rewards == [1.0, -1.0], kind
+        assert evaluate([*OPTIONS, kind]) == expected, kind
+    body = server.requests[-1][1]
+    assert set(body) == {"prompts", "completions", "completion_ids", "columns"} and "topic" in body["columns"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error", "words"),
+    [
+        (says("no", 401), ConnectionError, "answered with the status 401"),
+        (says("[]"), ValueError, "must answer"),
+        (says('{"rewards": ["a", 1, 1, 1, 1, 1, 1, 1]}'), TypeError, "returned 'a'"),
+    ],
+)
+def test_what_a_server_does_wrong_is_said(
+    reply: Any, error: type[Exception], words: str, places: None, server: Any
+) -> None:
+    server.replies = [reply]
+    with pytest.raises(error, match=words):
+        evaluate([*OPTIONS, url(server)])
+
+
+def test_a_conversation_is_judged_through_the_chat_template(places: None, read: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained("one")
+    tiny_scorer().save_pretrained("reward")
+    tokenizer.save_pretrained("reward")
+    rows = [{"prompt": [{"role": "user", "content": f"w{row}"}], "chosen": "w4 w5"} for row in range(3)]
+    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = evaluate([*OPTIONS[:-1], "--judge_model", "reward"])
+    assert isinstance(found, WinRate) and found.failed == 0
+    asked = [
+        tuple(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"])
+        for row in rows
+    ]
+    assert len(read) == 6
+    assert all(sum(ids[: len(prompt)] == prompt for ids in read) == 2 for prompt in asked)
+
+
+def test_numbers_are_checked(places: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        evaluate([*OPTIONS, "length", "--temperature", "0"])
+    assert "temperature=0.0 must be finite and greater than 0" in capsys.readouterr().err
+
+
+def test_an_unknown_opponent_column_is_named_before_anything_is_loaded(places: None) -> None:
+    with pytest.raises(ValueError, match="opponent_column='answer': the data set has only the columns"):
+        evaluate([*OPTIONS, "length", "--opponent-column", "answer", "--model", "nowhere"])
+
+
+def test_a_pairwise_judge_is_told_from_a_reward_function() -> None:
+    from rlhf_ppo.rewards.builtin import Length
+    from rlhf_ppo.rewards.judges import FeedbackJudge, FunctionJudge, as_judge
+
+    def grpo(completions: Any, **_: Any) -> list[float]:
+        return []
+
+    def judge(prompts: Any, completions: Any) -> list[float]:
+        return []
+
+    def trls(prompts: Any, completions: Any, shuffle_order: bool = True) -> list[float]:
+        return []
+
+    assert isinstance(as_judge(grpo), FunctionJudge) and isinstance(as_judge(Length()), FunctionJudge)
+    assert isinstance(as_judge(lambda **_: []), FunctionJudge)
+    assert as_judge(judge) is judge and as_judge(trls) is trls
+    assert isinstance(as_judge(lambda prompt, one, two: 0.0), FeedbackJudge)
