@@ -65,6 +65,5 @@ if __name__ == "__main__":
 
     scorers = load_scorers(script_args, training_args, model_args)
     trainer = ppo_trainer(script_args, training_args, model_args, train_dataset, eval_dataset, **scorers)
-    train_and_save(trainer, script_args.dataset_name)
-    trainer.generate_completions()
+    train_and_save(trainer, script_args.dataset_name, show_samples=True)
     PartialState().destroy_process_group()

@@ -63,6 +63,11 @@ class Prompts:
         columns = {name: list(values) for name, values in batch.items() if name not in ("input_ids", "attention_mask")}
         return cls(ids[:, -longest:], mask[:, -longest:], columns)
 
+    def first(self, num_rows: int) -> Prompts:
+        """Return the first rows."""
+        columns = {name: values[:num_rows] for name, values in self.columns.items()}
+        return Prompts(self.input_ids[:num_rows], self.attention_mask[:num_rows], columns)
+
 
 @dataclass(frozen=True)
 class Responses:

@@ -136,7 +136,7 @@ class PPOConfig(RejectsRemoved, EngineArguments, TrainingArguments):
         "With DeepSpeed ZeRO-3, gather the policy's weights for generation: faster, but the whole policy must fit on "
         "one device.",
     )
-    num_sample_generations: int = _option(10, "How often to print a table of samples in the run; 0: never.")
+    num_sample_generations: int = _option(10, "How many tables of samples to print, evenly over the run; 0: none.")
 
     # --- Reward ---
     # HfArgumentParser reads the second of several types from the command line.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import torch
@@ -48,11 +48,12 @@ def prepare_prompts(
     Raises:
         TypeError: `dataset` is none of these kinds.
         ValueError: No column holds prompts, no row is left, or a row is neither text nor conversation nor ids, is
-            empty, ends in EOS, holds an id that the policy does not have, or is a conversation for which there is no
-            chat template; names the row, counted from 0.
+            empty, is a text that ends in EOS, holds an id that the policy does not have, or is a conversation for
+            which there is no chat template; names the row, counted from 0. `input_ids` that end in EOS are one warning
+            with their number.
     """
     encode = PromptEncoder(tokenizer, name, vocab_size)
-    fits = _LengthFilter(name, max_prompt_length)
+    fits = _LengthFilter(name, max_prompt_length, cast("int | None", tokenizer.eos_token_id))
     if isinstance(dataset, datasets.Dataset):
         return _prepare_dataset(dataset, encode, fits, num_proc)
     if isinstance(dataset, datasets.IterableDataset):
@@ -65,6 +66,7 @@ def prepare_prompts(
     rows = [encode.row(dataset[index], index) for index in range(len(dataset))]
     kept = [row for row in rows if fits(row["input_ids"])]
     fits.report(len(rows), len(kept))
+    fits.report_ended(sum(fits.has_ended(row["input_ids"]) for row in kept), len(kept))
     return kept
 
 
@@ -138,11 +140,13 @@ def left_padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
 
 @dataclass
 class _LengthFilter:
-    """Tells which prompts are short enough, and logs how many were not."""
+    """Tells which prompts are short enough, and logs how many were not; and how many of those kept end in EOS."""
 
     name: str
     max_length: int | None
+    eos_token_id: int | None
     dropped: int = field(default=0, init=False)
+    ended: int = field(default=0, init=False)
 
     def __call__(self, ids: Sequence[int]) -> bool:
         return self.max_length is None or len(ids) <= self.max_length
@@ -153,7 +157,26 @@ class _LengthFilter:
         self.dropped += not fits
         if not fits and self.dropped & (self.dropped - 1) == 0:
             logger.warning(f"{self.name}: dropped {self.dropped} prompts longer than {self.max_length} tokens so far")
+        if fits and self.has_ended(ids):
+            self.ended += 1
+            if self.ended == 1:
+                self._warn_of_ended("a prompt of the stream; there may be more")
         return fits
+
+    def has_ended(self, ids: Sequence[int]) -> bool:
+        """Tell whether a prompt ends in EOS."""
+        return self.eos_token_id is not None and ids[-1] == self.eos_token_id
+
+    def report_ended(self, num_ended: int, num_rows: int) -> None:
+        """Warn once if prompts end in EOS."""
+        if num_ended > 0 and PartialState().is_main_process:
+            self._warn_of_ended(f"{num_ended} of {num_rows} prompts")
+
+    def _warn_of_ended(self, which: str) -> None:
+        logger.warning(
+            f"{self.name}: the input_ids of {which} end in the EOS token ({self.eos_token_id}), after which a model "
+            "has learned to say nothing; leave EOS out of prompts"
+        )
 
     def report(self, num_rows: int, num_kept: int) -> None:
         """Log how many of `num_rows` prompts were dropped; raise a ValueError if none is left."""
@@ -203,6 +226,10 @@ def _prepare_dataset(
         if fits.max_length is not None:
             kept = prompts.filter(fits, input_columns="input_ids", num_proc=num_proc, desc=f"Measuring {encode.name}")
     fits.report(len(prompts), len(kept))
+    if "input_ids" in dataset.column_names:  # texts were refused
+        batches = kept.select_columns("input_ids").iter(1000)
+        num_ended = sum(fits.has_ended(ids) for batch in batches for ids in cast(Any, batch)["input_ids"])
+        fits.report_ended(num_ended, len(kept))
     return kept
 
 

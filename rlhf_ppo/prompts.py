@@ -36,7 +36,7 @@ class PromptEncoder:
         """Return the new columns of a row: `input_ids`, and `prompt` where the prompt is in `text`."""
         column = prompt_column(row, self.name)
         ids = self._declared(row, index) if column == "input_ids" else self._tokenized(row[column], index)
-        self._check(ids, index)
+        self._check(ids, index, is_text=column != "input_ids")
         return {"input_ids": ids} | ({"prompt": row["text"]} if column == "text" else {})
 
     def _declared(self, row: Mapping[str, Any], index: int) -> list[int]:
@@ -77,10 +77,10 @@ class PromptEncoder:
             raise ValueError(f"row {index} of {self.name}: the chat template rejects it: {error}") from error
         return _as_list(cast(Mapping[str, Any], encoded)["input_ids"])
 
-    def _check(self, ids: list[int], index: int) -> None:
+    def _check(self, ids: list[int], index: int, is_text: bool) -> None:
         if not ids:
             self._fail(index, "is empty", "drop such rows; input_ids=[bos_token_id] asks for a response to nothing")
-        if ids[-1] == self.tokenizer.eos_token_id:
+        if is_text and ids[-1] == self.tokenizer.eos_token_id:
             fix = "leave EOS out of the prompt; a chat template must end in the opening of the assistant's turn"
             self._fail(index, f"ends in the EOS token ({ids[-1]}), after which nothing is to be said", fix)
         outside = min(ids) if min(ids) < 0 else max(ids)

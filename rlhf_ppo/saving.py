@@ -24,6 +24,7 @@ from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.inputs import is_peft_model
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.reporting.metrics import MetricWindow
+from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.reporting.run_card import WritesRunCard
 
 logger = get_logger(__name__)
@@ -105,6 +106,8 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy (or its adapter) and the tokenizer, loadable with `from_pretrained`, under every launcher.
 
+        Then say in one line where policy, curves and samples are, where progress is shown.
+
         Args:
             output_dir: Where to; `args.output_dir` when None.
         """
@@ -113,6 +116,9 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
             # Trainer writes nothing here for sharded checkpoints
             self._save(output_dir, state_dict=cast(Any, self.accelerator.get_state_dict(self.model_wrapped)))
         super().save_model(output_dir, _internal_call)
+        if not _internal_call and self.is_world_process_zero() and not self.args.disable_tqdm:
+            own = cast(str, self.args.output_dir)
+            print(where_results_are(own if output_dir is None else output_dir, own))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         directory = cast(str, self.args.output_dir if output_dir is None else output_dir)

@@ -10,7 +10,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -50,6 +50,8 @@ class PPOSeams(SavesPolicyAndValue):
         self._metrics: dict[str, float] = {}
         self._num_response_tokens = 0
         self._updates_per_epoch = 1
+        self._latest_prompts: Prompts | None = None
+        self._learns_now = True
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         if plugin is None:
             return
@@ -211,7 +213,8 @@ class PPOSeams(SavesPolicyAndValue):
         for batch in itertools.chain(first, batches):
             if len(batch["input_ids"]) == self.args.local_batch_size:  # a stream may end in a part of a batch
                 num_batches += 1
-                yield Prompts.from_collated(batch, self.args.device)
+                self._latest_prompts = Prompts.from_collated(batch, self.args.device)
+                yield self._latest_prompts
         if num_batches == 0:
             logger.warning(f"The data gave no full batch in pass {epoch}; training stops.")
             self.control.should_training_stop = True
@@ -291,11 +294,20 @@ class PPOSeams(SavesPolicyAndValue):
         """Give the prepared model, or, before training, the plain one with all its parameters on this device."""
         model = cast(torch.nn.Module, self.model_wrapped)
         self._engine.policy_changed()  # the best checkpoint may have been loaded, or the caller changed it
-        if isinstance(model, PolicyAndValue) and not isinstance(model, FSDPModule):
-            with gathered(model.parameters()):
-                yield model.to(self.args.device)
-        else:
-            yield model
+        self._learns_now = False
+        try:
+            if isinstance(model, PolicyAndValue) and not isinstance(model, FSDPModule):
+                with gathered(model.parameters()):
+                    yield model.to(self.args.device)
+            else:
+                yield model
+        finally:
+            self._learns_now = True
+
+    def _moment(self) -> str:
+        """Say for an error what the models run for."""
+        done = self.state.global_step
+        return f"update {done + 1}" if self._learns_now else f"evaluation after update {done}"
 
     def _autocast(self) -> AbstractContextManager[None]:
         return self.accelerator.autocast()
@@ -308,12 +320,25 @@ class PPOSeams(SavesPolicyAndValue):
     def _get_state(self) -> PPOTrainerState:
         return self.state
 
-    def _evaluation_batches(self) -> Iterator[Mapping[str, Any]]:
-        names = list(self.eval_dataset) if isinstance(self.eval_dataset, dict) else [None]
-        for name in names:
-            yield from self.get_eval_dataloader(name)
-
     # ---- Logging ----
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log the first and the last update also where `logging_steps` would not, unless nothing is to be logged."""
+        if self.state.global_step in (1, self.state.max_steps) and self._has_unlogged_updates():
+            self.control.should_log = True
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _log_what_is_left(self, *args: Any, **kwargs: Any) -> None:
+        """Log the last updates of a run that ended early.
+
+        Its checkpoint was written before and does not know: a resumed run logs what one that never stopped does.
+        """
+        if self._has_unlogged_updates():
+            self.control.should_log, self.control.should_evaluate, self.control.should_save = True, False, False
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _has_unlogged_updates(self) -> bool:
+        return self.args.logging_strategy != "no" and self.state.global_step > self._globalstep_last_logged
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and add the PPO metrics of the updates since the last training log.

@@ -35,13 +35,14 @@ from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import PromptCollator, check_lengths
 from rlhf_ppo.distributed import failing_together, gather_over_ranks, on_whole_policy, place_frozen, sum_over_ranks
-from rlhf_ppo.evaluation.completions import print_table, report_table, sample_rows, table_of
 from rlhf_ppo.forecast import announce
 from rlhf_ppo.generation.choosing import make_engine
-from rlhf_ppo.generation.engine import greedy_config, sampling_config
+from rlhf_ppo.generation.engine import sampling_config
+from rlhf_ppo.generation.nonfinite import naming_the_model
 from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.sequences import join_responses
 from rlhf_ppo.learning import LossParts, can_learn_in_turn, learn_in_turn, policy_term, value_term
+from rlhf_ppo.models.overflow import detecting_overflow
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
@@ -58,16 +59,16 @@ from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
 from rlhf_ppo.rewards.shaping import ScoreMoments, shape_scores, whole_scores
+from rlhf_ppo.samples import PrintsSamples
 from rlhf_ppo.seams import PPOSeams, length, num_processes
 from rlhf_ppo.termination import StopsOnSigterm
 
 if TYPE_CHECKING:
-    import pandas as pd
     from peft import PeftConfig
     from transformers import GenerationConfig
 
 
-class PPOTrainer(PPOSeams):
+class PPOTrainer(PPOSeams, PrintsSamples):
     """Train a language model with PPO (Schulman et al., arXiv 1707.06347) against a reward, under a KL penalty.
 
     One Trainer step is one PPO update: generate `per_device_train_batch_size * gradient_accumulation_steps` responses
@@ -195,7 +196,7 @@ class PPOTrainer(PPOSeams):
         set_seed(self.args.seed, device_specific=True)
         self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
         self._logged.forget()
-        with self._sigterm.listening():
+        with self._sigterm.listening(), detecting_overflow(self.model, self.args):
             return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def _inner_training_loop(
@@ -209,13 +210,13 @@ class PPOTrainer(PPOSeams):
         args = self.args
         model, loader, epochs, num_skipped = self._set_up_training(resume_from_checkpoint, trial)
         start, episodes_before = time.time(), self.state.episode
-        grad_norm, learning_rate = None, None
+        grad_norm, learning_rate, epoch = None, None, 0
 
-        def finish(event: str, epoch: int) -> None:
-            self._fire(event)
-            self._maybe_log_save_evaluate(
-                self._tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start, learning_rate
-            )
+        def finish(event: str | None = None) -> None:
+            report = self._log_what_is_left if event is None else self._maybe_log_save_evaluate
+            if event is not None:
+                self._fire(event)
+            report(self._tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start, learning_rate)
 
         self._fire("on_train_begin")
         if args.eval_on_start:
@@ -230,15 +231,16 @@ class PPOTrainer(PPOSeams):
                 learning_rate = self._get_learning_rate()
                 self._advance_step(learning_rate, (start, episodes_before))
                 self._sample_completions_if_due()
-                finish("on_step_end", epoch)
+                finish("on_step_end")
                 if self.control.should_epoch_stop or self.control.should_training_stop:
                     break
             num_skipped, resume_from_checkpoint = 0, None
             if not self.control.should_training_stop:
                 self._advance_epoch(epoch)
-            finish("on_epoch_end", epoch)
+            finish("on_epoch_end")
             if self.control.should_training_stop:
                 break
+        finish()
         return self._finalize_training(trial, self.state.max_steps * cast(int, args.batch_size), start)
 
     # ---- Rollout ----
@@ -296,9 +298,13 @@ class PPOTrainer(PPOSeams):
 
         Returns:
             `B` responses behind their prompts.
+
+        Raises:
+            NonFiniteLogitsError: The policy's logits are NaN or infinite.
         """
         check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._max_positions)
-        with self._autocast():
+        role = "policy" if policy is self.policy_model else "reference"
+        with failing_together(self.accelerator), naming_the_model(policy, role, self._moment()), self._autocast():
             ids, logprobs = self._engine.sample(policy, prompts, config)
         return join_responses(prompts, ids, self.tokens.stop, self.tokens.pad, self.tokens.stop_strings, logprobs)
 
@@ -504,7 +510,7 @@ class PPOTrainer(PPOSeams):
         loss = policy_loss + value_loss
         return (loss, (output, policy_parts, value_parts)) if return_outputs else loss
 
-    # ---- Evaluation and samples ----
+    # ---- Evaluation ----
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -551,44 +557,6 @@ class PPOTrainer(PPOSeams):
         metrics = evaluation_metrics(columns, metric_key_prefix)
         extra = {f"{metric_key_prefix}_{name}": value for name, value in self._metrics_of_reward_functions().items()}
         return EvalLoopOutput(None, None, metrics | extra, len(columns["scores"]))  # pyright: ignore
-
-    @torch.no_grad()
-    def generate_completions(self, sampling: bool = False) -> pd.DataFrame | None:
-        """Respond greedily to evaluation prompts; show the table and send it to the trackers in `report_to`.
-
-        Args:
-            sampling: Whether to stop after one batch.
-
-        Returns:
-            One row per prompt: query, model response, score, and each reward when there are several. None without an
-            evaluation data set.
-        """
-        if self.eval_dataset is None:
-            return None
-        rows: list[dict[str, Any]] = []
-        with isolated_rng(self.args.seed), self._runnable_model() as model:
-            for batch in self._evaluation_batches():
-                prompts = Prompts.from_collated(batch, self.args.device)
-                responses = self._generate(model, prompts, greedy_config(self.args, self.tokens.stop))
-                prompts = self._with_opponents(model, prompts)
-                scores = self.score_responses(responses, prompts)
-                table = sample_rows(self._tokenizer, prompts, responses, scores, self._logged.drain_columns())
-                rows += cast(Any, self.accelerator.gather_for_metrics(table, use_gather_object=True))
-                if sampling:
-                    break
-        self._metrics_of_reward_functions()
-        table = table_of(rows, self.scorer.names)
-        if self.is_world_process_zero():
-            print_table(table)
-            report_table(table, self)
-        return table
-
-    def _sample_completions_if_due(self) -> None:
-        num_samples = self.args.num_sample_generations
-        if num_samples > 0:
-            every = max(1, self.state.max_steps // num_samples)
-            if (self.state.global_step - 1) % every == 0:
-                self.generate_completions(sampling=True)
 
     def _prepared(self, dataset: Any, name: str) -> Any:
         return prepare_checked(

@@ -29,7 +29,7 @@ FLOORS = (
         "validation",
     },
     {"checkpoints", "data", "distributed", "evaluation", "generation", "models", "reporting", "rewards"},
-    {"assembly", "forecast", "learning", "saving", "seams", "termination", "trainer"},
+    {"assembly", "forecast", "learning", "samples", "saving", "seams", "termination", "trainer"},
     {"cli", "demo"},
     {"__main__"},
 )

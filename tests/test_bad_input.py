@@ -30,6 +30,11 @@ def rows_with(bad: list[int], at: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
+def texts_with(bad: str, at: int) -> Dataset:
+    """A hundred good texts, but for one."""
+    return Dataset.from_dict({"prompt": [bad if row == at else "w1 w2" for row in range(100)]})
+
+
 def bare_tokenizer() -> Any:
     tokenizer = make_tokenizer(pad_token=None)
     tokenizer.eos_token = None
@@ -103,11 +108,11 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError, "row 1 of train_dataset is empty",
     ),
     "a prompt that ends in EOS, in the first row": (
-        lambda: {"train_dataset": rows_with([5, 1], at=0)},
+        lambda: {"train_dataset": texts_with("w1 <eos>", at=0)},
         ValueError, r"row 0 of train_dataset ends in the EOS token \(1\)",
     ),
     "a prompt that ends in EOS, in the last row": (
-        lambda: {"train_dataset": rows_with([5, 1], at=99)},
+        lambda: {"train_dataset": texts_with("w1 <eos>", at=99)},
         ValueError, r"row 99 of train_dataset ends in the EOS token \(1\)",
     ),
     "a prompt that is too long for the model": (
@@ -138,7 +143,8 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError, "the training set has no length, so max_steps or total_episodes must be set",
     ),
     "an evaluation prompt that ends in EOS": (
-        lambda: {"eval_dataset": rows_with([5, 1], at=99)}, ValueError, "row 99 of eval_dataset ends in the EOS token"
+        lambda: {"eval_dataset": texts_with("w1 <eos>", at=99)},
+        ValueError, "row 99 of eval_dataset ends in the EOS token",
     ),
     "an evaluation prompt that is too long": (
         lambda: {"eval_dataset": rows_with([5] * 61, at=7)}, ValueError, "take 65 positions, but the model has 64"

@@ -134,6 +134,19 @@ def test_prompts_beyond_the_maximum_are_dropped_with_all_their_columns(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_ids_that_end_in_eos_are_one_warning_with_their_number(
+    kind: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"input_ids": ids} for ids in ([3, EOS], [3], [3, EOS, 4], [4, 5, EOS], [EOS], [3, 4, 5, 6, EOS])]
+    with caplog.at_level(logging.WARNING):
+        kept = list(prepare(KINDS[kind](rows), tokenizer, max_prompt_length=4))
+    assert [row["input_ids"] for row in kept] == [row["input_ids"] for row in rows[:-1]]  # the last is too long
+    [said] = [record.getMessage() for record in caplog.records if "EOS" in record.getMessage()]
+    count = "a prompt of the stream; there may be more" if kind in STREAMS else "3 of 5 prompts"
+    assert f"train_dataset: the input_ids of {count} end in the EOS token (1)" in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("position", [0, 6, 9])
 @pytest.mark.parametrize(("bad", "says"), [("", "is empty"), ("w1 <eos>", "EOS")])
 def test_any_row_is_checked_and_named_by_its_place_in_the_given_data(

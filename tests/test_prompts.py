@@ -145,12 +145,14 @@ def test_empty_prompts_are_refused(row: dict[str, Any]) -> None:
         ({"input_ids": [3, 9, 4]}, "token id 9, outside the policy's 9 ids"),
         ({"input_ids": [PAD, 3]}, "pad token (0)"),
         ({"input_ids": [3, PAD]}, "pad token (0)"),
-        ({"input_ids": [3, EOS]}, "EOS token (1)"),
-        ({"input_ids": [3, EOS, PAD], "attention_mask": [1, 1, 0]}, "EOS token (1)"),
     ],
 )
 def test_refused_rows_name_the_row_and_the_problem(row: dict[str, Any], says: str) -> None:
     assert says in refused(row, vocab_size=9)
+
+
+def test_ids_may_end_in_eos_where_a_text_may_not() -> None:
+    assert encode({"input_ids": [3, EOS, PAD], "attention_mask": [1, 1, 0]})["input_ids"] == [3, EOS]
 
 
 def test_the_highest_id_of_the_vocabulary_is_accepted() -> None:

@@ -50,6 +50,7 @@ def some_rows(completion_ids: list[list[int]], **columns: Any) -> list[float | N
     return [None if ids[0] % 5 == 0 else float(ids[0] % 7) for ids in completion_ids]
 
 
+TRAINING_SAMPLES = {"eval_dataset": lambda: None, "num_sample_generations": 3}
 SAMPLED = {"eval_strategy": "steps", "eval_steps": 2, "num_sample_generations": 4}
 PLATEAU = {
     "lr_scheduler_type": "reduce_lr_on_plateau",
@@ -74,6 +75,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, int]]] = {
     "between a checkpoint and the next sample table": (SAMPLED, ("on_save", 1)),
     "between a sample table and its checkpoint": (SAMPLED, ("on_step_end", 2)),
     "between evaluations": (SAMPLED, ("on_step_begin", 3)),
+    "with samples of training prompts": (TRAINING_SAMPLES, ("on_step_begin", 1)),
+    "with samples of a stream's prompts": ({**TRAINING_SAMPLES, "train_dataset": stream}, ("on_step_begin", 2)),
     "with evaluations at the end of epochs": ({"eval_strategy": "epoch"}, ("on_step_begin", 3)),
     "on a stream": ({"train_dataset": stream}, ("on_step_begin", 1)),
     "on a stream, in its second pass": ({"train_dataset": stream}, ("on_step_begin", 3)),
@@ -129,14 +132,15 @@ def test_resumed_run_equals_one_that_never_stopped(case: str, new_run: Callable[
     assert resumed._initial_global_step > 0  # it did not start anew
 
 
+@pytest.mark.parametrize("logging", [1, 4])
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
-def test_run_stopped_by_a_callback_goes_on_where_it_stopped(strategy: str, new_run: Any) -> None:
+def test_run_stopped_by_a_callback_goes_on_where_it_stopped(strategy: str, logging: int, new_run: Any) -> None:
     class StopAfter(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = control.should_training_stop or state.global_step == 3
 
-    overrides = {"save_strategy": strategy}
-    trainer = new_run({"save_strategy": "no"})
+    overrides = {"save_strategy": strategy, "logging_steps": logging}
+    trainer = new_run({**overrides, "save_strategy": "no"})
     trainer.train()
     stopped = new_run(overrides, StopAfter())
     assert stopped.train().global_step == 3

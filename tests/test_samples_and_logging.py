@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import pandas as pd
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.evaluation.test_completions import wandb_history, wandb_records, wandb_tables
-from tests.runs import QUICK, RecordingTrainer, assert_identical
+from tests.runs import QUICK, RecordingTrainer, assert_identical, end_of_run, history, record_rollouts
 
 MakeTrainer = Callable[..., PPOTrainer]
 PROMPTS = Dataset.from_list(prompt_rows(5, seed=1))
@@ -31,6 +35,60 @@ METRICS = {
 
 
 # ---- The log ----
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = control.should_training_stop or state.global_step == self.step
+
+
+@pytest.mark.parametrize(
+    ("settings", "logged"),
+    [
+        ({"logging_steps": 10}, [1, 5]),
+        ({"logging_steps": 2}, [1, 2, 4, 5]),
+        ({"logging_steps": 10, "total_episodes": 2}, [1]),
+        ({"logging_steps": 10, "max_steps": 4, "total_episodes": None}, [1, 4]),
+        ({"logging_steps": 10, "callbacks": [StopAfter(3)]}, [1, 3]),
+        ({"logging_steps": 3, "callbacks": [StopAfter(3)]}, [1, 3]),
+        ({"logging_strategy": "epoch"}, [1, 5]),
+        ({"logging_strategy": "no"}, []),
+        ({"logging_strategy": "no", "callbacks": [StopAfter(3)]}, []),
+    ],
+)
+def test_the_first_and_the_last_update_of_any_run_are_logged(
+    settings: dict[str, Any], logged: list[int], make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(**{**QUICK, "total_episodes": 10, **settings})
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in logs] == logged
+    assert all(entry.keys() == METRICS | {"step"} for entry in logs)
+
+
+def test_sigterm_ends_in_a_log_that_the_resumed_run_does_not_repeat(make_trainer: MakeTrainer) -> None:
+    """The stopped run logs its last update; the checkpoint is that of a run that goes on."""
+
+    def run(*callbacks: TrainerCallback, **settings: Any) -> PPOTrainer:
+        given = {**QUICK, "total_episodes": 12, "logging_steps": 4, "callbacks": list(callbacks), **settings}
+        return make_trainer(**given)
+
+    class Sigterm(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    whole, stopped = run(), run(Sigterm(), save_strategy="steps", save_steps=50)
+    whole.train()
+    stopped.train()
+    assert [entry["step"] for entry in stopped.state.log_history if "loss" in entry] == [1, 3]
+    resumed = run(save_strategy="steps", save_steps=50)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._initial_global_step == 3
+    assert_identical(history(resumed), history(whole))
 
 
 def test_every_log_holds_every_metric_as_a_finite_number(make_trainer: MakeTrainer) -> None:
@@ -70,7 +128,8 @@ def test_what_reward_functions_log_is_averaged_over_calls(make_trainer: MakeTrai
 
     trainer = make_trainer(**QUICK, reward_funcs=logging, logging_steps=3)
     trainer.train()
-    assert trainer.state.log_history[0]["reward/first"] == pytest.approx(12.0)  # mean of 2, 12 and 22
+    logged = [entry["reward/first"] for entry in trainer.state.log_history if "reward/first" in entry]
+    assert logged == pytest.approx([2.0, 17.0])  # the first update, and the mean of 12 and 22
 
 
 def test_what_a_reward_function_logs_once_is_logged_once(make_trainer: MakeTrainer) -> None:
@@ -126,7 +185,7 @@ def test_an_offline_run_of_wandb_holds_metrics_samples_and_its_name(
     entropies = [row["train/objective/entropy"] for row in history if "train/objective/entropy" in row]
     assert entropies == pytest.approx([entry["objective/entropy"] for entry in trainer.state.log_history[:3]])
     tables = wandb_tables(run_dir)
-    assert len(tables) == 3 and tables[0]["columns"] == ["query", "model response", "score"]
+    assert len(tables) == 2 and tables[0]["columns"] == ["query", "model response", "score"]
     assert len(tables[0]["data"]) == 5
     runs = [Record.FromString(data).run for data in wandb_records(next(run_dir.glob("*.wandb")))]
     assert {run.display_name for run in runs if run.display_name} == {run_name or "experiment__3"}
@@ -143,7 +202,7 @@ def tables_of(make_trainer: MakeTrainer, **overrides: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     ("num_samples", "updates", "due"),
-    [(0, 4, []), (1, 4, [1]), (2, 4, [1, 3]), (4, 4, [1, 2, 3, 4]), (10, 4, [1, 2, 3, 4]), (2, 6, [1, 4])],
+    [(0, 4, []), (1, 4, [4]), (2, 4, [1, 4]), (4, 4, [1, 2, 3, 4]), (10, 4, [1, 2, 3, 4]), (3, 6, [1, 3, 6])],
 )
 def test_tables_are_spread_over_the_run(
     num_samples: int, updates: int, due: list[int], make_trainer: MakeTrainer
@@ -152,9 +211,75 @@ def test_tables_are_spread_over_the_run(
     assert tables_of(make_trainer, **run) == due
 
 
-def test_without_an_evaluation_set_there_is_no_table(make_trainer: MakeTrainer) -> None:
-    assert tables_of(make_trainer, num_sample_generations=3) == []
-    assert make_trainer(**QUICK).generate_completions() is None
+def stream() -> IterableDataset:
+    return Dataset.from_list(prompt_rows(8)).to_iterable_dataset().shuffle(seed=1, buffer_size=4)
+
+
+def test_without_an_evaluation_set_the_first_training_prompts_are_answered(
+    make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(RecordingTrainer, **{**QUICK, "num_sample_generations": 2, "per_device_eval_batch_size": 3})
+    first = [row["input_ids"] for row in cast(Any, trainer.train_dataset).select(range(3))]
+    table = cast(Any, trainer.generate_completions())
+    assert list(table["query"]) == make_tokenizer().batch_decode(first, skip_special_tokens=True)
+    trainer.train()
+    assert sorted(cast(RecordingTrainer, trainer).tables) == [0, 1, 3]
+    printed = capsys.readouterr().out
+    assert "After update 3: training prompts" in printed and "held-out" not in printed
+    saved = Path(trainer.args.output_dir, "_samples")
+    assert sorted(file.name for file in saved.iterdir()) == [f"update-0000{step}.csv" for step in (0, 1, 3)]
+    assert list(pd.read_csv(saved / "update-00003.csv")["query"]) == list(table["query"])
+
+
+def test_the_title_says_that_prompts_were_held_out(
+    make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_trainer(**QUICK, eval_dataset=PROMPTS).generate_completions()
+    assert "After update 0: held-out prompts" in capsys.readouterr().out
+
+
+def test_a_stream_s_latest_prompts_are_answered(make_trainer: MakeTrainer) -> None:
+    settings = {**QUICK, "train_dataset": stream(), "total_episodes": 8, "num_sample_generations": 4}
+    trainer = cast(RecordingTrainer, make_trainer(RecordingTrainer, **settings))
+    assert trainer.generate_completions() is None
+    rollouts = record_rollouts(trainer)
+    trainer.train()
+    tokenizer = make_tokenizer()
+    for step, rollout in enumerate(rollouts, start=1):
+        length = rollout.query_responses.shape[1] - rollout.response_mask.shape[1]
+        prompts = zip(rollout.query_responses[:, :length], rollout.attention_mask[:, :length], strict=True)
+        texts = [tokenizer.decode(ids[real], skip_special_tokens=True) for ids, real in prompts]
+        assert list(trainer.tables[step]["query"]) == texts
+
+
+@pytest.mark.parametrize("train_dataset", [None, stream], ids=["rows", "stream"])
+def test_tables_of_training_prompts_change_nothing_in_the_run(train_dataset: Any, make_trainer: MakeTrainer) -> None:
+    data = {} if train_dataset is None else {"train_dataset": train_dataset()}
+    ends = []
+    for number in (0, 10):
+        settings = {**QUICK, **data, "total_episodes": 12, "num_sample_generations": number, "reward_funcs": draws}
+        trainer = make_trainer(**settings)
+        trainer.train()
+        ends.append(end_of_run(trainer))
+    assert_identical(*ends)
+
+
+def draws(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """A reward that takes a random number of training's."""
+    return [ids.count(7) + float(torch.rand(())) for ids in completion_ids]
+
+
+def test_a_run_says_in_one_last_line_where_its_results_are(
+    make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    settings = {**QUICK, "save_strategy": "steps", "num_sample_generations": 1, "disable_tqdm": False}
+    trainer = make_trainer(**settings)
+    trainer.train()
+    assert "The policy is in" not in capsys.readouterr().out  # checkpoints are none of the user's
+    trainer.save_model(str(tmp_path / "policy"))
+    own = trainer.args.output_dir
+    line = f"The policy is in {tmp_path / 'policy'}; its curves: `rlhf-ppo plot {own}`; its samples: {own}/_samples."
+    assert capsys.readouterr().out.splitlines() == [line]
 
 
 def test_table_shows_greedy_answers_and_their_scores(

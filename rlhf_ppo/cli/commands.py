@@ -54,8 +54,7 @@ def train(argv: Sequence[str] | None = None) -> PPOTrainer:
         reward_funcs=script_args.reward_funcs,
         **scorers,
     )
-    train_and_save(trainer, script_args.dataset_name)
-    trainer.generate_completions()
+    train_and_save(trainer, script_args.dataset_name, show_samples=True)
     return trainer
 
 

@@ -90,7 +90,6 @@ def ppo_arguments(params: LLMTrainingParams) -> dict[str, Any]:
         "torch_empty_cache_steps": 1 if params.rl_optimize_device_cache else None,
         "max_prompt_length": _max_prompt_length(params),
         "stop_token": "eos",
-        "num_sample_generations": 0 if params.valid_split is None else 10,
     }
 
 

@@ -18,7 +18,7 @@ _TRL_DPO = "use TRL's DPOTrainer"
 _DISTILL = "use TRL's GKDTrainer"
 _CONVERT = "write the data set with the columns prompt, text, messages, or prompt, chosen and rejected"
 _LOOP = "subclass PPOTrainer, whose steps are methods"
-_SAMPLE = "PPO prints samples as it trains; num_sample_generations of `rlhf-ppo train` says how often"
+_SAMPLE = "PPO prints ten tables of greedy samples; num_sample_generations of `rlhf-ppo train` sets how many"
 _METRICS = "pass reward functions with weight 0, which are logged as rewards/<name>/mean"
 _GENERATE = "load the model with transformers' text-generation pipeline, or compare two models with `rlhf-ppo eval`"
 _WANDB = "set W&B's environment variables: WANDB_API_KEY, WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_ID"
@@ -176,7 +176,7 @@ class LLMTrainingParams:
     eval_metrics: str | None = _absent("perplexity", _METRICS)
     eval_dataset_path: str | None = _absent(None, "put the rows into a split of data_path and name it in valid_split")
     eval_batch_size: int = _absent(8, "evaluation takes batch_size rows at a time")
-    eval_save_predictions: bool = _absent(False, "use `rlhf-ppo eval`, which prints the responses")
+    eval_save_predictions: bool = _absent(False, "PPO saves the responses that it prints in _samples of the project")
     eval_benchmark: str | None = _absent(None, "run EleutherAI's lm-evaluation-harness on the saved model")
     chat_format: str | None = _absent(None, "save the tokenizer with the chat template that you want")
     token_weights: str | None = _absent(None, "TRL's assistant_only_loss of `rlhf-ppo sft` leaves out other speakers")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import HfApi
@@ -23,6 +23,7 @@ from rlhf_ppo.cli.quantization import quantization_options
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.adapters import is_adapter_directory
+from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.trainer import PPOTrainer
 
 
@@ -128,18 +129,36 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
     return SFTTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
 
 
-def train_and_save(trainer: Trainer, dataset_name: str | None, *, merge: bool = False) -> None:
-    """Train, save the model with its tokenizer and the log, and upload them where the arguments say so.
+def train_and_save(
+    trainer: Trainer, dataset_name: str | None, *, merge: bool = False, show_samples: bool = False
+) -> None:
+    """Train, save the model with its tokenizer, log and card, upload it if asked to, and say in one line where all is.
 
     Args:
         trainer: The trainer.
         dataset_name: Name of the data set, for the model card.
         merge: Whether to replace a LoRA adapter by the merged model.
+        show_samples: Whether a `PPOTrainer` shows a table of all samples at the end.
     """
     args: Any = trainer.args
+    if isinstance(trainer, PPOTrainer):
+        trainer.dataset_name = dataset_name
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.save_model(args.output_dir)
+    trainer.save_model(args.output_dir, _internal_call=True)  # uploaded below, with its card
     trainer.save_state()
+    cast(Any, trainer).create_model_card(dataset_name=dataset_name)
+    _merge_and_upload(trainer, dataset_name, merge)
+    if isinstance(trainer, PPOTrainer) and show_samples:
+        trainer.generate_completions()
+    if trainer.is_world_process_zero():
+        is_policy = isinstance(trainer, PPOTrainer)
+        print(
+            where_results_are(args.output_dir, args.output_dir) if is_policy else f"The model is in {args.output_dir}."
+        )
+
+
+def _merge_and_upload(trainer: Any, dataset_name: str | None, merge: bool) -> None:
+    args = trainer.args
     adapter = os.path.join(args.output_dir, "adapter_config.json")
     trainer.accelerator.wait_for_everyone()
     if not (merge and os.path.isfile(adapter)):
@@ -210,4 +229,4 @@ def _with_loading_settings(args: Any, model_args: ModelConfig) -> str:
 def _upload(args: Any) -> None:
     api = HfApi(token=args.hub_token)
     repository = api.create_repo(args.hub_model_id, private=args.hub_private_repo, exist_ok=True)
-    api.upload_folder(repo_id=repository.repo_id, folder_path=args.output_dir, ignore_patterns="checkpoint-*")
+    api.upload_folder(repo_id=repository.repo_id, folder_path=args.output_dir, ignore_patterns=["_*", "checkpoint-*"])

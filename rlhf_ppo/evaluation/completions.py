@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers.integrations.integration_utils import TensorBoardCallback
+
+from rlhf_ppo.reporting.results import SAMPLES_DIR
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -99,15 +102,53 @@ def table_of(rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> pd.Da
     return table
 
 
-def print_table(df: pd.DataFrame, num_rows: int = 5) -> None:
+def is_due(update: int, num_updates: int, num_tables: int) -> bool:
+    """Tell whether a table is printed after an update.
+
+    Table `i` of `0 ... k - 1`, `k` being at most `N`, comes after update `1 + floor(i (N - 1) / (k - 1))`: the first
+    and the last update have one; a single table comes after the last.
+
+    Args:
+        update: Number of the update, from 1.
+        num_updates: `N`, the updates of the run.
+        num_tables: How many tables are asked for.
+    """
+    last = min(num_tables, num_updates) - 1
+    if last < 1:
+        return num_tables > 0 and update == num_updates
+    return update - 1 in {table * (num_updates - 1) // last for table in range(last + 1)}
+
+
+def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool) -> None:
+    """Print the samples under a title, save them and send them to the trackers.
+
+    Args:
+        df: The samples.
+        trainer: The trainer, for its step, output directory and trackers.
+        held_out: Whether the prompts are those of an evaluation data set, or those of training.
+    """
+    prompts = "held-out" if held_out else "training"
+    print_table(df, title=f"After update {trainer.state.global_step}: {prompts} prompts")
+    save_table(df, trainer)
+    report_table(df, trainer)
+
+
+def print_table(df: pd.DataFrame, num_rows: int = 5, title: str | None = None) -> None:
     """Print the first `num_rows` samples in the terminal."""
-    table = Table(show_lines=True)
+    table = Table(show_lines=True, title=None if title is None else Text(title), title_justify="left")
     for column in df.columns:
         table.add_column(Text(str(column)))
     for row in df.head(num_rows).itertuples(index=False):
         # A plain string would be read as markup, and "[/INST]" is no markup.
         table.add_row(*[Text(_cell(value)) for value in row])
     Console().print(table)
+
+
+def save_table(df: pd.DataFrame, trainer: Trainer) -> None:
+    """Write the samples to `output_dir/_samples/update-<step>.csv`; `push_to_hub` leaves such a directory out."""
+    directory = Path(cast(str, trainer.args.output_dir), SAMPLES_DIR)
+    directory.mkdir(parents=True, exist_ok=True)
+    df.to_csv(directory / f"update-{trainer.state.global_step:05d}.csv", index=False)
 
 
 def report_table(df: pd.DataFrame, trainer: Trainer) -> None:

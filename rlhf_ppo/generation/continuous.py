@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from rlhf_ppo.batch import Prompts
 from rlhf_ppo.generation.engine import own_generation_config_hidden
+from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
 from rlhf_ppo.generation.sampled import Sampled, prompt_rows, stack_rows
 from rlhf_ppo.models.packing import unpacked
 
@@ -53,6 +54,7 @@ class ContinuousEngine:
             The responses and their log-probabilities.
 
         Raises:
+            NonFiniteLogitsError: There are logits that are NaN or infinite.
             RuntimeError: A row got no response, or only a part of one.
         """
         rows = prompt_rows(prompts)
@@ -128,6 +130,9 @@ def _run(model: Any, rows: list[list[int]], config: GenerationConfig, cache: Con
 
 
 def _check(row: int, output: Any) -> None:
+    values = [] if output is None else output.logprobs
+    if not all(map(math.isfinite, values)) or "`nan`" in str(getattr(output, "error", None)):
+        raise NonFiniteLogitsError(f"its logits are NaN or infinite for prompt {row} of the batch")
     if output is None or output.error is not None or len(output.generated_tokens) != len(output.logprobs):
         reason = "its thread ended" if output is None else output.error
         raise RuntimeError(

@@ -7,9 +7,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from rlhf_ppo.generation.inversion import by_inversion
+from rlhf_ppo.generation.nonfinite import ChecksLogits
 from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
 
 SHARE_LEFT = 0.75
@@ -63,6 +64,9 @@ def generate_dropping(
 
     Returns:
         Sampled ids, long `(B, T)` with `T <= max_new_tokens`; `pad_token_id` follows a row's end.
+
+    Raises:
+        NonFiniteLogitsError: There are logits that are NaN or infinite.
     """
     num_rows, prompt_length = input_ids.shape
     longest = prompt_length + cast(int, config.max_new_tokens)
@@ -71,6 +75,7 @@ def generate_dropping(
     strings = None if stop_strings is None else StopsAtStrings(stop_strings, prompt_length)
     share_left = 0.0 if synced_gpus else SHARE_LEFT
     how, processors = by_inversion(config, input_ids.device)
+    checks = ChecksLogits()
     cache: dict[str, Any] = {}
     while len(rows) and input_ids.shape[1] < longest:
         few_are_left = FewAreLeft(cast("int | None", config.eos_token_id), strings, int(share_left * len(rows)))
@@ -78,11 +83,12 @@ def generate_dropping(
             input_ids=input_ids,
             attention_mask=attention_mask,
             generation_config=_with(how, max_new_tokens=longest - input_ids.shape[1], return_dict_in_generate=True),
-            logits_processor=processors,
+            logits_processor=LogitsProcessorList([checks, *processors]),
             stopping_criteria=StoppingCriteriaList([few_are_left]),
             synced_gpus=synced_gpus,
             **cache,
         )
+        checks.check()
         sampled = output.sequences
         result[rows, : sampled.shape[1] - prompt_length] = sampled[:, prompt_length:]
         left = (~few_are_left.finished).nonzero().squeeze(1)

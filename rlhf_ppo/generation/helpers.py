@@ -6,6 +6,8 @@ off `ids != pad_token_id` unless one is passed: pass it when PAD is also a real 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -48,6 +50,24 @@ def generate(
     return torch.cat((queries, output.sequences[:, queries.shape[1] :]), dim=1), torch.stack(output.scores, dim=1)
 
 
+def _also_called(name: str, other: str, position: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let an argument be given by another name too."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if other in kwargs:
+                if name in kwargs or len(args) > position:
+                    raise TypeError(f"{function.__name__}: {other} and {name} are one argument; give one of them")
+                kwargs[name] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+@_also_called("local_rollout_forward_batch_size", "batch_size", position=2)
 @torch.no_grad()
 def batch_generation(
     model: nn.Module,
@@ -61,13 +81,19 @@ def batch_generation(
     Args:
         model: A causal language model.
         queries: Prompt ids, long `(B, C)`, left-padded.
-        local_rollout_forward_batch_size: Prompts per part.
+        local_rollout_forward_batch_size: Prompts per part; also called `batch_size`.
         pad_token_id: The padding token; fills shorter parts on the right.
         generation_config: How to sample.
 
     Returns:
         Prompts with their responses, long `(B, C + T)`, and scores `(B, T, V)`, 0 where a part was shorter.
+
+    Raises:
+        TypeError: The number of prompts per part is given by both of its names, or by none.
+        ValueError: It is below 1.
     """
+    if local_rollout_forward_batch_size < 1:
+        raise ValueError(f"local_rollout_forward_batch_size={local_rollout_forward_batch_size}: it must be at least 1")
     parts = [
         generate(model, part, pad_token_id, generation_config)
         for part in queries.split(local_rollout_forward_batch_size)

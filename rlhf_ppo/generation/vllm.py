@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlhf_ppo.batch import Prompts
+from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
 from rlhf_ppo.generation.sampled import Sampled, prompt_rows, stack_rows
 from rlhf_ppo.models.adapters import base_kept
 
@@ -42,7 +43,7 @@ class VLLMEngine:
             The responses and their log-probabilities.
 
         Raises:
-            RuntimeError: The log-probability of a token is missing or NaN.
+            NonFiniteLogitsError: The log-probability of a token is missing or NaN.
         """
         if not self._is_current:
             with base_kept(policy):  # TRL's adapter merges, sends and unmerges
@@ -54,7 +55,7 @@ class VLLMEngine:
         of_sampled = [[token[0] for token in row] for row in logprobs or [()] * len(ids)]
         for row, (tokens, values) in enumerate(zip(ids, of_sampled, strict=True)):
             if len(tokens) != len(values) or any(value is None or not math.isfinite(value) for value in values):
-                raise RuntimeError(
+                raise NonFiniteLogitsError(
                     f"generation_engine='vllm' gave no finite log-probability for each token of row {row}; look for "
                     "NaN in the policy's weights, and at the server's --logprobs-mode"
                 )

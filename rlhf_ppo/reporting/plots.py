@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,11 +14,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from transformers import TrainerState
 
-Log = Sequence[Mapping[str, Any]]
-"""A log history: one mapping of metric to value for each time that Trainer logged."""
-
-Run = str | os.PathLike[str] | TrainerState | Log
-"""A run: its output directory, its `trainer_state.json`, a `TrainerState` or a log history."""
+from rlhf_ppo.reporting.run_log import Log, Run, read_log
 
 PANELS: Mapping[str, str] = {
     "objective/scores": "mean score of a response",
@@ -32,8 +25,32 @@ PANELS: Mapping[str, str] = {
     "policy/clipfrac_avg": "share of tokens clipped",
     "loss/value_avg": "value loss",
     "response/length_mean": "response length, tokens",
+    "response/length_min": "shortest response, tokens",
+    "response/length_max": "longest response, tokens",
+    "response/ended_frac": "share of responses that ended",
+    "val/num_eos_tokens": "responses of an update that ended",
+    "objective/entropy": "minus log-probability, nats per response",
+    "objective/non_score_reward": "the KL penalty, per response",
+    "policy/approxkl_avg": "how far an update moves the policy",
+    "loss/policy_avg": "policy loss",
+    "val/clipfrac_avg": "share of value losses clipped",
+    "val/ratio_var": "variance of the importance ratio",
+    "val/explained_variance": "share of the returns' variance explained",
+    "loss": "policy loss plus weighted value loss",
+    "grad_norm": "gradient norm before clipping",
+    "lr": "learning rate of the update",
+    "learning_rate": "the same, Trainer's key",
+    "eps": "episodes per second",
+    "time/generate": "seconds of an update, sampling",
+    "time/score": "seconds of an update, rewards",
+    "time/evaluate": "seconds of an update, forward passes",
+    "time/learn": "seconds of an update, optimizer steps",
+    "time/tokens_per_second": "response tokens per second",
 }
-"""The metrics drawn by default, with what each says."""
+"""What each metric says. These are drawn first, in this order, and then all others that the runs logged."""
+
+_AXES = {"episode": "episodes", "step": "updates"}
+_COUNTERS = {*_AXES, "epoch", "total_flos", "num_input_tokens_seen"}
 
 _COLUMNS = 4
 
@@ -50,7 +67,7 @@ def plot_metrics(
         runs: Runs, each drawn as a line; or a mapping of label to the runs of one setting (its seeds), drawn as their
             mean and a band of one standard deviation.
         path: Where the picture is saved; its suffix chooses the format.
-        metrics: Keys of the log. By default those of `PANELS` that the runs logged.
+        metrics: Keys of the log. By default all that the runs logged.
         x: The key on the horizontal axis: `"episode"`, or `"step"` for PPO updates.
 
     Returns:
@@ -77,32 +94,6 @@ def plot_metrics(
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return figure
-
-
-def read_log(run: Run) -> Log:
-    """Return the log history of a run.
-
-    Args:
-        run: An output directory (its own state, or else that of its newest checkpoint), a `trainer_state.json`, a
-            `TrainerState` or a log history.
-
-    Returns:
-        The log history.
-
-    Raises:
-        TypeError: If `run` is none of these.
-        FileNotFoundError: If there is no such file.
-    """
-    if isinstance(run, TrainerState):
-        return run.log_history
-    if isinstance(run, (str, os.PathLike)):
-        return json.loads(_state_file(Path(run)).read_text(encoding="utf-8"))["log_history"]
-    if isinstance(run, Mapping) or not all(isinstance(entry, Mapping) for entry in run):
-        raise TypeError(
-            f"a run is a path, a TrainerState or a list of log entries, got {type(run).__name__}; "
-            "runs must be a list of runs, or a mapping of label to a list of runs"
-        )
-    return run
 
 
 def mean_curve(
@@ -132,8 +123,21 @@ def mean_curve(
 
 def _read_groups(runs: Sequence[Run] | Mapping[str, Sequence[Run]]) -> dict[str, list[Log]]:
     if isinstance(runs, Mapping):
-        return {label: [read_log(run) for run in _listed(group)] for label, group in runs.items()}
-    return {label: [read_log(run)] for label, run in zip(_labels(_listed(runs)), runs, strict=True)}
+        return {label: [_training_log(run) for run in _listed(group)] for label, group in runs.items()}
+    return {label: [_training_log(run)] for label, run in zip(_labels(_listed(runs)), runs, strict=True)}
+
+
+def _training_log(run: Run) -> Log:
+    """Read a run's log without its summary, and give evaluations, which log their step alone, their episode."""
+    log = [entry for entry in read_log(run) if "train_runtime" not in entry]
+    known = [(entry["step"], entry["episode"]) for entry in log if "step" in entry and "episode" in entry]
+    if not known:
+        return log
+    steps, episodes = zip(*[(0, 0), *known], strict=True)
+    return [
+        {"episode": float(np.interp(entry["step"], steps, episodes)), **entry} if "step" in entry else entry
+        for entry in log
+    ]
 
 
 def _listed(runs: Sequence[Run]) -> Sequence[Run]:
@@ -150,37 +154,21 @@ def _labels(runs: Sequence[Run]) -> list[str]:
     return [str(path) if path else name for path, name in zip(paths, names, strict=True)]
 
 
-def _state_file(path: Path) -> Path:
-    if path.is_file():
-        return path
-    if (path / "trainer_state.json").is_file():
-        return path / "trainer_state.json"
-    checkpoints = [file for file in path.glob("checkpoint-*/trainer_state.json") if _checkpoint_step(file) >= 0]
-    if not checkpoints:
-        raise FileNotFoundError(
-            f"no trainer_state.json in {path} or its checkpoints; "
-            "call trainer.save_state() after training, or set save_strategy"
-        )
-    return max(checkpoints, key=_checkpoint_step)
-
-
-def _checkpoint_step(state_file: Path) -> int:
-    found = re.fullmatch(r"checkpoint-(\d+)", state_file.parent.name)
-    return int(found.group(1)) if found else -1
-
-
 def _logged_metrics(groups: Mapping[str, list[Log]], metrics: Sequence[str] | None, x: str) -> list[str]:
     entries = [entry for logs in groups.values() for log in logs for entry in log if x in entry]
-    logged = {key for entry in entries for key in entry}
-    shown = [key for key in PANELS if key in logged] if metrics is None else list(metrics)
-    missing = [key for key in shown if key not in logged]
-    if missing:
-        raise ValueError(f"metrics={missing} were logged by no run together with {x!r}; logged: {sorted(logged)}")
-    if not shown:
+    logged = [key for key in dict.fromkeys(key for entry in entries for key in entry) if key not in _COUNTERS]
+    if not logged:
         raise ValueError(
-            f"there is nothing to draw: metrics={metrics} and the runs logged {sorted(logged)} with {x!r}"
+            f"there is nothing to draw: {', '.join(groups)} logged no metric with {x!r}; "
+            "train with logging_strategy='steps', or 'epoch'"
         )
-    return shown
+    if metrics is None:
+        return [key for key in PANELS if key in logged] + sorted(key for key in logged if key not in PANELS)
+    if missing := [key for key in metrics if key not in logged]:
+        raise ValueError(f"metrics={missing} were logged by no run together with {x!r}; logged: {sorted(logged)}")
+    if not metrics:
+        raise ValueError("there is nothing to draw: metrics=[]; None draws all")
+    return list(metrics)
 
 
 def _draw(panel: Axes, metric: str, groups: Mapping[str, list[Log]], x: str) -> None:
@@ -194,7 +182,7 @@ def _draw(panel: Axes, metric: str, groups: Mapping[str, list[Log]], x: str) -> 
     panel.annotate(
         PANELS.get(metric, ""), (0, 1), (0, 5), "axes fraction", textcoords="offset points", fontsize=9, color="0.4"
     )
-    panel.set_xlabel(x, fontsize=9)
+    panel.set_xlabel(_AXES.get(x, x), fontsize=9)
     panel.tick_params(labelsize=8)
     panel.ticklabel_format(axis="y", useOffset=False)
     panel.grid(alpha=0.25)

@@ -10,7 +10,13 @@ from rlhf_ppo.reporting.model_card import final_metrics, hyperparameters, instal
 
 
 class WritesRunCard:
-    """Gives a `PPOTrainer` the model card that `push_to_hub` and every checkpoint write."""
+    """Gives a `PPOTrainer` the model card that `push_to_hub` and every checkpoint write.
+
+    Attributes:
+        dataset_name: Hub name or path of the prompts, which their data set does not know; scripts set it.
+    """
+
+    dataset_name: str | None = None
 
     def create_model_card(
         self: Any,
@@ -29,7 +35,7 @@ class WritesRunCard:
 
         Args:
             model_name: The card's title; the last part of `hub_model_id` or `output_dir` when None.
-            dataset_name: Hub name or path of the prompts.
+            dataset_name: Hub name or path of the prompts; the trainer's `dataset_name` when None.
             tags: One or several tags beside the usual ones.
             language: The language in the card's metadata.
             license: The licence in the card's metadata.
@@ -42,7 +48,7 @@ class WritesRunCard:
         card = model_card(
             model_name=model_name or Path(self.args.hub_model_id or Path(self.args.output_dir).absolute()).name,
             base_model=finetuned_from or _origin(self.policy_model),
-            dataset=dataset_name or dataset,
+            dataset=dataset_name or dataset or self.dataset_name,
             reward_sources=_reward_names(self),
             hyperparameters=hyperparameters(self.args),
             metrics=final_metrics(self.state.log_history),

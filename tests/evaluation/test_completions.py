@@ -1,6 +1,7 @@
 """Sample tables: their columns, the terminal, and what the experiment trackers' files hold afterwards."""
 
 import html
+import itertools
 import json
 import struct
 import sys
@@ -15,7 +16,7 @@ import pytest
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from rlhf_ppo.evaluation.completions import completions_table, print_table, report_table
+from rlhf_ppo.evaluation.completions import completions_table, is_due, print_table, report_table
 
 NAN = float("nan")
 SAMPLES: dict[str, Any] = {
@@ -60,6 +61,17 @@ def test_the_terminal_shows_texts_as_they_are(table: pd.DataFrame, capsys: pytes
     printed = capsys.readouterr().out
     for text in ("[/INST]", "[bold]", "1.250", "-0.500", "not scored", "brevity"):
         assert text in printed
+
+
+def test_as_many_tables_are_due_as_are_asked_for_evenly_over_any_run() -> None:
+    for num_updates in range(1, 50):
+        for num_tables in range(60):
+            due = [update for update in range(1, num_updates + 1) if is_due(update, num_updates, num_tables)]
+            assert len(due) == min(num_tables, num_updates), (num_updates, num_tables)
+            assert not due or due[-1] == num_updates
+            if len(due) > 1:
+                gaps = [after - before for before, after in itertools.pairwise(due)]
+                assert due[0] == 1 and max(gaps) - min(gaps) <= 1, (num_updates, num_tables, due)
 
 
 def test_the_terminal_shows_the_first_rows(capsys: pytest.CaptureFixture[str]) -> None:

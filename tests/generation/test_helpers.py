@@ -92,6 +92,23 @@ def test_batch_generation_does_not_depend_on_the_parts(rows: int) -> None:
         assert not batch_scores[1, 2:].any()
 
 
+def test_the_number_of_prompts_per_part_has_two_names_and_a_position() -> None:
+    policy, others = tiny_policy(), {"pad_token_id": PAD, "generation_config": GenerationConfig(**GREEDY)}
+    expected = batch_generation(policy, queries(), 2, *others.values())[0]
+    for name in ("batch_size", "local_rollout_forward_batch_size"):
+        given: Any = {"queries": queries(), name: 2, **others}
+        assert torch.equal(batch_generation(policy, **given)[0], expected)
+    both: Any = {"batch_size": 2, "local_rollout_forward_batch_size": 2, **others}
+    with pytest.raises(TypeError, match="batch_size and local_rollout_forward_batch_size are one argument"):
+        batch_generation(policy, queries(), **both)
+    with pytest.raises(TypeError, match="are one argument"):
+        batch_generation(policy, queries(), 2, **{**others, "batch_size": 2})
+    with pytest.raises(TypeError, match=r"missing.*local_rollout_forward_batch_size"):
+        batch_generation(policy, queries(), **others)
+    with pytest.raises(ValueError, match="=0: it must be at least 1"):
+        batch_generation(policy, queries(), 0, *others.values())
+
+
 def test_batch_generation_needs_no_gradient() -> None:
     sequences, scores = batch_generation(tiny_policy(), queries(), 2, PAD, GenerationConfig(**GREEDY))
     assert not scores.requires_grad and sequences.dtype == torch.long

@@ -5,7 +5,8 @@ import pytest
 from matplotlib.collections import PolyCollection
 from transformers import TrainerState
 
-from rlhf_ppo.reporting.plots import PANELS, mean_curve, plot_metrics, read_log
+from rlhf_ppo.reporting.plots import PANELS, mean_curve, plot_metrics
+from rlhf_ppo.reporting.run_log import read_log
 
 LOG = [
     {"step": 1, "episode": 8, "objective/kl": 0.0, "objective/scores": -1.5},
@@ -36,18 +37,45 @@ def lines(axes):
 def test_a_panel_shows_what_was_logged(tmp_path):
     figure = plot_metrics([LOG], tmp_path / "new" / "curves.png")
 
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["objective/scores", "objective/kl"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        *("objective/scores", "objective/kl", "eval_objective/scores")
+    ]
     assert lines(panel(figure, "objective/kl")) == {"run 1": ([8, 16, 24], [0.0, 0.25, 0.75])}
     assert lines(panel(figure, "objective/scores")) == {"run 1": ([8, 16, 24], [-1.5, 0.5, 1.0])}
     assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_all_default_panels_are_drawn_in_their_order(tmp_path):
-    log = [{"step": 1, "episode": 8, **{name: 0.5 for name in reversed(PANELS)}}]
+def test_all_that_was_logged_is_drawn_the_described_first(tmp_path):
+    log = [
+        {
+            "step": 1,
+            "episode": 8,
+            "epoch": 0.5,
+            "rewards/b/mean": 1.0,
+            "a": 2.0,
+            **dict.fromkeys(reversed(PANELS), 0.5),
+        }
+    ]
 
     figure = plot_metrics([log], tmp_path / "curves.png")
 
-    assert [axes.get_title(loc="left") for axes in figure.axes] == list(PANELS)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [*PANELS, "a", "rewards/b/mean"]
+
+
+def test_evaluations_lie_at_the_episodes_of_their_step(tmp_path):
+    log = [
+        *LOG,
+        {"step": 5, "episode": 56, "objective/kl": 0.0},
+        {"step": 4, "eval_score": 1.0},
+        {"step": 0, "eval_score": 0.0},
+    ]
+
+    figure = plot_metrics([log], tmp_path / "curves.png")
+
+    assert lines(panel(figure, "eval_score")) == {"run 1": ([0, 40], [0.0, 1.0])}
+    assert lines(panel(figure, "eval_objective/scores")) == {"run 1": ([16], [7.0])}
+    assert {axes.get_xlabel() for axes in figure.axes} == {"episodes"}
+    assert "train_runtime" not in {axes.get_title(loc="left") for axes in figure.axes}
 
 
 def test_several_runs_lie_over_each_other(tmp_path):
@@ -126,6 +154,7 @@ def test_a_single_run_is_refused(single, tmp_path):
 def test_a_metric_that_no_run_logged_is_an_error_that_lists_the_others(tmp_path):
     with pytest.raises(ValueError, match=r"objective/klx.*logged: .*objective/kl"):
         plot_metrics([LOG], tmp_path / "curves.png", metrics=["objective/klx"])
-    with pytest.raises(ValueError, match="nothing to draw"):
-        plot_metrics([[{"step": 1, "loss": 2.0}]], tmp_path / "curves.png", x="step")
+    for nothing in ([], [{"step": 3, "train_runtime": 12.0, "epoch": 1.0}]):
+        with pytest.raises(ValueError, match="run 1 logged no metric with 'episode'; train with logging_strategy="):
+            plot_metrics([nothing], tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()

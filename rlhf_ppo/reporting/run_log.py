@@ -1,0 +1,68 @@
+"""The log that Trainer keeps in `trainer_state.json`, found and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+
+Log = Sequence[Mapping[str, Any]]
+"""A log history: one mapping of metric to value for each time that Trainer logged."""
+
+Run = str | os.PathLike[str] | TrainerState | Log
+"""A run: its output directory, its `trainer_state.json`, a `TrainerState` or a log history."""
+
+
+def read_log(run: Run) -> Log:
+    """Return the log history of a run.
+
+    Args:
+        run: An output directory (its own state, or else that of its newest checkpoint), a `trainer_state.json`, a
+            `TrainerState` or a log history.
+
+    Returns:
+        The log history.
+
+    Raises:
+        TypeError: If `run` is none of these.
+        FileNotFoundError: If there is no such file.
+    """
+    if isinstance(run, TrainerState):
+        return run.log_history
+    if isinstance(run, (str, os.PathLike)):
+        return json.loads(_existing_state(run).read_text(encoding="utf-8"))["log_history"]
+    if isinstance(run, Mapping) or not all(isinstance(entry, Mapping) for entry in run):
+        raise TypeError(
+            f"a run is a path, a TrainerState or a list of log entries, got {type(run).__name__}; "
+            "runs must be a list of runs, or a mapping of label to a list of runs"
+        )
+    return run
+
+
+def find_state(directory: str | os.PathLike[str]) -> Path | None:
+    """Return a run's own `trainer_state.json`, else that of its newest checkpoint, else None."""
+    own = Path(directory, "trainer_state.json")
+    if own.is_file():
+        return own
+    checkpoints = [file for file in Path(directory).glob("checkpoint-*/trainer_state.json") if _step(file) >= 0]
+    return max(checkpoints, key=_step, default=None)
+
+
+def _existing_state(path: str | os.PathLike[str]) -> Path:
+    found = Path(path) if Path(path).is_file() else find_state(path)
+    if found is None:
+        raise FileNotFoundError(
+            f"no trainer_state.json in {path} or its checkpoints; "
+            "call trainer.save_state() after training, or set save_strategy"
+        )
+    return found
+
+
+def _step(state_file: Path) -> int:
+    found = re.fullmatch(r"checkpoint-(\d+)", state_file.parent.name)
+    return int(found.group(1)) if found else -1
