@@ -160,7 +160,7 @@ class _LengthFilter:
         if fits and self.has_ended(ids):
             self.ended += 1
             if self.ended == 1:
-                self._warn_of_ended("a prompt of the stream; there may be more")
+                self._warn_of_ended("at least one prompt of the stream")
         return fits
 
     def has_ended(self, ids: Sequence[int]) -> bool:

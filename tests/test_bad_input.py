@@ -392,7 +392,7 @@ def test_wrong_reward_function_is_found_in_the_first_rollout(function: Any, make
 
 
 def test_a_stream_is_checked_as_its_rows_come(make_trainer: MakeTrainer) -> None:
-    stream = Dataset.from_list([*prompt_rows(4), {"input_ids": [5, 1]}]).to_iterable_dataset()
+    stream = Dataset.from_dict({"prompt": [*["w1 w2"] * 4, "w1 <eos>"]}).to_iterable_dataset()
     trainer = make_trainer(**QUICK, train_dataset=stream)
     with pytest.raises(ValueError, match="row 4 of train_dataset ends in the EOS token"):
         trainer.train()

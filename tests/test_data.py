@@ -142,7 +142,7 @@ def test_ids_that_end_in_eos_are_one_warning_with_their_number(
         kept = list(prepare(KINDS[kind](rows), tokenizer, max_prompt_length=4))
     assert [row["input_ids"] for row in kept] == [row["input_ids"] for row in rows[:-1]]  # the last is too long
     [said] = [record.getMessage() for record in caplog.records if "EOS" in record.getMessage()]
-    count = "a prompt of the stream; there may be more" if kind in STREAMS else "3 of 5 prompts"
+    count = "at least one prompt of the stream" if kind in STREAMS else "3 of 5 prompts"
     assert f"train_dataset: the input_ids of {count} end in the EOS token (1)" in said
 
 

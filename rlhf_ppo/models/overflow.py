@@ -23,6 +23,13 @@ class DetectsOverflow(DebugUnderflowOverflow):
         self.handles: list[RemovableHandle] = []
         super().__init__(model)
 
+    def create_frame(self, module: nn.Module, input: Any, output: Any) -> None:
+        """Write down a module; of the whole only its name: an entropy that was not asked for is NaN there."""
+        if module is self.model:
+            self.save_frame(f"{self.prefix} {type(module).__name__}")
+        else:
+            super().create_frame(module, input, output)
+
     def analyse_variable(self, var: Any, ctx: str) -> None:
         """Look at one parameter, input or output."""
         has_numbers = not hasattr(var, "is_floating_point") or (var.is_floating_point() and var.numel() > 0)
