@@ -102,6 +102,29 @@ def test_an_adapter_of_trls_reward_trainer_scores_over_the_policys_base(places):
     assert {path.name for path in Path("ppo").glob("*.safetensors")} == {"adapter_model.safetensors"}
 
 
+def test_plot_draws_a_band_over_seeds(places, capsys):
+    for seed in (1, 2):
+        Path(f"seed{seed}").mkdir()
+        log = [{"step": step, "episode": step * 8, "objective/scores": step * seed} for step in (1, 2, 3)]
+        Path(f"seed{seed}", "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    Path("nothing").mkdir()
+    Path("nothing", "trainer_state.json").write_text('{"log_history": []}')
+
+    main.main(["plot", "seed1", "--seeds", "ours", "seed1", "seed2", "--output", "seeds.svg"])
+
+    drawn = Path("seeds.svg").read_text()
+    assert "FillBetween" in drawn and "<!-- ours -->" in drawn and "<!-- seed1 -->" in drawn
+    assert "seeds.svg" in capsys.readouterr().out
+    for wrong, says in (
+        (["nothing"], "nothing logged no metric"),
+        (["seed1", "--seeds", "ours"], "--seeds ours: give a label"),
+        ([], "give directories of runs"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main.main(["plot", *wrong])
+        assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
 def test_plot_draws_runs_into_a_file(places):
     for name in ("one", "two"):
         Path(name).mkdir()
