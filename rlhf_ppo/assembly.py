@@ -32,6 +32,7 @@ from rlhf_ppo.models.loading import (
     prepare_trainable,
 )
 from rlhf_ppo.models.logprobs import check_logits
+from rlhf_ppo.models.making import made
 from rlhf_ppo.models.reference import Reference, make_reference
 from rlhf_ppo.models.sharing import share_base, shares_parameters, value_model_over
 from rlhf_ppo.rewards.functions import RewardFunction
@@ -41,7 +42,8 @@ from rlhf_ppo.rewards.scorer import Scorer
 
 logger = get_logger(__name__)
 
-ModelOrPath = nn.Module | str | os.PathLike[str]
+ModelOrPath = nn.Module | str | os.PathLike[str] | Callable[..., Any]
+"""A model, a directory, a hub name, or, not for reward models, a function that returns one of these."""
 
 
 def check_given(args: Any, train_dataset: Any, has_reward: bool) -> None:
@@ -168,13 +170,17 @@ def assemble_models(
         ValueError: Two arguments are the same object, or a model cannot serve in its role.
     """
     check_keeps_models_whole(args)
+    given: dict[str, Any] = {"model": model, "ref_model": ref_model, "value_model": value_model}
+    given = {name: made(source, name) for name, source in given.items()}
     scorers = {f"reward_model{_number(index, rewards)}": reward.model for index, reward in enumerate(rewards)}
-    _check_distinct(**{"model": model, "ref_model": ref_model, **scorers, "value_model": value_model})
-    policy = load_policy(model, "model")
-    reference_model = None if ref_model is None else load_policy(ref_model, "ref_model")
+    _check_distinct(
+        **{"model": given["model"], "ref_model": given["ref_model"], **scorers, "value_model": given["value_model"]}
+    )
+    policy = load_policy(given["model"], "model")
+    reference_model = None if ref_model is None else load_policy(given["ref_model"], "ref_model")
     critic = None
     if value_model is not None:
-        critic = load_scalar_model(value_model, "value_model", merges_adapter=not args.share_base_model)
+        critic = load_scalar_model(given["value_model"], "value_model", merges_adapter=not args.share_base_model)
     loaded = {"model": policy, "ref_model": reference_model, "value_model": critic} | scorers
     for name, module in loaded.items():
         if module is not None:

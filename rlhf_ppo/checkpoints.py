@@ -66,6 +66,7 @@ class Progress:
         score_moments: Fields of the `ScoreMoments` that `score_scaling` divides by.
         batch_size: Episodes of an update, on all ranks.
         num_processes: Number of processes of the run.
+        optimization: What optimizer and scheduler were set to, by name.
     """
 
     episode: int = 0
@@ -77,6 +78,7 @@ class Progress:
     score_moments: dict[str, float] = field(default_factory=dict)
     batch_size: int = 0
     num_processes: int = 0
+    optimization: dict[str, Any] = field(default_factory=dict)
 
     def save(self, directory: str) -> None:
         """Write `ppo_state.json`."""

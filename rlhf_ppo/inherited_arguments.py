@@ -146,7 +146,7 @@ REMOVED: dict[str, str] = {
     "push_to_hub_model_id": "use hub_model_id",
     "push_to_hub_organization": "use hub_model_id='organization/name'",
     "push_to_hub_token": "use hub_token",
-    "ray_scope": "pass scope=... to hyperparameter_search",
+    "ray_scope": "hyperparameter_search runs with Optuna, not with Ray: leave it out",
     "save_safetensors": "drop it: models are always saved as safetensors",
     "sharded_ddp": "use fsdp",
     "split_batches": "drop it: each process reads per_device_train_batch_size rows",

@@ -31,15 +31,16 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.generation.sampled import GenerationEngine
 from rlhf_ppo.models.inputs import drop_foreign_padding, gathered
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.optimization import OptimizesPolicyAndValue
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.reproducibility import isolated_rng
-from rlhf_ppo.saving import SavesPolicyAndValue
+from rlhf_ppo.search import SearchesHyperparameters
 
 logger = get_logger(__name__)
 
 
-class PPOSeams(SavesPolicyAndValue):
+class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
     """Trainer with the hooks that PPO needs."""
 
     _engine: GenerationEngine
@@ -53,14 +54,7 @@ class PPOSeams(SavesPolicyAndValue):
         self._latest_prompts: Prompts | None = None
         self._learns_now = True
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        if plugin is None:
-            return
-        if "scheduler" in plugin.deepspeed_config:
-            raise ValueError(
-                "the DeepSpeed configuration has a `scheduler`, which DeepSpeed would step at every optimizer step; "
-                "remove it and set lr_scheduler_type and warmup_steps, which count PPO updates"
-            )
-        if plugin.zero_stage == 3:  # or save_model could not write what from_pretrained reads
+        if plugin is not None and plugin.zero_stage == 3:  # or save_model could not write what from_pretrained reads
             plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
 
     # ---- Data ----
@@ -151,13 +145,6 @@ class PPOSeams(SavesPolicyAndValue):
         skipped = 0 if self.args.ignore_data_skip else self._progress.batches_in_epoch
         return self._progress.epoch, skipped
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Make the scheduler; one that follows a metric follows it upwards where greater is better."""
-        if self.args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-            mode = "max" if self.args.greater_is_better else "min"
-            self.args.lr_scheduler_kwargs = {"mode": mode} | cast(dict, self.args.lr_scheduler_kwargs or {})
-        return super().create_scheduler(num_training_steps, optimizer)
-
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Go on with each rank's random numbers; with another number of processes, with new ones for each."""
         if checkpoint is not None and self._progress.num_processes != self.accelerator.num_processes:
@@ -175,6 +162,7 @@ class PPOSeams(SavesPolicyAndValue):
         Returns:
             The prepared model, the loader, the epochs to run, and how many batches of the first one were done before.
         """
+        set_seed(self.args.seed, device_specific=True)
         drop_foreign_padding(self._unwrapped(self.model).policy)
         self._engine.policy_changed()
         self.accelerator.free_memory()

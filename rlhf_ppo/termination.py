@@ -24,16 +24,19 @@ class StopsOnSigterm(TrainerCallback):
 
     Args:
         reduce_sum: Adds a tensor up over all ranks, so that all of them stop after the same update.
+
+    Attributes:
+        stopped: Whether it ended training, on all ranks.
     """
 
     def __init__(self, reduce_sum: Callable[[Tensor], Tensor]) -> None:
         self.reduce_sum = reduce_sum
-        self.received = False
+        self.received = self.stopped = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle SIGTERM while the context lasts; a thread other than the main one cannot, and does not."""
-        self.received = False
+        self.received = self.stopped = False
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -47,7 +50,7 @@ class StopsOnSigterm(TrainerCallback):
         """Ask for a checkpoint and the end, on all ranks together."""
         if self.reduce_sum(torch.tensor(float(self.received), device=args.device)) > 0:
             logger.warning(f"SIGTERM: saving a checkpoint after update {state.global_step}, then training ends.")
-            control.should_save = control.should_training_stop = True
+            control.should_save = control.should_training_stop = self.stopped = True
 
     def _note(self, number: int, frame: Any) -> None:
         self.received = True

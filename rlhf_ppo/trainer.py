@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, TrainerCallback
@@ -44,6 +43,7 @@ from rlhf_ppo.generation.sequences import join_responses
 from rlhf_ppo.learning import LossParts, can_learn_in_turn, learn_in_turn, policy_term, value_term
 from rlhf_ppo.models.overflow import detecting_overflow
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
+from rlhf_ppo.optimization import Optimizers
 from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
     episode_columns,
@@ -77,7 +77,8 @@ class PPOTrainer(PPOSeams, PrintsSamples):
     Args:
         args: The arguments.
         processing_class: The policy's tokenizer; its padding side does not matter.
-        model: The policy: a causal language model, a `PeftModel`, a directory or a hub name.
+        model: The policy: a causal language model, a `PeftModel`, a directory or a hub name; or, like `ref_model` and
+            `value_model`, a function that returns one of these and takes the trial of a search or nothing.
         ref_model: The policy that the KL penalty compares with; None compares with the initial policy.
         reward_model: A sequence-classification model with one label, or with several of which `args.reward_head`
             names one; or a list of such models; None if `reward_funcs` alone score.
@@ -87,7 +88,10 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             model, or from the policy's backbone with a zero head.
         data_collator: Makes batches with `input_ids` and `attention_mask`, padded on either side.
         eval_dataset: Rows for `evaluate` and `generate_completions`, or a dict of such data sets.
-        optimizers: An optimizer over the trainable parameters and a scheduler that counts PPO updates.
+        optimizers: An optimizer over all trainable parameters of both models and a scheduler that counts PPO updates.
+            Instead of the optimizer a function that takes the trainer's list of `(name, parameter)`, with names such
+            as `policy.lm_head.weight` and `value_model.score.weight`, and returns it; instead of the scheduler one
+            that takes the optimizer and the number of updates. Both are called when training starts.
         callbacks: Trainer callbacks.
         peft_config: Adds an adapter to the policy; the reference is then the policy without it.
         reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async, or their names:
@@ -115,7 +119,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         value_model: ModelOrPath | None = None,
         data_collator: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
         eval_dataset: Any = None,
-        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        optimizers: Optimizers = (None, None),
         callbacks: list[TrainerCallback] | None = None,
         peft_config: PeftConfig | None = None,
         *,
@@ -123,12 +127,12 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
         value_peft_config: PeftConfig | None = None,
     ) -> None:
+        self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
         self._functions = functions = resolve_rewards(reward_funcs)
         self._logged = LoggedByFunctions()
         check_given(args, train_dataset, has_reward=reward_model is not None or bool(self._functions))
         self.tokens = tokens = special_tokens(args, processing_class)
         args.fill_derived(num_processes(args), length(train_dataset))
-
         rewards = load_reward_models(args, reward_model, reward_processing_classes, processing_class)
         models = assemble_models(args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
         check_vocabularies(models, processing_class, self.tokens)
@@ -148,7 +152,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             eval_dataset=None if eval_dataset is None else self._prepared(eval_dataset, "eval_dataset"),
             processing_class=processing_class,
             callbacks=callbacks,
-            optimizers=cast(Any, optimizers),
+            optimizers=optimizers,
         )
         self.model.config.use_cache = use_cache  # Trainer switches it off, and it would be saved with the policy
         announce(self)
@@ -193,7 +197,6 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             ValueError: The checkpoint is not whole, or of another model.
         """
         checkpoint = self._resolve_checkpoint(resume_from_checkpoint)
-        set_seed(self.args.seed, device_specific=True)
         self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
         self._logged.forget()
         with self._sigterm.listening(), detecting_overflow(self.model, self.args):

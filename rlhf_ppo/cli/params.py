@@ -13,7 +13,7 @@ ENVIRONMENTS = ("text_generation", "multi_objective", "preference_comparison")
 """The values of `rl_env_type`."""
 
 _NOT_HERE = "Not available here: "
-_SWEEP = "call PPOTrainer.hyperparameter_search from Python"
+_SWEEP = "search with PPOTrainer.hyperparameter_search (Optuna) from Python, as docs/usage.md shows"
 _TRL_DPO = "use TRL's DPOTrainer"
 _DISTILL = "use TRL's GKDTrainer"
 _CONVERT = "write the data set with the columns prompt, text, messages, or prompt, chosen and rejected"

@@ -317,7 +317,7 @@ def test_a_reward_function_may_have_aitrainings_signature(workshop):
         ("--rl-max-new-tokens 0", r"response_length=0 .*\(response_length is --rl-max-new-tokens\)"),
         ("--lr -1", r"learning_rate=-1.0 .*\(learning_rate is --lr\)"),
         ("--block-size 1", "--block-size 1 and --model-max-length 2048 leave no room"),
-        ("--use-sweep", "--use-sweep True is not available here: call PPOTrainer.hyperparameter_search"),
+        ("--use-sweep", "--use-sweep True is not available here: search with PPOTrainer.hyperparameter_search"),
         ("--rl-gama 1", "there is no option --rl-gama 1"),
         ("--backend spaces-a10g", "backend='spaces-a10g' is not available here"),
         ("--deploy", "--deploy is not available here: serve"),

@@ -1,0 +1,239 @@
+"""The optimizer holds all that is trained, at the rates it was given, and a longer run follows its own schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR
+
+from rlhf_ppo import PPOTrainer
+from tests.conftest import tiny_policy, tiny_scorer
+from tests.runs import QUICK, parameters
+
+MakeTrainer = Callable[..., PPOTrainer]
+
+
+def moved(trainer: PPOTrainer, before: dict[str, torch.Tensor]) -> set[str]:
+    """The models of which anything changed."""
+    after = parameters(trainer)
+    return {name.partition(".")[0] for name, value in before.items() if not torch.equal(value, after[name])}
+
+
+def rates(trainer: PPOTrainer) -> list[float]:
+    """The rate that each logged update used."""
+    return [entry["lr"] for entry in trainer.state.log_history if "lr" in entry]
+
+
+def two_rates(policy: float, value_model: float) -> Callable[..., Any]:
+    def make(named: list[tuple[str, Any]]) -> SGD:
+        groups = {"policy": policy, "value_model": value_model}
+        return SGD(
+            [
+                {"params": [value for name, value in named if name.startswith(f"{part}.")], "lr": rate}
+                for part, rate in groups.items()
+            ]
+        )
+
+    return make
+
+
+# ---- Every trainable parameter has an optimizer ----
+
+
+def test_an_optimizer_without_the_value_model_is_refused(make_trainer: MakeTrainer) -> None:
+    policy = tiny_policy()
+    count = len(list(policy.parameters()))
+    with pytest.raises(
+        ValueError, match=rf"\(SGD\) lacks {count} of the {2 * count} .* value_model\.model\.embed_tokens.*make_opt"
+    ):
+        make_trainer(model=policy, optimizers=(SGD(policy.parameters(), 0.1), None))
+
+
+def test_an_optimizer_without_the_adapter_made_inside_is_refused(make_trainer: MakeTrainer) -> None:
+    policy, value_model = tiny_policy(), tiny_scorer(seed=2)
+    optimizer = AdamW([*policy.parameters(), *value_model.parameters()])
+    with pytest.raises(ValueError, match=r"\(AdamW\) lacks 8 of .*policy\.base_model.*lora_A"):
+        make_trainer(
+            model=policy,
+            value_model=value_model,
+            peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]),
+            optimizers=(optimizer, None),
+        )
+
+
+def test_an_optimizer_of_other_models_is_refused(make_trainer: MakeTrainer) -> None:
+    policy, value_model, other = tiny_policy(), tiny_scorer(seed=2), torch.nn.Linear(2, 2)
+    held = [*policy.parameters(), *value_model.parameters(), *other.parameters()]
+    with pytest.raises(ValueError, match="holds 2 tensors that are none of the trainer's models"):
+        make_trainer(model=policy, value_model=value_model, optimizers=(SGD(held, 0.1), None))
+
+
+def test_what_is_frozen_on_purpose_need_not_be_held(make_trainer: MakeTrainer) -> None:
+    policy, value_model = tiny_policy(), tiny_scorer(seed=2)
+    cast(Any, value_model).model.requires_grad_(False)
+    held = [*policy.parameters(), cast(Any, value_model).score.weight]
+    trainer = make_trainer(**QUICK, model=policy, value_model=value_model, optimizers=(SGD(held, 0.1), None))
+    before = parameters(trainer)
+    trainer.train()
+    changed = {name for name, value in parameters(trainer).items() if not torch.equal(value, before[name])}
+    assert {name for name in changed if name.startswith("value_model.")} == {"value_model.score.weight"}
+
+
+def test_a_subclass_whose_optimizer_lacks_parameters_is_stopped_before_the_first_update(
+    make_trainer: MakeTrainer,
+) -> None:
+    class PolicyOnly(PPOTrainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = SGD(self.model.policy.parameters(), 0.1)
+            return self.optimizer
+
+    trainer = make_trainer(PolicyOnly, **QUICK)
+    with pytest.raises(ValueError, match=r"lacks .* value_model"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+# ---- Functions that make optimizer and scheduler ----
+
+
+@pytest.mark.parametrize(("of_policy", "of_value_model"), [(0.0, 0.1), (0.1, 0.0)])
+def test_policy_and_value_model_get_each_its_rate(
+    of_policy: float, of_value_model: float, make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(**QUICK, optimizers=(two_rates(of_policy, of_value_model), None))
+    before = parameters(trainer)
+    trainer.train()
+    assert moved(trainer, before) == ({"policy"} if of_policy else {"value_model"})
+    assert [group["initial_lr"] for group in trainer.optimizer.param_groups] == [of_policy, of_value_model]
+    assert rates(trainer) == pytest.approx([of_policy, of_policy * 2 / 3, of_policy / 3])  # args' schedule: linear
+
+
+def test_the_function_gets_the_trainable_parameters_by_name(make_trainer: MakeTrainer) -> None:
+    seen: dict[str, Any] = {}
+
+    def make(named: list[tuple[str, Any]]) -> SGD:
+        seen.update(named)
+        return SGD(named, 0.1)
+
+    trainer = make_trainer(**QUICK, peft_config=LoraConfig(r=2, target_modules=["q_proj"]), optimizers=(make, None))
+    assert seen == {}
+    trainer.train()
+    assert seen == {name: value for name, value in trainer.model.named_parameters() if value.requires_grad}
+    assert {name.partition(".")[0] for name in seen} == {"policy", "value_model"}
+
+
+@pytest.mark.parametrize("optimizer", [None, two_rates(0.1, 0.2)])
+def test_a_function_makes_the_scheduler(optimizer: Any, make_trainer: MakeTrainer) -> None:
+    def make(optimizer: Any, num_updates: int) -> LambdaLR:
+        assert num_updates == 3
+        return LambdaLR(optimizer, lambda update: 0.5**update)
+
+    trainer = make_trainer(**QUICK, optimizers=(optimizer, make))
+    trainer.train()
+    first = 0.1 if optimizer else trainer.args.learning_rate
+    assert rates(trainer) == pytest.approx([first, first / 2, first / 4])
+
+
+def test_what_a_function_returns_is_checked(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(TypeError, match=r"optimizers\[0\] returned list"):
+        make_trainer(**QUICK, optimizers=(lambda named: named, None)).train()
+    with pytest.raises(ValueError, match=r"lacks 21 of .*policy\."):
+        make_trainer(**QUICK, optimizers=(lambda named: SGD(named[-21:], 0.1), None)).train()
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "message"),
+    [
+        (SGD([torch.nn.Parameter(torch.ones(1))], 0.1), "must be a pair"),
+        (("adamw", None), r"optimizers\[0\] must be an optimizer, a function that makes one, or None, got 'adamw'"),
+        ((None, 3), r"optimizers\[1\] must be a scheduler"),
+        ((None, ConstantLR(SGD([torch.nn.Parameter(torch.ones(1))], 0.1))), r"ConstantLR of another optimizer"),
+        ((two_rates(0.1, 0.1), ConstantLR(SGD([torch.nn.Parameter(torch.ones(1))], 0.1))), "of another optimizer"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(optimizers: Any, message: str, make_trainer: MakeTrainer) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make_trainer(optimizers=optimizers)
+
+
+# ---- A run that goes on with other arguments ----
+
+SAVED = {**QUICK, "save_strategy": "steps", "save_steps": 1, "weight_decay": 0.1}
+
+
+def went_on(make_trainer: MakeTrainer, at: int = 3, first: Any = None, **changes: Any) -> PPOTrainer:
+    """Train three updates, then go on from a checkpoint of these with other arguments."""
+    make_trainer(**SAVED, **(first or {})).train()
+    trainer = make_trainer(**{**SAVED, **(first or {}), **changes})
+    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-{at}")
+    return trainer
+
+
+def test_a_longer_run_has_the_schedule_of_its_length_and_its_rate(make_trainer: MakeTrainer, caplog: Any) -> None:
+    trainer = went_on(make_trainer, total_episodes=12, learning_rate=4e-4)
+    assert rates(trainer)[3:] == pytest.approx([4e-4 * left / 6 for left in (3, 2, 1)])
+    said = [record.message for record in caplog.records if "learning_rate=" in record.message]
+    assert len(said) == 1
+    assert "learning_rate=0.0004 (was 0.001), num_total_batches=6 (was 3)" in said[0]
+    assert "The learning rate is 0.0002 now" in said[0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"total_episodes": None, "max_steps": 6}, {"total_episodes": None, "num_train_epochs": 12 / 32}]
+)
+def test_however_the_length_is_said(changes: dict[str, Any], make_trainer: MakeTrainer) -> None:
+    assert rates(went_on(make_trainer, **changes))[3:] == pytest.approx([1e-3 * left / 6 for left in (3, 2, 1)])
+
+
+def test_another_schedule_is_followed_from_where_it_would_be(make_trainer: MakeTrainer) -> None:
+    trainer = went_on(make_trainer, at=1, lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.3)
+    expected = [1e-3 / 2, 1e-3]  # the second warm-up step, then the top
+    assert rates(trainer)[1:] == pytest.approx(expected)
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.3, 0.0]
+
+
+def test_each_group_keeps_its_own_rate(make_trainer: MakeTrainer) -> None:
+    trainer = went_on(
+        make_trainer,
+        first={"optimizers": (two_rates(0.1, 0.2), None)},
+        optimizers=(two_rates(0.1, 0.4), None),
+        lr_scheduler_type="constant",
+        total_episodes=10,
+    )
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.1, 0.4]
+
+
+def test_a_scheduler_of_ones_own_follows_its_own_arguments(make_trainer: MakeTrainer) -> None:
+    def cosine(optimizer: Any, num_updates: int) -> CosineAnnealingLR:
+        return CosineAnnealingLR(optimizer, num_updates)
+
+    trainer = went_on(make_trainer, first={"optimizers": (None, cosine)}, total_episodes=12)
+    assert rates(trainer)[3:] == pytest.approx([1e-3 * (1 + math.cos(math.pi * step / 6)) / 2 for step in (3, 4, 5)])
+
+
+def test_a_plateau_schedule_keeps_what_it_learned(make_trainer: MakeTrainer) -> None:
+    plateau = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 100.0},  # nothing is ever better
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "eval_dataset": [{"input_ids": [5, 6]}] * 2,
+    }
+    kwargs = {"patience": 0, "factor": 0.1, "threshold": 100.0}
+    trainer = went_on(
+        make_trainer, at=2, first=plateau, learning_rate=2e-3, lr_scheduler_kwargs=kwargs, total_episodes=8
+    )
+    before, after = rates(trainer)[:2], rates(trainer)[2:]
+    assert before == pytest.approx([1e-3, 1e-3])  # the first evaluation is the best so far
+    assert after == pytest.approx([1e-3, 1e-4])
+
+
+def test_a_run_that_goes_on_unchanged_says_nothing(make_trainer: MakeTrainer, caplog: Any) -> None:
+    went_on(make_trainer, at=1)
+    assert not [record.message for record in caplog.records if "was another" in record.message]
