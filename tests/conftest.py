@@ -57,6 +57,7 @@ WHOLE_RUNS = {
     "test_peft.py",
     "test_readme.py",
     "test_samples_and_logging.py",
+    "test_search.py",
     "test_trainer_arguments.py",
 }
 # Tests whose cases show one thing many times, and how many of them `make check` runs: `make test` runs all.

@@ -1,8 +1,9 @@
 """What was set is compared by name, and said in a line."""
 
+import pytest
 import torch
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 
 from rlhf_ppo.schedules import Settings, changes, describe_changes
 
@@ -57,3 +58,20 @@ def test_rates_that_are_tensors_stay_the_very_tensors() -> None:
     settings.put_in_force({"num_total_batches": (1, 2)}, 2)
     assert scheduler.optimizer.param_groups[0]["lr"] is held
     assert float(held) == float(torch.tensor(0.1) * 0.25)
+
+
+def test_a_schedule_that_follows_a_metric_keeps_what_it_has_learned() -> None:
+    def plateau(rate: float, factor: float) -> ReduceLROnPlateau:
+        optimizer = SGD([torch.nn.Parameter(torch.ones(1))], rate)
+        return ReduceLROnPlateau(optimizer, factor=factor, patience=0)
+
+    old, new = plateau(0.1, 0.5), plateau(0.3, 0.2)
+    settings, before = Settings(new), Settings(old).recorded()
+    old.step(1.0)
+    old.step(2.0)  # worse: half the rate
+    new.load_state_dict(old.state_dict())
+    new.optimizer.load_state_dict(old.optimizer.state_dict())
+    settings.put_in_force(changes(before, settings.recorded()), 2)
+    assert new.optimizer.param_groups[0]["lr"] == pytest.approx(0.15)
+    new.step(2.0)
+    assert new.optimizer.param_groups[0]["lr"] == pytest.approx(0.15 * 0.2)
