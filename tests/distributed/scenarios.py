@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.batch import Prompts, Responses
@@ -468,3 +468,54 @@ def see_prompts(
     trainer = make_trainer(output_dir, models, SeenPrompts, given=given, **run)
     trainer.train()
     return {**launched_as(trainer), "seen": trainer.seen, "answers": trainer.answers}
+
+
+def two_rates(named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
+    """The value model learns at twice the policy's rate."""
+    parts = {"policy.": 1e-3, "value_model.": 2e-3}
+    groups = [
+        {"params": [p for name, p in named if name.startswith(part)], "lr": rate} for part, rate in parts.items()
+    ]
+    assert all(group["params"] for group in groups)
+    return torch.optim.AdamW(groups)
+
+
+def train_longer_at_two_rates(output_dir: str, models: str) -> dict[str, Any]:
+    """Train for two updates, then go on to four; return the rates that were used and the models that moved."""
+    run = {"save_strategy": "steps", "save_steps": 2, "given": {"optimizers": (two_rates, None)}}
+    make_trainer(output_dir, models, max_steps=2, **run).train()
+    trainer = make_trainer(output_dir, models, max_steps=4, **run)
+    before = whole_parameters(make_trainer(output_dir, models))
+    trainer.train(resume_from_checkpoint=True)
+    moved = [name for name, value in whole_parameters(trainer).items() if not np.array_equal(value, before[name])]
+    return {
+        **launched_as(trainer),
+        "rates": [entry["lr"] for entry in trainer.state.log_history if "lr" in entry],
+        "of_groups": [group["initial_lr"] for group in trainer.optimizer.param_groups],
+        "moved": {name.partition(".")[0] for name in moved},
+    }
+
+
+def give_an_optimizer(output_dir: str, models: str) -> None:
+    """Make a trainer with an optimizer over the models themselves."""
+    policy = AutoModelForCausalLM.from_pretrained(f"{models}/policy")
+    value_model = AutoModelForSequenceClassification.from_pretrained(f"{models}/value_model")
+    optimizer = torch.optim.SGD([*policy.parameters(), *value_model.parameters()], 0.1)
+    given = {"model": policy, "value_model": value_model, "optimizers": (optimizer, None)}
+    make_trainer(output_dir, models, given=given)
+
+
+def search(output_dir: str, models: str) -> dict[str, Any]:
+    """Search with three trials, of which the second is pruned at its first evaluation."""
+    import optuna
+
+    class PruneTheSecond(optuna.pruners.BasePruner):
+        def prune(self, study: Any, trial: Any) -> bool:
+            return trial.number == 1
+
+    def space(trial: Any) -> dict[str, Any]:
+        return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2)}
+
+    trainer = make_trainer(output_dir, models, max_steps=2, num_ppo_epochs=1, eval_strategy="steps", eval_steps=1)
+    best: Any = trainer.hyperparameter_search(space, n_trials=3, pruner=PruneTheSecond())
+    return {**launched_as(trainer), "best": best and (best.run_id, best.objective, best.hyperparameters)}

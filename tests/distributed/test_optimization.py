@@ -1,0 +1,33 @@
+"""Optimizers that functions make, longer runs, and hyperparameter search in two processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import processes
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("config", ["multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"])
+def test_both_models_learn_at_their_rates_and_a_longer_run_has_its_schedule(config, models, tmp_path):
+    ranks = processes.run(config, "train_longer_at_two_rates", output_dir=str(tmp_path), models=str(models))
+    for rank in ranks:
+        assert (rank["num_processes"], rank["zero_stage"]) == (2, processes.LAUNCHERS[config][1])
+        assert rank["rates"] == pytest.approx([1e-3, 0.5e-3, 0.5e-3, 0.25e-3])
+        assert rank["of_groups"] == [1e-3, 2e-3]
+        assert rank["moved"] == {"policy", "value_model"}
+
+
+def test_deepspeed_refuses_an_optimizer_that_it_would_drop(models, tmp_path):
+    run = {"output_dir": str(tmp_path), "models": str(models), "scenario": "give_an_optimizer"}
+    errors = processes.run("deepspeed_zero2", "error_of", **run)
+    assert errors[0] == errors[1] and errors[0].startswith("ValueError: optimizers[0] is a SGD, but DeepSpeed ")
+
+
+def test_ranks_search_together(models, tmp_path):
+    ranks = processes.run("multi_gpu", "search", output_dir=str(tmp_path), models=str(models))
+    assert [rank["num_processes"] for rank in ranks] == [2, 2]
+    assert ranks[1]["best"] is None  # Optuna runs on rank 0
+    run_id, objective, hyperparameters = ranks[0]["best"]
+    assert run_id in ("0", "2") and 0 <= objective <= 1 and set(hyperparameters) == {"learning_rate"}
