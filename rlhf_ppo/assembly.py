@@ -19,6 +19,7 @@ from rlhf_ppo.data import check_lengths, longest_prompt, prepare_prompts
 from rlhf_ppo.distributed import check_keeps_models_whole, failing_together, place_frozen
 from rlhf_ppo.generation.sequences import ended
 from rlhf_ppo.generation.stopping import StopStrings
+from rlhf_ppo.models.adapter_checks import check_adapter, warn_of_rank_allocation
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.models.inputs import is_peft_model, positions, transformers_model
@@ -185,6 +186,7 @@ def assemble_models(
     for name, module in loaded.items():
         if module is not None:
             check_runs_on(cast(nn.Module, module), name, args.device)
+            check_adapter(cast(nn.Module, module), name)
     if args.share_base_model:
         policy = _with_adapter(args, policy, peft_config, base_serves_others=True)
         critic = value_model_over(policy, critic, value_peft_config)
@@ -198,6 +200,7 @@ def assemble_models(
             critic = add_value_adapter(critic, value_peft_config)
         policy = _with_adapter(args, policy, peft_config, base_serves_others=reference_model is None)
     check_logits(policy)
+    warn_of_rank_allocation(policy)
     reference = make_reference(
         policy, reference_model, args.ref_adapter_name, peft_config is not None, args.temperature
     )

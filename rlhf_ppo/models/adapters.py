@@ -11,8 +11,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rlhf_ppo.models.adapter_checks import (
+    PROMPT_LEARNING,
+    adapter_kind,
+    agree,
+    check_adapter,
+    probe,
+    probe_tokens,
+)
 from rlhf_ppo.models.heads import scalar_head
-from rlhf_ppo.models.inputs import backbone, is_peft_model, is_sharded, probe_ids
+from rlhf_ppo.models.inputs import backbone, hidden_states, is_peft_model, is_sharded, probe_ids, transformers_model
 
 
 def is_adapter_directory(path: str | os.PathLike[str]) -> bool:
@@ -64,8 +72,9 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
     from peft import get_peft_model
 
     _check_config(policy, peft_config, "model", "peft_config")
-    before = None if is_sharded(policy) else _probe(policy)
+    before = None if is_sharded(policy) else probe(policy, probe_ids(policy))
     adapted = get_peft_model(cast(Any, policy), peft_config, adapter_name=name or "default")
+    check_adapter(adapted, "model")
     if base_serves_others:
         _check_base_stays(adapted, peft_config, before)
     return adapted
@@ -92,7 +101,9 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
     name = next(name for name, module in value_model.named_modules() if module is head)
     modules = {name, *(getattr(peft_config, "modules_to_save", None) or ())}
     config = dataclasses.replace(peft_config, modules_to_save=sorted(modules), task_type="SEQ_CLS")
-    return get_peft_model(cast(Any, value_model), config)
+    adapted = get_peft_model(cast(Any, value_model), config)
+    check_adapter(adapted, "value_model")
+    return adapted
 
 
 @contextmanager
@@ -118,19 +129,52 @@ def base_kept(model: nn.Module) -> Iterator[None]:
             weight.data.copy_(kept)
 
 
-@torch.no_grad()
 def copy_adapter(source: nn.Module, target: nn.Module) -> None:
     """Copy the active adapter's weights below the heads from one `PeftModel` into another's of the same kind.
 
     Args:
         source: Its backbone has at least the adapter's parameters of `target`.
         target: Receives them.
+
+    Raises:
+        ValueError: The backbones still give other hidden states.
     """
-    names = [f".{cast(Any, model).active_adapter}." for model in (source, target)]
-    body = backbone(source)
-    for name, parameter in backbone(target).named_parameters():
-        if parameter.requires_grad:
-            parameter.copy_(body.get_parameter(name.replace(names[1], names[0])))
+    from peft import set_peft_model_state_dict
+
+    place, new_place = (f"{_name_in(model, backbone(model))}." for model in (source, target))
+    heads = f"{_name_in(source, transformers_model(source))}."
+    state = adapter_state(target)  # with what the head has of its own
+    for name, value in adapter_state(source).items():
+        if name.startswith(place):
+            state[name.replace(place, new_place, 1)] = value
+        elif not name.startswith(heads):  # what all layers have in common
+            state[name] = value
+    set_peft_model_state_dict(target, state, adapter_name=cast(Any, target).active_adapter)
+    tokens = probe_tokens(source)
+    if not agree(_states(target, tokens), _states(source, tokens)):
+        raise ValueError(
+            f"an adapter of the kind {adapter_kind(source)} cannot be copied from one model over a base to another; "
+            "pass value_peft_config for a new one"
+        )
+
+
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights and buffers of a `PeftModel`'s active adapter by their names without the adapter's."""
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, adapter_name=cast(Any, model).active_adapter, save_embedding_layers=False)
+
+
+@torch.no_grad()
+def _states(model: nn.Module, ids: Tensor) -> Tensor:
+    was_training = model.training
+    states = hidden_states(model.eval(), ids, torch.ones_like(ids, dtype=torch.bool))
+    model.train(was_training)
+    return states
+
+
+def _name_in(model: nn.Module, part: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is part)
 
 
 def load_adapter_weights(model: nn.Module, directory: str) -> None:
@@ -173,9 +217,11 @@ def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) 
             f"leave {argument} out to go on training the adapter"
         )
     if peft_config.is_prompt_learning:
+        raise ValueError(f"{argument} is a {type(peft_config).__name__}: {PROMPT_LEARNING}")
+    if argument == "value_peft_config" and not hasattr(peft_config, "modules_to_save"):
         raise ValueError(
-            f"{argument} is a {type(peft_config).__name__}; prompt learning changes the sequence itself; use "
-            "a method like LoRA"
+            f"{argument} is a {type(peft_config).__name__}, which has no modules_to_save, so that the head would not "
+            "be trained; pass a config such as LoraConfig"
         )
 
 
@@ -191,15 +237,7 @@ def _check_base_stays(adapted: Any, peft_config: Any, before: Tensor | None) -> 
     if before is None:
         return
     with adapted.disable_adapter():
-        after = _probe(adapted)
-    if not torch.allclose(after, before, rtol=1e-3, atol=1e-3 * float(before.abs().max())):
+        after = probe(adapted, probe_ids(adapted))
+    if not agree(after, before):
         how = getattr(peft_config, "init_lora_weights", None)
         raise ValueError(f"peft_config (init_lora_weights={how!r}) changes the weights of the base, {fix}")
-
-
-@torch.no_grad()
-def _probe(model: nn.Module) -> Tensor:
-    was_training = model.training
-    logits = model.eval()(input_ids=probe_ids(model), use_cache=False).logits.float()
-    model.train(was_training)
-    return logits

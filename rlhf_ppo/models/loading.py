@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from rlhf_ppo.models.adapter_checks import adapter_kind
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory, load_adapter
 from rlhf_ppo.models.copying import copy_model, copy_weights
 from rlhf_ppo.models.heads import check_one_label, reads_last_token, scalar_head
@@ -85,7 +86,7 @@ def load_reward_model(
     model = load_classifier(model, argument)
     label_index(transformers_model(model).config, label)
     if num_labels(model) > 1:
-        model = keep_label(_without_adapters(model), label)
+        model = keep_label(_without_adapters(model, argument), label)
     check_one_label(model, argument)
     return model
 
@@ -107,7 +108,7 @@ def load_classifier(
     """
     if isinstance(model, str | os.PathLike):
         loaded = _load(AutoModelForSequenceClassification, model, argument, **kwargs)
-        model = _without_adapters(loaded) if merges_adapter else loaded
+        model = _without_adapters(loaded, argument) if merges_adapter else loaded
     _check_transformers_model(model, argument)
     return model
 
@@ -149,8 +150,8 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
             "cannot be merged; pass value_model"
         )
     if original is reward_model:
-        return _without_adapters(copy_model(original)).float().train().requires_grad_(True)
-    source = _without_adapters(copy.deepcopy(original)) if is_peft_model(original) else original
+        return _without_adapters(copy_model(original), "value_model").float().train().requires_grad_(True)
+    source = _without_adapters(copy.deepcopy(original), "value_model") if is_peft_model(original) else original
     value_model = empty_classifier(source)
     copy_weights(backbone(source), backbone(value_model))
     head = cast(Any, scalar_head(value_model)).weight
@@ -277,5 +278,14 @@ def _check_transformers_model(model: Any, argument: str) -> None:
         )
 
 
-def _without_adapters(model: nn.Module) -> nn.Module:
-    return cast(Any, model).merge_and_unload() if is_peft_model(model) else model
+def _without_adapters(model: nn.Module, argument: str) -> nn.Module:
+    """Merge a model's adapter, if it has one, into its base."""
+    if not is_peft_model(model):
+        return model
+    try:
+        return cast(Any, model).merge_and_unload()
+    except Exception as error:  # each kind has errors of its own
+        raise ValueError(
+            f"PEFT cannot merge an adapter of the kind {adapter_kind(model)} into its base ({error}); pass {argument} "
+            "as a whole model"
+        ) from error

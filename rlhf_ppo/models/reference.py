@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
+from accelerate.logging import get_logger
 from torch import Tensor, nn
 from trl.trainer.utils import use_adapter
 
+from rlhf_ppo.models.adapter_checks import adapter_kind, moved, probe, probe_tokens
+from rlhf_ppo.models.adapters import adapter_state
 from rlhf_ppo.models.copying import copy_model
 from rlhf_ppo.models.frozen import Frozen, at_work
-from rlhf_ppo.models.inputs import is_peft_model
+from rlhf_ppo.models.inputs import is_peft_model, is_sharded
+from rlhf_ppo.models.loading import low_precision_parameters
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
+
+logger = get_logger(__name__)
 
 INITIAL_ADAPTER = "ref"
 """Name of the frozen copy of an adapter that was already trained when it was handed over."""
+
+_ONE_AT_A_TIME = ("ADALORA", "ADAPTION_PROMPT")
+"""Kinds of adapters of which a model trains one, or that move between two without PyTorch's knowledge."""
 
 
 class FrozenPolicy(Frozen):
@@ -102,20 +113,39 @@ def make_reference(
 
     Returns:
         The user's model, frozen; else the named adapter; else, for a `PeftModel`, the base weights when the adapter is
-        new and a frozen copy of the adapter when it was already trained, so that KL starts at 0; else a frozen copy.
+        new and a frozen copy of the adapter when it was already trained, so that KL starts at 0 (a copy of the whole
+        policy for the kinds of adapters that a model holds one of); else a frozen copy.
 
     Raises:
-        ValueError: `ref_adapter_name` is given without such an adapter, or together with `ref_model`.
+        ValueError: `ref_adapter_name` is given without such an adapter, or together with `ref_model`; the adapter
+            cannot be copied; or the reference would be trained along.
     """
     if ref_adapter_name is not None:
         _check_adapter(policy, ref_model, ref_adapter_name)
+    reference = _choose_reference(policy, ref_model, ref_adapter_name, adapter_is_new, temperature)
+    if is_peft_model(policy):
+        _check_stays(reference, cast(Any, policy))
+    return reference
+
+
+def _choose_reference(
+    policy: nn.Module,
+    ref_model: nn.Module | None,
+    ref_adapter_name: str | None,
+    adapter_is_new: bool,
+    temperature: float,
+) -> Reference:
+    if ref_adapter_name is not None:
         return Reference(None, ref_adapter_name)
     if ref_model is not None:
+        _check_own_weights(policy, ref_model)
         return Reference(FrozenPolicy(ref_model, temperature))
     if not is_peft_model(policy):
         return Reference(FrozenPolicy(copy_model(policy), temperature))
     if adapter_is_new:
         return Reference(None)
+    if not _can_hold_two(policy):
+        return Reference(FrozenPolicy(_whole_copy(policy), temperature))
     _copy_active_adapter(cast(Any, policy), INITIAL_ADAPTER)
     return Reference(None, INITIAL_ADAPTER)
 
@@ -128,15 +158,74 @@ def _check_adapter(policy: nn.Module, ref_model: nn.Module | None, ref_adapter_n
         raise ValueError(f"ref_adapter_name={ref_adapter_name!r} is no adapter of the policy, which has {adapters}")
 
 
+def _check_own_weights(policy: nn.Module, ref_model: nn.Module) -> None:
+    trained = {id(parameter): name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    shared = [trained[id(parameter)] for parameter in ref_model.parameters() if id(parameter) in trained]
+    if shared:
+        raise ValueError(
+            f"ref_model holds parameters that the policy trains (the first is {shared[0]}): PEFT puts adapters into "
+            "the very model that it is given; load ref_model anew, or leave it out"
+        )
+
+
+def _can_hold_two(policy: nn.Module) -> bool:
+    """Tell whether a second adapter of the active one's kind can be had that shares nothing trainable with it."""
+    config = cast(Any, policy).active_peft_config
+    return config.peft_type.value not in _ONE_AT_A_TIME and getattr(config, "bias", "none") == "none"
+
+
+def _whole_copy(policy: nn.Module) -> nn.Module:
+    config = cast(Any, policy).active_peft_config
+    what = f"an adapter of the kind {adapter_kind(policy)} with bias={getattr(config, 'bias', 'none')!r}"
+    if is_sharded(policy):
+        raise ValueError(f"model has {what}, which cannot be copied under ZeRO-3; pass ref_model, the initial policy")
+    logger.warning(
+        f"model has {what}, of which PEFT holds one at a time: the reference is a copy of the whole policy, and takes "
+        "as much memory."
+    )
+    return copy.deepcopy(policy)
+
+
 def _copy_active_adapter(policy: Any, name: str) -> None:
+    from peft import set_peft_model_state_dict
+
     active = policy.active_adapter
     if name in policy.peft_config:
         raise ValueError(
             f"the policy already has an adapter {name!r}: name the reference with ref_adapter_name, or rename it"
         )
-    policy.add_adapter(name, policy.peft_config[active])
-    for parameter_name, parameter in policy.named_parameters():
-        if f".{active}." in parameter_name:
-            copied = policy.get_parameter(parameter_name.replace(f".{active}.", f".{name}."))
-            copied.data.copy_(parameter.data)
-            copied.requires_grad_(False)
+    config = copy.deepcopy(policy.peft_config[active])
+    policy.add_adapter(name, config, autocast_adapter_dtype=not low_precision_parameters(policy))
+    set_peft_model_state_dict(policy, adapter_state(policy), adapter_name=name)
+    policy.set_adapter(active)
+    if is_sharded(policy):
+        return
+    tokens = probe_tokens(policy)
+    if not torch.equal(_logits(Reference(None, name), policy, tokens), probe(policy, tokens)):
+        raise ValueError(
+            f"the copy of the policy's adapter, of the kind {adapter_kind(policy)}, gives other logits than the "
+            "adapter itself; pass ref_model, the initial policy"
+        )
+
+
+def _check_stays(reference: Reference, policy: Any) -> None:
+    """Raise where training the policy's adapter would change the reference too."""
+    if is_sharded(policy):
+        return
+    tokens = probe_tokens(policy)
+    before = _logits(reference, policy, tokens)
+    with moved(policy):
+        after = _logits(reference, policy, tokens)
+    if not torch.equal(after, before):
+        what = "ref_model" if reference.model is not None else f"the reference, adapter {reference.adapter_name!r},"
+        raise ValueError(
+            f"{what} changes when the policy's adapter {policy.active_adapter!r} (of the kind {adapter_kind(policy)}) "
+            "is trained: pass a ref_model with weights of its own, or another ref_adapter_name"
+        )
+
+
+def _logits(reference: Reference, policy: Any, tokens: Tensor) -> Tensor:
+    if reference.model is not None:
+        return probe(cast(FrozenPolicy, reference.model).policy, tokens)
+    with use_adapter(policy, reference.adapter_name):
+        return probe(policy, tokens)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from rlhf_ppo.models.adapter_checks import adapter_kind
 from rlhf_ppo.models.adapters import add_value_adapter, copy_adapter
 from rlhf_ppo.models.heads import scalar_head
 from rlhf_ppo.models.inputs import backbone, is_peft_model, transformers_model
@@ -41,7 +42,7 @@ def value_model_over(policy: nn.Module, value_model: nn.Module | None, peft_conf
         critic = add_value_adapter(critic, peft_config)
     elif not is_peft_model(critic):
         config = cast(Any, policy).peft_config[cast(Any, policy).active_adapter]
-        critic = add_value_adapter(critic, _for_backbone(config, critic))
+        critic = _with_adapter_like(config, critic)
         if value_model is None:
             copy_adapter(policy, critic)
     if (difference := share_base(critic, policy)) is not None:
@@ -103,13 +104,26 @@ def _scorer_with_zero_head(policy: nn.Module) -> nn.Module:
     return scorer.train()
 
 
-def _for_backbone(config: Any, model: nn.Module) -> Any:
-    """Make a policy's adapter configuration one for a model without a language-model head."""
+def _with_adapter_like(config: Any, model: nn.Module) -> nn.Module:
+    """Give a model without a language-model head an adapter that is configured as the policy's."""
     names = [name for name, _ in backbone(model).named_modules()]
-    whole = [name for name in config.modules_to_save or () if any(full.endswith(name) for full in names)]
+
+    def is_there(name: str) -> bool:
+        return any(full == name or full.endswith(f".{name}") for full in names)
+
     changed = copy.deepcopy(config)
-    changed.modules_to_save, changed.inference_mode = whole or None, False
-    return changed
+    changed.inference_mode = False
+    if getattr(config, "modules_to_save", None):
+        changed.modules_to_save = [name for name in config.modules_to_save if is_there(name)] or None
+    if isinstance(tokens := getattr(config, "trainable_token_indices", None), dict):
+        changed.trainable_token_indices = {name: ids for name, ids in tokens.items() if is_there(name)}
+    try:
+        return add_value_adapter(model, changed)
+    except ValueError as error:
+        raise ValueError(
+            "share_base_model=True gives the value model an adapter like the policy's, which it cannot have; pass "
+            f"value_peft_config for one of another kind: {error}"
+        ) from error
 
 
 def _check_base_is_frozen(policy: nn.Module) -> None:
@@ -119,8 +133,9 @@ def _check_base_is_frozen(policy: nn.Module) -> None:
         for key, value in module._parameters.items():
             if value is not None and value.requires_grad:
                 raise ValueError(
-                    f"share_base_model=True, but the policy's adapter trains {name}.{key} of the base, which every "
-                    "model would follow; set bias='none' in peft_config"
+                    f"share_base_model=True, but the policy's adapter, of the kind {adapter_kind(policy)}, trains "
+                    f"{name}.{key} of the base, which every model would follow; set bias='none' in peft_config, or "
+                    "choose a kind such as LoRA"
                 )
 
 
@@ -138,9 +153,10 @@ def _strip_adapters(module: nn.Module) -> None:
 
 
 def _without_wrapper(module: nn.Module) -> nn.Module:
-    """Return what PEFT has wrapped: the layer under an adapter, or the original of a module that is trained whole."""
-    while (inner := module._modules.get("base_layer", module._modules.get("original_module"))) is not None:
-        module = inner
+    """Return what PEFT has wrapped: the layer under adapters, or the original of a module that is trained whole."""
+    for name in ("base_layer", "original_module", "token_adapter"):
+        if (inner := module._modules.get(name)) is not None:
+            return _without_wrapper(inner)
     return module
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -93,11 +94,8 @@ def test_a_new_adapter_is_compared_with_the_bare_base() -> None:
     assert not torch.equal(logprobs(policy), before), "the adapter is on again"
 
 
-@pytest.mark.parametrize(
-    "config", [{}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}, {"use_rslora": True}], ids=str
-)
-def test_a_trained_adapter_is_compared_with_a_frozen_copy_of_itself(config: dict[str, Any]) -> None:
-    policy = trained_adapter(**config)
+def test_a_trained_adapter_is_compared_with_a_frozen_copy_of_itself() -> None:
+    policy = trained_adapter()
     before, bare = logprobs(policy), reference_logprobs(Reference(None), policy)
     assert (before - bare).abs().max() > 0.01
     trainable = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
@@ -111,6 +109,35 @@ def test_a_trained_adapter_is_compared_with_a_frozen_copy_of_itself(config: dict
     assert not torch.equal(logprobs(policy), before)
     assert torch.equal(reference_logprobs(reference, policy), before)
     assert [name for name, parameter in policy.named_parameters() if parameter.requires_grad] == trainable
+
+
+def test_where_the_adapter_trains_biases_of_the_base_the_whole_policy_is_copied(caplog: Any) -> None:
+    Accelerator(cpu=True)  # its loggers want to know the process
+    policy = get_peft_model(tiny_policy(attention_bias=True), lora(init_lora_weights=False, bias="all"))
+    before = logprobs(policy)
+    reference = make_reference(policy, None, None, adapter_is_new=False, temperature=1.0)
+    assert "kind LORA with bias='all', of which PEFT holds one at a time" in caplog.text
+    move(policy)
+    assert torch.equal(reference_logprobs(reference, policy), before)
+    assert not torch.equal(logprobs(policy), before)
+
+
+def test_an_adapter_in_16_bits_is_copied_bit_for_bit() -> None:
+    policy = trained_adapter().bfloat16()
+    before = logprobs(policy)
+    assert torch.equal(
+        reference_logprobs(make_reference(policy, None, None, adapter_is_new=False, temperature=1.0), policy), before
+    )
+
+
+def test_a_reference_that_would_be_trained_along_is_an_error() -> None:
+    policy = trained_adapter()
+    with pytest.raises(
+        ValueError, match=r"adapter 'default', changes when the policy's adapter 'default' .*is trained"
+    ):
+        make_reference(policy, None, "default", adapter_is_new=False, temperature=1.0)
+    with pytest.raises(ValueError, match=r"ref_model holds parameters that the policy trains .*lora_A"):
+        make_reference(policy, policy.get_base_model(), None, adapter_is_new=False, temperature=1.0)
 
 
 def test_the_named_adapter_is_the_reference() -> None:

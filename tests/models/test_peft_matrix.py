@@ -1,0 +1,256 @@
+"""Every kind of adapter that PEFT has: at learning rate 0 nothing differs, and afterwards only the adapter has moved.
+
+A kind that a later PEFT adds fails here until it is listed, as one that works or as one that is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import PeftType
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from torch import Tensor, nn
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.batch import Prompts
+from rlhf_ppo.generation.engine import greedy_config, sample_responses
+from rlhf_ppo.models.sharing import shares_parameters
+from tests.conftest import tiny_policy, tiny_scorer
+from tests.runs import QUICK, history, parameters
+
+QV: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
+Q: dict[str, Any] = {"target_modules": ["q_proj"]}
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LORA": ("LORA", {"r": 4, **QV}),
+    "LORA dora": ("LORA", {"r": 4, "use_dora": True, **QV}),
+    "LORA embeddings": ("LORA", {"r": 4, "target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    "LORA ranks": ("LORA", {"r": 4, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"q_proj": 3}, **QV}),
+    "LORA rslora": ("LORA", {"r": 4, "use_rslora": True, "lora_bias": True, **QV}),
+    "LORA tokens": ("LORA", {"r": 4, "trainable_token_indices": [5, 9], **QV}),
+    "LORA whole modules": ("LORA", {"r": 4, "modules_to_save": ["lm_head", "embed_tokens"], **QV}),
+    "ADALORA": ("ADALORA", {"init_r": 4, "target_r": 2, "total_step": 100, **QV}),
+    "ADAMSS": ("ADAMSS", {"r": 8, "num_subspaces": 2, **QV}),
+    "ADAPTION_PROMPT": ("ADAPTION_PROMPT", {"adapter_len": 3, "adapter_layers": 2}),
+    "BEFT": ("BEFT", Q),
+    "BOFT": ("BOFT", {"boft_block_size": 4, **Q}),
+    "C3A": ("C3A", {"block_size": 8, **Q}),
+    "DEFT": ("DEFT", {"r": 4, **QV}),
+    "DELORA": ("DELORA", {"r": 4, **QV}),
+    "FOURIERFT": ("FOURIERFT", {"n_frequency": 20, "scaling": 1.0, **QV}),
+    "FROD": ("FROD", {"progressbar": False, **Q}),
+    "GLORA": ("GLORA", {"r": 4, **QV}),
+    "GRALORA": ("GRALORA", {"r": 4, **QV}),
+    "HIRA": ("HIRA", {"r": 4, **QV}),
+    "HRA": ("HRA", {"r": 4, **QV}),
+    "IA3": ("IA3", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "LN_TUNING": ("LN_TUNING", {"target_modules": ["input_layernorm", "norm"]}),
+    "LOHA": ("LOHA", {"r": 4, **QV}),
+    "LOKR": ("LOKR", {"r": 4, **QV}),
+    "MISS": ("MISS", {"r": 4, **QV}),
+    "OFT": ("OFT", {"oft_block_size": 4, **Q}),
+    "OSF": ("OSF", QV),
+    "PEANUT": ("PEANUT", {"r": 4, **QV}),
+    "PSOFT": ("PSOFT", {"r": 4, **QV}),
+    "RANDLORA": ("RANDLORA", {"r": 4, **Q}),
+    "ROAD": ("ROAD", {"group_size": 4, **QV}),
+    "SHIRA": ("SHIRA", {"r": 2, **QV}),
+    "SUPERTUNING": ("SUPERTUNING", QV),
+    "TINYLORA": ("TINYLORA", {"u": 8, **QV}),
+    "TRAINABLE_TOKENS": ("TRAINABLE_TOKENS", {"token_indices": [5, 9]}),
+    "UNILORA": ("UNILORA", {"theta_d_length": 16, **QV}),
+    "VBLORA": ("VBLORA", {"r": 2, "num_vectors": 16, "vector_length": 8, **Q}),
+    "VERA": ("VERA", {"r": 4, **Q}),
+    "WAVEFT": ("WAVEFT", {"n_frequency": 20, **Q}),
+}
+"""PEFT's name of the kind, and a configuration, by the name of the case."""
+
+STARTS_ELSEWHERE = {"C3A", "FOURIERFT", "UNILORA", "VBLORA"}
+"""Cases whose new adapter is not the identity: KL to the bare base is then more than 0 from the start."""
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "CARTRIDGE": ({"num_virtual_tokens": 2}, "virtual tokens"),
+    "CPT": ({"cpt_token_ids": [3, 4], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2]}, "virtual tokens"),
+    "LILY": ({"r": 4, **Q}, "kind LILY that mixes the rows of a batch"),
+    "MULTITASK_PROMPT_TUNING": ({"num_virtual_tokens": 2, "num_tasks": 2}, "virtual tokens"),
+    "POLY": ({"r": 4, "n_skills": 2, **QV}, "kind POLY, which cannot run on token ids alone .*task_ids"),
+    "PREFIX_TUNING": ({"num_virtual_tokens": 2}, "virtual tokens"),
+    "PROMPT_TUNING": ({"num_virtual_tokens": 2}, "virtual tokens"),
+    "P_TUNING": ({"num_virtual_tokens": 2, "encoder_hidden_size": 8}, "virtual tokens"),
+    "SHADOW": ({"r": 4, **QV}, "kind SHADOW, which cannot run on token ids alone"),
+}
+"""A configuration by kind, and a part of the error."""
+
+OTHERS_REFUSED = {"PVERA", "XLORA"}
+"""Kinds with tests of their own below."""
+
+ONLY_OVER_A_BASE_OF_THEIR_OWN = {"ADAPTION_PROMPT": "trains layers", "TRAINABLE_TOKENS": "no modules_to_save"}
+
+
+def cases(*in_check: str) -> Any:
+    """Parametrize a test over all cases; those that are not named are slow together."""
+    needs_sklearn = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn")
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(
+                case, marks=[pytest.mark.slow] * (case not in in_check) + [needs_sklearn] * (case == "ADAMSS")
+            )
+            for case, (kind, _) in KINDS.items()
+            if kind in PeftType.__members__  # an older PEFT has fewer
+        ],
+    )
+
+
+IDS = torch.tensor([[5, 9, 3, 12, 20, 7, 31, 4]])
+
+
+def config(kind: str, options: dict[str, Any]) -> Any:
+    return PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)](task_type="CAUSAL_LM", **options)
+
+
+def base(case: str) -> nn.Module:
+    return tiny_policy(attention_bias=case == "BEFT")  # BEFT trains biases alone
+
+
+def trained(case: str) -> Any:
+    """A policy whose adapter has moved off its start in every parameter."""
+    torch.manual_seed(4)
+    policy = peft.get_peft_model(base(case), config(*KINDS[case]))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return policy
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model.eval()(IDS).logits
+
+
+def reference_logits(trainer: PPOTrainer) -> Tensor:
+    with trainer.reference.generating(trainer.model, trainer.policy_model) as holder:
+        return logits(holder.policy)
+
+
+@pytest.fixture
+def make(make_trainer: Callable[..., PPOTrainer]) -> Callable[..., PPOTrainer]:
+    """Factory of trainers that take two updates of two epochs."""
+    return lambda **given: make_trainer(
+        **{**QUICK, "num_ppo_epochs": 2, "total_episodes": 4, "response_length": 8, **given}
+    )
+
+
+def updates(trainer: PPOTrainer, *metrics: str) -> list[tuple[float, ...]]:
+    return [tuple(log[name] for name in metrics) for log in trainer.state.log_history if "val/ratio" in log]
+
+
+def assert_ratio_is_one(trainer: PPOTrainer) -> None:
+    """Up to rounding: the FFT of C3A depends on the number of rows."""
+    for ratio, approxkl in updates(trainer, "val/ratio", "policy/approxkl_avg"):
+        assert abs(ratio - 1) < 1e-6 and approxkl < 1e-12
+
+
+def test_every_kind_that_peft_has_is_tried() -> None:
+    listed = {kind for kind, _ in KINDS.values()} | REFUSED.keys() | OTHERS_REFUSED
+    assert {kind.value for kind in PeftType} <= listed
+
+
+@cases("LORA embeddings", "LORA tokens", "ADALORA", "ADAPTION_PROMPT", "IA3", "LOKR", "VERA")
+def test_nothing_differs_at_learning_rate_0(make: Callable[..., PPOTrainer], case: str) -> None:
+    start = logits(trained(case))
+    trainer = make(model=trained(case), learning_rate=0.0)
+    assert torch.equal(reference_logits(trainer), start) and torch.equal(logits(trainer.policy_model), start)
+    trainer.train()
+    assert updates(trainer, "objective/kl") == [(0.0,)] * 2
+    assert_ratio_is_one(trainer)
+
+    trainer = make(model=base(case), peft_config=config(*KINDS[case]), learning_rate=0.0)
+    trainer.train()
+    assert_ratio_is_one(trainer)
+    distance = max(abs(kl) for (kl,) in updates(trainer, "objective/kl"))
+    assert (distance > 1e-5) == (case in STARTS_ELSEWHERE)
+    assert torch.equal(reference_logits(trainer), logits(base(case)))
+
+
+@cases("LORA embeddings", "ADAPTION_PROMPT")
+def test_only_the_adapter_moves(make: Callable[..., PPOTrainer], case: str) -> None:
+    trainer = make(model=trained(case), learning_rate=0.01)
+    policy: Any = trainer.policy_model
+    trains = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    before, start = {name: value.clone() for name, value in policy.named_parameters()}, logits(policy)
+    ids = sample_responses(policy, Prompts(IDS, torch.ones_like(IDS).bool(), {}), greedy_config(trainer.args, None), 1)
+    assert torch.equal(ids[0, 0], start[0, -1].argmax())  # what samples, token by token, is the adapted policy
+    with torch.no_grad():
+        assert torch.equal(policy(torch.cat((IDS, ids), dim=1)).logits[0, IDS.shape[1] - 1 : -1].argmax(-1), ids[0])
+
+    trainer.train()
+
+    assert {name for name, value in policy.named_parameters() if not torch.equal(value, before[name])} == trains
+    assert torch.equal(reference_logits(trainer), start) and not torch.equal(logits(policy), start)
+    with policy.disable_adapter():
+        assert torch.equal(logits(policy), logits(base(case)))
+
+
+@cases("LORA embeddings", "LORA tokens", "ADAPTION_PROMPT")
+def test_over_one_base_the_numbers_are_those_of_separate_models(make: Callable[..., PPOTrainer], case: str) -> None:
+    given = {"learning_rate": 0.01, "value_model": None}
+    if case in ONLY_OVER_A_BASE_OF_THEIR_OWN:
+        with pytest.raises(ValueError, match=f"share_base_model=True.*{ONLY_OVER_A_BASE_OF_THEIR_OWN[case]}"):
+            make(model=trained(case), share_base_model=True, **given)
+        return
+    shared = make(model=trained(case), share_base_model=True, **given)
+    separate = make(model=trained(case), **{**given, "value_model": copy.deepcopy(shared.value_model)})
+    assert shares_parameters(shared.policy_model, shared.value_model)
+    assert not shares_parameters(separate.policy_model, separate.value_model)
+
+    shared.train(), separate.train()
+
+    assert history(shared) == history(separate)
+    ours, theirs = parameters(shared), parameters(separate)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+# ---- What is refused ----
+
+
+@pytest.mark.parametrize("kind", [kind for kind in REFUSED if kind in PeftType.__members__])
+def test_kinds_that_work_outside_the_layers_are_refused(make: Callable[..., PPOTrainer], kind: str) -> None:
+    options, message = REFUSED[kind]
+    with pytest.raises(ValueError, match=message):
+        make(peft_config=config(kind, options))
+    with pytest.raises(ValueError, match=f"model has an adapter of the kind {kind}"):
+        make(model=peft.get_peft_model(tiny_policy(), config(kind, options)))
+
+
+@pytest.mark.parametrize("role", ["value_model", "reward_model"])
+def test_prompt_learning_is_refused_in_every_role(make: Callable[..., PPOTrainer], role: str) -> None:
+    prompts = peft.PrefixTuningConfig(num_virtual_tokens=2, task_type="SEQ_CLS")
+    with pytest.raises(ValueError, match=f"{role} has an adapter of the kind PREFIX_TUNING: prompt learning adds"):
+        make(**{role: peft.get_peft_model(tiny_scorer(), prompts)})
+
+
+def test_a_mixture_of_adapters_is_refused(make: Callable[..., PPOTrainer], tmp_path: Path) -> None:
+    adapters = {}
+    for name in ("0", "1"):
+        adapters[name] = str(tmp_path / name)
+        lora = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **QV)
+        peft.get_peft_model(tiny_policy(), lora).save_pretrained(adapters[name])
+    policy = tiny_policy(use_cache=False)
+    mixture = peft.XLoraConfig(adapters=adapters, hidden_size=32, xlora_size=8, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match=r"kind XLORA that works in PeftModel\.forward, outside the layers"):
+        make(model=policy, peft_config=mixture)
+
+
+def test_options_that_need_the_forward_pass_of_the_whole_model_are_refused(make: Callable[..., PPOTrainer]) -> None:
+    activated = peft.LoraConfig(r=4, alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM", **QV)
+    with pytest.raises(ValueError, match=r"kind LORA that works in PeftModel\.forward, outside the layers"):
+        make(peft_config=activated)
