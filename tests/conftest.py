@@ -59,6 +59,7 @@ WHOLE_RUNS = {
     "test_samples_and_logging.py",
     "test_search.py",
     "test_trainer_arguments.py",
+    "test_trl_tests.py",
 }
 # Tests whose cases show one thing many times, and how many of them `make check` runs: `make test` runs all.
 CASES_IN_CHECK = {

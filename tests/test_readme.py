@@ -14,8 +14,14 @@ import torch
 from accelerate.commands.launch import launch_command_parser
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from trl.trainer.model_config import ModelConfig
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.sft_config import SFTConfig
 
-from rlhf_ppo import PPOConfig
+from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.cli.estimate import EstimateArguments
+from rlhf_ppo.cli.evaluate import EvalArguments
+from rlhf_ppo.cli.llm import LLMCommand
+from rlhf_ppo.cli.params import LLMTrainingParams
 from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS
@@ -137,6 +143,34 @@ def test_paths_that_are_named_exist():
 
     assert {name for _, name in found} >= {"accelerate_configs/deepspeed_zero2.yaml", "examples/ppo_tldr.py"}
     assert [(str(path.relative_to(ROOT)), name) for path, name in sorted(found) if not (ROOT / name).exists()] == []
+
+
+OPTIONS_OF_OTHERS = {
+    "docs/distributed.md": {
+        "gpus-per-node",
+        "nodes",
+        "nproc_per_node",
+        "ntasks-per-node",
+        "signal",
+    },  # torchrun, SLURM
+    "docs/generation.md": {"logprobs-mode", "weight-transfer-config"},  # vLLM's server
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_options_and_arguments_that_are_named_exist(page):
+    """Of any of our commands or of `accelerate launch`; `name=value` is a field or an argument of the trainer."""
+    configurations = (PPOConfig, LLMTrainingParams, LLMCommand, EvalArguments, EstimateArguments, PPOScriptArguments)
+    known = {f.name for each in (*configurations, SFTConfig, RewardConfig, ModelConfig) for f in fields(each)}
+    arguments = known | set(inspect.signature(PPOTrainer).parameters)
+    launch = {name for names in launch_command_parser()._option_string_actions for name in [names.lstrip("-")]}
+    options = known | launch | {"config", "help", "seeds", "metrics", "x", "output"}  # the last of `rlhf-ppo plot`
+
+    text = page.read_text()
+    named = set(re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text))
+    named -= OPTIONS_OF_OTHERS.get(str(page.relative_to(ROOT)), set()) | {"no"}
+    assert {name for name in named if name.replace("-", "_").removeprefix("no_") not in options} == set()
+    assert set(re.findall(r"`([a-z]\w*)=", text)) <= arguments
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

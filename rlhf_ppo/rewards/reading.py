@@ -143,9 +143,12 @@ def tokenizer_beside(path: str | os.PathLike[str] | None) -> PreTrainedTokenizer
     if not path:
         return None
     try:
-        return AutoTokenizer.from_pretrained(path)
+        found = AutoTokenizer.from_pretrained(path)
+        if found.get_vocab().keys() - set(found.all_special_tokens):  # without files Qwen2's has only special tokens
+            return found
     except (OSError, ValueError, KeyError):
-        return tokenizer_beside(base_of_adapter(path)) if is_adapter_directory(path) else None
+        pass
+    return tokenizer_beside(base_of_adapter(path)) if is_adapter_directory(path) else None
 
 
 def shares_tokens(policy_tokenizer: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> bool:

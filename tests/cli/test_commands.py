@@ -79,6 +79,20 @@ def test_train_scores_with_functions_beside_or_instead_of_a_model(options, names
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 2
 
 
+def test_a_short_run_has_curves_samples_and_a_card_and_ends_with_one_line_that_says_where(places, capsys):
+    commands.train([*PPO, "--reward_funcs", "length", "--num_sample_generations", "2", "--logging_steps", "10"])
+
+    *printed, last = capsys.readouterr().out.strip().splitlines()
+    assert last == "The policy is in out; its curves: `rlhf-ppo plot out`; its samples: out/_samples."
+    assert not any("The policy is in" in line for line in printed)
+    assert any("held-out prompts" in line for line in printed)
+    assert len(list(Path("out/_samples").glob("update-*.csv"))) == 2
+    card = Path("out/README.md").read_text()
+    assert "on the prompts of `texts.jsonl`" in card and "| objective/scores |" in card
+    main.main(["plot", "out", "--output", "out/curves.png"])
+    assert Path("out/curves.png").stat().st_size > 10_000
+
+
 def test_a_reward_model_in_16_bits_makes_a_value_model_in_32(places):
     trainer = commands.train([*PPO, "--reward_model_path", "scorer", "--dtype", "bfloat16"])
 

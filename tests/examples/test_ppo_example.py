@@ -137,10 +137,14 @@ def test_the_documented_command_of_ppo_tldr_py(run, tmp_path):
     assert_saved_policy_is_the_trained_one(trainer, tmp_path / trainer.args.output_dir)
 
 
-def test_tldr_without_evaluation_needs_no_evaluation_split(run, local):
-    trainer = run(f"{local} --dataset_test_split validation --max_prompt_length 40", script="ppo_tldr.py")
+def test_tldr_without_evaluation_needs_no_evaluation_split_and_shows_training_prompts(run, local, capsys):
+    options = local.replace("--num_sample_generations 0", "--num_sample_generations 1")
+    trainer = run(f"{options} --dataset_test_split validation --max_prompt_length 40", script="ppo_tldr.py")
 
     assert trainer.eval_dataset is None and trainer.args.max_prompt_length == 40
+    printed = capsys.readouterr().out
+    assert printed.count("After update 2: training prompts") == 2  # the run's last table, and the script's
+    assert printed.strip().splitlines()[-1].startswith("The policy is in out; its curves: ")
 
 
 def assert_saved_policy_is_the_trained_one(trainer: Any, folder: Path) -> None:

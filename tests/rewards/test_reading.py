@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.batch import Prompts, Responses
@@ -188,6 +188,8 @@ def test_the_tokenizer_beside_a_model(tmp_path: Path) -> None:
     assert found is not None and found.get_vocab() == character_tokenizer().get_vocab()
     assert tokenizer_beside(tmp_path / "bare") is None
     assert tokenizer_beside(tmp_path / "nowhere") is None and tokenizer_beside("") is None
+    Qwen2Config(vocab_size=32).save_pretrained(tmp_path / "qwen")  # transformers makes an empty tokenizer for it
+    assert tokenizer_beside(tmp_path / "qwen") is None
     peft = pytest.importorskip("peft")
     base = type(character_model()).from_pretrained(tmp_path / "model")
     peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
