@@ -39,7 +39,7 @@ from rlhf_ppo.models.sharing import share_base, shares_parameters, value_model_o
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel
-from rlhf_ppo.rewards.scorer import Scorer
+from rlhf_ppo.rewards.scorer import Refuse, Scorer
 
 logger = get_logger(__name__)
 
@@ -338,6 +338,7 @@ def make_scorer(
     accelerator: Accelerator,
     get_state: Callable[[], TrainerState],
     logged: LoggedByFunctions,
+    refuse: Refuse,
 ) -> Scorer:
     """Put reward models and reward functions into one scorer, the models first.
 
@@ -349,6 +350,7 @@ def make_scorer(
         accelerator: Places the models.
         get_state: Returns the trainer's state, for the functions.
         logged: Takes what the functions log.
+        refuse: Takes the reason why a score cannot be used.
 
     Raises:
         ValueError: `reward_weights` does not fit.
@@ -361,12 +363,13 @@ def make_scorer(
             None if reward.tokenizer is None else (tokenizer, reward.tokenizer),
             positions(reward.model),
             lambda: failing_together(accelerator),
+            refuse,
         )
         for reward in rewards
     ]
     wrapped = [
-        RewardFunction(function, tokenizer, get_state, logged.log_metric, log_extra=logged.log_extra)
+        RewardFunction(function, tokenizer, get_state, logged.log_metric, log_extra=logged.log_extra, refuse=refuse)
         for function in functions
     ]
     weights = cast("list[float] | dict[str, float] | None", args.reward_weights)  # no text: the arguments have read it
-    return Scorer([*models, *wrapped], weights)
+    return Scorer([*models, *wrapped], weights, refuse)

@@ -7,6 +7,7 @@ on this rank, `C` the context (prompt) length after left padding, `T` the respon
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -220,6 +221,13 @@ class Experience(Responses):
         for rows in order.chunk(num_mini_batches):
             yield self[rows[lengths[rows].argsort(descending=True, stable=True)]]
 
+    def minibatches_of_epochs(
+        self, num_epochs: int, num_mini_batches: int, generator: torch.Generator
+    ) -> Iterator[Self]:
+        """Yield the mini-batches of `num_epochs` passes, each shuffled anew."""
+        for _ in range(num_epochs):
+            yield from self.shuffled_minibatches(num_mini_batches, generator)
+
     def micro_batches(
         self, max_rows: int, max_tokens: int | None, gather: Callable[[Tensor], Tensor], is_packed: bool
     ) -> list[Self]:
@@ -259,11 +267,12 @@ def dealt_evenly(lengths: Sequence[int], max_rows: int) -> list[int]:
     """
     room = [min(max_rows, len(lengths) - start) for start in range(0, len(lengths), max_rows)]
     parts: list[list[int]] = [[] for _ in room]
-    tokens = [0] * len(room)
+    with_room = [(0, part) for part in range(len(room))]  # a heap: the one with the fewest tokens comes first
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        emptiest = min((part for part in range(len(room)) if len(parts[part]) < room[part]), key=tokens.__getitem__)
-        parts[emptiest].append(row)
-        tokens[emptiest] += lengths[row]
+        tokens, part = heapq.heappop(with_room)
+        parts[part].append(row)
+        if len(parts[part]) < room[part]:
+            heapq.heappush(with_room, (tokens + lengths[row], part))
     return [row for part in parts for row in part]
 
 

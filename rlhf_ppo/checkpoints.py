@@ -67,6 +67,7 @@ class Progress:
         batch_size: Episodes of an update, on all ranks.
         num_processes: Number of processes of the run.
         optimization: What optimizer and scheduler were set to, by name.
+        skipped: Fields of the `Skipped` that `on_divergence` counts.
     """
 
     episode: int = 0
@@ -79,6 +80,7 @@ class Progress:
     batch_size: int = 0
     num_processes: int = 0
     optimization: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
 
     def save(self, directory: str) -> None:
         """Write `ppo_state.json`."""

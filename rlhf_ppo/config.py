@@ -33,6 +33,8 @@ RANGES: dict[str, Interval] = {
     **dict.fromkeys(("num_train_epochs", "score_clip"), _POSITIVE),
     "missing_eos_score": Interval(-math.inf, math.inf),
     **dict.fromkeys(("kl_coef", "vf_coef", "learning_rate", "max_grad_norm", "logging_steps"), _NOT_NEGATIVE),
+    **dict.fromkeys(("weight_decay", "adam_epsilon"), _NOT_NEGATIVE),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), Interval(0, 1, open_high=True)),
     **dict.fromkeys(("top_k", "num_sample_generations", "stop_token_id"), _NOT_NEGATIVE),
     **dict.fromkeys(("response_length", "num_ppo_epochs", "num_mini_batches", "total_episodes"), _AT_LEAST_ONE),
     **dict.fromkeys(("local_rollout_forward_batch_size", "max_prompt_length", "dataset_num_proc"), _AT_LEAST_ONE),
@@ -195,6 +197,12 @@ class PPOConfig(RejectsRemoved, EngineArguments, TrainingArguments):
     cliprange: float = _option(0.2, "How far the importance ratio may leave 1 before its gain is clipped.")
     cliprange_value: float = _option(0.2, "How far a value may leave the rollout's estimate before it is clipped.")
     vf_coef: float = _option(0.1, "Weight of the value loss.")
+    on_divergence: Literal["stop", "skip"] = _option(
+        "stop",
+        "What happens when a score, log-probability, KL, value, loss or gradient is not finite: 'stop' ends the run, "
+        "naming the cause and the last good checkpoint; 'skip' leaves out the response, or the rest of the update, "
+        "counts that in guard/*, and stops after five skipped updates in a row.",
+    )
 
     # --- Derived: None until fill_derived ---
     world_size: int | None = _option(None, "Derived: number of processes.")

@@ -88,6 +88,11 @@ def is_fsdp(accelerator: Accelerator) -> bool:
     return getattr(accelerator.state, "fsdp_plugin", None) is not None
 
 
+def is_sharding(accelerator: Accelerator) -> bool:
+    """Tell whether an engine takes the weights apart, so that every rank has to take part in saving them."""
+    return is_fsdp(accelerator) or zero_stage(accelerator) == 3
+
+
 def on_whole_policy(model: nn.Module, accelerator: Accelerator, gather: bool, function: Callable[[nn.Module], T]) -> T:
     """Call a function with the policy in a form that `generate` can run.
 

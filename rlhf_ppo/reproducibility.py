@@ -49,6 +49,12 @@ def upcoming_seed(label: str) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
+def seed_of(label: str, *words: int) -> int:
+    """Derive a seed from a label and numbers, 0 to 2**32 - 1."""
+    digest = hashlib.blake2b(repr((label, *words)).encode(), digest_size=4)
+    return int.from_bytes(digest.digest(), "big")
+
+
 def shuffling_generator(seed: int, update: int, rank: int) -> torch.Generator:
     """Make the generator that shuffles one update's mini-batches.
 

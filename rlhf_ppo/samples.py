@@ -13,7 +13,6 @@ from transformers.trainer_utils import has_length
 from rlhf_ppo.batch import Prompts
 from rlhf_ppo.evaluation.completions import is_due, sample_rows, show_table, table_of
 from rlhf_ppo.generation.engine import greedy_config
-from rlhf_ppo.reproducibility import isolated_rng
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,7 +38,7 @@ class PrintsSamples:
         rows: list[dict[str, Any]] = []
         held_out = self.eval_dataset is not None
         gather = partial(self.accelerator.gather_for_metrics, use_gather_object=True) if held_out else gather_object
-        with isolated_rng(self.args.seed), self._runnable_model() as model:
+        with self._apart_from_training() as model:
             for prompts in self._sample_batches():
                 responses = self._generate(model, prompts, greedy_config(self.args, self.tokens.stop))
                 prompts = self._with_opponents(model, prompts)

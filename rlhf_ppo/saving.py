@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from typing import Any, cast
@@ -20,6 +21,8 @@ from rlhf_ppo.checkpoints import (
     what_is_missing,
 )
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.distributed import is_sharding
+from rlhf_ppo.divergence import DivergenceGuard
 from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.inputs import is_peft_model
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
@@ -36,6 +39,7 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
     args: PPOConfig
     state: PPOTrainerState
     model: PolicyAndValue
+    _guard: DivergenceGuard
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,6 +72,7 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         return wanted
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        self._guard.check_weights()
         directory = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         if self.args.should_save:
             start_checkpoint(directory)
@@ -76,6 +81,7 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
             self._progress.pending_metrics = self._window.updates
             self._progress.batch_size = cast(int, self.args.batch_size)
             self._progress.num_processes = self.accelerator.num_processes
+            self._progress.skipped = dataclasses.asdict(self._guard.skipped)
             self._progress.save(directory)
             self.create_model_card()
         self.accelerator.wait_for_everyone()
@@ -84,6 +90,7 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
             super()._save_checkpoint(model, trial)
         finally:
             self._writing_checkpoint = False
+        self._guard.last_checkpoint = directory
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -110,7 +117,12 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
 
         Args:
             output_dir: Where to; `args.output_dir` when None.
+
+        Raises:
+            DivergenceError: A weight is not finite; nothing is written then.
         """
+        if not self._writing_checkpoint:
+            self._guard.check_weights(together=is_sharding(self.accelerator))
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
             # Trainer writes nothing here for sharded checkpoints

@@ -10,7 +10,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -28,14 +28,17 @@ from transformers.trainer_utils import has_length
 from rlhf_ppo.batch import Prompts
 from rlhf_ppo.checkpoints import PPOTrainerState, Progress, check_same_split
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.distributed import gather_over_ranks, sum_over_ranks
+from rlhf_ppo.divergence import DivergenceGuard, Skipped
 from rlhf_ppo.generation.sampled import GenerationEngine
 from rlhf_ppo.models.inputs import drop_foreign_padding, gathered
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.optimization import OptimizesPolicyAndValue
-from rlhf_ppo.reporting.metrics import MetricWindow
+from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics
 from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.reproducibility import isolated_rng
 from rlhf_ppo.search import SearchesHyperparameters
+from rlhf_ppo.streams import Streams, draw_apart
 
 logger = get_logger(__name__)
 
@@ -48,6 +51,11 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timer = PhaseTimer()
+        self._sum, self._gather = sum_over_ranks(self.accelerator), gather_over_ranks(self.accelerator)
+        run = (self.args, self.accelerator, self._sum, self._unwrapped(self.model), self._moment)
+        self._guard = DivergenceGuard(*run, num_updates=lambda: self.state.global_step)
+        self._streams = Streams(self.args.process_index, self.args.seed)
+        draw_apart(self.callback_handler, self._streams.callbacks)
         self._metrics: dict[str, float] = {}
         self._num_response_tokens = 0
         self._updates_per_epoch = 1
@@ -140,6 +148,7 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
                 self.accelerator.num_processes,
                 self.accelerator.distributed_type == DistributedType.DEEPSPEED,
             )
+        self._guard.start(Skipped(**self._progress.skipped))
         self._window = MetricWindow(self._progress.pending_metrics)
         self.state = PPOTrainerState.of(self.state, self._progress.episode)
         skipped = 0 if self.args.ignore_data_skip else self._progress.batches_in_epoch
@@ -149,8 +158,15 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
         """Go on with each rank's random numbers; with another number of processes, with new ones for each."""
         if checkpoint is not None and self._progress.num_processes != self.accelerator.num_processes:
             set_seed(self.args.seed + self.state.global_step, device_specific=True)
-        else:
-            super()._load_rng_state(checkpoint)
+            self._streams.seed(self.args.seed, self.state.global_step)
+            return
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self._streams.load(checkpoint)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        self._streams.save(output_dir)
+        super()._save_rng_state(output_dir)
 
     # ---- The loop's bookkeeping ----
 
@@ -163,6 +179,7 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
             The prepared model, the loader, the epochs to run, and how many batches of the first one were done before.
         """
         set_seed(self.args.seed, device_specific=True)
+        self._streams.seed(self.args.seed)
         drop_foreign_padding(self._unwrapped(self.model).policy)
         self._engine.policy_changed()
         self.accelerator.free_memory()
@@ -215,6 +232,7 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
             since: Time and number of episodes at the start of this call of `train`.
         """
         args, state = self.args, self.state
+        self._metrics |= self._guard.finish_update()
         if not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR):
             cast(Any, self.lr_scheduler).step()
         state.global_step += 1
@@ -256,26 +274,49 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
         is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         self.accelerator.backward(loss, **({"scale_wrt_gas": False} if is_deepspeed else {}))
 
-    def _optimizer_step(self, model: torch.nn.Module) -> float | Tensor:
-        """Clip, step and clear the gradients; return their norm before clipping."""
-        clipped = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
-        grad_norm = self._get_grad_norm(model, grad_norm=clipped)
-        self._fire("on_pre_optimizer_step")
-        cast(Any, self.optimizer).step()
-        self._fire("on_optimizer_step")
-        model.zero_grad()
-        return cast("float | Tensor", grad_norm)
+    def _optimizer_step(
+        self, model: torch.nn.Module, losses: Sequence[Tensor], statistics: UpdateStatistics
+    ) -> float | Tensor:
+        """Clip, step and clear the gradients, and count the step, unless something of it is not finite.
 
-    def _add_to_logged_loss(self, loss: Tensor) -> None:
-        """Add a micro-batch's loss to the mean over the update's optimizer steps that Trainer logs."""
-        if self.args.logging_nan_inf_filter and not loss.isfinite():
-            loss = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        Args:
+            model: The prepared model.
+            losses: Those of the step's micro-batches; the mean over the update's steps is what Trainer logs.
+            statistics: Holds the figures of these micro-batches, which are dropped with the step.
+
+        Returns:
+            The gradients' norm before clipping.
+        """
+        clipped = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
+        grad_norm = cast("float | Tensor", self._get_grad_norm(model, grad_norm=clipped))
+        if self.is_deepspeed_enabled and self.accelerator.optimizer_step_was_skipped:
+            grad_norm = math.inf  # its step is behind us; it leaves out those whose gradients overflow
+        if self._guard.allows_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm):
+            self._fire("on_pre_optimizer_step")
+            cast(Any, self.optimizer).step()
+            self._fire("on_optimizer_step")
+            for loss in losses:
+                self._tr_loss += loss / (self.args.num_ppo_epochs * self.args.num_mini_batches)
         else:
-            loss = loss / (self.args.num_ppo_epochs * self.args.num_mini_batches)
-        self._tr_loss += loss
+            statistics.drop_last(len(losses))
+            if self.accelerator.scaler is not None:
+                self.accelerator.scaler.update()  # the gradients were unscaled, which it expects a step to follow
+        model.zero_grad()
+        return grad_norm
 
     def _fire(self, event: str) -> None:
         self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
+
+    @contextmanager
+    def _apart_from_training(self) -> Iterator[torch.nn.Module]:
+        """Give the model to evaluate, with random numbers of its own, the same at every call."""
+        with (
+            isolated_rng(self.args.seed),
+            self._streams.rewards.apart(self.args.seed, self.args.process_index),
+            self._runnable_model() as model,
+            self._guard.apart_from_updates(),
+        ):
+            yield model
 
     @contextmanager
     def _runnable_model(self) -> Iterator[torch.nn.Module]:

@@ -33,7 +33,7 @@ from rlhf_ppo.assembly import (
 from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import PromptCollator, check_lengths
-from rlhf_ppo.distributed import failing_together, gather_over_ranks, on_whole_policy, place_frozen, sum_over_ranks
+from rlhf_ppo.distributed import failing_together, on_whole_policy, place_frozen
 from rlhf_ppo.forecast import announce
 from rlhf_ppo.generation.choosing import make_engine
 from rlhf_ppo.generation.engine import sampling_config
@@ -53,7 +53,7 @@ from rlhf_ppo.reporting.metrics import (
     sampling_metrics,
     warn_of_unscored,
 )
-from rlhf_ppo.reproducibility import isolated_rng, shuffling_generator
+from rlhf_ppo.reproducibility import shuffling_generator
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 from rlhf_ppo.rewards.reward_model import load_reward_models
@@ -162,10 +162,8 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         self._engine = make_engine(
             args, models.policy, self.accelerator, processing_class, tokens.stop, tokens.stop_strings, self._opponents
         )
-        self.scorer = make_scorer(
-            args, models.rewards, functions, processing_class, self.accelerator, self._get_state, self._logged
-        )
-        self._sum, self._gather = sum_over_ranks(self.accelerator), gather_over_ranks(self.accelerator)
+        surroundings = (self.accelerator, self._get_state, self._logged, self._guard.refuse)
+        self.scorer = make_scorer(args, models.rewards, functions, processing_class, *surroundings)
         self._sigterm = StopsOnSigterm(self._sum)
         self.add_callback(self._sigterm)
 
@@ -196,7 +194,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         Raises:
             ValueError: The checkpoint is not whole, or of another model.
         """
-        checkpoint = self._resolve_checkpoint(resume_from_checkpoint)
+        checkpoint = self._guard.last_checkpoint = self._resolve_checkpoint(resume_from_checkpoint)
         self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
         self._logged.forget()
         with self._sigterm.listening(), detecting_overflow(self.model, self.args):
@@ -228,8 +226,9 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             self._fire("on_epoch_begin")
             for prompts in self._rollout_prompts(loader, epoch, num_skipped, resume_from_checkpoint):
                 self._fire("on_step_begin")
-                rollout = self.collect_rollout(model, prompts)
-                experience = self.estimate_advantages(rollout)
+                with self._guard.explaining():
+                    rollout = self._guard.checked_rollout(self.collect_rollout(model, prompts))
+                experience = self._guard.checked_experience(self.estimate_advantages(rollout))
                 grad_norm = self.learn(model, experience)
                 learning_rate = self._get_learning_rate()
                 self._advance_step(learning_rate, (start, episodes_before))
@@ -244,6 +243,8 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             if self.control.should_training_stop:
                 break
         finish()
+        self._guard.check_weights()
+        self._guard.say_what_was_skipped()
         return self._finalize_training(trial, self.state.max_steps * cast(int, args.batch_size), start)
 
     # ---- Rollout ----
@@ -267,15 +268,16 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         with self._timer.phase("generate"):
             responses = self._generate(model, prompts, sampling_config(self.args, self.tokens.stop))
             prompts = self._with_opponents(model, prompts)
-        with self._timer.phase("score"):
-            batch = ScoringBatch.of(responses, prompts, self.tokens.ended(responses))
-            self.scorer.start(batch)
-        with self._timer.phase("evaluate"):
-            output = self._in_passes(responses, partial(model, with_entropy=False))
-            with self.reference.forward(model, policy) as reference:
-                ref_output = self._in_passes(responses, reference)
-        with self._timer.phase("score"):
-            scores = self.score_responses(responses, prompts)
+        with self._streams.rewards.in_use():  # slow rewards draw while the models, which do not, are evaluated
+            with self._timer.phase("score"):
+                batch = ScoringBatch.of(responses, prompts, self.tokens.ended(responses))
+                self.scorer.start(batch)
+            with self._timer.phase("evaluate"):
+                output = self._in_passes(responses, partial(model, with_entropy=False))
+                with self.reference.forward(model, policy) as reference:
+                    ref_output = self._in_passes(responses, reference)
+            with self._timer.phase("score"):
+                scores = self.score_responses(responses, prompts)
         return Rollout(
             query_responses=responses.query_responses,
             attention_mask=responses.attention_mask,
@@ -343,7 +345,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         Returns:
             Weighted sums and each source's scores.
         """
-        with failing_together(self.accelerator):
+        with failing_together(self.accelerator), self._streams.rewards.in_use():
             return self.scorer(ScoringBatch.of(responses, prompts, self.tokens.ended(responses)))
 
     def _in_passes(self, responses: Responses, forward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -423,7 +425,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             experience: This rank's experience.
 
         Returns:
-            Gradient norm of the last step, before clipping.
+            Gradient norm of the last step taken, before clipping.
         """
         args = self.args
         model.train()
@@ -431,9 +433,11 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         statistics = UpdateStatistics()
         generator = shuffling_generator(args.seed, self.state.global_step, args.process_index)
         with self._timer.phase("learn"):
-            for _ in range(args.num_ppo_epochs):
-                for minibatch in experience.shuffled_minibatches(args.num_mini_batches, generator):
-                    grad_norm = self.update(model, minibatch, statistics)
+            for minibatch in experience.minibatches_of_epochs(args.num_ppo_epochs, args.num_mini_batches, generator):
+                norm = self.update(model, minibatch, statistics)
+                if self._guard.is_update_cut:
+                    break
+                grad_norm = norm
             self._metrics |= statistics.metrics(self._sum, self._gather)
         self._engine.policy_changed()
         return grad_norm
@@ -456,16 +460,17 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             return 0.0
         max_rows, max_tokens = self.args.per_device_train_batch_size, self.args.max_tokens_per_micro_batch
         parts = minibatch.micro_batches(max_rows, max_tokens, self._gather, self._unwrapped(model).packs_rows)
+        losses: list[Tensor] = []
         for index, part in enumerate(parts):
             is_last = index == len(parts) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with self._gradient_sync(model, is_last):
                 loss, parts_of_loss = self._backpropagate(model, part, num_tokens)
             statistics.add(part, *parts_of_loss)
-            self._add_to_logged_loss(loss.detach() * self.accelerator.num_processes)
+            losses.append(loss.detach() * self.accelerator.num_processes)
             if not is_last:
                 self._fire("on_substep_end")
-        return self._optimizer_step(model)
+        return self._optimizer_step(model, losses, statistics)
 
     def _has_own_loss(self) -> bool:
         """Tell whether a subclass, or this instance, has replaced `compute_loss`."""
@@ -545,12 +550,12 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Collect a rollout for every batch of `dataloader`, with its own random numbers, the same at every call."""
-        args = self.args
         parts: list[dict[str, Tensor]] = []
-        with isolated_rng(args.seed), self._runnable_model() as model:
+        with self._apart_from_training() as model:
             self.callback_handler.eval_dataloader = cast(Any, dataloader)
             for batch in dataloader:
-                rollout = self.collect_rollout(model, Prompts.from_collated(batch, args.device))
+                rollout = self.collect_rollout(model, Prompts.from_collated(batch, self.args.device))
+                rollout = self._guard.checked_rollout(rollout)
                 _, columns = self._rewards_of(rollout, score_std=None)
                 parts.append(gather_columns(columns, cast(Any, self.accelerator.gather_for_metrics)))
                 self._fire("on_prediction_step")

@@ -63,6 +63,8 @@ WHOLE_RUNS = {
 }
 # Tests whose cases show one thing many times, and how many of them `make check` runs: `make test` runs all.
 CASES_IN_CHECK = {
+    "faults/test_divergence.py::test_what_is_not_finite_stops_the_run_before_it_is_saved": 2,
+    "faults/test_divergence.py::test_what_is_not_finite_is_skipped_and_counted": 2,
     "generation/test_engine.py::test_what_is_stored_with_the_model_changes_nothing": 1,
     "models/test_reference.py::test_kl_starts_at_zero_and_the_reference_stays_while_the_policy_moves": 1,
     "test_first_update.py::test_gradients_of_the_whole_loss_equal_finite_differences": 1,

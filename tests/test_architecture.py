@@ -32,6 +32,7 @@ FLOORS = (
     {"checkpoints", "data", "distributed", "evaluation", "generation", "models", "reporting", "rewards"},
     {
         "assembly",
+        "divergence",
         "forecast",
         "learning",
         "optimization",
@@ -39,6 +40,7 @@ FLOORS = (
         "saving",
         "seams",
         "search",
+        "streams",
         "termination",
         "trainer",
     },

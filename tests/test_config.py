@@ -87,6 +87,7 @@ CASES = [
     Case("cliprange", 0.2, "0.1", 0.1, (0.0, -0.2, NAN, INF)),
     Case("cliprange_value", 0.2, "0.4", 0.4, (0.0, -0.2, NAN, INF)),
     Case("vf_coef", 0.1, "0", 0.0, (-0.1, NAN, INF)),
+    Case("on_divergence", "stop", "skip", "skip", ("ignore", "Skip", None)),
     Case("generation_engine", "transformers", "continuous", "continuous", ("sglang", "", None)),
     Case("importance_sampling_correction", True, "false", False, ("no", None)),
     Case("importance_sampling_clip_max", 2.0, "3", 3.0, (0.0, -1.0, NAN, INF, None)),
@@ -449,3 +450,12 @@ def test_to_dict_shows_the_stop_token_and_hides_the_hub_token():
     assert args.to_dict()["stop_token"] == "eos"
     assert args.to_sanitized_dict()["stop_token"] == "eos"
     assert "secret" not in repr(args) + str(args) + args.to_json_string()
+
+
+@pytest.mark.parametrize(
+    "name", ["learning_rate", "weight_decay", "adam_epsilon", "adam_beta1", "adam_beta2", "max_grad_norm"]
+)
+@pytest.mark.parametrize("value", [NAN, INF, -1.0])
+def test_numbers_of_the_optimizer_are_finite_and_not_negative(name: str, value: float):
+    with pytest.raises(ValueError, match=f"^{name}={value!r} must be "):
+        make(**{name: value})

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_ppo.distributed import is_fsdp, zero_stage
+from rlhf_ppo.distributed import gather_over_ranks, is_fsdp, zero_stage
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.engine import TransformersEngine
 from rlhf_ppo.generation.opponents import Opponents
@@ -53,7 +53,7 @@ def make_engine(
             )
         return start_vllm(args, policy, accelerator, tokenizer, stop_token_id)
     if args.generation_engine == "transformers":
-        return TransformersEngine(rows, stop_strings)
+        return TransformersEngine(rows, stop_strings, gather_over_ranks(accelerator))
     _check_whole(args, accelerator)
     return ContinuousEngine(rows)
 

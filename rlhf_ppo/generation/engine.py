@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from rlhf_ppo.batch import Prompts, pad_right, padding_columns
+from rlhf_ppo.batch import Prompts, pad_right, padding_columns, split_until
 from rlhf_ppo.generation.dropping import generate_dropping
 from rlhf_ppo.generation.sampled import Sampled
 from rlhf_ppo.generation.stopping import StopStrings
@@ -90,29 +90,65 @@ def sample_responses(
     config: GenerationConfig,
     rows_per_call: int,
     stop_strings: StopStrings | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Generate a response for each prompt.
+    """Generate a response for each prompt, from prompts of similar length at a time.
 
     Args:
         policy: A causal language model, or a `PeftModel` around one.
         prompts: `B` left-padded prompts; ids under the mask are ignored.
         config: The sampling distribution and the length limit.
-        rows_per_call: How many prompts are generated from at once, those of similar length together.
+        rows_per_call: Most prompts that are generated from at once; see `call_sizes`.
         stop_strings: Texts that end a row too, or None.
+        gather: Concatenates a tensor over all ranks, which make equally many calls where their passes are in step;
+            None when there is one process.
 
     Returns:
         Sampled ids, long `(B, T)` with `T <= max_new_tokens`; anything after a row's end is filling.
     """
     was_training = policy.training
     policy.eval()  # activation checkpointing, active in training mode, forbids the KV cache
-    longest_first = prompts.attention_mask.sum(dim=1).argsort(descending=True, stable=True)
+    lengths, longest_first = prompts.attention_mask.sum(dim=1).sort(descending=True, stable=True)
+    in_step = gathers_in_passes(policy)
+    sizes = call_sizes(cast(Any, lengths).tolist(), cast(int, config.max_new_tokens), rows_per_call)
+    if in_step and gather is not None:
+        sizes = split_until(sizes, int(gather(torch.tensor([len(sizes)], device=lengths.device)).max()))
     with own_generation_config_hidden(policy) as model:
         parts = [
-            _sample_part(model, prompts, rows, config, stop_strings, gathers_in_passes(policy))
-            for rows in longest_first.split(rows_per_call)
+            _sample_part(model, prompts, rows, config, stop_strings, in_step) for rows in longest_first.split(sizes)
         ]
     policy.train(was_training)
     return pad_right(parts, padding_value=cast(int, config.pad_token_id))[longest_first.argsort()]
+
+
+def call_sizes(lengths: Sequence[int], max_new_tokens: int, max_rows: int) -> list[int]:
+    """Count the rows that `generate` is called with, so that at most half of all positions are padding.
+
+    With prompts of `l_1 >= l_2 >= ...` and `T` new tokens, `n` rows from the `i`-th on share a call as long as
+
+        n (l_i + T) <= 2 sum_{j = i}^{i + n - 1} (l_j + T)
+
+    A call that ends for another reason than `max_rows` is followed by one whose rows take less than half as many
+    positions each, so that there are at most `log2((l_max + T) / (l_min + T))` of them.
+
+    Args:
+        lengths: Tokens of each prompt, in falling order.
+        max_new_tokens: Longest response, in tokens.
+        max_rows: Most rows of a call.
+
+    Returns:
+        Number of rows of each call.
+    """
+    sizes, longest, taken = [0], 0, 0
+    for length in lengths:
+        width = length + max_new_tokens
+        if sizes[-1] and (sizes[-1] == max_rows or (sizes[-1] + 1) * longest > 2 * (taken + width)):
+            sizes, taken = [*sizes, 0], 0
+        if sizes[-1] == 0:
+            longest = width
+        sizes[-1] += 1
+        taken += width
+    return sizes
 
 
 def _sample_part(model: Any, prompts: Prompts, rows: Tensor, *how: Any) -> Tensor:
@@ -127,17 +163,19 @@ class TransformersEngine:
     """transformers' `generate`, on the policy's own weights.
 
     Attributes:
-        rows_per_call: How many prompts are generated from at once.
+        rows_per_call: Most prompts that are generated from at once.
         stop_strings: Texts that end a row too, or None.
+        gather: Concatenates a tensor over all ranks.
     """
 
     rows_per_call: int
     stop_strings: StopStrings | None = None
+    gather: Callable[[Tensor], Tensor] | None = None
     reads_sharded: bool = False
 
     def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
         """Generate a response to each prompt; see `sample_responses`."""
-        return Sampled(sample_responses(policy, prompts, config, self.rows_per_call, self.stop_strings))
+        return Sampled(sample_responses(policy, prompts, config, self.rows_per_call, self.stop_strings, self.gather))
 
     def policy_changed(self) -> None:
         """Do nothing: the policy itself generates."""

@@ -16,7 +16,7 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 
 logger = get_logger(__name__)
 
-LATEST = frozenset({"episode", "eps", "lr"})
+LATEST = frozenset({"episode", "eps", "lr", "guard/skipped_rows", "guard/skipped_updates"})
 """Keys logged as they are now; all others are means (or minima, maxima) over the updates since the last log."""
 
 
@@ -136,8 +136,8 @@ def warn_of_unscored(scores: Tensor) -> None:
     num_unscored = int(scores.isnan().sum())
     if num_unscored > 0:
         logger.warning(
-            f"{num_unscored} of {len(scores)} responses were scored by no reward (all returned None); they are left "
-            "out of the losses and of the score metrics."
+            f"{num_unscored} of {len(scores)} responses have a score of no reward (all returned None, or what was not "
+            "finite was left out); they are left out of the losses and of the score metrics."
         )
 
 
@@ -206,6 +206,10 @@ class UpdateStatistics:
         )
         sums = [values.float().masked_fill(~mask, 0.0).sum() for values in per_token]
         self.sums.append(torch.stack([*sums, mask.sum().float()]))
+
+    def drop_last(self, count: int) -> None:
+        """Forget the last micro-batches: their optimizer step was not taken."""
+        del self.sums[len(self.sums) - count :]
 
     def metrics(self, reduce_sum: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Average over all tokens of all ranks.

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.prompts import is_conversation
 from rlhf_ppo.rewards.reading import answers_of
-from rlhf_ppo.rewards.scorer import ScoringBatch
+from rlhf_ppo.rewards.scorer import MAX_SCORE, Refuse, ScoringBatch, refuse_by_raising
 
 # GRPO hands these over under other names, or not at all.
 _NOT_PASSED = ("prompt", "completion", "completion_ids")
@@ -44,6 +44,7 @@ class RewardFunction:
         log_metric: Takes the metrics that the function logs; None drops them.
         name: Name in metrics and errors; None takes the function's.
         log_extra: Takes the columns that the function adds to the sample table; None drops them.
+        refuse: What becomes of a score that is not finite, or beyond `MAX_SCORE`.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class RewardFunction:
         log_metric: Callable[[str, float], None] | None = None,
         name: str | None = None,
         log_extra: Callable[[str, list[Any]], None] | None = None,
+        refuse: Refuse = refuse_by_raising,
     ) -> None:
         if not callable(function):
             raise TypeError(f"reward_funcs holds {function!r}, which cannot be called; pass a function")
         self.function, self.tokenizer, self.trainer_state_getter = function, tokenizer, trainer_state_getter
         self.log_metric, self.log_extra = log_metric or _drop, log_extra or _drop
+        self.refuse = refuse
         self.name = name or function_name(function)
         self.is_async = _is_async(function)
 
@@ -100,7 +103,7 @@ class RewardFunction:
 
     def _checked(self, returned: Any, batch: ScoringBatch) -> Tensor:
         mask = batch.response_mask
-        scores = check_scores(returned, self.name, mask.sum(dim=1).tolist())
+        scores = check_scores(returned, self.name, mask.sum(dim=1).tolist(), self.refuse)
         if scores.dim() == 2:
             scores = functional.pad(scores, (0, mask.shape[1] - scores.shape[1]))
         return scores.to(mask.device)
@@ -111,11 +114,10 @@ class RewardFunction:
         Raises:
             ValueError: The function requires an argument that is no column of the data set.
         """
-        completion_ids = batch.response_ids()
-        texts = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        texts = batch.response_texts(self.tokenizer)
         prompts = batch.columns.get("prompt")
         if prompts is None:
-            prompts = self.tokenizer.batch_decode(batch.prompt_ids(), skip_special_tokens=True)
+            prompts = batch.prompt_texts(self.tokenizer)
         offered: dict[str, Any] = {
             **{key: values for key, values in batch.columns.items() if key not in _NOT_PASSED},
             "prompts": list(prompts),
@@ -123,7 +125,7 @@ class RewardFunction:
                 [{"role": "assistant", "content": text}] if is_conversation(prompt) else text
                 for prompt, text in zip(prompts, texts, strict=True)
             ],
-            "completion_ids": completion_ids,
+            "completion_ids": batch.response_ids(),
             "trainer_state": self.trainer_state_getter(),
             "log_extra": self.log_extra,
             "log_metric": self.log_metric,
@@ -162,7 +164,7 @@ def function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
-def check_scores(returned: Any, name: str, lengths: Sequence[int]) -> Tensor:
+def check_scores(returned: Any, name: str, lengths: Sequence[int], refuse: Refuse = refuse_by_raising) -> Tensor:
     """Check what a reward function returned.
 
     Args:
@@ -170,6 +172,7 @@ def check_scores(returned: Any, name: str, lengths: Sequence[int]) -> Tensor:
             of numbers, one per response token, and None.
         name: The function's name, for error messages.
         lengths: Number of tokens of each of the `B` responses.
+        refuse: What becomes of a number that is not finite, or beyond `MAX_SCORE`: NaN, if it does not raise.
 
     Returns:
         Scores, float32 `(B,)`, NaN for None; or rewards per token, float32 `(B, max(lengths))`, a row of NaN for None
@@ -177,7 +180,7 @@ def check_scores(returned: Any, name: str, lengths: Sequence[int]) -> Tensor:
 
     Raises:
         TypeError: It is a text, one number, nothing, or holds something that is not a number.
-        ValueError: It has another length, or a number that is not finite in float32.
+        ValueError: It has another length; or what `refuse` raises.
     """
     values = _plain(returned)
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
@@ -193,11 +196,11 @@ def check_scores(returned: Any, name: str, lengths: Sequence[int]) -> Tensor:
         )
     first = next((value for value in values if value is not None), None)
     if isinstance(_plain(first), list | tuple):
-        return _per_token([_plain(value) for value in values], name, lengths)
-    return torch.tensor([_as_float(value, name, f"row {row}") for row, value in enumerate(values)])
+        return _per_token([_plain(value) for value in values], name, lengths, refuse)
+    return torch.tensor([_as_float(value, name, f"row {row}", refuse) for row, value in enumerate(values)])
 
 
-def _per_token(values: Sequence[Any], name: str, lengths: Sequence[int]) -> Tensor:
+def _per_token(values: Sequence[Any], name: str, lengths: Sequence[int], refuse: Refuse) -> Tensor:
     rewards = torch.zeros(len(lengths), max(lengths))
     for row, (value, length) in enumerate(zip(values, lengths, strict=True)):
         if value is None:
@@ -218,8 +221,9 @@ def _per_token(values: Sequence[Any], name: str, lengths: Sequence[int]) -> Tens
                 f"the reward function {name!r} returned None for row {row}, token {list(value).index(None)}: "
                 "return 0.0 for a token without a reward, or None for the whole row"
             )
-        numbers = [_as_float(number, name, f"row {row}, token {token}") for token, number in enumerate(value)]
+        numbers = [_as_float(number, name, f"row {row}, token {token}", refuse) for token, number in enumerate(value)]
         rewards[row, :length] = torch.tensor(numbers)
+        rewards[row].masked_fill_(rewards[row].isnan().any(), math.nan)
     return rewards
 
 
@@ -228,7 +232,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _as_float(value: Any, name: str, place: str) -> float:
+def _as_float(value: Any, name: str, place: str, refuse: Refuse) -> float:
     if value is None:
         return math.nan
     number = _plain(value)
@@ -237,11 +241,12 @@ def _as_float(value: Any, name: str, place: str) -> float:
             f"the reward function {name!r} returned {value!r:.60} ({type(value).__name__}) for {place}: "
             "return a number, or None for a completion that it does not score"
         )
-    if not abs(number) <= torch.finfo(torch.float32).max:
-        raise ValueError(
-            f"the reward function {name!r} returned {number} for {place}: "
-            "return a finite number, or None for a completion that it does not score"
+    if not abs(number) <= MAX_SCORE:  # NaN too
+        refuse(
+            f"the reward function {name!r} returned {number} for {place}: return a finite number of at most "
+            f"{MAX_SCORE:g}, or None for a completion that it does not score"
         )
+        return math.nan
     return float(number)
 
 

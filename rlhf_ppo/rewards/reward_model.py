@@ -17,7 +17,7 @@ from rlhf_ppo.models.frozen import at_work
 from rlhf_ppo.models.inputs import transformers_model
 from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.rewards.reading import Answer, answers_of, reward_model_ids, shares_tokens, tokenizer_beside
-from rlhf_ppo.rewards.scorer import ScoringBatch
+from rlhf_ppo.rewards.scorer import MAX_SCORE, Refuse, ScoringBatch, refuse_by_raising
 
 TokenizerFor = Callable[[Answer], PreTrainedTokenizerBase | None]
 
@@ -83,6 +83,7 @@ class RewardModel:
         max_positions: Longest text that the model can place, in its own tokens; None if there is no limit.
         together: Makes a context that raises one process' error on all, as those of sharded models enter each forward
             pass together; every process enters it as often.
+        refuse: What becomes of a score that is not finite, or beyond `MAX_SCORE`.
     """
 
     name = "reward_model"
@@ -95,11 +96,13 @@ class RewardModel:
         tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
         max_positions: int | None = None,
         together: Callable[[], AbstractContextManager[object]] = nullcontext,
+        refuse: Refuse = refuse_by_raising,
     ) -> None:
         if rows_per_pass < 1:
             raise ValueError(f"rows_per_pass={rows_per_pass} must be at least 1")
         self.scorer, self.rows_per_pass, self.autocast = scorer, rows_per_pass, autocast
         self.tokenizers, self.max_positions, self.together = tokenizers, max_positions, together
+        self.refuse = refuse
         self.reads_columns = tokenizers is not None
 
     @torch.no_grad()
@@ -152,13 +155,13 @@ class RewardModel:
             return self._checked(torch.cat(scores).float())
 
     def _checked(self, score: Tensor) -> Tensor:
-        if not score.isfinite().all():
-            row = int((~score.isfinite()).nonzero()[0])
-            raise ValueError(
+        unusable = ~(score.abs() <= MAX_SCORE)  # NaN too
+        for row in unusable.nonzero().flatten().tolist():
+            self.refuse(
                 f"the {self.name.replace('_', ' ')}'s score of row {row} is {score[row].item()}: load it in float32 "
                 "or bfloat16, and check its weights"
             )
-        return score
+        return score.masked_fill(unusable, torch.nan)
 
     def _padded(self, answers: Sequence[Answer], tokenizer_for: TokenizerFor) -> tuple[Tensor, Tensor]:
         rows: list[Tensor] = []

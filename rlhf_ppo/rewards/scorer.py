@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from rlhf_ppo.batch import Prompts, Responses
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_SCORE = 1e12
+"""The largest absolute value of a score: its squares, summed over a batch, are still finite in float32."""
+
+Refuse = Callable[[str], None]
+"""Takes the reason why a response's score cannot be used: raises, or returns, and the response counts as unscored."""
+
+
+def refuse_by_raising(reason: str) -> None:
+    """Raise a ValueError with the reason."""
+    raise ValueError(reason)
 
 
 @dataclass(frozen=True)
@@ -60,14 +75,40 @@ class ScoringBatch:
         return len(self.query_responses)
 
     def prompt_ids(self) -> list[list[int]]:
-        """Return the real token ids of each prompt."""
+        """Return the real token ids of each prompt, in lists of the caller's own."""
+        return [list(ids) for ids in self._prompt_ids]
+
+    def response_ids(self) -> list[list[int]]:
+        """Return the real token ids of each response, the stop token included, in lists of the caller's own."""
+        return [list(ids) for ids in self._response_ids]
+
+    def prompt_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Return each prompt's text, without special tokens; it is decoded once for all sources."""
+        return self._texts("prompt", tokenizer, self._prompt_ids)
+
+    def response_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Return each response's text, without special tokens; it is decoded once for all sources."""
+        return self._texts("response", tokenizer, self._response_ids)
+
+    @cached_property
+    def _prompt_ids(self) -> list[list[int]]:
         context = self.query_responses.shape[1] - self.response_mask.shape[1]
         return _selected(self.query_responses[:, :context], self.attention_mask[:, :context])
 
-    def response_ids(self) -> list[list[int]]:
-        """Return the real token ids of each response, the stop token included."""
+    @cached_property
+    def _response_ids(self) -> list[list[int]]:
         context = self.query_responses.shape[1] - self.response_mask.shape[1]
         return _selected(self.query_responses[:, context:], self.response_mask)
+
+    @cached_property
+    def _decoded(self) -> dict[tuple[str, int], list[str]]:
+        return {}
+
+    def _texts(self, part: str, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
+        key = (part, id(tokenizer))
+        if key not in self._decoded:
+            self._decoded[key] = cast("list[str]", tokenizer.batch_decode(ids, skip_special_tokens=True))
+        return list(self._decoded[key])
 
 
 class RewardSource(Protocol):
@@ -121,6 +162,7 @@ class Scorer:
     Args:
         sources: The reward sources; sources of one name are called `name`, `name_2`, ...
         weights: One weight per source, in their order or by name; None weighs each 1.
+        refuse: What becomes of a weighted sum beyond `MAX_SCORE`.
 
     Raises:
         ValueError: There is no source, or `weights` does not name each source once, or holds a number that is not
@@ -128,14 +170,18 @@ class Scorer:
     """
 
     def __init__(
-        self, sources: Sequence[RewardSource], weights: Sequence[float] | Mapping[str, float] | None = None
+        self,
+        sources: Sequence[RewardSource],
+        weights: Sequence[float] | Mapping[str, float] | None = None,
+        refuse: Refuse = refuse_by_raising,
     ) -> None:
         if not sources:
             raise ValueError("no reward: pass a reward_model, reward_funcs, or both")
         self.names = _unique([source.name for source in sources])
         self.sources = dict(zip(self.names, sources, strict=True))
         self.weights = weights_by_name(self.names, weights)
-        self._started: tuple[Tensor, dict[str, Future[Tensor]]] | None = None
+        self.refuse = refuse
+        self._started: tuple[ScoringBatch, dict[str, Future[Tensor]]] | None = None
 
     @property
     def reads_columns(self) -> bool:
@@ -149,7 +195,7 @@ class Scorer:
             batch: What the next call will score.
         """
         self.stop()
-        self._started = (batch.query_responses, self._submitted(batch))
+        self._started = (batch, self._submitted(batch))
 
     def stop(self) -> None:
         """Give up what `start` began and no call has collected; nothing that it would still log arrives."""
@@ -172,7 +218,7 @@ class Scorer:
         Raises:
             ValueError: A source returned another shape.
         """
-        running = self._taken(batch) or self._submitted(batch)
+        batch, running = self._taken(batch)
         try:
             given = {name: source(batch) for name, source in self.sources.items() if name not in running}
             given |= {name: future.result() for name, future in running.items()}
@@ -180,13 +226,13 @@ class Scorer:
             _cancel(running)
         return self._added_up({name: given[name] for name in self.names}, batch)
 
-    def _taken(self, batch: ScoringBatch) -> dict[str, Future[Tensor]]:
-        """Return what `start` began for this batch; what it began for another one is given up."""
-        if self._started is None or self._started[0] is not batch.query_responses:
+    def _taken(self, batch: ScoringBatch) -> tuple[ScoringBatch, dict[str, Future[Tensor]]]:
+        """Return what `start` was given and began, if these are its responses; else give up what it began."""
+        if self._started is None or self._started[0].query_responses is not batch.query_responses:
             self.stop()
-            return {}
-        (_, running), self._started = self._started, None
-        return running
+            return batch, self._submitted(batch)
+        taken, self._started = self._started, None
+        return taken
 
     def _submitted(self, batch: ScoringBatch) -> dict[str, Future[Tensor]]:
         return {
@@ -215,6 +261,13 @@ class Scorer:
                     f"{tuple(mask.shape)} for rewards per token"
                 )
         unscored = torch.stack([scores.isnan() for scores in by_source.values()]).all(dim=0)
+        usable = (final.abs() <= MAX_SCORE) & (per_token.abs() <= MAX_SCORE).all(dim=1)
+        for row in (~usable & ~unscored).nonzero().flatten().tolist():
+            self.refuse(
+                f"the weighted sum of the rewards of row {row} is beyond {MAX_SCORE:g}: return smaller rewards, or "
+                f"lower reward_weights={self.weights}"
+            )
+        per_token, unscored = per_token.masked_fill(~usable[:, None], 0.0), unscored | ~usable
         return Scores(final.masked_fill(unscored, math.nan), per_token, by_source)
 
 
