@@ -185,5 +185,6 @@ def _draw(panel: Axes, metric: str, groups: Mapping[str, list[Log]], x: str) -> 
     panel.set_xlabel(_AXES.get(x, x), fontsize=9)
     panel.tick_params(labelsize=8)
     panel.ticklabel_format(axis="y", useOffset=False)
+    panel.yaxis.get_offset_text().set(x=1.0, ha="right", fontsize=8)  # on the left is what the metric says
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
