@@ -35,7 +35,8 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml \
     --eval_strategy steps \
     --eval_steps 100
 
-The data has posts as `prompt`, of which those above 512 tokens are dropped (`--max_prompt_length` sets another limit).
+The data, `trl-lib/tldr` unless another is named, has posts as `prompt`, of which those above 512 tokens are dropped
+(`--max_prompt_length` sets another limit).
 Paths, files and all other options are as in `ppo.py`; without `--eval_strategy` no evaluation set is loaded.
 """
 
@@ -43,27 +44,31 @@ from accelerate import PartialState
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo import PPOConfig
+from rlhf_ppo.cli.checks import check_output_dir
+from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.quantization import quantization_options
 from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, load_splits
-from rlhf_ppo.cli.training import load_scorers, ppo_trainer, train_and_save
+from rlhf_ppo.cli.training import running, scored_ppo_trainer, train_and_save
 
 if __name__ == "__main__":
     parser = PPOArgumentParser((PPOScriptArguments, PPOConfig, ModelConfig))  # pyright: ignore[reportArgumentType]
-    script_args, training_args, model_args = parser.parse_args_and_config()
-    quantization_options(model_args)  # an error comes before anything is loaded
-    if training_args.stop_token is None and training_args.stop_token_id is None:
-        training_args.stop_token = "eos"
-    if training_args.max_prompt_length is None:
-        training_args.max_prompt_length = 512
+    with user_errors(parser.prog):
+        script_args, training_args, model_args = parser.parse_args_and_config()
+        quantization_options(model_args)  # an error comes before anything is loaded
+        check_output_dir(training_args.output_dir)
+        if training_args.stop_token is None and training_args.stop_token_id is None:
+            training_args.stop_token = "eos"
+        if training_args.max_prompt_length is None:
+            training_args.max_prompt_length = 512
 
-    dataset = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
-    train_dataset = choose_split(dataset, script_args.dataset_train_split, "dataset_train_split")
-    eval_dataset = None
-    if training_args.eval_strategy != "no":
-        eval_dataset = choose_split(dataset, script_args.dataset_test_split, "dataset_test_split")
-
-    scorers = load_scorers(script_args, training_args, model_args)
-    trainer = ppo_trainer(script_args, training_args, model_args, train_dataset, eval_dataset, **scorers)
-    train_and_save(trainer, script_args.dataset_name, show_samples=True)
+        name = script_args.dataset_name or "trl-lib/tldr"
+        dataset = load_splits(name, script_args.dataset_config, script_args.dataset_streaming)
+        train_dataset = choose_split(dataset, script_args.dataset_train_split, "dataset_train_split")
+        eval_dataset = None
+        if training_args.eval_strategy != "no":
+            eval_dataset = choose_split(dataset, script_args.dataset_test_split, "dataset_test_split")
+        trainer = scored_ppo_trainer(script_args, training_args, model_args, train_dataset, eval_dataset)
+    with running(parser.prog, trainer):
+        train_and_save(trainer, name, show_samples=True)
     PartialState().destroy_process_group()

@@ -83,9 +83,15 @@ def make_server(port: int = 8000, host: str = "127.0.0.1") -> ThreadingHTTPServe
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Serve rewards over HTTP.")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser = argparse.ArgumentParser(
+        description="Serve rewards over HTTP.", usage=argparse.SUPPRESS, allow_abbrev=False
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     arguments = parser.parse_args()
+    try:
+        server = make_server(arguments.port, arguments.host)
+    except (OSError, OverflowError) as error:
+        parser.error(f"--host {arguments.host} --port {arguments.port} cannot be served: {error}")
     print(f"Rewards at {', '.join(f'http://{arguments.host}:{arguments.port}{path}' for path in REWARDS)}", flush=True)
-    make_server(arguments.port, arguments.host).serve_forever()
+    server.serve_forever()

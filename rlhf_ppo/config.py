@@ -6,7 +6,6 @@
 import functools
 import inspect
 import math
-import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
@@ -14,10 +13,10 @@ from typing import Any, Literal, get_type_hints
 import torch
 from transformers import TrainingArguments
 from transformers.utils import logging
-from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from rlhf_ppo.engine_arguments import ENGINE_RANGES, EngineArguments
 from rlhf_ppo.inherited_arguments import RejectsRemoved, reject_unsupported
+from rlhf_ppo.precision import default_bf16
 from rlhf_ppo.sizes import batch_sizes, run_length
 from rlhf_ppo.validation import Interval, check_range, check_type, parse_strings, parse_weights
 from rlhf_ppo.validation import option as _option
@@ -219,7 +218,7 @@ class PPOConfig(RejectsRemoved, EngineArguments, TrainingArguments):
         """Settle the defaults that depend on other fields, validate, and let TrainingArguments set up the devices."""
         self._filled: dict[str, Any] = {}
         if self.bf16 is None:
-            self.bf16 = not self._launched_in_fp16() and self._accelerator_has_bf16()
+            self.bf16 = default_bf16(self)
         self._mirror_checkpointing()
         self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
         if self.warmup_ratio is not None and self.warmup_steps == 0:
@@ -231,18 +230,6 @@ class PPOConfig(RejectsRemoved, EngineArguments, TrainingArguments):
         super().__post_init__()
         self.world_size = world_size
         self.validate()  # again: TrainingArguments has read accelerator_config
-
-    def _launched_in_fp16(self) -> bool:
-        return self.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
-
-    def _accelerator_has_bf16(self) -> bool:
-        on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
-        if not on_cpu and (is_torch_bf16_gpu_available() or is_torch_xla_available()):
-            return True
-        logger.warning_once(
-            "bf16 stays off: no accelerator is used that can do it. (bf16=True, use_cpu=True forces it.)"
-        )
-        return False
 
     def _mirror_checkpointing(self) -> None:
         """Pass `gradient_checkpointing` on under its new name, where there is one and the user did not set it."""

@@ -63,6 +63,8 @@ WHOLE_RUNS = {
 }
 # Tests whose cases show one thing many times, and how many of them `make check` runs: `make test` runs all.
 CASES_IN_CHECK = {
+    "cli/test_user_errors.py::test_a_mistake_is_one_sentence": 30,
+    "cli/test_user_errors.py::test_data_that_cannot_be_used": 11,
     "faults/test_divergence.py::test_what_is_not_finite_stops_the_run_before_it_is_saved": 2,
     "faults/test_divergence.py::test_what_is_not_finite_is_skipped_and_counted": 2,
     "generation/test_engine.py::test_what_is_stored_with_the_model_changes_nothing": 1,

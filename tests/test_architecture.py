@@ -23,6 +23,7 @@ FLOORS = (
         "config",
         "engine_arguments",
         "inherited_arguments",
+        "precision",
         "prompts",
         "reproducibility",
         "schedules",

@@ -12,7 +12,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments, training_args
 from trl.scripts.utils import TrlParser
 
-from rlhf_ppo import config as config_module
+from rlhf_ppo import precision
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.engine_arguments import EngineArguments
 
@@ -135,7 +135,7 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_accelerator(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
-    for module in (config_module, training_args):
+    for module in (precision, training_args):
         monkeypatch.setattr(module, "is_torch_bf16_gpu_available", lambda: present)
 
 
@@ -360,8 +360,8 @@ def test_bf16_on_the_cpu_only_if_asked_for():
 
 def test_float32_is_said_once(monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
-    monkeypatch.setattr(config_module.logger, "warning", said.append)
-    type(config_module.logger).warning_once.cache_clear()  # pyright: ignore
+    monkeypatch.setattr(precision.logger, "warning", said.append)
+    type(precision.logger).warning_once.cache_clear()  # pyright: ignore
     PPOConfig()
     PPOConfig()
     assert len(said) == 1

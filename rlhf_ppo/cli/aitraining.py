@@ -5,7 +5,8 @@ from __future__ import annotations
 from accelerate import PartialState
 from transformers import Trainer
 
-from rlhf_ppo.cli.jobs import make_job, print_job, run_job
+from rlhf_ppo.cli import mapping
+from rlhf_ppo.cli.jobs import build_trainer, make_job, print_job, run_job
 from rlhf_ppo.cli.params import LLMTrainingParams
 
 __all__ = ["AutoTrainProject", "LLMTrainingParams"]
@@ -42,4 +43,17 @@ class AutoTrainProject:
         Raises:
             ValueError: There is no such data, column or model, or they do not fit each other.
         """
-        return run_job(self.job)
+        return self.train(self.build())
+
+    def build(self) -> Trainer:
+        """Load data and models and make the trainer.
+
+        Raises:
+            ValueError: There is no such data, column or model, or they do not fit each other.
+        """
+        with mapping.explaining():
+            return build_trainer(self.job)
+
+    def train(self, trainer: Trainer) -> Trainer:
+        """Train, save the result, and return the trainer that `build` made."""
+        return run_job(self.job, trainer)

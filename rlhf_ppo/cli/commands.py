@@ -8,22 +8,22 @@ from typing import Any
 from transformers import Trainer
 from trl.scripts.utils import ScriptArguments
 from trl.trainer.model_config import ModelConfig
-from trl.trainer.reward_config import RewardConfig
-from trl.trainer.sft_config import SFTConfig
 
+from rlhf_ppo.cli.checks import check_output_dir
+from rlhf_ppo.cli.errors import program_name, user_errors
 from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
 from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.quantization import quantization_options
 from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, hold_out, load_splits
 from rlhf_ppo.cli.training import (
-    has_reward_model,
-    load_scorers,
     policy_tokenizer,
-    ppo_trainer,
     reward_trainer,
+    running,
+    scored_ppo_trainer,
     sft_trainer,
     train_and_save,
 )
+from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.forecast import estimate_run, learns_in_turn
 from rlhf_ppo.reporting.estimate import Estimate
@@ -39,22 +39,19 @@ def train(argv: Sequence[str] | None = None) -> PPOTrainer:
 
     Returns:
         The trainer, after training, saving and a table of samples.
+
+    Raises:
+        SystemExit: An option, the data or a model is wrong; the message names it.
     """
-    script_args, args, model_args = _parse("train", PPOScriptArguments, PPOConfig, argv)
-    if args.stop_token is None and args.stop_token_id is None:
-        args.stop_token = "eos"
-    train_dataset, eval_dataset = _splits(script_args, always_evaluates=True)
-    scorers = load_scorers(script_args, args, model_args) if has_reward_model(script_args, args) else {}
-    trainer = ppo_trainer(
-        script_args,
-        args,
-        model_args,
-        train_dataset,
-        eval_dataset,
-        reward_funcs=script_args.reward_funcs,
-        **scorers,
-    )
-    train_and_save(trainer, script_args.dataset_name, show_samples=True)
+    program = program_name("train", argv)
+    with user_errors(program):
+        script_args, args, model_args = _parse(program, PPOScriptArguments, PPOConfig, argv)
+        if args.stop_token is None and args.stop_token_id is None:
+            args.stop_token = "eos"
+        train_dataset, eval_dataset = _splits(script_args, always_evaluates=True)
+        trainer = scored_ppo_trainer(script_args, args, model_args, train_dataset, eval_dataset)
+    with running(program, trainer):
+        train_and_save(trainer, script_args.dataset_name, show_samples=True)
     return trainer
 
 
@@ -68,9 +65,14 @@ def estimate(argv: Sequence[str] | None = None) -> Estimate:
         The estimate of one device and one update.
 
     Raises:
-        ValueError: There is no such model or data, they do not fit, or nothing says how many updates there are.
+        SystemExit: There is no such model or data, they do not fit, or nothing says how many updates there are.
     """
-    script_args, args, model_args = _parse("estimate", EstimateArguments, PPOConfig, argv)
+    program = program_name("estimate", argv)
+    with user_errors(program):
+        return _estimate(*_parse(program, EstimateArguments, PPOConfig, argv))
+
+
+def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: ModelConfig) -> Estimate:
     devices = devices_of(script_args, args)
     policy, value_model, frozen = models_without_weights(script_args, args, model_args)
 
@@ -93,8 +95,11 @@ def reward(argv: Sequence[str] | None = None) -> Trainer:
 
     Returns:
         The trainer, after training and saving.
+
+    Raises:
+        SystemExit: An option, the data or the model is wrong; the message names it.
     """
-    return _train("reward", RewardConfig, reward_trainer, argv)
+    return _train("reward", RewardArguments, reward_trainer, argv)
 
 
 def sft(argv: Sequence[str] | None = None) -> Trainer:
@@ -105,21 +110,28 @@ def sft(argv: Sequence[str] | None = None) -> Trainer:
 
     Returns:
         The trainer, after training and saving.
+
+    Raises:
+        SystemExit: An option, the data or the model is wrong; the message names it.
     """
-    return _train("sft", SFTConfig, sft_trainer, argv)
+    return _train("sft", SFTArguments, sft_trainer, argv)
 
 
 def _train(command: str, config: type, make_trainer: Callable[..., Trainer], argv: Sequence[str] | None) -> Trainer:
-    script_args, args, model_args = _parse(command, ScriptArguments, config, argv)
-    trainer = make_trainer(args, model_args, *_splits(script_args))
-    train_and_save(trainer, script_args.dataset_name)
+    program = program_name(command, argv)
+    with user_errors(program):
+        script_args, args, model_args = _parse(program, ScriptArguments, config, argv)
+        trainer = make_trainer(args, model_args, *_splits(script_args))
+    with running(program, trainer):
+        train_and_save(trainer, script_args.dataset_name)
     return trainer
 
 
-def _parse(command: str, script: type, config: type, argv: Sequence[str] | None) -> Any:
-    parser: Any = PPOArgumentParser((script, config, ModelConfig), prog=f"rlhf-ppo {command}")  # pyright: ignore[reportArgumentType]
+def _parse(program: str, script: type, config: type, argv: Sequence[str] | None) -> Any:
+    parser: Any = PPOArgumentParser((script, config, ModelConfig), prog=program)  # pyright: ignore[reportArgumentType]
     script_args, args, model_args = parser.parse_args_and_config(argv)
     quantization_options(model_args)  # an error comes before anything is loaded
+    check_output_dir(args.output_dir)
     return script_args, args, model_args
 
 

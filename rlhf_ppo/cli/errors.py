@@ -6,7 +6,7 @@ import argparse
 import dis
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -43,6 +43,11 @@ def user_errors(program: str) -> Iterator[None]:
         if not _is_users(error) or os.environ.get("TRANSFORMERS_VERBOSITY") == "debug":
             raise
         fail(program, str(_described(error)))
+
+
+def program_name(command: str, argv: Sequence[str] | None) -> str:
+    """Return what a command is called in its messages: `rlhf-ppo <command>`, or the script that calls it."""
+    return f"rlhf-ppo {command}" if argv is not None else os.path.basename(sys.argv[0])
 
 
 def fail(program: str, message: str) -> NoReturn:

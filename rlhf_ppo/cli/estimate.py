@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.trainer_utils import has_length
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.utils import get_peft_config
+from yaml import YAMLError
 
 from rlhf_ppo.assembly import prepare_checked, vocab_size
 from rlhf_ppo.cli.sources import PPOScriptArguments
@@ -24,6 +25,7 @@ from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tok
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.forecast import mean_prompt_length, rate, size
 from rlhf_ppo.models.inputs import disable_dropout, positions
+from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.reporting.estimate import Estimate, Sharding, measure_rates
 from rlhf_ppo.rewards.reading import shares_tokens, tokenizer_beside
 from rlhf_ppo.validation import Interval, check_range
@@ -94,7 +96,7 @@ def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
     if path is not None:
         try:
             config: Any = load_config_from_file(path)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, YAMLError) as error:
             raise ValueError(f"accelerate_config={path!r} is no configuration of accelerate: {error}") from error
         count = config.num_processes
         stage, is_fsdp = (config.deepspeed_config or {}).get("zero_stage"), bool(config.fsdp_config)
@@ -163,10 +165,7 @@ def _without_weights(auto: Any, path: str, argument: str, device: torch.device, 
         raise ValueError("load_in_4bit and load_in_8bit cannot be estimated: leave them out")
     loading = {name: settings[name] for name in ("revision", "trust_remote_code")}
     labels = {"num_labels": 1} if auto is AutoModelForSequenceClassification else {}
-    try:
-        config = AutoConfig.from_pretrained(path, **loading, **labels)
-    except OSError as error:
-        raise ValueError(f"{argument}={path!r} is neither a directory with a model nor a model of the hub") from error
+    config = load_pretrained(AutoConfig, path, argument, **loading, **labels)
     dtype = settings["dtype"] if isinstance(settings["dtype"], torch.dtype) else config.dtype or torch.float32
     with FakeTensorMode(), device:
         return auto.from_config(

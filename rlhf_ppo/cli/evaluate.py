@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
+from transformers import AutoModelForCausalLM, set_seed
 
+from rlhf_ppo.cli.errors import fail, user_errors
+from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.sources import choose_split, load_splits
+from rlhf_ppo.cli.training import load_tokenizer
+from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.prompts import PromptEncoder
 from rlhf_ppo.rewards.builtin import response_texts
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
@@ -92,29 +96,37 @@ def evaluate(argv: Sequence[str] | None = None) -> WinRate:
 
     Returns:
         The verdicts.
+
+    Raises:
+        SystemExit: An option, the data, a model or the judge is wrong; the message names it.
     """
-    parser: Any = HfArgumentParser(EvalArguments, prog="rlhf-ppo eval")  # pyright: ignore[reportArgumentType]
+    parser: Any = PPOArgumentParser(EvalArguments, prog="rlhf-ppo eval")  # pyright: ignore[reportArgumentType]
+    with user_errors(parser.prog):
+        (args,) = parser.parse_args_and_config(argv)
+        judge = RewardModelJudge(args.judge_model) if args.judge is None else as_judge(resolve_reward(args.judge))
+        rows = _rows(args)
+        if isinstance(judge, RewardModelJudge):
+            judge.model  # noqa: B018  a wrong path is an error before anything is sampled
+        ours = respond(args.model, rows, args)
+        if args.opponent is None:
+            theirs = given_answers(ours, rows[args.opponent_column])
+        else:
+            theirs = respond(args.opponent, rows, args, "opponent")
     try:
-        (args,) = parser.parse_args_into_dataclasses(argv)
-    except ValueError as error:
-        parser.error(str(error))
-    judge = RewardModelJudge(args.judge_model) if args.judge is None else as_judge(resolve_reward(args.judge))
+        found = compare(judge, rows, ours, theirs)
+    except ConnectionError as error:
+        fail(parser.prog, str(error))
+    print(found)
+    return found
+
+
+def _rows(args: EvalArguments) -> Any:
     rows = choose_split(load_splits(args.dataset_name), args.split, "split")
-    rows = rows.select(range(min(args.num_prompts, len(rows))))
     if args.opponent_column is not None and args.opponent_column not in rows.column_names:
         raise ValueError(
             f"opponent_column={args.opponent_column!r}: the data set has only the columns {rows.column_names}"
         )
-    if isinstance(judge, RewardModelJudge):
-        judge.model  # noqa: B018  a wrong path is an error before anything is sampled
-    ours = respond(args.model, rows, args)
-    if args.opponent is None:
-        theirs = given_answers(ours, rows[args.opponent_column])
-    else:
-        theirs = respond(args.opponent, rows, args)
-    found = compare(judge, rows, ours, theirs)
-    print(found)
-    return found
+    return rows.select(range(min(args.num_prompts, len(rows))))
 
 
 def compare(judge: Any, rows: Any, ours: Sequence[Answer], theirs: Sequence[Answer | None]) -> WinRate:
@@ -149,18 +161,17 @@ def given_answers(ours: Sequence[Answer], responses: Sequence[Any]) -> list[Answ
 
 
 @torch.no_grad()
-def respond(path: str, rows: Any, args: EvalArguments) -> list[Answer]:
+def respond(path: str, rows: Any, args: EvalArguments, argument: str = "model") -> list[Answer]:
     """Sample one response to each prompt.
 
     Args:
         path: The model's directory or hub name.
         rows: The prompts.
         args: How to sample.
+        argument: The option that gave the path, for error messages.
     """
-    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model: Any = AutoModelForCausalLM.from_pretrained(path)
+    model: Any = load_pretrained(AutoModelForCausalLM, path, argument, dtype="auto")
+    tokenizer: Any = load_tokenizer(path, False, argument)
     model = model.to(PartialState().device)
     encode = PromptEncoder(tokenizer, args.dataset_name, len(tokenizer))
     encoded = [{**row, **encode(row, index)} for index, row in enumerate(rows)]

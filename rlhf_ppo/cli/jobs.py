@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 from transformers import Trainer, TrainingArguments
@@ -16,8 +17,9 @@ from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
 
 from rlhf_ppo.cli import mapping
+from rlhf_ppo.cli.checks import check_output_dir
 from rlhf_ppo.cli.params import LLMTrainingParams
-from rlhf_ppo.cli.rows import load_rows
+from rlhf_ppo.cli.rows import fill_update, load_rows
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import ppo_trainer, reward_trainer, sft_trainer, train_and_save
 from rlhf_ppo.config import PPOConfig
@@ -79,13 +81,9 @@ def make_job(params: LLMTrainingParams) -> Job:
         config, arguments = RewardConfig, mapping.reward_arguments(params)
     else:
         config, arguments = SFTConfig, mapping.sft_arguments(params)
-    return Job(
-        params,
-        arguments,
-        mapping.explained(config, arguments),
-        mapping.model_arguments(params),
-        rewards,
-    )
+    with mapping.explaining():
+        args: Any = config(**arguments)
+    return Job(params, arguments, args, mapping.model_arguments(params), rewards)
 
 
 def build_trainer(job: Job) -> Trainer:
@@ -94,27 +92,37 @@ def build_trainer(job: Job) -> Trainer:
     Raises:
         ValueError: There is no such data, column or model, or they do not fit each other.
     """
-    given: Any = (job.args, job.model_args, *load_rows(job.params))
+    if job.params.token is not None:
+        os.environ.setdefault("HF_TOKEN", job.params.token)  # for models and data that need it
+    check_output_dir(job.args.output_dir)
+    args: Any = job.args
+    train_dataset, eval_dataset = load_rows(job.params)
     if job.rewards is None:
-        return (reward_trainer if job.params.trainer == "reward" else sft_trainer)(*given)
+        make = reward_trainer if job.params.trainer == "reward" else sft_trainer
+        return make(args, job.model_args, train_dataset, eval_dataset)
+    num_episodes = args.per_device_train_batch_size * args.gradient_accumulation_steps * PartialState().num_processes
     return ppo_trainer(
         PPOScriptArguments(),
-        *given,
+        args,
+        job.model_args,
+        fill_update(train_dataset, num_episodes),
+        eval_dataset,
         reward_model=job.rewards.model,
         ref_model=job.params.model_ref,
         reward_funcs=job.rewards.functions or None,
     )
 
 
-def run_job(job: Job) -> Trainer:
-    """Build the trainer, train, and save the result in the project's directory.
+def run_job(job: Job, trainer: Trainer) -> Trainer:
+    """Train, and save the result in the project's directory.
+
+    Args:
+        job: What the trainer was built of.
+        trainer: What `build_trainer` returned.
 
     Returns:
         The trainer.
     """
-    if job.params.token is not None:
-        os.environ.setdefault("HF_TOKEN", job.params.token)  # for models and data that need it
-    trainer = build_trainer(job)
     if job.params.padding is not None:
         tokenizer: Any = trainer.processing_class
         tokenizer.padding_side = job.params.padding

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import HfArgumentParser, Trainer
+from transformers import Trainer
 
 from rlhf_ppo.cli.aitraining import AutoTrainProject
+from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.params import LLMTrainingParams
+from rlhf_ppo.cli.parser import PPOArgumentParser
+from rlhf_ppo.cli.training import running
 
 
 @dataclass
@@ -54,12 +57,12 @@ def llm(argv: Sequence[str] | None = None) -> Trainer | None:
         SystemExit: An option is unknown, wrong or not available; the message says what to use.
     """
     usage = "rlhf-ppo llm --train --trainer ppo|reward|sft [options]; --help lists the options"
-    parser: Any = HfArgumentParser((LLMCommand, LLMTrainingParams), usage=usage)  # pyright: ignore[reportArgumentType]
-    try:
-        command, params, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-        if unknown:
-            raise ValueError(f"there is no option {' '.join(unknown)}")
+    parser: Any = PPOArgumentParser((LLMCommand, LLMTrainingParams), prog="rlhf-ppo llm", usage=usage)  # pyright: ignore[reportArgumentType]
+    with user_errors(parser.prog):
+        command, params = parser.parse_args_into_dataclasses(argv)
         project = AutoTrainProject(params, backend=command.backend, process=True)
-    except (TypeError, ValueError) as error:
-        parser.error(str(error))
-    return None if command.dry_run else project.create()
+        if command.dry_run:
+            return None
+        trainer = project.build()
+    with running(parser.prog, trainer):
+        return project.train(trainer)

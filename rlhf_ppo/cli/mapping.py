@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import TrainingArguments
@@ -59,6 +60,10 @@ MODEL: dict[str, str] = {
     "lora_dropout": "lora_dropout",
 }
 """Parameter: the argument of TRL's `ModelConfig` that takes its value as it is."""
+
+
+PATHS: dict[str, str] = {"model": "sft_model_path", "rl_reward_model_path": "reward_model", "model_ref": "ref_model"}
+"""Parameter: what errors of PPO call the model at its path."""
 
 
 def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
@@ -128,23 +133,23 @@ def model_arguments(params: LLMTrainingParams) -> ModelConfig:
     )
 
 
-def explained(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Make a configuration; an error also names the option of the command line that set the argument.
-
-    Args:
-        make: The configuration's class.
-        arguments: Its arguments.
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Let errors also name the option of the command line that set the argument they name.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of its range.
     """
     try:
-        return make(**arguments)
+        yield
     except (TypeError, ValueError) as error:
-        set_by = {new: old for old, new in {**TRAINING, **PPO}.items()}
+        set_by = {new: old for table in (TRAINING, PPO, MODEL, PATHS) for old, new in table.items()}
         flags = [f"{new} is --{old.replace('_', '-')}" for new, old in set_by.items() if f"{new}=" in str(error)]
-        raise type(error)(f"{error} ({', '.join(flags)})" if flags else str(error)) from error
+        if not flags:
+            raise
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{error} ({', '.join(flags)})") from error
 
 
 def json_object(name: str, given: Mapping[str, Any] | str) -> dict[str, Any]:

@@ -1,14 +1,19 @@
-"""The command line of `PPOConfig`: options, a YAML file, and answers to options that are gone."""
+"""The command line of `PPOConfig`: options, a YAML file, and answers to options that are gone or misspelt."""
 
-from collections.abc import Sequence
+import difflib
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import yaml
 from trl.scripts.utils import TrlParser
 
+from rlhf_ppo.cli.checks import check_json_file
+from rlhf_ppo.cli.errors import CommandParser
 from rlhf_ppo.inherited_arguments import reject_removed
 
 
-class PPOArgumentParser(TrlParser):
+class PPOArgumentParser(CommandParser, TrlParser):
     """A `TrlParser` that names the replacement of each option that `TrainingArguments` no longer has.
 
     ```python
@@ -19,15 +24,82 @@ class PPOArgumentParser(TrlParser):
 
     Raises:
         TypeError: The command line or the YAML file holds such an option.
+        ValueError: The YAML file is none, or an option is unknown.
     """
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse, and explain what is left over where it is an option of the past."""
+        """Parse, and explain what is left over."""
         parsed, unknown = super().parse_known_args(args, namespace)
-        reject_removed(option.partition("=")[0].lstrip("-").replace("-", "_") for option in unknown)
+        options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+        reject_removed(option.lstrip("-").replace("-", "_") for option in options)
+        if options:
+            raise ValueError(self._unknown(options))
+        if unknown:
+            raise ValueError(f"{' '.join(unknown)!r} belongs to no option: one before it takes fewer values")
+        for name in ("deepspeed", "fsdp_config", "accelerator_config"):
+            path = getattr(parsed, name, None)
+            if isinstance(path, str) and not path.lstrip().startswith("{"):
+                check_json_file(path, name)
         return parsed, unknown
 
+    def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
+        """Parse the command line, over the values of the YAML file after `--config`."""
+        words = [part for word in (sys.argv[1:] if args is None else args) for part in _apart(word)]
+        if "--config" in words:
+            position = words.index("--config")
+            if position + 1 == len(words):
+                self.error("argument --config: expected one argument")
+            check_yaml(words[position + 1])
+        return super().parse_args_and_config(words)
+
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        """Take defaults from the YAML file, and explain options of the past."""
+        """Take defaults from the YAML file, and explain options that are not there."""
         reject_removed(kwargs)
-        return super().set_defaults_with_config(**kwargs)
+        for action in self._actions:
+            if action.choices is not None and kwargs.get(action.dest) not in (None, *action.choices):
+                given = kwargs[action.dest]
+                raise ValueError(f"{action.dest}={given!r} in --config must be one of {[*action.choices]}")
+        unknown = super().set_defaults_with_config(**kwargs)
+        if unknown:
+            raise ValueError(f"{self._unknown([word for word in unknown if word.startswith('--')])}, as in --config")
+        return unknown
+
+    def _unknown(self, options: Sequence[str]) -> str:
+        known = [name for action in self._actions for name in action.option_strings]
+        near = [match for option in options for match in difflib.get_close_matches(option, known, n=1)]
+        hint = f"; did you mean {' and '.join(near)}?" if near else "; --help lists the options"
+        return f"there is no option {', '.join(options)}{hint}"
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Reads YAML in which a key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+        if twice:
+            raise ValueError(f"the key {', '.join(twice)} stands twice")
+        return super().construct_mapping(node, deep)
+
+
+def check_yaml(path: str) -> None:
+    """Check that a file holds options as YAML: `name: value`, each name once.
+
+    Args:
+        path: The file after `--config`.
+
+    Raises:
+        ValueError: It cannot be read, is no YAML or no mapping, or a key stands twice.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = yaml.load(file, _UniqueKeys)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"--config {path!r} cannot be read as YAML: {reason}") from error
+    if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
+        raise ValueError(f"--config {path!r} must hold options as `name: value`, such as `learning_rate: 1e-6`")
+
+
+def _apart(word: str) -> list[str]:
+    return ["--config", word.removeprefix("--config=")] if word.startswith("--config=") else [word]

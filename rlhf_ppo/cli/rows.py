@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers.utils import logging
+
 from rlhf_ppo.cli.params import LLMTrainingParams
 from rlhf_ppo.cli.sources import choose_split, load_splits
+
+logger = logging.get_logger(__name__)
 
 
 def load_rows(params: LLMTrainingParams) -> tuple[Any, Any]:
@@ -24,6 +28,22 @@ def load_rows(params: LLMTrainingParams) -> tuple[Any, Any]:
     train_dataset = choose_split(splits, params.train_split, "train_split")
     eval_dataset = None if params.valid_split is None else choose_split(splits, params.valid_split, "valid_split")
     return _prepared(train_dataset, params), None if eval_dataset is None else _prepared(eval_dataset, params)
+
+
+def fill_update(rows: Any, num_episodes: int) -> Any:
+    """Repeat prompts, in their order, where there are fewer than one update takes; says so once.
+
+    Args:
+        rows: The prompts.
+        num_episodes: Episodes of one update, over all processes.
+    """
+    if len(rows) >= num_episodes:
+        return rows
+    logger.warning_once(
+        f"There are {len(rows)} prompts, but {num_episodes} episodes in an update (--batch-size x "
+        "--gradient-accumulation x processes): the prompts are repeated. Lower either option, or give more prompts."
+    )
+    return rows.select([index % len(rows) for index in range(num_episodes)])
 
 
 def wanted_columns(columns: list[str], params: LLMTrainingParams) -> dict[str, str]:

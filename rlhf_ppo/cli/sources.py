@@ -2,11 +2,13 @@
 
 # TrlParser reads the annotations, so they are not postponed.
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
+from datasets.exceptions import DatasetGenerationError, DatasetsError
 from trl.scripts.utils import ScriptArguments
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
@@ -46,22 +48,28 @@ def load_splits(
         Each split by its name; what has no splits is `train`.
 
     Raises:
-        ValueError: There is no such data set, or the file is of an unknown kind.
+        ValueError: There is no such data set, it is damaged or empty, or the file is of an unknown kind.
     """
     if not name:
         raise ValueError(f"{argument} is not set: give a file, a directory or a name on the hub")
     path = os.path.expanduser(name)
     if os.path.isdir(path) and _is_saved_to_disk(path):
-        return _saved_splits(path, streaming)
+        with _reading(name, argument):
+            return _saved_splits(path, streaming)
     if os.path.isfile(path):
-        return datasets.load_dataset(_builder(path, argument), data_files={"train": path}, streaming=streaming)
+        builder = _builder(path, argument)
+        with _reading(name, argument):
+            return datasets.load_dataset(builder, data_files={"train": path}, streaming=streaming)
     if not os.path.isdir(path) and (name.startswith((".", "~", os.sep)) or os.path.splitext(name)[1] in BUILDERS):
         raise ValueError(f"{argument}={name!r}: there is no such file or directory (seen from {os.getcwd()!r})")
     try:
         return datasets.load_dataset(path, name=config, streaming=streaming)
-    except OSError as error:
+    except DatasetGenerationError as error:
+        raise ValueError(f"{argument}={name!r}: it cannot be read: {_cause(error)}") from error
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"{argument}={name!r} is neither a file nor a directory with data here, nor did the hub give it: {error}"
+            f"{argument}={name!r} is neither a file nor a directory with data here, nor did the hub give it: "
+            f"{_cause(error)}"
         ) from error
 
 
@@ -74,10 +82,12 @@ def choose_split(splits: Mapping[Any, Any], split: str, argument: str) -> Any:
         argument: The option that named it, for the error message.
 
     Raises:
-        ValueError: There is no such split.
+        ValueError: There is no such split, or it is empty.
     """
     if split not in splits:
         raise ValueError(f"{argument}={split!r}, but the data set has only these splits: {list(splits)}")
+    if isinstance(splits[split], datasets.Dataset) and len(splits[split]) == 0:
+        raise ValueError(f"{argument}={split!r}: it has no rows")
     return splits[split]
 
 
@@ -96,6 +106,24 @@ def hold_out(dataset: Any, num_rows: int) -> tuple[Any, Any]:
     kept = len(dataset) - min(num_rows, len(dataset) // 10)
     held_out = dataset.select(range(kept, len(dataset))) if kept < len(dataset) else None
     return dataset.select(range(kept)), held_out
+
+
+@contextmanager
+def _reading(name: str, argument: str) -> Iterator[None]:
+    """Name the argument in the errors of the libraries that read files; pyarrow's and pandas' are `ValueError`s."""
+    try:
+        yield
+    except (OSError, ValueError, StopIteration, DatasetsError) as error:
+        is_empty = isinstance(error, StopIteration) or "corresponds to no data" in str(error)
+        reason = "it has no rows" if is_empty else f"it cannot be read: {_cause(error)}"
+        raise ValueError(f"{argument}={name!r}: {reason}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """Return the first line of the error that an error goes back to."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _builder(path: str, argument: str) -> str:

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from huggingface_hub import HfApi
+from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerBase,
     Trainer,
+    TrainerCallback,
 )
+from transformers.utils import logging
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.utils import get_peft_config
 
+from rlhf_ppo.cli.checks import check_columns
+from rlhf_ppo.cli.errors import fail, user_errors
 from rlhf_ppo.cli.quantization import quantization_options
 from rlhf_ppo.cli.sources import PPOScriptArguments
+from rlhf_ppo.cli.trackers import settle_trackers
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.adapters import is_adapter_directory
+from rlhf_ppo.models.loading import load_classifier, load_pretrained
 from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.trainer import PPOTrainer
+
+logger = logging.get_logger(__name__)
 
 
 def ppo_trainer(
@@ -54,13 +67,15 @@ def ppo_trainer(
     """
     settings = loading_settings(script_args.trust_remote_code, model_args)
     peft_config = get_peft_config(model_args)
-    if ref_model is None and peft_config is None:
+    ref_argument = "sft_model_path" if ref_model is None else "ref_model"
+    if ref_model is None and peft_config is None and not is_adapter_directory(args.sft_model_path):
         ref_model = args.sft_model_path
+    model = load_pretrained(AutoModelForCausalLM, args.sft_model_path, "sft_model_path", **settings)
     return PPOTrainer(
         args,
         policy_tokenizer(script_args, args, model_args),
-        model=AutoModelForCausalLM.from_pretrained(args.sft_model_path, **settings),
-        ref_model=None if ref_model is None else AutoModelForCausalLM.from_pretrained(ref_model, **settings),
+        model=model,
+        ref_model=ref_model and load_pretrained(AutoModelForCausalLM, ref_model, ref_argument, **settings),
         reward_model=reward_model,
         value_model=value_model,
         train_dataset=train_dataset,
@@ -68,6 +83,23 @@ def ppo_trainer(
         peft_config=peft_config,
         reward_funcs=reward_funcs,
     )
+
+
+def scored_ppo_trainer(
+    script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any
+) -> PPOTrainer:
+    """Make the trainer with the reward model and the reward functions that the options name.
+
+    Args:
+        script_args: Gives `reward_funcs`.
+        args: Gives `reward_model_path`.
+        model_args: How models are loaded, and the policy's adapter.
+        train_dataset: The prompts.
+        eval_dataset: The prompts for evaluation, or None.
+    """
+    scorers = load_scorers(script_args, args, model_args) if has_reward_model(script_args, args) else {}
+    data = (train_dataset, eval_dataset)
+    return ppo_trainer(script_args, args, model_args, *data, reward_funcs=script_args.reward_funcs, **scorers)
 
 
 def has_reward_model(script_args: PPOScriptArguments, args: PPOConfig) -> bool:
@@ -86,12 +118,22 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
         return {"reward_model": args.reward_model_path}  # the trainer puts it over the policy's base
     settings = loading_settings(script_args.trust_remote_code, model_args)
     labels = {} if args.reward_head else {"num_labels": 1}
-    auto, path = AutoModelForSequenceClassification, args.reward_model_path
-    models = {"reward_model": auto.from_pretrained(path, **labels, **settings)}
+    path, argument = args.reward_model_path, "reward_model_path"
+    if path == args.sft_model_path:
+        logger.warning_once(
+            f"{argument}={path!r} is the policy, as in TRL's example: its score head is random unless it has one, and "
+            "so are the scores"
+        )
+        models = {
+            "reward_model": load_pretrained(AutoModelForSequenceClassification, path, argument, **labels, **settings)
+        }
+    else:
+        models = {"reward_model": load_classifier(path, argument, **labels, **settings)}
     if not args.share_base_model and (settings["dtype"] != torch.float32 or "quantization_config" in settings):
         # All of the value model is trained: it stays in 32 bits, whatever the others are loaded in.
         whole = {name: settings[name] for name in ("revision", "attn_implementation", "trust_remote_code")}
-        models["value_model"] = auto.from_pretrained(path, num_labels=1, dtype=torch.float32, **whole)
+        auto = AutoModelForSequenceClassification
+        models["value_model"] = load_pretrained(auto, path, argument, num_labels=1, dtype=torch.float32, **whole)
     return models
 
 
@@ -107,9 +149,11 @@ def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: A
     from trl.trainer.reward_trainer import RewardTrainer
 
     path = _with_loading_settings(args, model_args)
-    tokenizer = load_tokenizer(path, args.trust_remote_code)
+    check_columns(train_dataset, [{"chosen", "rejected"}])
+    tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     peft_config = get_peft_config(model_args)
-    return RewardTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
+    with _reading_weights(path):
+        return RewardTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
 
 
 def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
@@ -124,9 +168,50 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
     from trl.trainer.sft_trainer import SFTTrainer
 
     path = _with_loading_settings(args, model_args)
-    tokenizer = load_tokenizer(path, args.trust_remote_code)
+    check_columns(train_dataset, [{args.dataset_text_field}, {"messages"}, {"prompt", "completion"}, {"input_ids"}])
+    tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     peft_config = get_peft_config(model_args)
-    return SFTTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
+    with _reading_weights(path):
+        return SFTTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
+
+
+class _Begun(TrainerCallback):
+    """Notes that a run is under way: what is raised from then on is no error of its options."""
+
+    begun = False
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Note it."""
+        self.begun = True
+
+
+@contextmanager
+def running(program: str, trainer: Trainer) -> Iterator[None]:
+    """Turn what a run cannot help into one sentence: options that its start refuses, a server that does not answer.
+
+    Everything else that is raised while a run goes on keeps its traceback, a user's reward functions' errors too.
+
+    Args:
+        program: What the sentence begins with.
+        trainer: What is about to train.
+
+    Raises:
+        SystemExit: With code 2, after such an error.
+    """
+    callback = _Begun()
+    trainer.add_callback(callback)
+    try:
+        yield
+    except ConnectionError as error:
+        print(file=sys.stderr)  # the progress bar leaves its line unfinished
+        fail(program, str(error))
+    except Exception:
+        if callback.begun:
+            raise
+        with user_errors(program):
+            raise
+    finally:
+        trainer.remove_callback(callback)
 
 
 def train_and_save(
@@ -141,6 +226,7 @@ def train_and_save(
         show_samples: Whether a `PPOTrainer` shows a table of all samples at the end.
     """
     args: Any = trainer.args
+    settle_trackers(args)
     if isinstance(trainer, PPOTrainer):
         trainer.dataset_name = dataset_name
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -195,12 +281,29 @@ def policy_tokenizer(
     script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig
 ) -> PreTrainedTokenizerBase:
     """Load the policy's tokenizer, from `model_name_or_path` where that is given."""
-    return load_tokenizer(model_args.model_name_or_path or args.sft_model_path, script_args.trust_remote_code)
+    path = model_args.model_name_or_path
+    argument = "model_name_or_path" if path else "sft_model_path"
+    return load_tokenizer(path or args.sft_model_path, script_args.trust_remote_code, argument)
 
 
-def load_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that pads on the left, with EOS where it has no PAD."""
-    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
+def load_tokenizer(path: str, trust_remote_code: bool, argument: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that pads on the left, with EOS where it has no PAD.
+
+    Args:
+        path: A directory, or a hub name.
+        trust_remote_code: Whether to run code that comes with it.
+        argument: The option that gave the path, for the error message.
+
+    Raises:
+        ValueError: There is no tokenizer, or its files are damaged.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        what = f"has no tokenizer that can be read: {error}" if os.path.isdir(path) else (
+            "is neither a directory with a tokenizer nor a model that the hub gave"
+        )  # fmt: skip
+        raise ValueError(f"{argument}={path!r} {what}; save one there with tokenizer.save_pretrained") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # a new token would lie outside the models' vocabularies
     return tokenizer
@@ -218,9 +321,31 @@ def loading_settings(trust_remote_code: bool, model_args: ModelConfig) -> dict[s
     }
 
 
+def check_model(path: str, argument: str, trust_remote_code: bool) -> None:
+    """Check that a directory or the hub has a model's configuration, or an adapter's.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if is_adapter_directory(path):
+        return
+    load_pretrained(AutoConfig, path, argument, trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def _reading_weights(path: str) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(
+            f"model_name_or_path={path!r} could not be loaded: its weights are damaged ({error})"
+        ) from error
+
+
 def _with_loading_settings(args: Any, model_args: ModelConfig) -> str:
     if model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path=None: give the directory or hub name of the model to train")
+    check_model(model_args.model_name_or_path, "model_name_or_path", args.trust_remote_code)
     given = args.model_init_kwargs or {}
     args.model_init_kwargs = {**loading_settings(args.trust_remote_code, model_args), **given}
     return model_args.model_name_or_path

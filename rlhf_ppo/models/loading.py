@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -38,7 +40,7 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
     Raises:
         ValueError: Nothing loadable is there, or it is no decoder-only language model.
     """
-    loaded = _load(AutoModelForCausalLM, model, argument) if isinstance(model, str | os.PathLike) else model
+    loaded = load_pretrained(AutoModelForCausalLM, model, argument) if isinstance(model, str | os.PathLike) else model
     _check_transformers_model(loaded, argument)
     base = transformers_model(loaded)
     if base.config.is_encoder_decoder or base.get_output_embeddings() is None:
@@ -104,11 +106,16 @@ def load_classifier(
 
     Raises:
         TypeError: It is no model.
-        ValueError: Nothing loadable is there.
+        ValueError: Nothing loadable is there, or weights that score are not.
     """
     if isinstance(model, str | os.PathLike):
-        loaded = _load(AutoModelForSequenceClassification, model, argument, **kwargs)
-        model = _without_adapters(loaded, argument) if merges_adapter else loaded
+        is_whole = argument != "value_model" and not is_adapter_directory(model)  # a value model may start anew
+        options = {"output_loading_info": True, **kwargs} if is_whole else kwargs
+        loaded: Any = load_pretrained(AutoModelForSequenceClassification, model, argument, **options)
+        if is_whole:
+            loaded, info = loaded
+            _check_has_head(loaded, info["missing_keys"], model, argument)
+        model = cast(nn.Module, _without_adapters(loaded, argument) if merges_adapter else loaded)
     _check_transformers_model(model, argument)
     return model
 
@@ -241,29 +248,56 @@ def low_precision_parameters(model: nn.Module) -> list[str]:
     ]
 
 
-def _load(auto_class: Any, path: str | os.PathLike[str], argument: str, **kwargs: Any) -> nn.Module:
+def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str, **kwargs: Any) -> Any:
+    """Call `auto_class.from_pretrained`, in float32 unless told otherwise, and put an adapter over its base.
+
+    Args:
+        auto_class: One of transformers' auto classes of models.
+        path: A directory, or a hub name.
+        argument: What the caller's argument is called, for error messages.
+        **kwargs: For `from_pretrained`.
+
+    Returns:
+        What `from_pretrained` returned; a directory with an adapter gives a `PeftModel`.
+
+    Raises:
+        ValueError: Nothing loadable is there; names the argument and the reason.
+    """
+    given = f"{argument}={os.fspath(path)!r}"
     if os.path.isdir(path) and not _has_config(path):
         raise ValueError(
-            f"{argument}={os.fspath(path)!r} is a directory without a model: it has no config.json or "
-            "adapter_config.json; pass a directory written by save_pretrained or save_model"
+            f"{given} is a directory without a model: it has no config.json or adapter_config.json; pass a directory "
+            "written by save_pretrained or save_model"
         )
     if is_adapter_directory(path):
-        return load_adapter(_load(auto_class, base_of_adapter(path), argument, **kwargs), path)
+        return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
     try:
-        return auto_class.from_pretrained(path, dtype=torch.float32, **kwargs)
+        return auto_class.from_pretrained(path, **{"dtype": torch.float32, **kwargs})
+    except torch.OutOfMemoryError:
+        raise
     except OSError as error:
-        raise ValueError(
-            f"{argument}={os.fspath(path)!r} could not be loaded: it is neither a directory with a model nor a model "
-            "that the hub gave"
-        ) from error
+        reason = f"its files cannot be read: {error}" if os.path.isdir(path) else (
+            "it is neither a directory with a model nor a model that the hub gave"
+        )  # fmt: skip
+        raise ValueError(f"{given} could not be loaded: {reason}") from error
+    except SafetensorError as error:
+        raise ValueError(f"{given} could not be loaded: its weights are damaged ({error}); save it anew") from error
     except ImportError as error:  # of what its quantization needs
-        raise ValueError(f"{argument}={os.fspath(path)!r} needs a package that is not installed: {error}") from error
+        raise ValueError(f"{given} needs a package that is not installed: {error}") from error
     except (ValueError, RuntimeError) as error:  # another kind of model, or another number of labels
-        options = ", ".join(f"{name}={value}" for name, value in kwargs.items())
+        labels = ", ".join(f"{name}={value}" for name, value in kwargs.items() if name == "num_labels")
         raise ValueError(
-            f"{argument}={os.fspath(path)!r} cannot be loaded with {auto_class.__name__}.from_pretrained({options}): "
-            f"{error!s:.600}" + ("; of several labels reward_head takes one" if "reward" in argument else "")
+            f"{given} cannot be loaded with {auto_class.__name__}.from_pretrained({labels}): {error!s:.600}"
+            + ("; of several labels reward_head takes one" if "reward" in argument else "")
         ) from error
+
+
+def _check_has_head(model: nn.Module, missing: Iterable[str], path: str | os.PathLike[str], argument: str) -> None:
+    if missing := sorted(missing):
+        raise ValueError(
+            f"{argument}={os.fspath(path)!r} is no reward model: {', '.join(missing)} of {type(model).__name__} would "
+            "be random; train one with `rlhf-ppo reward`, or save one with AutoModelForSequenceClassification"
+        )
 
 
 def _has_config(path: str | os.PathLike[str]) -> bool:

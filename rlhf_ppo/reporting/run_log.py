@@ -30,12 +30,13 @@ def read_log(run: Run) -> Log:
 
     Raises:
         TypeError: If `run` is none of these.
+        ValueError: If the file is damaged.
         FileNotFoundError: If there is no such file.
     """
     if isinstance(run, TrainerState):
         return run.log_history
     if isinstance(run, (str, os.PathLike)):
-        return json.loads(_existing_state(run).read_text(encoding="utf-8"))["log_history"]
+        return _read_state(_existing_state(run))
     if isinstance(run, Mapping) or not all(isinstance(entry, Mapping) for entry in run):
         raise TypeError(
             f"a run is a path, a TrainerState or a list of log entries, got {type(run).__name__}; "
@@ -51,6 +52,13 @@ def find_state(directory: str | os.PathLike[str]) -> Path | None:
         return own
     checkpoints = [file for file in Path(directory).glob("checkpoint-*/trainer_state.json") if _step(file) >= 0]
     return max(checkpoints, key=_step, default=None)
+
+
+def _read_state(path: Path) -> Log:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["log_history"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no trainer_state.json that Trainer wrote: {error!r}") from error
 
 
 def _existing_state(path: str | os.PathLike[str]) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import commands, main
 from rlhf_ppo.cli.estimate import Devices, EstimateArguments, devices_of
 from rlhf_ppo.forecast import size
@@ -43,9 +43,8 @@ def estimate(*options: str) -> Estimate:
 
 def starting_line(monkeypatch: pytest.MonkeyPatch, capsys: Any, *options: str) -> dict[str, str]:
     """The figures that the same run prints before it trains."""
-    monkeypatch.setattr(commands, "train_and_save", lambda *_: None)
+    monkeypatch.setattr(commands, "train_and_save", lambda *_, **__: None)
     monkeypatch.setattr("rlhf_ppo.forecast.measure_rates", lambda *_: (1e6, 1e6))
-    monkeypatch.setattr(PPOTrainer, "generate_completions", lambda *_: None)
     commands.train([*OPTIONS, *options])
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Estimated per device")]
     peak, parts = re.findall(r"device: (.*?) of memory \((.*?)\)", line)[0]
@@ -132,20 +131,22 @@ def test_no_data_is_read_where_length_and_number_are_given(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sft_model_path", "nowhere"], "sft_model_path='nowhere' is neither"),
-        (["--reward_model_path", "nowhere"], "reward_model_path='nowhere' is neither"),
+        (["--sft_model_path", "nowhere"], "sft_model_path='nowhere' could not be loaded"),
+        (["--reward_model_path", "nowhere"], "reward_model_path='nowhere' could not be loaded"),
         (["--dataset_name", "nowhere.jsonl"], r"dataset_name='nowhere\.jsonl'"),
         (["--dataset_streaming", "true"], "dataset_streaming=True.*max_prompt_length"),
         (["--accelerate_config", "nowhere.yaml"], r"accelerate_config='nowhere\.yaml'"),
         (["--num_mini_batches", "3"], "num_mini_batches=3"),
     ],
 )
-def test_wrong_input(options: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_wrong_input(options: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
         estimate(*WITH_MODEL, *options)
+    assert re.search(f"^rlhf-ppo estimate: error: .*{message}", capsys.readouterr().err, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["num_devices", "device_flops", "device_bandwidth"])
-def test_numbers_of_devices_and_rates_are_positive(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=0.* must be"):
+def test_numbers_of_devices_and_rates_are_positive(name: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
         estimate(*WITH_MODEL, f"--{name}", "0")
+    assert re.search(f"{name}=0.* must be", capsys.readouterr().err)

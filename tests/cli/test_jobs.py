@@ -318,7 +318,7 @@ def test_a_reward_function_may_have_aitrainings_signature(workshop):
         ("--lr -1", r"learning_rate=-1.0 .*\(learning_rate is --lr\)"),
         ("--block-size 1", "--block-size 1 and --model-max-length 2048 leave no room"),
         ("--use-sweep", "--use-sweep True is not available here: search with PPOTrainer.hyperparameter_search"),
-        ("--rl-gama 1", "there is no option --rl-gama 1"),
+        ("--rl-gama 1", "there is no option --rl-gama; did you mean --rl-gamma"),
         ("--backend spaces-a10g", "backend='spaces-a10g' is not available here"),
         ("--deploy", "--deploy is not available here: serve"),
         ("--no-train", "--train false leaves nothing to do"),
@@ -330,8 +330,7 @@ def test_mistakes_end_the_program_with_one_sentence(options, message, workshop, 
 
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert "rlhf-ppo llm" in error
-    assert re.search(message, error)
+    assert re.search(f"^rlhf-ppo llm: error: .*{message}", error, re.MULTILINE)
 
 
 # ---- Documented command lines ----

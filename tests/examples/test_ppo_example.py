@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import shlex
 import shutil
@@ -13,7 +14,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+)
 
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 
@@ -122,8 +129,9 @@ def test_the_documented_command_of_ppo_py(run, tmp_path, capsys, command, batch_
 
 
 def test_the_documented_command_of_ppo_tldr_py(run, tmp_path):
-    for name in (PYTHIA, SFT, REWARD):
+    for name in (PYTHIA, SFT):
         save(pythia(), tmp_path / name)
+    save(AutoModelForSequenceClassification.from_config(pythia(num_labels=1).config), tmp_path / REWARD)
     posts = Dataset.from_list([*prompts(63), *prompts(1, length=512), *prompts(7, length=513)])
     DatasetDict({"train": posts, "validation": prompts(3), "test": prompts(5)}).save_to_disk(tmp_path / "trl-lib/tldr")
 
@@ -264,19 +272,21 @@ def test_nothing_in_the_output_directory_is_deleted(run, local, tmp_path):
         ("--dataset_name few.jsonl", "the training set has 3 prompts, fewer than the 4"),
     ],
 )
-def test_bad_data_is_named(run, local, tmp_path, options, message):
+def test_bad_data_is_named(run, local, tmp_path, options, message, capsys):
     prompts(24).rename_column("prompt", "question").to_json(tmp_path / "other.jsonl")
     prompts(3).to_json(tmp_path / "few.jsonl")
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SystemExit):
         run(f"{local} {options}")
+    assert re.search(f"^ppo.py: error: .*{message}", capsys.readouterr().err, re.MULTILINE)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so 4 bits may work")
 @pytest.mark.parametrize("option", ["load_in_4bit", "load_in_8bit"])
-def test_quantization_needs_a_gpu_and_says_so_before_anything_is_loaded(run, option):
-    with pytest.raises(ValueError, match=f"{option}=True quantizes with bitsandbytes, which needs a CUDA GPU"):
+def test_quantization_needs_a_gpu_and_says_so_before_anything_is_loaded(run, option, capsys):
+    with pytest.raises(SystemExit):
         run(f"--dataset_name nowhere.jsonl --sft_model_path nowhere --{option} --use_peft")
+    assert f"{option}=True quantizes with bitsandbytes, which needs a CUDA GPU" in capsys.readouterr().err
 
 
 # ---- Code of strangers ----

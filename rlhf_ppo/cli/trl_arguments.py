@@ -1,0 +1,29 @@
+"""The arguments of TRL's trainers, for any machine."""
+
+# TrlParser reads the annotations, so they are not postponed.
+from dataclasses import dataclass
+
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.sft_config import SFTConfig
+
+from rlhf_ppo.precision import default_bf16
+
+
+@dataclass
+class SFTArguments(SFTConfig):
+    """TRL's `SFTConfig`, whose `bf16` is on where the device can do it, as that of `PPOConfig`."""
+
+    def __post_init__(self) -> None:
+        """Settle `bf16`, which TRL switches on everywhere."""
+        self.bf16 = default_bf16(self) if self.bf16 is None else self.bf16
+        super().__post_init__()
+
+
+@dataclass
+class RewardArguments(RewardConfig):
+    """TRL's `RewardConfig`, whose `bf16` is on where the device can do it, as that of `PPOConfig`."""
+
+    def __post_init__(self) -> None:
+        """Settle `bf16`, which TRL switches on everywhere."""
+        self.bf16 = default_bf16(self) if self.bf16 is None else self.bf16
+        super().__post_init__()

@@ -1,0 +1,360 @@
+"""Every mistake of a user, at every command, is one sentence on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_ppo.cli.errors import user_errors
+from rlhf_ppo.cli.main import COMMANDS, main
+from tests.cli.test_commands import SOURCES
+from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def write(name: str, rows: list[Any]) -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """A directory with models and data, right ones and wrong ones; nothing is trained in it."""
+    folder = tmp_path_factory.mktemp("workshop")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+        for name, model in (("base", tiny_policy()), ("other", tiny_policy(seed=3)), ("scorer", tiny_scorer())):
+            model.save_pretrained(name)
+            make_tokenizer().save_pretrained(name)
+        tiny_policy().save_pretrained("mute")  # no tokenizer
+        for name in ("torn", "torn_config"):
+            tiny_policy().save_pretrained(name)
+            make_tokenizer().save_pretrained(name)
+        weights = Path("torn/model.safetensors")
+        weights.write_bytes(weights.read_bytes()[:1000])
+        Path("torn_config/config.json").write_text("{")
+        Path("bare").mkdir()
+        row = {"prompt": "w4 w5", "text": "w4 w5", "completion": " w6", "chosen": " w4", "rejected": " w7"}
+        write("rows.jsonl", [row] * 12)
+        write("few.jsonl", [row] * 2)
+        write("questions.jsonl", [{"question": "w4"}] * 12)
+        write("numbers.jsonl", [{"prompt": 4, "text": 4, "chosen": 4, "rejected": 4}] * 12)
+        Path("empty.jsonl").touch()
+        Path("header.csv").write_text("prompt,text,chosen,rejected\n")
+        Path("torn.jsonl").write_text('{"prompt": "w4"}\n{"prompt": \n')
+        Path("torn.parquet").write_bytes(b"PAR1 nothing")
+        Path("binary.csv").write_bytes(bytes(range(256)) * 9)
+        Path("notes.xlsx").touch()
+        Path("file").touch()
+        Path("broken.yaml").write_text("learning_rate: [1\n")
+        Path("list.yaml").write_text("- learning_rate\n")
+        Path("twice.yaml").write_text("seed: 1\nlearning_rate: 1e-5\nseed: 2\n")
+        Path("unknown.yaml").write_text("learning_rte: 1e-5\n")
+        Path("wrong.yaml").write_text("learning_rate: fast\n")
+        Path("choice.yaml").write_text("dtype: float7\n")
+        Path("rewards.py").write_text(
+            "def ours(completions, **kwargs):\n    return [1.0] * len(completions)\nthree = 3\n"
+        )
+        Path("run").mkdir()
+        Path("run/trainer_state.json").write_text(json.dumps({"log_history": [{"episode": 8, "objective/kl": 0.5}]}))
+        Path("unlogged").mkdir()
+        Path("unlogged/trainer_state.json").write_text(json.dumps({"log_history": []}))
+        Path("torn_run").mkdir()
+        Path("torn_run/trainer_state.json").write_text("{")
+        Path("odd_run").mkdir()
+        Path("odd_run/trainer_state.json").write_text("[]")
+        yield folder
+
+
+@pytest.fixture
+def here(workshop, monkeypatch):
+    monkeypatch.chdir(workshop)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", workshop / "cache")
+    monkeypatch.setattr("rlhf_ppo.rewards.endpoint.RewardEndpoint.backoff", 0.0)
+
+
+def error_of(command: str, options: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> str:
+    """The last line on stderr of a program that must end with code 2; a script's name stands for the script."""
+    with pytest.raises(SystemExit) as ended:
+        if command.endswith(".py"):
+            monkeypatch.setattr("sys.argv", [command, *shlex.split(options)])
+            runpy.run_path(str(EXAMPLES / command), run_name="__main__")
+        else:
+            main([command, *shlex.split(options)])
+    written = capsys.readouterr().err
+    assert ended.value.code == 2 and "Traceback" not in written and "usage:" not in written
+    return written.splitlines()[-1]
+
+
+QUICK = "--output_dir out --report_to none --save_strategy no --use_cpu --max_steps 1 --per_device_train_batch_size 4"
+PPO = f"--sft_model_path base --reward_funcs length --response_length 4 {QUICK}"
+RUN = f"{PPO} --dataset_name rows.jsonl"
+LLM = "--train --trainer ppo --model base --rl-reward-model-path scorer --data-path rows.jsonl --log none"
+EVAL = "--model base --opponent other --judge length --dataset_name rows.jsonl --max_new_tokens 2 --num_prompts 2"
+
+# What is wrong with the data, and what the sentence says; `{}` is the option that names it.
+DATA = {
+    "nowhere.jsonl": "{}='nowhere.jsonl': there is no such file or directory",
+    "nowhere/at-all": "{}='nowhere/at-all' is neither a file nor a directory with data here, nor did the hub give it",
+    "bare": "{}='bare' is neither a file nor a directory with data",
+    "empty.jsonl": "{}='empty.jsonl': it has no rows",
+    "torn.jsonl": "{}='torn.jsonl': it cannot be read: ",
+    "torn.parquet": "{}='torn.parquet': it cannot be read: ",
+    "binary.csv": "{}='binary.csv': it cannot be read: ",
+    "notes.xlsx": "{}='notes.xlsx' is a file of an unknown kind",
+    "header.csv": "{}='header.csv': it has no rows",
+    "questions.jsonl": "'question'",
+    "numbers.jsonl": "",
+}
+DATA_COMMANDS = {
+    "train": f"{PPO} --dataset_name",
+    "ppo_tldr.py": f"{PPO} --dataset_name",
+    "sft": f"--model_name_or_path base {QUICK} --dataset_name",
+    "reward": f"--model_name_or_path base {QUICK} --dataset_name",
+    "estimate": f"{PPO} --device_flops 1e12 --device_bandwidth 1e11 --dataset_name",
+    "llm": f"{LLM} --data-path",
+    "llm sft": "--train --trainer sft --model base --log none --data-path",
+    "llm reward": "--train --trainer reward --model base --log none --rejected-text-column rejected --data-path",
+    "eval": f"{EVAL} --dataset_name",
+}
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("command", DATA_COMMANDS)
+def test_data_that_cannot_be_used(command, data, here, capsys, monkeypatch):
+    error = error_of(command.split()[0], f"{DATA_COMMANDS[command]} {data}", capsys, monkeypatch)
+
+    option = "data_path" if command.startswith("llm") else "dataset_name"
+    program = command if command.endswith(".py") else f"rlhf-ppo {command.split()[0]}"
+    assert error.startswith(f"{program}: error: ") and DATA[data].format(option) in error
+    assert len(error) < 600
+
+
+LORA = "--use_peft --lora_target_modules nothing_of_it"
+MISTAKES = [
+    # ---- rlhf-ppo train, and its script ----
+    ("train", f"{RUN} --learnin_rate 1", "there is no option --learnin_rate; did you mean --l"),
+    ("train", f"{RUN} --learning 1e-5", "there is no option --learning"),
+    ("train", f"{RUN} --warmup_ratio", "argument --warmup_ratio"),
+    ("train", f"{RUN} 3", "'3' belongs to no option"),
+    ("train", f"{RUN} --learning_rate fast", "--learning_rate/--learning-rate: invalid float"),
+    ("train", f"{RUN} --use_cpu perhaps", "argument --use_cpu"),
+    ("train", f"{RUN} --gamma 2", "gamma=2.0 must be in [0, 1]"),
+    ("train", f"{RUN} --kl_estimator k2", "--kl_estimator"),
+    ("train", f"{RUN} --num_mini_batches 3", "num_mini_batches=3"),
+    ("train", f"{RUN} --overwrite_output_dir", "overwrite_output_dir"),
+    ("train", f"{RUN} --report_to nobody", "nobody"),
+    ("train", f"{RUN} --deepspeed nowhere.json", "deepspeed='nowhere.json' cannot be"),
+    ("train", f"{RUN} --deepspeed file", "deepspeed='file' cannot be read as JSON"),
+    ("train", f"{RUN} --fsdp no_such_way", "no_such_way"),
+    ("train", f"{RUN} --optim no_such_optimizer", "no_such_optimizer"),
+    ("train", f"{RUN} --lr_scheduler_type none_such", "none_such"),
+    ("train", f"{RUN} --reward_weights [1", "reward_weights"),
+    ("train", f"{RUN} --reward_weights 1 2", "reward_weights has 2 numbers"),
+    ("train", f"{RUN} --generation_kwargs {{", "generation_kwargs"),
+    ("train", f"{RUN} --config", "argument --config: expected one argument"),
+    ("train", f"{RUN} --config nowhere.yaml", "--config 'nowhere.yaml' cannot be read as YAML"),
+    ("train", f"{RUN} --config=broken.yaml", "--config 'broken.yaml' cannot be read as YAML"),
+    ("train", f"{RUN} --config list.yaml", "--config 'list.yaml' must hold options"),
+    ("train", f"{RUN} --config twice.yaml", "the key seed stands twice"),
+    ("train", f"{RUN} --config unknown.yaml", "no option --learning_rte; did you mean --lea"),
+    ("train", f"{RUN} --config wrong.yaml", "--learning_rate"),
+    ("train", f"{RUN} --config choice.yaml", "dtype='float7' in --config must be one of"),
+    ("train", f"{RUN} --dtype float7", "argument --dtype: invalid choice: 'float7'"),
+    ("train", f"{RUN} --output_dir file/out", "output_dir='file/out' cannot be written"),
+    ("train", f"{RUN} --output_dir file", "output_dir='file' cannot be written"),
+    ("train", f"{RUN} --dataset_train_split dev", "dataset_train_split='dev', but the data s"),
+    ("train", f"{RUN} --dataset_test_split dev", "dataset_test_split='dev', but the data set"),
+    ("train", f"{PPO} --dataset_name few.jsonl", "the training set has 2 prompts, fewer than the 4"),
+    ("train", f"{PPO}", "dataset_name is not set"),
+    ("train", f"{RUN} --sft_model_path nowhere/at-all", "sft_model_path='nowhere/at-all' could"),
+    ("train", f"{RUN} --sft_model_path bare", "sft_model_path='bare' is a directory without a"),
+    ("train", f"{RUN} --sft_model_path torn", "sft_model_path='torn' could not be loaded: its w"),
+    ("train", f"{RUN} --sft_model_path torn_config", "sft_model_path='torn_config' could not b"),
+    ("train", f"{RUN} --sft_model_path mute", "sft_model_path='mute' has no tokenizer"),
+    ("train", f"{RUN} --model_name_or_path bare", "model_name_or_path='bare' has no tokenizer"),
+    ("train", f"{RUN} --attn_implementation none_such", "sft_model_path='base' cannot be load"),
+    ("train", f"{RUN} {LORA}", "nothing_of_it"),
+    ("train", f"{RUN} --load_in_4bit", "load_in_4bit=True quantizes with bitsandbytes"),
+    ("train", f"{RUN} --reward_model_path nowhere", "reward_model_path='nowhere' could not be l"),
+    ("train", f"{RUN} --reward_model_path bare", "reward_model_path='bare' is a directory witho"),
+    ("train", f"{RUN} --reward_model_path other", "reward_model_path='other' is no reward model"),
+    ("train", f"{RUN} --reward_funcs lenght", "'lenght', which names no reward"),
+    ("train", f"{RUN} --reward_funcs none.such.thing", "Python finds no module 'none'"),
+    ("train", f"{RUN} --reward_funcs nowhere.py:ours", "there is no file 'nowhere.py'"),
+    ("train", f"{RUN} --reward_funcs rewards.py:mine", "has no 'mine'"),
+    ("train", f"{RUN} --reward_funcs rewards.py:three", "cannot be called"),
+    ("train", f"{RUN} --reward_funcs http://127.0.0.1:9/score", "the endpoint http://127.0.0.1"),
+    ("train", f"{RUN} --resume_from_checkpoint nowhere", "resume_from_checkpoint='nowhere'"),
+    ("train", f"{RUN} --resume_from_checkpoint True", "checkpoint"),
+    ("train", f"{RUN} --response_length 99999", "response_length=99999"),
+    ("ppo.py", f"{RUN} --learnin_rate 1", "ppo.py: error: there is no option --learnin_rate"),
+    ("ppo.py", f"{PPO} --dataset_name nowhere.jsonl", "ppo.py: error: dataset_name='nowhere.jsonl': there is no such"),
+    ("ppo_tldr.py", f"{PPO} --learnin_rate 1", "ppo_tldr.py: error: there is no option --learnin_rate"),
+    ("ppo_tldr.py", f"{PPO} --output_dir file/out --dataset_name rows.jsonl", "output_dir='file/out' cannot be w"),
+    ("ppo_tldr.py", f"{RUN} --sft_model_path bare", "sft_model_path='bare' is a directory with"),
+    ("ppo_tldr.py", f"{RUN} --eval_strategy steps --eval_steps 1", "dataset_test_split='test'"),
+    # ---- sft and reward ----
+    *[
+        (command, f"{QUICK} --dataset_name rows.jsonl {options}", message)
+        for command in ("sft", "reward")
+        for options, message in [
+            ("", "model_name_or_path=None: give the directory"),
+            ("--model_name_or_path nowhere", "model_name_or_path='nowhere' could not be loaded"),
+            ("--model_name_or_path bare", "model_name_or_path='bare' is a directory without a model"),
+            ("--model_name_or_path torn", "model_name_or_path='torn' could not be loaded: its weights are damaged"),
+            ("--model_name_or_path mute", "model_name_or_path='mute' has no tokenizer"),
+            ("--model_name_or_path base --lerning_rate 1", "there is no option --lerning_rate; did you mean --l"),
+            ("--model_name_or_path base --learning_rate fast", "--learning_rate/--learning-rate: invalid float"),
+            ("--model_name_or_path base --eval_strategy steps --eval_steps 1", "eval"),
+            ("--model_name_or_path base --config twice.yaml", "the key seed stands twice"),
+            (f"--model_name_or_path base {LORA}", "nothing_of_it"),
+            ("--model_name_or_path base --bf16 True --fp16 True", "bf16"),
+            ("--model_name_or_path base --output_dir file/out", "output_dir='file/out' cannot be written"),
+            ("--model_name_or_path base --resume_from_checkpoint nowhere", "nowhere"),
+            ("--model_name_or_path base --dataset_train_split dev", "dataset_train_split='dev', but the data set has"),
+        ]
+    ],
+    # ---- llm ----
+    ("llm", f"{LLM} --rl-gama 1", "there is no option --rl-gama; did you mean --rl-gamma"),
+    ("llm", f"{LLM} --rl-gamma 7", "(gamma is --rl-gamma)"),
+    ("llm", f"{LLM} --lr fast", "argument --lr: invalid float value: 'fast'"),
+    ("llm", f"{LLM} --use-sweep", "--use-sweep True is not available here"),
+    ("llm", f"{LLM} --rl-env-type nowhere", "must be one of ['text_generation'"),
+    ("llm", f"{LLM} --rl-env-type text_generation --rl-env-config '{{'", "--rl-env-config '{' is no JSON"),
+    ("llm", f"{LLM} --rl-reward-weights '[1]'", "must be a JSON object"),
+    ("llm", f"{LLM} --rl-reward-fn nothing", "'nothing', which names no reward"),
+    ("llm", f"{LLM} --text-column nothing", "text_column='nothing': the data set has no column 'nothing'"),
+    ("llm", f"{LLM} --train-split dev", "train_split='dev', but the data set has only"),
+    ("llm", f"{LLM} --valid-split dev", "valid_split='dev', but the data set has only"),
+    ("llm", f"{LLM} --project-name file/out", "(output_dir is --project-name)"),
+    ("llm", f"{LLM} --model bare", "sft_model_path='bare' is a directory without a model"),
+    ("llm", f"{LLM} --model bare", "(sft_model_path is --model)"),
+    ("llm", f"{LLM} --model-ref bare", "(ref_model is --model-ref)"),
+    ("llm", f"{LLM} --rl-reward-model-path other", "(reward_model is --rl-reward-model-path)"),
+    ("llm", f"{LLM} --rl-reward-model-path nowhere", "reward_model='nowhere' could not be loaded"),
+    ("llm", f"{LLM} --quantization int4", "needs adapters"),
+    ("llm", f"{LLM} --push-to-hub", "--push-to-hub needs --username and --token"),
+    ("llm", f"{LLM} --rl-reward-fn http://127.0.0.1:9/score --rl-max-new-tokens 4 --project-name out", "the endpoint"),
+    ("llm", "--train --trainer dpo", "trainer='dpo' must be one of"),
+    ("llm", "--train --trainer sft --model bare --data-path rows.jsonl --log none", "(model_name_or_path is --model)"),
+    ("llm", "--train --trainer sft --mixed-precision bf16 --data-path rows.jsonl --log none --rl-gamma 1", "no mean"),
+    # ---- eval ----
+    ("eval", f"{EVAL} --modle base", "there is no option --modle; did you mean --model"),
+    ("eval", f"{EVAL} --num_prompts many", "invalid int value: 'many'"),
+    ("eval", f"{EVAL} --judge_model scorer", "give one of them"),
+    ("eval", "--dataset_name rows.jsonl", "the following arguments are required: --model"),
+    ("eval", f"{EVAL} --model nowhere", "model='nowhere'"),
+    ("eval", f"{EVAL} --model bare", "model='bare'"),
+    ("eval", f"{EVAL} --opponent torn", "opponent='torn'"),
+    ("eval", f"{EVAL} --judge lenght", "'lenght', which names no reward"),
+    ("eval", f"{EVAL} --judge http://127.0.0.1:9/score", "the endpoint http://127.0.0.1:9/score"),
+    ("eval", f"{EVAL} --split dev", "split='dev', but the data set has only"),
+    ("eval", "--model base --opponent-column missing --judge length --dataset_name rows.jsonl", "missing"),
+    ("eval", "--model base --opponent other --judge_model other --dataset_name rows.jsonl", "no reward model"),
+    ("eval", f"{EVAL} --max_new_tokens 0", "max_new_tokens=0"),
+    ("eval", f"{EVAL} --temperature 0", "temperature=0"),
+    # ---- plot, estimate, configs, demo, reward_server ----
+    ("plot", "", "give directories of runs, or --seeds LABEL RUN RUN"),
+    ("plot", "nowhere", "no trainer_state.json in nowhere or its checkpoints"),
+    ("plot", "unlogged --output curves.png", "there is nothing to draw"),
+    ("plot", "torn_run", "torn_run/trainer_state.json"),
+    ("plot", "odd_run", "odd_run/trainer_state.json"),
+    ("plot", "run --metrics no/such", "metrics=['no/such'] were logged by no run"),
+    ("plot", "run --output curves.nonsense", "nonsense"),
+    ("plot", "run --output file/curves.png", "file"),
+    ("plot", "run --metric objective/kl", "unrecognized arguments: --metric"),
+    ("estimate", f"{RUN} --num_devices 0", "num_devices=0 must be"),
+    ("estimate", f"{RUN} --accelerate_config nowhere.yaml", "accelerate_config='nowhere.yaml'"),
+    ("estimate", f"{RUN} --accelerate_config broken.yaml", "accelerate_config='broken.yaml'"),
+    ("estimate", f"{RUN} --sft_model_path bare", "sft_model_path='bare' is a directory without a model"),
+    ("estimate", f"{RUN} --learnin_rate 1", "there is no option --learnin_rate"),
+    ("configs", "file", "file/accelerate_configs: Not a directory"),
+    ("configs", "out --over", "unrecognized arguments: --over"),
+    ("demo", "file", "file: File exists"),
+    ("demo", "out --fast", "unrecognized arguments: --fast"),
+    ("demo.py", "file", "demo.py: error: file: File exists"),
+    ("reward_server.py", "--prt 8000", "reward_server.py: error: unrecognized arguments: --prt"),
+    ("reward_server.py", "--port many", "argument --port: invalid int value: 'many'"),
+    ("reward_server.py", "--port 99999", "--port 99999 cannot be served"),
+    ("reward_server.py", "--host no.such.host.example", "--host no.such.host.example --port 8000 cannot be served"),
+    ("no_such_command", "", "there is no command 'no_such_command'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "options", "message"), MISTAKES)
+def test_a_mistake_is_one_sentence(command, options, message, here, capsys, monkeypatch):
+    error = error_of(command, options, capsys, monkeypatch)
+
+    program = command if command.endswith(".py") else f"rlhf-ppo {command}" if command in COMMANDS else "rlhf-ppo"
+    assert error.startswith(f"{program}: error: ") and message in error
+
+
+def test_every_command_has_its_mistakes():
+    assert {command for command, _, _ in MISTAKES} >= {*COMMANDS, *(path.name for path in EXAMPLES.glob("*.py"))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [["-m", "rlhf_ppo", "train"], [str(EXAMPLES / "ppo.py")]], ids=str)
+def test_the_sentence_is_all_that_a_process_writes(program, here):
+    words = shlex.split(f"{PPO} --dataset_name nowhere.jsonl")
+    ended = subprocess.run(
+        [sys.executable, *program, *words], capture_output=True, text=True, env=SOURCES, timeout=200
+    )
+
+    assert ended.returncode == 2 and ended.stdout == ""
+    (line,) = [line for line in ended.stderr.splitlines() if "bf16 stays off" not in line]
+    assert ": error: dataset_name='nowhere.jsonl': there is no such file" in line
+
+
+# ---- What is a user's error ----
+
+
+def deliberate() -> None:
+    raise ValueError("size=3 must be\n2")
+
+
+@pytest.mark.parametrize(
+    ("raised", "line"),
+    [
+        (deliberate, "it: error: size=3 must be 2\n"),
+        (lambda: open("/nowhere/at/all"), "it: error: /nowhere/at/all: No such file or directory\n"),
+        (lambda: yaml.safe_load("a: [").get, None),  # of no kind that is expected
+        (lambda: [][0], None),
+        (lambda: None + 1, None),  # pyright: ignore[reportOptionalOperand]
+        (lambda: int("x"), None),  # nobody said whose value that is
+    ],
+)
+def test_what_is_said_is_a_sentence_and_what_happens_is_a_bug(raised, line, capsys, monkeypatch):
+    with pytest.raises(BaseException) as ended, user_errors("it"):
+        raised()
+
+    assert isinstance(ended.value, SystemExit) is (line is not None)
+    assert capsys.readouterr().err == (line or "")
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "debug")
+    with pytest.raises(Exception), user_errors("it"):  # noqa: B017 (of any kind, with its traceback)
+        raised()
+
+
+def test_only_one_process_of_a_machine_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as ended, user_errors("it"):
+        deliberate()
+
+    assert ended.value.code == 2 and capsys.readouterr().err == ""
+
+
+def test_a_users_own_module_that_fails_keeps_its_traceback(here):
+    Path("failing.py").write_text("raise ValueError('while loading')\n")
+    with pytest.raises(ValueError, match="while loading"):
+        main(["train", *shlex.split(f"{RUN} --reward_funcs failing.py:reward")])

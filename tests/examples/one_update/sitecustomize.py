@@ -1,0 +1,29 @@
+"""Loaded by the Python of a documented command: its run ends after the first update, and engines run on CPUs."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+
+if LAUNCHED:
+    runpy.run_path(str(Path(__file__).parents[2] / "distributed" / "on_cpu" / "sitecustomize.py"))
+if LAUNCHED or Path(getattr(sys, "orig_argv", [""])[1]).name in ("ppo.py", "rlhf-ppo", "aitraining.py"):
+    from transformers import TrainerCallback
+
+    from rlhf_ppo import PPOTrainer
+
+    class StopAfterOneUpdate(TrainerCallback):
+        """As Ctrl-C would, had a run no end."""
+
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    train = PPOTrainer.train
+
+    def train_once(self, *args, **kwargs):
+        self.add_callback(StopAfterOneUpdate)
+        return train(self, *args, **kwargs)
+
+    PPOTrainer.train = train_once
