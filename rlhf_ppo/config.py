@@ -17,6 +17,7 @@ from transformers.utils import logging
 from rlhf_ppo.engine_arguments import ENGINE_RANGES, EngineArguments
 from rlhf_ppo.inherited_arguments import RejectsRemoved, reject_unsupported
 from rlhf_ppo.precision import default_bf16
+from rlhf_ppo.redaction import HidesSecrets
 from rlhf_ppo.sizes import batch_sizes, run_length
 from rlhf_ppo.validation import Interval, check_range, check_type, parse_strings, parse_weights
 from rlhf_ppo.validation import option as _option
@@ -47,8 +48,8 @@ RANGES: dict[str, Interval] = {
 """The values that a number may have."""
 
 
-@dataclass(repr=False)  # TrainingArguments' own repr hides tokens
-class PPOConfig(RejectsRemoved, EngineArguments, TrainingArguments):
+@dataclass(repr=False)  # HidesSecrets' own hides tokens
+class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments):
     """Arguments of `PPOTrainer`: those of `transformers.TrainingArguments` and PPO's own.
 
     Each field's `help` is its documentation; `HfArgumentParser` and `TrlParser` can set all of them. Unlike in
@@ -334,10 +335,6 @@ class PPOConfig(RejectsRemoved, EngineArguments, TrainingArguments):
         if self.world_size is None:
             self.world_size = self._filled["world_size"] = self._num_processes()
         return super().main_process_first(local, desc)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the arguments as JSON values; TrainingArguments would hide `stop_token` as if it were a password."""
-        return super().to_dict() | {"stop_token": self.stop_token}
 
 
 @functools.cache

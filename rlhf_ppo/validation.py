@@ -7,6 +7,8 @@ from dataclasses import field
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from rlhf_ppo.redaction import shown
+
 
 def option(default: Any, help: str, **argparse: Any) -> Any:
     """Return a dataclass field with a default and the text that `--help` shows."""
@@ -77,9 +79,9 @@ def check_type(name: str, value: Any, annotation: Any, meaning: str) -> None:
     choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
     if choices:
         none = [None] if types.NoneType in options else []
-        raise ValueError(f"{name}={value!r} must be one of {choices + none}. {name}: {meaning}")
+        raise ValueError(f"{name}={shown(value, name)!r} must be one of {choices + none}. {name}: {meaning}")
     expected = " or ".join((option.__name__ if isinstance(option, type) else str(option)) for option in options)
-    raise TypeError(f"{name}={value!r} is not {expected.replace('NoneType', 'None')}. {name}: {meaning}")
+    raise TypeError(f"{name}={shown(value, name)!r} is not {expected.replace('NoneType', 'None')}. {name}: {meaning}")
 
 
 def parse_weights(name: str, value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -11,6 +12,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from transformers import (
 )
 
 from rlhf_ppo import PPOConfig, PPOTrainer
+from tests.rewards.local_server import Request
 
 torch.set_num_threads(1)
 
@@ -237,3 +240,14 @@ def make_trainer(make_args: Callable[..., PPOConfig]) -> Iterator[Callable[..., 
         return trainer_class(args=make_args(**overrides), **{**values, **given})
 
     yield make
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    """A reward server on this machine; see `tests/rewards/local_server.py`."""
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Request)
+    http.requests, http.replies, http.lock = [], [], threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
+    threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield http
+    http.shutdown()
+    http.server_close()

@@ -25,6 +25,7 @@ FLOORS = (
         "inherited_arguments",
         "precision",
         "prompts",
+        "redaction",
         "reproducibility",
         "schedules",
         "sizes",

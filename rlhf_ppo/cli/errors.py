@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from rlhf_ppo.redaction import shown_addresses
+
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are one sentence, without the list of all options; abbreviations are no options."""
@@ -53,7 +55,8 @@ def program_name(command: str, argv: Sequence[str] | None) -> str:
 def fail(program: str, message: str) -> NoReturn:
     """Write one sentence on stderr, once on each machine, and exit with code 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        message = shown_addresses(" ".join(message.split()))
+        print(f"{program}: error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 

@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, set_seed
 
-from rlhf_ppo.cli.errors import fail, user_errors
+from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.sources import choose_split, load_splits
 from rlhf_ppo.cli.training import load_tokenizer
@@ -103,7 +103,7 @@ def evaluate(argv: Sequence[str] | None = None) -> WinRate:
     parser: Any = PPOArgumentParser(EvalArguments, prog="rlhf-ppo eval")  # pyright: ignore[reportArgumentType]
     with user_errors(parser.prog):
         (args,) = parser.parse_args_and_config(argv)
-        judge = RewardModelJudge(args.judge_model) if args.judge is None else as_judge(resolve_reward(args.judge))
+        judge = as_judge(resolve_reward(args.judge)) if args.judge else RewardModelJudge(str(args.judge_model))
         rows = _rows(args)
         if isinstance(judge, RewardModelJudge):
             judge.model  # noqa: B018  a wrong path is an error before anything is sampled
@@ -112,10 +112,7 @@ def evaluate(argv: Sequence[str] | None = None) -> WinRate:
             theirs = given_answers(ours, rows[args.opponent_column])
         else:
             theirs = respond(args.opponent, rows, args, "opponent")
-    try:
         found = compare(judge, rows, ours, theirs)
-    except ConnectionError as error:
-        fail(parser.prog, str(error))
     print(found)
     return found
 

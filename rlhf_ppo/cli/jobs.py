@@ -13,8 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Trainer, TrainingArguments
 from trl.trainer.model_config import ModelConfig
-from trl.trainer.reward_config import RewardConfig
-from trl.trainer.sft_config import SFTConfig
 
 from rlhf_ppo.cli import mapping
 from rlhf_ppo.cli.checks import check_output_dir
@@ -22,7 +20,9 @@ from rlhf_ppo.cli.params import LLMTrainingParams
 from rlhf_ppo.cli.rows import fill_update, load_rows
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import ppo_trainer, reward_trainer, sft_trainer, train_and_save
+from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.redaction import shown
 from rlhf_ppo.rewards.builtin import Custom
 from rlhf_ppo.rewards.environments import REWARD_MODEL, make_environment
 from rlhf_ppo.rewards.functions import function_name
@@ -78,9 +78,9 @@ def make_job(params: LLMTrainingParams) -> Job:
         rewards = reward_sources(params)
         config, arguments = PPOConfig, {**mapping.ppo_arguments(params), **rewards.settings}
     elif params.trainer == "reward":
-        config, arguments = RewardConfig, mapping.reward_arguments(params)
+        config, arguments = RewardArguments, mapping.reward_arguments(params)
     else:
-        config, arguments = SFTConfig, mapping.sft_arguments(params)
+        config, arguments = SFTArguments, mapping.sft_arguments(params)
     with mapping.explaining():
         args: Any = config(**arguments)
     return Job(params, arguments, args, mapping.model_arguments(params), rewards)
@@ -164,14 +164,11 @@ def effective_values(job: Job) -> Iterator[tuple[str, Any]]:
     params = job.params
     for name in job.arguments:
         value = getattr(job.args, name)
-        yield (
-            name,
-            "***" if name == "hub_token" and value else getattr(value, "value", value),
-        )  # enums as they are given
+        yield name, shown(getattr(value, "value", value), name)  # enums as they are given
     for name in (*mapping.MODEL.values(), *_LOADING):
         yield name, getattr(job.model_args, name)
     for name in ("data_path", "train_split", "valid_split", "max_samples"):
-        yield name, getattr(params, name)
+        yield name, shown(getattr(params, name), name)
     if job.rewards is not None:
         yield "ref_model", params.model_ref
         yield "reward_model", job.rewards.model

@@ -6,6 +6,7 @@ import importlib
 import sys
 
 from rlhf_ppo.cli.errors import fail
+from rlhf_ppo.redaction import hide_in
 
 COMMANDS = {
     "llm": ("rlhf_ppo.cli.llm", "AITraining's command line: --train --trainer ppo|reward|sft ..."),
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if command not in COMMANDS:
         fail("rlhf-ppo", f"there is no command {command!r}: use one of {', '.join(COMMANDS)}")
+    hide_in(sys.argv)  # `options` are a copy; trackers write these into files
     module = importlib.import_module(COMMANDS[command][0])
     getattr(module, FUNCTIONS.get(command, command))(options)
     if "accelerate" in sys.modules:

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.params import LLMTrainingParams
+from rlhf_ppo.redaction import shown
 
 logger = logging.get_logger(__name__)
 
@@ -165,9 +166,11 @@ def json_object(name: str, given: Mapping[str, Any] | str) -> dict[str, Any]:
     try:
         value = json.loads(given) if isinstance(given, str) else dict(given)
     except ValueError as error:
-        raise ValueError(f"--{name.replace('_', '-')} {given!r} is no JSON: {error}") from error
+        raise ValueError(f"--{name.replace('_', '-')} {shown(given)!r} is no JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"--{name.replace('_', '-')} {given!r} must be a JSON object, such as '{{\"name\": 1.0}}'")
+        raise ValueError(
+            f"--{name.replace('_', '-')} {shown(given)!r} must be a JSON object, such as '{{\"name\": 1.0}}'"
+        )
     return value
 
 

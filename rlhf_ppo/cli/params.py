@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_type_hints
 
+from rlhf_ppo.redaction import shown
 from rlhf_ppo.validation import check_type
 
 TRAINERS = ("ppo", "reward", "sft")
@@ -205,6 +206,12 @@ class LLMTrainingParams:
     inference_top_k: int = _absent(50, _GENERATE)
     inference_output: str | None = _absent(None, _GENERATE)
 
+    def __repr__(self) -> str:
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={shown(value, name)!r}' for name, value in values.items())})"
+        )
+
     def __post_init__(self) -> None:
         """Check the parameters one by one, then those that need or exclude each other."""
         self.chat_template = None if self.chat_template == "none" else self.chat_template
@@ -294,4 +301,4 @@ def used_by(name: str) -> tuple[str, ...]:
 
 
 def _flag(name: str, value: Any) -> str:
-    return f"--{name.replace('_', '-')} {value}"
+    return f"--{name.replace('_', '-')} {shown(value, name)}"

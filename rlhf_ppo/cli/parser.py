@@ -11,6 +11,7 @@ from trl.scripts.utils import TrlParser
 from rlhf_ppo.cli.checks import check_json_file
 from rlhf_ppo.cli.errors import CommandParser
 from rlhf_ppo.inherited_arguments import reject_removed
+from rlhf_ppo.redaction import hide_in
 
 
 class PPOArgumentParser(CommandParser, TrlParser):
@@ -30,6 +31,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse, and explain what is left over."""
         parsed, unknown = super().parse_known_args(args, namespace)
+        hide_in(sys.argv)  # which trackers write into files
         options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
         reject_removed(option.lstrip("-").replace("-", "_") for option in options)
         if options:

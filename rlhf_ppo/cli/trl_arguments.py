@@ -1,4 +1,4 @@
-"""The arguments of TRL's trainers, for any machine."""
+"""The arguments of TRL's trainers, for any machine, written without secrets."""
 
 # TrlParser reads the annotations, so they are not postponed.
 from dataclasses import dataclass
@@ -7,10 +7,11 @@ from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
 
 from rlhf_ppo.precision import default_bf16
+from rlhf_ppo.redaction import HidesSecrets
 
 
-@dataclass
-class SFTArguments(SFTConfig):
+@dataclass(repr=False)
+class SFTArguments(HidesSecrets, SFTConfig):
     """TRL's `SFTConfig`, whose `bf16` is on where the device can do it, as that of `PPOConfig`."""
 
     def __post_init__(self) -> None:
@@ -19,8 +20,8 @@ class SFTArguments(SFTConfig):
         super().__post_init__()
 
 
-@dataclass
-class RewardArguments(RewardConfig):
+@dataclass(repr=False)
+class RewardArguments(HidesSecrets, RewardConfig):
     """TRL's `RewardConfig`, whose `bf16` is on where the device can do it, as that of `PPOConfig`."""
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
@@ -13,6 +14,7 @@ from rlhf_ppo.batch import Prompts
 from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
 from rlhf_ppo.generation.sampled import Sampled, prompt_rows, stack_rows
 from rlhf_ppo.models.adapters import base_kept
+from rlhf_ppo.redaction import secrets_of, shown_address, shown_addresses, without
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
@@ -104,8 +106,9 @@ def start_vllm(
             "vllm_mode='colocate' loads the model from a directory or the hub, but the policy was made in memory; "
             "save_pretrained it and load it from there"
         )
-    vllm: Any = VLLMGeneration(
-        model=policy,  # pyright: ignore[reportArgumentType]
+    make: Any = _without_address(VLLMGeneration, args.vllm_server_base_url)
+    vllm: Any = make(
+        model=policy,
         accelerator=accelerator,
         processing_class=tokenizer,
         mode=args.vllm_mode,
@@ -128,6 +131,19 @@ def start_vllm(
     if args.vllm_mode == "server" and args.importance_sampling_correction and accelerator.is_main_process:
         _check_logprobs_mode(vllm)
     return VLLMEngine(vllm)
+
+
+def _without_address(make: Callable[..., Any], address: str | None) -> Callable[..., Any]:
+    """Keep what stands before and behind the server's host and path out of the errors of connecting to it."""
+
+    def made(**arguments: Any) -> Any:
+        try:
+            return make(**arguments)
+        except (OSError, ValueError) as error:
+            text = shown_addresses(without(str(error), secrets_of(address or "")))
+        raise ConnectionError(f"the vLLM server at {shown_address(address or '')} cannot be used: {text}")
+
+    return make if address is None else made
 
 
 def _check_logprobs_mode(vllm: Any) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from rlhf_ppo.redaction import shown_addresses
+
 TAGS = ("rlhf_ppo", "ppo")
 """The tags of every card."""
 
@@ -188,4 +190,5 @@ def _hub_id(name: str | None) -> str | None:
 
 
 def _last_part(name: str) -> str:
+    name = shown_addresses(name)
     return name if _hub_id(name) else name.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]

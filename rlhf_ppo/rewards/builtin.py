@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+from rlhf_ppo.redaction import shown
 from rlhf_ppo.rewards import answers
 from rlhf_ppo.rewards.reading import Answer
 
@@ -267,7 +268,7 @@ def builtin_reward(name: str, **settings: Any) -> Callable[..., Any]:
     try:
         return TrlReward(name, settings) if name in TRL_REWARDS else BUILTIN_REWARDS[name](**settings)
     except TypeError as error:
-        raise ValueError(f"the reward {name!r} cannot be made with the settings {settings}: {error}") from error
+        raise ValueError(f"the reward {name!r} cannot be made with the settings {shown(settings)}: {error}") from error
 
 
 class TrlReward:

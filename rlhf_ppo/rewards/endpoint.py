@@ -13,6 +13,7 @@ numbers, one for each of its `completion_ids`:
 from __future__ import annotations
 
 import asyncio
+import base64
 import http.client
 import json
 import os
@@ -23,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_ppo.redaction import secrets_of, shown_address, shown_addresses, without
+
 TOKEN_VARIABLE = "RLHF_PPO_REWARD_TOKEN"
 """The environment variable that holds the bearer token, unless another is named."""
 
@@ -30,7 +33,7 @@ _RETRIED_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _NOT_SENT = frozenset({"trainer_state", "log_extra", "log_metric"})
 
 
-@dataclass
+@dataclass(repr=False)
 class RewardEndpoint:
     """A reward function that asks a server, with `GRPOTrainer`'s signature; several requests run at the same time.
 
@@ -38,8 +41,11 @@ class RewardEndpoint:
     500, 502, 503 or 504, and when the answer is no JSON. The `n`-th repetition waits `backoff * 2^(n-1)` seconds.
     Redirects are not followed.
 
+    Errors and metrics show of the address only host and path.
+
     Attributes:
-        url: Where to post to, `http` or `https`.
+        url: Where to post to, `http` or `https`; `user:password@` before the host is sent as HTTP's basic
+            authentication, instead of the token.
         name: Name in metrics, weights and errors; empty takes the last part of the path, or else the host.
         timeout: Seconds that the server may stay silent.
         retries: How often a failed request is repeated.
@@ -64,12 +70,21 @@ class RewardEndpoint:
 
     def __post_init__(self) -> None:
         parts = urllib.parse.urlsplit(self.url)
+        self.place = shown_address(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url={self.url!r} must be an address such as 'http://localhost:8000/score'")
+            raise ValueError(f"url={self.place!r} must be an address such as 'http://localhost:8000/score'")
+        if not _has_valid_port(parts):
+            raise ValueError(
+                f"url={self.place!r} has no valid port; special characters of a user and a password are written as "
+                "%40 for @, %3A for :, %2F for /"
+            )
         for field, least in (("timeout", 0), ("retries", 0), ("backoff", 0), ("batch_size", 1), ("concurrency", 1)):
             if getattr(self, field) < least or (field == "timeout" and self.timeout == 0):
-                raise ValueError(f"{field}={getattr(self, field)!r} of the endpoint {self.url} is too small")
+                raise ValueError(f"{field}={getattr(self, field)!r} of the endpoint {self.place} is too small")
         self.__name__ = self.name or parts.path.strip("/").rpartition("/")[2] or parts.hostname
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(url={self.place!r}, name={self.__name__!r})"
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
@@ -99,33 +114,45 @@ class RewardEndpoint:
 
     async def _ask(self, table: Mapping[str, list[Any]], rows: range) -> list[Any]:
         """Send one request and return its rewards."""
-        where = f"the endpoint {self.url}, asked for the rows {rows.start} to {rows.stop - 1},"
+        where = f"the endpoint {self.place}, asked for the rows {rows.start} to {rows.stop - 1},"
         answer = await self._answer(self._body(table), where)
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != len(rows):
             wanted = f'{{"rewards": [...]}} with {len(rows)} entries'
-            raise ValueError(f"{where} answered {answer!r:.120}: it must answer {wanted}")
+            raise ValueError(f"{where} answered {self._shown(f'{answer!r:.120}')}: it must answer {wanted}")
         return rewards
 
     async def _answer(self, body: bytes, where: str) -> Any:
         """Post as often as need be, and return the decoded answer."""
         attempt = 0
         while True:
-            try:
-                return json.loads(await asyncio.to_thread(self._post, body))
-            except urllib.error.HTTPError as error:
-                reason = f"answered with the status {error.code} ({_excerpt(error)})"
-                if error.code not in _RETRIED_STATUS:
-                    raise ConnectionError(f"{where} {reason}") from error
-                failure: Exception = error
-            except (OSError, http.client.HTTPException) as error:
-                reason, failure = f"did not answer ({getattr(error, 'reason', error)!r})", error
-            except ValueError as error:
-                reason, failure = f"answered something that is no JSON ({error})", error
+            outcome = await self._attempt(body)
+            if not isinstance(outcome, _Failure):
+                return outcome
+            reason = self._shown(outcome.reason)  # outside of the handler: the error's own text may hold the address
+            if not outcome.is_repeated:
+                raise ConnectionError(f"{where} {reason}")
             if attempt == self.retries:
-                raise ConnectionError(f"{where} {reason}, the last of {attempt + 1} times") from failure
+                raise ConnectionError(f"{where} {reason}, the last of {attempt + 1} times")
             await asyncio.sleep(self.backoff * 2**attempt)
             attempt += 1
+
+    async def _attempt(self, body: bytes) -> Any:
+        try:
+            return json.loads(await asyncio.to_thread(self._post, body))
+        except urllib.error.HTTPError as error:
+            reason = f"answered with the status {error.code} ({_excerpt(error)})"
+            return _Failure(reason, is_repeated=error.code in _RETRIED_STATUS)
+        except (OSError, http.client.HTTPException) as error:
+            return _Failure(f"did not answer ({getattr(error, 'reason', error)!r})")
+        except ValueError as error:
+            return _Failure(f"answered something that is no JSON ({error})")
+
+    def _shown(self, text: str) -> str:
+        """Return a text without what nobody may see of the address, and without the token."""
+        sent = self._authorization().rpartition(" ")[2]
+        token = os.environ.get(self.token_variable, "")
+        return without(shown_addresses(text), {*secrets_of(self.url), sent, token})
 
     def _body(self, table: Mapping[str, list[Any]]) -> bytes:
         fixed = ("prompts", "completions", "completion_ids")
@@ -135,18 +162,33 @@ class RewardEndpoint:
                 json.dumps(values)
             except (TypeError, ValueError) as error:
                 raise TypeError(
-                    f"the column {name!r} cannot be sent to the endpoint {self.url}: {error}; remove it from the data "
-                    "set, or make it text"
+                    f"the column {name!r} cannot be sent to the endpoint {self.place}: {error}; remove it from the "
+                    "data set, or make it text"
                 ) from error
         return json.dumps({name: table[name] for name in fixed} | {"columns": columns}).encode()
 
+    def _authorization(self) -> str:
+        userinfo = urllib.parse.urlsplit(self.url).netloc.rpartition("@")[0]
+        token = os.environ.get(self.token_variable)
+        return f"Basic {_encoded(userinfo)}" if userinfo else f"Bearer {token}" if token else ""
+
     def _post(self, body: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
-        if token := os.environ.get(self.token_variable):
-            headers["Authorization"] = f"Bearer {token}"
-        request = urllib.request.Request(self.url, data=body, headers=headers, method="POST")
+        if authorization := self._authorization():
+            headers["Authorization"] = authorization
+        parts = urllib.parse.urlsplit(self.url)
+        address = urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+        request = urllib.request.Request(address, data=body, headers=headers, method="POST")
         with urllib.request.build_opener(_NoRedirects).open(request, timeout=self.timeout) as response:
             return response.read()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a request gave no answer, and whether it is worth a repetition."""
+
+    reason: str
+    is_repeated: bool = True
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -154,6 +196,20 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any) -> None:
         return None
+
+
+def _encoded(userinfo: str) -> str:
+    """Return `user:password` of an address as basic authentication sends it."""
+    user, _, password = userinfo.partition(":")
+    pair = f"{urllib.parse.unquote(user)}:{urllib.parse.unquote(password)}"
+    return base64.b64encode(pair.encode()).decode()
+
+
+def _has_valid_port(parts: urllib.parse.SplitResult) -> bool:
+    try:
+        return parts.port is None or parts.port > 0
+    except ValueError:  # its text would show what stands there
+        return False
 
 
 def _excerpt(error: urllib.error.HTTPError) -> str:

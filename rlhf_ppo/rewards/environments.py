@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_ppo.redaction import shown
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.judges import FeedbackJudge, RewardModelJudge
@@ -109,7 +110,7 @@ def _components(
         components = {name: {} for name in weights if name != REWARD_MODEL}
     if not isinstance(components, Mapping) or not components:
         raise ValueError(
-            f"multi_objective: reward_components={components!r} must be a dict of rewards by name, such as "
+            f"multi_objective: reward_components={shown(components)!r} must be a dict of rewards by name, such as "
             """{"correctness": {"weight": 1.0}, "brief": {"type": "length_penalty"}}; or give reward_weights by the """
             f"names of rewards: {[*BUILTIN_REWARDS, *TRL_REWARDS]}"
         )
@@ -181,14 +182,14 @@ def _reward(key: str, spec: Any) -> Callable[..., Any]:
             settings["function"] = resolve_reward(settings["function"])
         return builtin_reward(name, **settings)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"config: {key}={spec!r}: {error}") from error
+        raise type(error)(f"config: {key}={shown(spec)!r}: {error}") from error
 
 
 def _checked_keys(env_type: str, config: dict[str, Any]) -> dict[str, Any]:
     for key in config:
         if key not in KEYS[env_type]:
             raise ValueError(
-                f"config has {key}={config[key]!r}, which {env_type} does not know; its keys are "
+                f"config has {key}={shown(config[key], key)!r}, which {env_type} does not know; its keys are "
                 f"{list(KEYS[env_type])}{_suggest(key, KEYS[env_type])}"
             )
     return config
@@ -200,9 +201,11 @@ def _json_object(name: str, given: Mapping[str, Any] | str | None) -> dict[str, 
         try:
             value = json.loads(given)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{name}={given!r} is no JSON: {error}; write an object in double quotes") from error
+            raise ValueError(
+                f"{name}={shown(given)!r} is no JSON: {error}; write an object in double quotes"
+            ) from error
     if value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"{name}={given!r} must be a dict or the JSON text of an object")
+        raise TypeError(f"{name}={shown(given)!r} must be a dict or the JSON text of an object")
     return dict(value or {})
 
 
@@ -219,7 +222,7 @@ def _weights(name: str, given: Mapping[str, Any] | str | None) -> dict[str, floa
 
 def _given_once(name: str, first: Any, second: Any) -> Any:
     if first is not None and second is not None and first != second:
-        raise ValueError(f"{name} is given twice, as {first!r} and as {second!r}; leave one out")
+        raise ValueError(f"{name} is given twice, as {shown(first)!r} and as {shown(second)!r}; leave one out")
     return second if first is None else first
 
 

@@ -82,7 +82,7 @@ class RewardFunction:
         if self.is_async:
             return self.submit(batch).result()
         arguments = self.arguments(batch)
-        with _naming(self.name, len(batch)), torch.no_grad():
+        with naming(self.name, len(batch)), torch.no_grad():
             returned = self.function(**arguments)
         return self._checked(returned, batch)
 
@@ -97,7 +97,7 @@ class RewardFunction:
         return asyncio.run_coroutine_threadsafe(self._score_async(batch, arguments), _event_loop())
 
     async def _score_async(self, batch: ScoringBatch, arguments: Mapping[str, Any]) -> Tensor:
-        with _naming(self.name, len(batch)):
+        with naming(self.name, len(batch)):
             returned = await self.function(**arguments)
         return self._checked(returned, batch)
 
@@ -251,7 +251,8 @@ def _as_float(value: Any, name: str, place: str, refuse: Refuse) -> float:
 
 
 @contextlib.contextmanager
-def _naming(name: str, num_rows: int) -> Iterator[None]:
+def naming(name: str, num_rows: int) -> Iterator[None]:
+    """Note at an error of a reward function which function it was."""
     try:
         yield
     except Exception as error:

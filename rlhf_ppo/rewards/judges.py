@@ -6,6 +6,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol, cast
 
 from accelerate import PartialState
@@ -23,6 +24,7 @@ from rlhf_ppo.rewards.functions import (
     finished,
     function_name,
     named_parameters,
+    naming,
     takes_any_argument,
 )
 from rlhf_ppo.rewards.reading import Answer, shares_tokens, tokenizer_beside
@@ -162,7 +164,9 @@ class FunctionJudge(ScoringJudge):
             "completion_ids": ids,
         }
         arguments = accepted_arguments(self.function, offered, self.__name__)
-        scores = check_scores(finished(self.function(**arguments)), self.__name__, list(map(len, ids)))
+        with nullcontext() if isinstance(self.function, RewardEndpoint) else naming(self.__name__, len(ids)):
+            returned = finished(self.function(**arguments))
+        scores = check_scores(returned, self.__name__, list(map(len, ids)))
         totals = cast("list[float]", (scores.sum(dim=1) if scores.dim() == 2 else scores).tolist())
         return [None if math.isnan(score) else score for score in totals]
 

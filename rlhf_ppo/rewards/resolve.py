@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlhf_ppo.redaction import shown
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 
@@ -49,7 +50,9 @@ def resolve_reward(spec: RewardSpec) -> Callable[..., Any]:
     """
     if not isinstance(spec, str):
         if not callable(spec):
-            raise TypeError(f"reward_funcs holds {spec!r}, which cannot be called; pass a Python function or its name")
+            raise TypeError(
+                f"reward_funcs holds {shown(spec)!r}, which cannot be called; pass a Python function or its name"
+            )
         return spec
     if spec.startswith(("http://", "https://")):
         return RewardEndpoint(spec)
@@ -62,7 +65,7 @@ def resolve_reward(spec: RewardSpec) -> Callable[..., Any]:
     if dot and not colon and all(part.isidentifier() for part in spec.split(".")):
         return _function(_import_module(spec, module), name, spec)
     raise ValueError(
-        f"reward_funcs holds {spec!r}, which names no reward; write 'package.module.function', "
+        f"reward_funcs holds {shown(spec)!r}, which names no reward; write 'package.module.function', "
         f"'path/file.py:function', 'http://host/path' or one of {[*BUILTIN_REWARDS, *TRL_REWARDS]}; a reward model is "
         "passed as reward_model"
     )
@@ -71,7 +74,7 @@ def resolve_reward(spec: RewardSpec) -> Callable[..., Any]:
 def _load_file(spec: str, path: Path) -> ModuleType:
     """Run a Python file as a module, once in a process."""
     if not path.is_file():
-        raise ValueError(f"reward_funcs holds {spec!r}, but there is no file {str(path)!r} in {Path.cwd()}")
+        raise ValueError(f"reward_funcs holds {shown(spec)!r}, but there is no file {str(path)!r} in {Path.cwd()}")
     path = path.resolve()
     # A name of its own: two files may share theirs, and neither may hide an installed package.
     name = f"reward_file_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
@@ -86,7 +89,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
         import_spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        error.add_note(f"raised while loading {spec!r} of reward_funcs")
+        error.add_note(f"raised while loading {shown(spec)!r} of reward_funcs")
         raise
     return module
 
@@ -99,10 +102,10 @@ def _import_module(spec: str, name: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise ValueError(
-                f"reward_funcs holds {spec!r}, but Python finds no module {missing!r}; check the spelling, put its "
-                "folder on PYTHONPATH, or write 'path/file.py:function'"
+                f"reward_funcs holds {shown(spec)!r}, but Python finds no module {missing!r}; check the spelling, put "
+                "its folder on PYTHONPATH, or write 'path/file.py:function'"
             ) from error
-        error.add_note(f"raised while loading {spec!r} of reward_funcs")
+        error.add_note(f"raised while loading {shown(spec)!r} of reward_funcs")
         raise
 
 
@@ -115,13 +118,15 @@ def _look_into(directory: str) -> None:
 def _function(module: ModuleType, name: str, spec: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ValueError(f"reward_funcs holds {spec!r}, but {module.__file__} has no {name!r}; it has {sorted(own)}")
+        raise ValueError(
+            f"reward_funcs holds {shown(spec)!r}, but {module.__file__} has no {name!r}; it has {sorted(own)}"
+        )
     function = getattr(module, name)
     is_judge = callable(getattr(function, "judge", None))
     if isinstance(function, type) or not (callable(function) or is_judge):
         problem = "is a class, not" if isinstance(function, type) else "cannot be called; name"
         raise TypeError(
-            f"reward_funcs holds {spec!r}, which is {function!r:.60} and {problem} a function or an object that can "
-            "be called"
+            f"reward_funcs holds {shown(spec)!r}, which is {function!r:.60} and {problem} a function or an object "
+            "that can be called"
         )
     return function
