@@ -44,6 +44,7 @@ def test_a_replayed_schedule_equals_one_that_was_never_another_bit_for_bit() -> 
     new.load_state_dict(old.state_dict())
     new.optimizer.load_state_dict(old.optimizer.state_dict())
     settings.put_in_force(changes(before, settings.recorded()), 3)
+    assert new.optimizer.param_groups[0]["initial_lr"] == 0.3
     for _ in range(4):
         assert new.get_last_lr() == never.get_last_lr()
         assert new.optimizer.param_groups[0]["lr"] == never.optimizer.param_groups[0]["lr"]

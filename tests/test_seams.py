@@ -175,6 +175,13 @@ def test_episodes_epochs_and_tokens_are_counted(make_trainer: MakeTrainer) -> No
     assert tokens["no"] == 0 < tokens["non_padding"] < tokens["all"]
 
 
+def test_the_rate_is_that_of_the_schedule_at_every_update(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, learning_rate=3e-3)
+    trainer.train()
+    rates = [entry["lr"] for entry in trainer.state.log_history if "lr" in entry]
+    assert rates == pytest.approx([3e-3, 2e-3, 1e-3])
+
+
 def test_evaluation_covers_every_row_and_training_full_batches_only(make_trainer: MakeTrainer) -> None:
     rows = Dataset.from_list(prompt_rows(7))
     run = {**QUICK, "per_device_train_batch_size": 4, "total_episodes": 8}

@@ -483,9 +483,10 @@ def two_rates(named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
 def train_longer_at_two_rates(output_dir: str, models: str) -> dict[str, Any]:
     """Train for two updates, then go on to four; return the rates that were used and the models that moved."""
     run = {"save_strategy": "steps", "save_steps": 2, "given": {"optimizers": (two_rates, None)}}
-    make_trainer(output_dir, models, max_steps=2, **run).train()
+    first = make_trainer(output_dir, models, max_steps=2, **run)
+    first.train()
+    before = whole_parameters(first)
     trainer = make_trainer(output_dir, models, max_steps=4, **run)
-    before = whole_parameters(make_trainer(output_dir, models))
     trainer.train(resume_from_checkpoint=True)
     moved = [name for name, value in whole_parameters(trainer).items() if not np.array_equal(value, before[name])]
     return {

@@ -16,12 +16,12 @@ def test_both_models_learn_at_their_rates_and_a_longer_run_has_its_schedule(conf
         assert (rank["num_processes"], rank["zero_stage"]) == (2, processes.LAUNCHERS[config][1])
         assert rank["rates"] == pytest.approx([1e-3, 0.5e-3, 0.5e-3, 0.25e-3])
         assert rank["of_groups"] == [1e-3, 2e-3]
-        assert rank["moved"] == {"policy", "value_model"}
+    assert ranks[0]["moved"] == {"policy", "value_model"}  # whose parameters are put together there
 
 
 def test_deepspeed_refuses_an_optimizer_that_it_would_drop(models, tmp_path):
     run = {"output_dir": str(tmp_path), "models": str(models), "scenario": "give_an_optimizer"}
-    errors = processes.run("deepspeed_zero2", "error_of", **run)
+    [errors] = processes.run_all("deepspeed_zero2", [("error_of", run)])
     assert errors[0] == errors[1] and errors[0].startswith("ValueError: optimizers[0] is a SGD, but DeepSpeed ")
 
 
