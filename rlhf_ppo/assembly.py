@@ -22,7 +22,7 @@ from rlhf_ppo.generation.stopping import StopStrings
 from rlhf_ppo.models.adapter_checks import check_adapter, warn_of_rank_allocation
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.heads import FrozenScorer
-from rlhf_ppo.models.inputs import is_peft_model, positions, transformers_model
+from rlhf_ppo.models.inputs import is_peft_model, positions
 from rlhf_ppo.models.loading import (
     check_runs_on,
     check_value_model,
@@ -40,6 +40,7 @@ from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel
 from rlhf_ppo.rewards.scorer import Refuse, Scorer
+from rlhf_ppo.vocabulary import Vocabulary
 
 logger = get_logger(__name__)
 
@@ -262,38 +263,12 @@ def max_positions(models: Models) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
-def check_vocabularies(models: Models, tokenizer: PreTrainedTokenizerBase, tokens: SpecialTokens) -> None:
-    """Check that every model can read every token that the tokenizer makes; PAD is always masked and may lie outside.
-
-    Raises:
-        ValueError: A model's vocabulary is too small.
-    """
-    largest = max(token_id for token_id in tokenizer.get_vocab().values() if token_id != tokens.pad)
-    vocabulary = vocab_size(models.policy)
-    if tokens.pad >= vocabulary:
-        logger.info(
-            f"The PAD token {tokens.pad} lies outside the policy's vocabulary; it is masked and never embedded."
-        )
-    for name, model in models.reading_policy_tokens.items():
-        if vocab_size(model) <= min(largest, vocabulary - 1):
-            raise ValueError(
-                f"{name} has {vocab_size(model)} token ids, but processing_class makes ids up to {largest}: it was "
-                "trained with another tokenizer; call model.resize_token_embeddings(len(tokenizer)), or pass a reward "
-                "model's tokenizer as reward_processing_classes"
-            )
-
-
-def vocab_size(model: nn.Module) -> int:
-    """Return the number of token ids that a model embeds."""
-    return transformers_model(model).config.get_text_config().vocab_size
-
-
 def prepare_checked(
     dataset: Any,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
     args: PPOConfig,
-    vocabulary: int,
+    vocabulary: Vocabulary,
     positions: int | None,
 ) -> Any:
     """Tokenize and check a data set, or each of a dict of them.
@@ -303,7 +278,7 @@ def prepare_checked(
         name: What error messages call it.
         tokenizer: The policy's tokenizer.
         args: Gives `max_prompt_length`, `dataset_num_proc` and `response_length`.
-        vocabulary: Number of ids that the policy embeds.
+        vocabulary: The ids that all models embed.
         positions: Longest sequence that the models can place, in tokens; None if there is no limit.
 
     Returns:
@@ -323,7 +298,8 @@ def prepare_checked(
         max_prompt_length=args.max_prompt_length,
         num_proc=args.dataset_num_proc,
         name=name,
-        vocab_size=vocabulary,
+        vocab_size=vocabulary.size,
+        vocab_of=vocabulary.limited_by,
     )
     if has_length(prepared):
         check_lengths(longest_prompt(cast(Any, prepared)), args.response_length, positions)

@@ -26,6 +26,7 @@ def prepare_prompts(
     num_proc: int | None,
     name: str,
     vocab_size: int | None = None,
+    vocab_of: str = "the policy",
 ) -> Any:
     """Tokenize every prompt once, check every row, and drop the prompts that are too long.
 
@@ -39,7 +40,8 @@ def prepare_prompts(
         max_prompt_length: Longest prompt to keep, in tokens; None keeps all.
         num_proc: Number of processes for a `datasets.Dataset`.
         name: What error messages call the data set, for example `train_dataset`.
-        vocab_size: Number of ids the policy embeds; None leaves the upper bound of ids unchecked.
+        vocab_size: Number of ids that all models embed; None leaves the upper bound of ids unchecked.
+        vocab_of: The model that embeds no more, for error messages.
 
     Returns:
         A data set of the same kind (a list for a torch map-style data set) whose rows have `input_ids: list[int]`.
@@ -48,11 +50,11 @@ def prepare_prompts(
     Raises:
         TypeError: `dataset` is none of these kinds.
         ValueError: No column holds prompts, no row is left, or a row is neither text nor conversation nor ids, is
-            empty, is a text that ends in EOS, holds an id that the policy does not have, or is a conversation for
+            empty, is a text that ends in EOS, holds an id that a model does not have, or is a conversation for
             which there is no chat template; names the row, counted from 0. `input_ids` that end in EOS are one warning
             with their number.
     """
-    encode = PromptEncoder(tokenizer, name, vocab_size)
+    encode = PromptEncoder(tokenizer, name, vocab_size, vocab_of)
     fits = _LengthFilter(name, max_prompt_length, cast("int | None", tokenizer.eos_token_id))
     if isinstance(dataset, datasets.Dataset):
         return _prepare_dataset(dataset, encode, fits, num_proc)

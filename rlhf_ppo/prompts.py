@@ -21,12 +21,14 @@ class PromptEncoder:
     Attributes:
         tokenizer: The policy's tokenizer.
         name: What error messages call the data set.
-        vocab_size: Number of ids the policy embeds, or None.
+        vocab_size: Number of ids that all models embed, or None.
+        vocab_of: The model that embeds no more, for error messages.
     """
 
     tokenizer: PreTrainedTokenizerBase
     name: str
     vocab_size: int | None
+    vocab_of: str = "the policy"
 
     def row(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the whole row with its prompt's `input_ids`, without `attention_mask`."""
@@ -86,7 +88,7 @@ class PromptEncoder:
         outside = min(ids) if min(ids) < 0 else max(ids)
         if outside < 0 or (self.vocab_size is not None and outside >= self.vocab_size):
             fix = "use the policy's own tokenizer, or resize_token_embeddings to the tokenizer's length"
-            self._fail(index, f"holds the token id {outside}, outside the policy's {self.vocab_size} ids", fix)
+            self._fail(index, f"holds the token id {outside}, outside {self.vocab_of}'s {self.vocab_size} ids", fix)
 
     @functools.cached_property
     def _appends_eos(self) -> bool:

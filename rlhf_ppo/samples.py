@@ -38,9 +38,10 @@ class PrintsSamples:
         rows: list[dict[str, Any]] = []
         held_out = self.eval_dataset is not None
         gather = partial(self.accelerator.gather_for_metrics, use_gather_object=True) if held_out else gather_object
+        config = greedy_config(self.args, self.tokens.stop, self._vocabulary.never_sampled)
         with self._apart_from_training() as model:
             for prompts in self._sample_batches():
-                responses = self._generate(model, prompts, greedy_config(self.args, self.tokens.stop))
+                responses = self._generate(model, prompts, config)
                 prompts = self._with_opponents(model, prompts)
                 scores = self.score_responses(responses, prompts)
                 table = sample_rows(self._tokenizer, prompts, responses, scores, self._logged.drain_columns())

@@ -22,13 +22,11 @@ from rlhf_ppo.assembly import (
     ModelOrPath,
     assemble_models,
     check_given,
-    check_vocabularies,
     make_scorer,
     max_positions,
     prepare_checked,
     special_tokens,
     use_one_device,
-    vocab_size,
 )
 from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right
 from rlhf_ppo.config import PPOConfig
@@ -62,6 +60,7 @@ from rlhf_ppo.rewards.shaping import ScoreMoments, shape_scores, whole_scores
 from rlhf_ppo.samples import PrintsSamples
 from rlhf_ppo.seams import PPOSeams, length, num_processes
 from rlhf_ppo.termination import StopsOnSigterm
+from rlhf_ppo.vocabulary import shared_vocabulary
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -135,7 +134,9 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         args.fill_derived(num_processes(args), length(train_dataset))
         rewards = load_reward_models(args, reward_model, reward_processing_classes, processing_class)
         models = assemble_models(args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
-        check_vocabularies(models, processing_class, self.tokens)
+        self._vocabulary = shared_vocabulary(
+            models.reading_policy_tokens, models.reference.model, processing_class, tokens.pad, tokens.stop
+        )
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [reward.model for reward in models.rewards]
         self._max_positions = max_positions(models)
@@ -266,7 +267,9 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         model.eval()
         policy = self._unwrapped(model).policy
         with self._timer.phase("generate"):
-            responses = self._generate(model, prompts, sampling_config(self.args, self.tokens.stop))
+            responses = self._generate(
+                model, prompts, sampling_config(self.args, self.tokens.stop, self._vocabulary.never_sampled)
+            )
             prompts = self._with_opponents(model, prompts)
         with self._streams.rewards.in_use():  # slow rewards draw while the models, which do not, are evaluated
             with self._timer.phase("score"):
@@ -325,7 +328,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
 
     def _with_opponents(self, model: nn.Module, prompts: Prompts) -> Prompts:
         """Add the responses of the opponents that reward functions ask for, as columns."""
-        config = sampling_config(self.args, self.tokens.stop)
+        config = sampling_config(self.args, self.tokens.stop, self._vocabulary.never_sampled)
 
         def generate(opponent: str) -> Responses:
             if opponent == "self":
@@ -567,9 +570,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         return EvalLoopOutput(None, None, metrics | extra, len(columns["scores"]))  # pyright: ignore
 
     def _prepared(self, dataset: Any, name: str) -> Any:
-        return prepare_checked(
-            dataset, name, self._tokenizer, self._config, vocab_size(self.policy_model), self._max_positions
-        )
+        return prepare_checked(dataset, name, self._tokenizer, self._config, self._vocabulary, self._max_positions)
 
     def _metrics_of_reward_functions(self) -> dict[str, float]:
         return self._logged.drain() if self._functions else {}

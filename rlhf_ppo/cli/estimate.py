@@ -19,7 +19,7 @@ from trl.trainer.model_config import ModelConfig
 from trl.trainer.utils import get_peft_config
 from yaml import YAMLError
 
-from rlhf_ppo.assembly import prepare_checked, vocab_size
+from rlhf_ppo.assembly import prepare_checked
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
 from rlhf_ppo.config import PPOConfig
@@ -29,6 +29,7 @@ from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.reporting.estimate import Estimate, Sharding, measure_rates
 from rlhf_ppo.rewards.reading import shares_tokens, tokenizer_beside
 from rlhf_ppo.validation import Interval, check_range
+from rlhf_ppo.vocabulary import vocabulary_of
 
 PURPOSES = {
     "weights": "policy and value model",
@@ -190,7 +191,7 @@ def prompts_of(args: PPOConfig, policy: nn.Module, load: Callable[[], tuple[Any,
     if args.max_prompt_length is not None and (args.max_steps > 0 or args.total_episodes is not None):
         return args.max_prompt_length, None
     tokenizer, dataset = load()
-    rows = prepare_checked(dataset, "train_dataset", tokenizer, args, vocab_size(policy), positions(policy))
+    rows = prepare_checked(dataset, "train_dataset", tokenizer, args, vocabulary_of(policy), positions(policy))
     if not has_length(rows):
         raise ValueError(
             "dataset_streaming=True: neither number nor length of the prompts is known; give max_prompt_length, and "

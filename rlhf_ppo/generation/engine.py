@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
 
 
-def sampling_config(args: PPOConfig, stop_token_id: int | None) -> GenerationConfig:
+def sampling_config(
+    args: PPOConfig, stop_token_id: int | None, never_sampled: list[int] | None = None
+) -> GenerationConfig:
     """Build the sampling distribution of the rollout from the arguments alone.
 
     Args:
         args: Gives `response_length`, `temperature`, `top_k`, `top_p` and `min_p`.
         stop_token_id: Where a row ends; generation ends when every row has.
+        never_sampled: Ids that other models could not read, the last ones of the vocabulary; None allows all. The
+            log-probabilities do not know of it, as they do not know of `top_k`.
 
     Returns:
         A configuration in which nothing is left for the model's own generation_config to fill in.
@@ -39,17 +43,21 @@ def sampling_config(args: PPOConfig, stop_token_id: int | None) -> GenerationCon
         top_p=args.top_p,
         min_p=args.min_p,
         use_cache=True,
+        suppress_tokens=never_sampled,
         eos_token_id=stop_token_id,
         pad_token_id=_valid_padding(stop_token_id),
     )
 
 
-def greedy_config(args: PPOConfig, stop_token_id: int | None) -> GenerationConfig:
+def greedy_config(
+    args: PPOConfig, stop_token_id: int | None, never_sampled: list[int] | None = None
+) -> GenerationConfig:
     """Build the configuration of sample tables: the most likely token at each step."""
     return GenerationConfig(
         max_new_tokens=args.response_length,
         do_sample=False,
         use_cache=True,
+        suppress_tokens=never_sampled,
         eos_token_id=stop_token_id,
         pad_token_id=_valid_padding(stop_token_id),
     )

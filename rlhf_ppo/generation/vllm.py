@@ -53,6 +53,8 @@ class VLLMEngine:
             self._is_current = True
         for name, value in _distribution(config).items():
             setattr(self.vllm, name, value)
+        if config.suppress_tokens:  # the last ones of the vocabulary
+            self.vllm.generation_kwargs["allowed_token_ids"] = list(range(min(config.suppress_tokens)))
         _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=None, num_generations=1)
         of_sampled = [[token[0] for token in row] for row in logprobs or [()] * len(ids)]
         for row, (tokens, values) in enumerate(zip(ids, of_sampled, strict=True)):

@@ -143,8 +143,12 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("dropout" in name or "layerdrop" in name or name.endswith("pdrop")):
+            if "dropout" not in name and "layerdrop" not in name and not name.endswith("pdrop"):
+                continue
+            if isinstance(value, float):
                 setattr(module, name, 0.0)
+            elif isinstance(value, dict):  # PEFT's, by adapter
+                value.update({adapter: 0.0 for adapter, rate in value.items() if isinstance(rate, float)})
 
 
 def no_split_modules(*models: nn.Module) -> list[str]:

@@ -61,6 +61,13 @@ def test_rows_go_in_without_padding_and_come_out_padded(make_vllm_args: MakeArgs
     assert sampled.logprobs.tolist() == [[-0.5, -1.0, -2.0], [-0.25, 0.0, 0.0]]
 
 
+def test_ids_that_are_never_sampled_are_not_allowed(make_vllm_args: MakeArgs) -> None:
+    fake = fake_generation([[7]], [[[-0.5]]])
+    fake.generation_kwargs = {"ignore_eos": True}
+    VLLMEngine(fake).sample(tiny_policy(), prompts([4]), sampling_config(make_vllm_args(), 1, list(range(9, 32))))
+    assert fake.generation_kwargs == {"ignore_eos": True, "allowed_token_ids": list(range(9))}
+
+
 def test_greedy_is_temperature_0_for_that_call_only(make_vllm_args: MakeArgs) -> None:
     args = make_vllm_args(temperature=0.8, top_k=5, top_p=0.9, min_p=0.1)
     fake = fake_generation([[7]], [[[-0.5]]])
