@@ -184,10 +184,7 @@ def assemble_models(
     if value_model is not None:
         critic = load_scalar_model(given["value_model"], "value_model", merges_adapter=not args.share_base_model)
     loaded = {"model": policy, "ref_model": reference_model, "value_model": critic} | scorers
-    for name, module in loaded.items():
-        if module is not None:
-            check_runs_on(cast(nn.Module, module), name, args.device)
-            check_adapter(cast(nn.Module, module), name)
+    _check_loaded({name: module for name, module in loaded.items() if module is not None}, args)
     if args.share_base_model:
         policy = _with_adapter(args, policy, peft_config, base_serves_others=True)
         critic = value_model_over(policy, critic, value_peft_config)
@@ -217,6 +214,12 @@ def assemble_models(
     if args.offload_frozen:  # but not of a reward model that holds the policy's own weights
         rewards = [replace(reward, offloads=not shares_parameters(reward.model, policy)) for reward in rewards]
     return Models(policy, critic, reference, rewards)
+
+
+def _check_loaded(models: Mapping[str, nn.Module], args: PPOConfig) -> None:
+    for name, module in models.items():
+        check_runs_on(module, name, args.device)
+        check_adapter(module, name)
 
 
 def _with_adapter(args: PPOConfig, policy: nn.Module, peft_config: Any, base_serves_others: bool) -> nn.Module:

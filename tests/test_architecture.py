@@ -31,7 +31,7 @@ FLOORS = (
         "sizes",
         "validation",
     },
-    {"checkpoints", "data", "distributed", "evaluation", "generation", "models", "reporting", "rewards"},
+    {"checkpoints", "data", "distributed", "evaluation", "generation", "models", "reporting", "rewards", "vocabulary"},
     {
         "assembly",
         "divergence",

@@ -257,7 +257,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         lambda: {"peft_config": {"r": 4}}, TypeError, "peft_config must be a peft.PeftConfig.*got dict"
     ),
     "prompt learning": (
-        lambda: {"peft_config": prompt_tuning()}, ValueError, "peft_config is a PromptTuningConfig; prompt learning"
+        lambda: {"peft_config": prompt_tuning()}, ValueError, "peft_config is a PromptTuningConfig: prompt learning"
     ),
     "an adapter that is not there": (
         lambda: {"model": lora_policy(), "model_adapter_name": "mine"},
