@@ -21,6 +21,7 @@ from rlhf_ppo.generation.sequences import ended
 from rlhf_ppo.generation.stopping import StopStrings
 from rlhf_ppo.models.adapter_checks import check_adapter, warn_of_rank_allocation
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
+from rlhf_ppo.models.consistency import check_consistent
 from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.models.inputs import is_peft_model, positions
 from rlhf_ppo.models.loading import (
@@ -184,7 +185,14 @@ def assemble_models(
     if value_model is not None:
         critic = load_scalar_model(given["value_model"], "value_model", merges_adapter=not args.share_base_model)
     loaded = {"model": policy, "ref_model": reference_model, "value_model": critic} | scorers
-    _check_loaded({name: module for name, module in loaded.items() if module is not None}, args)
+    for name, module in loaded.items():
+        if module is not None:
+            check_runs_on(cast(nn.Module, module), name, args.device)
+            check_adapter(cast(nn.Module, module), name)
+    recomputing = args.gradient_checkpointing, cast("dict[str, Any] | None", args.gradient_checkpointing_kwargs)
+    check_consistent(policy, "model", *recomputing)
+    if reference_model is not None:
+        check_consistent(reference_model, "ref_model", False)
     if args.share_base_model:
         policy = _with_adapter(args, policy, peft_config, base_serves_others=True)
         critic = value_model_over(policy, critic, value_peft_config)
@@ -197,6 +205,7 @@ def assemble_models(
         if value_peft_config is not None:
             critic = add_value_adapter(critic, value_peft_config)
         policy = _with_adapter(args, policy, peft_config, base_serves_others=reference_model is None)
+    check_consistent(critic, "value_model", *recomputing)
     check_logits(policy)
     warn_of_rank_allocation(policy)
     reference = make_reference(
@@ -214,12 +223,6 @@ def assemble_models(
     if args.offload_frozen:  # but not of a reward model that holds the policy's own weights
         rewards = [replace(reward, offloads=not shares_parameters(reward.model, policy)) for reward in rewards]
     return Models(policy, critic, reference, rewards)
-
-
-def _check_loaded(models: Mapping[str, nn.Module], args: PPOConfig) -> None:
-    for name, module in models.items():
-        check_runs_on(module, name, args.device)
-        check_adapter(module, name)
 
 
 def _with_adapter(args: PPOConfig, policy: nn.Module, peft_config: Any, base_serves_others: bool) -> nn.Module:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -18,7 +17,8 @@ from transformers.utils import logging
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.distributed import is_fsdp, zero_stage
-from rlhf_ppo.models.inputs import is_sharded, transformers_model
+from rlhf_ppo.models.inputs import is_sharded
+from rlhf_ppo.models.modes import as_in_learning
 from rlhf_ppo.reporting.estimate import (
     Estimate,
     Sharding,
@@ -108,7 +108,8 @@ def estimate_run(
     """
     device = next(policy.parameters()).device.type
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
-    with _recomputing_as_in_training(args, policy, value_model):
+    how = cast("dict[str, Any] | None", args.gradient_checkpointing_kwargs)
+    with as_in_learning(args.gradient_checkpointing, how, policy, value_model):
         return estimate_update(
             policy,
             value_model,
@@ -143,23 +144,6 @@ def _rows_per_micro_batch(args: PPOConfig, length: int) -> int:
 def mean_prompt_length(dataset: Any) -> int:
     """Return the mean number of tokens of a prepared data set's prompts, rounded."""
     return round(statistics.mean(len(row["input_ids"]) for row in dataset))
-
-
-@contextmanager
-def _recomputing_as_in_training(args: PPOConfig, *models: nn.Module) -> Iterator[None]:
-    """Switch activation checkpointing on as `Trainer.train` will, which comes after the estimate."""
-    bases: list[Any] = [transformers_model(model) for model in models] if args.gradient_checkpointing else []
-    given = dict(cast("dict[str, Any] | None", args.gradient_checkpointing_kwargs) or {})
-    cut = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
-    # The name changed within the range of transformers that is supported.
-    kind = "activation" if all(hasattr(base, "activation_checkpointing_enable") for base in bases) else "gradient"
-    try:
-        for base in bases:
-            getattr(base, f"{kind}_checkpointing_enable")(given or None, **cut)
-        yield
-    finally:
-        for base in bases:
-            getattr(base, f"{kind}_checkpointing_disable")()
 
 
 def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_updates: int) -> str:

@@ -20,10 +20,17 @@ def isolated_rng(seed: int, device_specific: bool = True) -> Iterator[None]:
         seed: Base seed.
         device_specific: Whether to add the rank, so that every rank draws other numbers.
     """
+    with rng_kept():
+        set_seed(seed, device_specific=device_specific)
+        yield
+
+
+@contextmanager
+def rng_kept() -> Iterator[None]:
+    """Restore every generator after the block."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        set_seed(seed, device_specific=device_specific)
         try:
             yield
         finally:

@@ -39,6 +39,7 @@ from rlhf_ppo.generation.nonfinite import naming_the_model
 from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.sequences import join_responses
 from rlhf_ppo.learning import LossParts, can_learn_in_turn, learn_in_turn, policy_term, value_term
+from rlhf_ppo.models.inputs import configuration_kept
 from rlhf_ppo.models.overflow import detecting_overflow
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.optimization import Optimizers
@@ -144,18 +145,17 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         train_dataset = self._prepared(train_dataset, "train_dataset")
         args.fill_derived(num_processes(args), length(train_dataset))  # again: long prompts were dropped
         use_one_device(args)
-        use_cache = cast(PolicyAndValue, models.policy).config.use_cache
-        super().__init__(
-            model=PolicyAndValue(models.policy, models.value_model, args.temperature),
-            args=args,
-            data_collator=PromptCollator(self.tokens.pad) if data_collator is None else data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=None if eval_dataset is None else self._prepared(eval_dataset, "eval_dataset"),
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-        )
-        self.model.config.use_cache = use_cache  # Trainer switches it off, and it would be saved with the policy
+        with configuration_kept(models.policy, "use_cache"):  # Trainer switches it off, and it would be saved
+            super().__init__(
+                model=PolicyAndValue(models.policy, models.value_model, args.temperature),
+                args=args,
+                data_collator=PromptCollator(self.tokens.pad) if data_collator is None else data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=None if eval_dataset is None else self._prepared(eval_dataset, "eval_dataset"),
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+            )
         announce(self)
         if self.reference.model is not None:
             self.reference.model = place_frozen(self.reference.model, self.accelerator, args.offload_frozen)

@@ -24,7 +24,7 @@ from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.forecast import mean_prompt_length, rate, size
-from rlhf_ppo.models.inputs import disable_dropout, positions
+from rlhf_ppo.models.inputs import positions
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.reporting.estimate import Estimate, Sharding, measure_rates
 from rlhf_ppo.rewards.reading import shares_tokens, tokenizer_beside
@@ -145,8 +145,6 @@ def models_without_weights(
         from peft import get_peft_model
 
         policy = get_peft_model(cast(Any, policy), peft_config)
-    for model in (policy, value_model, *frozen):
-        disable_dropout(model)
     for model in frozen:
         model.requires_grad_(False).eval()
     return policy.train(), value_model.train(), frozen

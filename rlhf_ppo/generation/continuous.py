@@ -18,6 +18,7 @@ from rlhf_ppo.batch import Prompts
 from rlhf_ppo.generation.engine import own_generation_config_hidden
 from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
 from rlhf_ppo.generation.sampled import Sampled, prompt_rows, stack_rows
+from rlhf_ppo.models.modes import in_eval_mode
 from rlhf_ppo.models.packing import unpacked
 
 _MAX_PREFILL_TOKENS = 512
@@ -61,13 +62,8 @@ class ContinuousEngine:
         config = copy.deepcopy(config)
         if config.eos_token_id is None:
             config.eos_token_id = -1  # no token; what transformers makes of None, but for a warning
-        was_training = policy.training
-        policy.eval()
-        try:
-            with own_generation_config_hidden(policy) as model, unpacked(model):
-                outputs = _run(model, rows, config, cache_for(rows, cast(int, config.max_new_tokens), self.max_rows))
-        finally:
-            policy.train(was_training)
+        with in_eval_mode(policy), own_generation_config_hidden(policy) as model, unpacked(model):
+            outputs = _run(model, rows, config, cache_for(rows, cast(int, config.max_new_tokens), self.max_rows))
         return stack_rows(
             [output.generated_tokens for output in outputs],
             [output.logprobs for output in outputs],

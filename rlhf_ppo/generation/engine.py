@@ -16,6 +16,7 @@ from rlhf_ppo.generation.dropping import generate_dropping
 from rlhf_ppo.generation.sampled import Sampled
 from rlhf_ppo.generation.stopping import StopStrings
 from rlhf_ppo.models.inputs import gathers_in_passes, transformers_model
+from rlhf_ppo.models.modes import in_eval_mode
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
@@ -114,18 +115,16 @@ def sample_responses(
     Returns:
         Sampled ids, long `(B, T)` with `T <= max_new_tokens`; anything after a row's end is filling.
     """
-    was_training = policy.training
-    policy.eval()  # activation checkpointing, active in training mode, forbids the KV cache
     lengths, longest_first = prompts.attention_mask.sum(dim=1).sort(descending=True, stable=True)
     in_step = gathers_in_passes(policy)
     sizes = call_sizes(cast(Any, lengths).tolist(), cast(int, config.max_new_tokens), rows_per_call)
     if in_step and gather is not None:
         sizes = split_until(sizes, int(gather(torch.tensor([len(sizes)], device=lengths.device)).max()))
-    with own_generation_config_hidden(policy) as model:
+    # Activation checkpointing, active in training mode, forbids the KV cache.
+    with in_eval_mode(policy), own_generation_config_hidden(policy) as model:
         parts = [
             _sample_part(model, prompts, rows, config, stop_strings, in_step) for rows in longest_first.split(sizes)
         ]
-    policy.train(was_training)
     return pad_right(parts, padding_value=cast(int, config.pad_token_id))[longest_first.argsort()]
 
 

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from rlhf_ppo.models.inputs import backbone
+from rlhf_ppo.models.modes import in_eval_mode
 
 _CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
@@ -80,11 +81,9 @@ def count_cache_bytes(
 ) -> int:
     """Count the key-value cache of `rows` full rows; the arguments are those of `count_pass`."""
     body = backbone(model)
-    was_training = body.training
-    body.eval()  # where activations are recomputed, training makes no cache
-    with FakeTensorMode(allow_non_fake_inputs=True), autocast():
+    # Where activations are recomputed, training makes no cache.
+    with in_eval_mode(body), FakeTensorMode(allow_non_fake_inputs=True), autocast():
         output = _run(body, _state_without_storage(body), rows, length, use_cache=True)
-    body.train(was_training)
     return _cache_bytes(getattr(output, "past_key_values", None))
 
 

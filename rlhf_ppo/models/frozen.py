@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rlhf_ppo.models.inputs import disable_dropout, no_split_modules, transformers_model
+from rlhf_ppo.models.inputs import no_split_modules, transformers_model
 from rlhf_ppo.models.packing import pack_rows
 
 
@@ -51,7 +51,7 @@ def at_work(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class Frozen(nn.Module):
-    """A model in eval mode, without dropout and gradients, in the form that engines shard.
+    """A model in eval mode, without gradients, in the form that engines shard.
 
     Subclasses say with `forward` what is computed, the only way in: ZeRO-3 and FSDP2 gather parameters around it.
 
@@ -66,7 +66,6 @@ class Frozen(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        disable_dropout(model)
         pack_rows(model)
         self.model = model.requires_grad_(False)
         self.eval()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from rlhf_ppo.models.frozen import Frozen
-from rlhf_ppo.models.inputs import backbone, hidden_states, is_sharded, probe_ids, transformers_model
+from rlhf_ppo.models.inputs import backbone, hidden_states, is_sharded, probe_ids, text_config, transformers_model
+from rlhf_ppo.models.modes import in_eval_mode
 
 
 class FrozenScorer(Frozen):
@@ -83,17 +88,27 @@ def reads_last_token(model: nn.Module) -> bool:
         return isinstance(getattr(transformers_model(model), "score", None), nn.Module)
     ids = probe_ids(model)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    was_training = model.training
-    model.eval()
-    ours = last_token_score(model, ids, mask)
     base = transformers_model(model)
-    pad_token_id, base.config.pad_token_id = base.config.pad_token_id, -1  # or a probe id that is PAD ends the text
     dtype = next(base.parameters()).dtype
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype in (torch.bfloat16, torch.float16)):
-        theirs = base(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()  # its head may be in 32 bits
-    base.config.pad_token_id = pad_token_id
-    model.train(was_training)
+    with in_eval_mode(model), _no_id_is_padding(base):
+        ours = last_token_score(model, ids, mask)
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype in (torch.bfloat16, torch.float16)):
+            theirs = base(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()  # its head may be in 32 bits
     return torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3)
+
+
+@contextmanager
+def _no_id_is_padding(base: Any) -> Iterator[None]:
+    """Keep a classifier from taking an id of the probe for padding, which would end the text."""
+    configs = [config for config in (base.config, text_config(base)) if hasattr(config, "pad_token_id")]
+    before = [config.pad_token_id for config in configs]
+    for config in configs:
+        config.pad_token_id = -1
+    try:
+        yield
+    finally:
+        for config, pad_token_id in zip(configs, before, strict=True):
+            config.pad_token_id = pad_token_id
 
 
 def token_values(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, last: int) -> Tensor:

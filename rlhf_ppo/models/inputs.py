@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -26,7 +27,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside a `PeftModel` (adapters stay injected), or `model` itself."""
-    return cast("PreTrainedModel", cast(Any, model).get_base_model() if is_peft_model(model) else model)
+    return cast(PreTrainedModel, cast(Any, model).get_base_model() if is_peft_model(model) else model)
 
 
 def positions(model: nn.Module) -> int | None:
@@ -36,7 +37,32 @@ def positions(model: nn.Module) -> int | None:
 
 def backbone(model: nn.Module) -> nn.Module:
     """Return the part of `model` below its head, the one that produces hidden states."""
-    return transformers_model(model).base_model
+    base = transformers_model(model)
+    body = base.base_model
+    if body is not base:
+        return body
+    # Some classes name their part by another prefix than the one they declare (Llama4).
+    parts = [child for child in base.children() if isinstance(child, PreTrainedModel)]
+    return parts[0] if len(parts) == 1 else base
+
+
+def text_config(model: nn.Module) -> PreTrainedConfig:
+    """Return the configuration of the language model, also where it is one part of several (Gemma 3 with vision)."""
+    return transformers_model(model).config.get_text_config()
+
+
+@contextmanager
+def configuration_kept(model: nn.Module, name: str) -> Iterator[None]:
+    """Put back what a context does to one entry of a model's configuration, which is saved with it."""
+    config = transformers_model(model).config
+    was_there, value = hasattr(config, name), getattr(config, name, None)
+    try:
+        yield
+    finally:
+        if was_there:
+            setattr(config, name, value)
+        elif hasattr(config, name):
+            delattr(config, name)
 
 
 @functools.lru_cache(maxsize=32)
@@ -133,24 +159,6 @@ def run_padded(body: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Te
     return output.last_hidden_state[mask]
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Turn off every dropout of `model`: modules, and the rates that layers pass to functional dropout.
-
-    With dropout the sampling policy and the policy of the first optimizer step would differ, and the importance ratio
-    would not start at 1. Leaving the model in eval mode instead would switch off activation checkpointing.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "dropout" not in name and "layerdrop" not in name and not name.endswith("pdrop"):
-                continue
-            if isinstance(value, float):
-                setattr(module, name, 0.0)
-            elif isinstance(value, dict):  # PEFT's, by adapter
-                value.update({adapter: 0.0 for adapter, rate in value.items() if isinstance(rate, float)})
-
-
 def no_split_modules(*models: nn.Module) -> list[str]:
     """Name the classes of the blocks that FSDP wraps one by one."""
     return sorted({name for model in models for name in transformers_model(model)._no_split_modules or ()})
@@ -194,8 +202,7 @@ def gathered(parameters: Iterable[nn.Parameter], modify: bool = False) -> Abstra
 def probe_ids(model: nn.Module) -> Tensor:
     """Return a tiny valid input for one-off checks of a model, long `(1, 3)`."""
     device = next(model.parameters()).device
-    vocabulary = transformers_model(model).config.get_text_config().vocab_size
-    return torch.tensor([[1, 2, 3]], device=device) % vocabulary
+    return torch.tensor([[1, 2, 3]], device=device) % text_config(model).vocab_size
 
 
 def drop_foreign_padding(model: nn.Module) -> None:
@@ -207,8 +214,7 @@ def drop_foreign_padding(model: nn.Module) -> None:
     Args:
         model: A transformers model, or a `PeftModel` around one.
     """
-    base = transformers_model(model)
-    text_config = base.config.get_text_config()
-    for config in (text_config, getattr(base, "generation_config", None)):
-        if config is not None and (config.pad_token_id or 0) >= text_config.vocab_size:
+    generation_config = getattr(transformers_model(model), "generation_config", None)
+    for config in (text_config(model), generation_config):
+        if config is not None and (config.pad_token_id or 0) >= text_config(model).vocab_size:
             config.pad_token_id = None

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rlhf_ppo.models.inputs import backbone, gathered, is_sharded, probe_ids, transformers_model
+from rlhf_ppo.models.modes import in_eval_mode
 
 
 def num_labels(model: nn.Module) -> int:
@@ -87,7 +88,5 @@ def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def _probe(model: nn.Module) -> torch.Tensor:
-    was_training = model.training
-    logits = model.eval()(input_ids=probe_ids(model)).logits.float()
-    model.train(was_training)
-    return logits
+    with in_eval_mode(model):
+        return cast(Any, model)(input_ids=probe_ids(model)).logits.float()

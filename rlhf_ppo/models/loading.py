@@ -18,7 +18,6 @@ from rlhf_ppo.models.copying import copy_model, copy_weights
 from rlhf_ppo.models.heads import check_one_label, reads_last_token, scalar_head
 from rlhf_ppo.models.inputs import (
     backbone,
-    disable_dropout,
     gathered,
     is_peft_model,
     is_sharded,
@@ -160,6 +159,11 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
         return _without_adapters(copy_model(original), "value_model").float().train().requires_grad_(True)
     source = _without_adapters(copy.deepcopy(original), "value_model") if is_peft_model(original) else original
     value_model = empty_classifier(source)
+    if type(backbone(value_model)) is not type(backbone(source)) or scalar_head(value_model) is None:
+        raise ValueError(
+            f"value_model=None, but {type(value_model).__name__}, the sequence classifier that transformers has for "
+            f"{type(source).__name__}, is built otherwise; pass value_model"
+        )
     copy_weights(backbone(source), backbone(value_model))
     head = cast(Any, scalar_head(value_model)).weight
     with gathered([head], modify=True):
@@ -188,7 +192,7 @@ def empty_classifier(model: nn.Module) -> nn.Module:
 
 
 def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
-    """Check that the optimizer can change the weights, switch dropout off, and let rows be packed.
+    """Check that the optimizer can change the weights, and let rows be packed.
 
     Raises:
         ValueError: A model is quantized and has no adapter, or nothing of it is trainable.
@@ -206,7 +210,6 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
             )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(f"no parameter of {argument} is trainable; call {argument}.requires_grad_(True)")
-        disable_dropout(model)
         pack_rows(model)
         model.train()
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
 from rlhf_ppo.models.head_factors import head_layers
-from rlhf_ppo.models.inputs import hidden_states, is_managed, is_sharded, probe_ids, transformers_model
+from rlhf_ppo.models.inputs import hidden_states, is_managed, is_sharded, probe_ids, text_config, transformers_model
+from rlhf_ppo.models.modes import in_eval_mode
 
 MAX_CHUNK_ELEMENTS = 2**24
 """Logits computed at once, tokens x vocabulary: 64 MiB in float32."""
@@ -95,8 +96,7 @@ def _logprobs_of_called_head(
     policy: nn.Module, states: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """Do what `token_logprobs` does with a head that can only be called, leaving the gradients to autograd."""
-    vocabulary = transformers_model(policy).config.get_text_config().vocab_size
-    chunk = max(1, MAX_CHUNK_ELEMENTS // vocabulary)
+    chunk = max(1, MAX_CHUNK_ELEMENTS // text_config(policy).vocab_size)
     num_chunks = _same_on_all_ranks(policy, math.ceil(len(states) / chunk))
     recompute = torch.is_grad_enabled() and num_chunks > 1
 
@@ -146,9 +146,15 @@ def logit_scaling(policy: nn.Module, temperature: float = 1.0) -> LogitScaling:
         policy: The model.
         temperature: Sampling temperature.
     """
-    config = transformers_model(policy).config.get_text_config()
-    factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-    return LogitScaling(factor, getattr(config, "final_logit_softcapping", None) or None, temperature)
+    config = text_config(policy)
+    factor = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):
+        factor *= getattr(config, name, None) or 1.0
+    for name in ("logits_scaling", "logits_mup_width_multiplier"):
+        factor /= getattr(config, name, None) or 1.0
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    cap = next((cap for name in names if (cap := getattr(config, name, None))), None)
+    return LogitScaling(factor, cap, temperature)
 
 
 @torch.no_grad()
@@ -162,12 +168,13 @@ def check_logits(policy: nn.Module) -> None:
         return
     ids = probe_ids(policy)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    was_training = policy.training
-    policy.eval()
-    ours = logits(policy, hidden_states(policy, ids, mask))
-    theirs = transformers_model(policy)(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits.float()
-    policy.train(was_training)
-    if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
+    with in_eval_mode(policy):
+        ours = logits(policy, hidden_states(policy, ids, mask))
+        theirs = transformers_model(policy)(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits.float()
+    tolerance = 1e-2 if next(policy.parameters()).dtype.itemsize == 2 else 1e-4
+    if ours.shape != theirs.shape or not torch.allclose(
+        ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max())
+    ):
         raise ValueError(
             f"{type(transformers_model(policy)).__name__} changes its logits after the head (they differ from "
             f"head(backbone(ids)) by {float((ours - theirs).abs().max()):.3g}), in a way rlhf_ppo does not know; add "

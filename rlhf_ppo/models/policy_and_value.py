@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from rlhf_ppo.models.heads import token_values
 from rlhf_ppo.models.inputs import backbone, no_split_modules, packs_rows, transformers_model
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
+from rlhf_ppo.models.modes import recompute_in_eval_mode, set_learning
 
 
 class PolicyAndValueOutput(NamedTuple):
@@ -82,15 +83,25 @@ class PolicyAndValue(nn.Module):
         """Whether both models see the real tokens of a batch only, and no padding."""
         return all(packs_rows(backbone(model)) for model in (self.policy, self.value_model))
 
+    def train(self, mode: bool = True) -> Self:
+        """Learn, or evaluate: both compute the same, see `rlhf_ppo.models.modes`."""
+        super().train(mode)
+        if mode:
+            for model in (self.policy, self.value_model):
+                set_learning(model)
+        return self
+
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
         """Recompute activations in the backward pass, in both models."""
         for model in (self.policy, self.value_model):
             transformers_model(model).gradient_checkpointing_enable(**kwargs)
+            recompute_in_eval_mode(model)
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Recompute activations in the backward pass, in both models (the name since transformers 5.2x)."""
         for model in (self.policy, self.value_model):
             cast(Any, transformers_model(model)).activation_checkpointing_enable(**kwargs)
+            recompute_in_eval_mode(model)
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep activations instead of recomputing them."""

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_ppo.models.inputs import (
     backbone,
-    disable_dropout,
     gathers_in_passes,
     hidden_states,
     is_managed,
@@ -107,52 +106,6 @@ def test_rows_are_no_longer_than_their_real_tokens_wherever_the_padding_is() -> 
 def test_positions_count_real_tokens() -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
     assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2, 2], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0]]
-
-
-# ---- Dropout ----
-
-WITH_DROPOUT: dict[str, dict[str, Any]] = {
-    "llama": {"attention_dropout": 0.5},
-    "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
-    "opt": {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5},
-    "bloom": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
-}
-
-
-def two_passes(model: Any) -> tuple[Tensor, Tensor]:
-    ids, mask = pad(ROWS, [3, 0, 5], [0, 0, 0], [0])
-    model.train()
-    return hidden_states(model, ids, mask)[mask], hidden_states(model, ids, mask)[mask]
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", WITH_DROPOUT)
-def test_two_passes_in_training_mode_are_identical_without_dropout(name: str, attention: str) -> None:
-    if name == "bloom" and attention == "sdpa":
-        pytest.skip("Bloom has no such attention")
-    model = tiny_model(name, **WITH_DROPOUT[name], attn_implementation=attention)
-    evaluated = hidden_states(model.eval(), *pad(ROWS, [3, 0, 5], [0, 0, 0], [0]))
-    assert not torch.equal(*two_passes(model)), "the model has no dropout to begin with"
-    disable_dropout(model)
-    first, second = two_passes(model)
-    assert torch.equal(first, second)
-    assert_allclose(first.detach(), evaluated[pad(ROWS, [3, 0, 5], [0, 0, 0], [0])[1]].detach(), atol=1e-6)
-
-
-def test_dropout_of_adapters_is_off_too() -> None:
-    config = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
-    model = get_peft_model(tiny_policy(), config)
-    assert not torch.equal(*two_passes(model))
-    disable_dropout(model)
-    assert torch.equal(*two_passes(model))
-
-
-def test_disabling_dropout_keeps_other_rates_and_the_configuration() -> None:
-    model = tiny_policy(attention_dropout=0.5)
-    epsilon = model.model.norm.variance_epsilon
-    disable_dropout(model)
-    assert model.model.norm.variance_epsilon == epsilon
-    assert model.config.attention_dropout == 0.5  # what is saved with the model stays what it was
 
 
 # ---- Small things ----

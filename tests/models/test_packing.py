@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from rlhf_ppo.models import packing
-from rlhf_ppo.models.inputs import backbone, disable_dropout, hidden_states, run_packed
+from rlhf_ppo.models.inputs import backbone, hidden_states, run_packed
+from rlhf_ppo.models.modes import recompute_in_eval_mode, set_learning
 from rlhf_ppo.models.packing import PACKED, pack_rows, packed_sdpa, unpacked
 from tests.conftest import tiny_policy
 
@@ -79,14 +80,14 @@ def test_states_and_gradients_are_those_of_each_row_alone(name: str, checkpointi
     computes_in_32_bits = name in ("gemma3_text", "mixtral")  # whatever the weights are
     model = model_of(name).to(torch.float32 if computes_in_32_bits else torch.float64)
     tolerance = 1e-5 if computes_in_32_bits else 1e-11
-    disable_dropout(model)
     expected = alone(model, ROWS)
     expected_gradients = gradients(model, expected)
     pack_rows(model)
     assert model.config._attn_implementation == PACKED
     if checkpointing:
         model.gradient_checkpointing_enable()
-        model.train()
+        recompute_in_eval_mode(model)
+        set_learning(model)
     ids, mask = padded(ROWS, left=2)
     states = hidden_states(model, ids, mask)[mask]
     assert_allclose(states.detach(), expected.detach(), rtol=0, atol=tolerance)

@@ -1,0 +1,111 @@
+"""What PPO takes for granted of an architecture, found out by running it on a few tokens before any training.
+
+A token's log-probability must follow from the tokens before it in its own row, and from nothing else: no randomness,
+no later token, no padding, no other row. No list of names says so of an architecture; a few passes do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor, nn
+
+from rlhf_ppo.models.inputs import backbone, is_sharded, run_padded, text_config, transformers_model
+from rlhf_ppo.models.modes import as_in_learning, in_eval_mode
+from rlhf_ppo.reproducibility import rng_kept
+
+logger = get_logger(__name__)
+
+LENGTHS = (3, 8, 8)
+"""Tokens of the rows of a probe; the last two differ in their last token alone."""
+
+
+@torch.no_grad()
+def check_consistent(
+    model: nn.Module, argument: str, checkpointing: bool, checkpointing_kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Check that a model computes the same from the same tokens, in learning as in evaluation, in any batch.
+
+    Args:
+        model: A causal language model or a value model, or a `PeftModel` around one; it stays as it was.
+        argument: What the caller's argument is called, for error messages.
+        checkpointing: Whether activations will be recomputed.
+        checkpointing_kwargs: How.
+
+    Raises:
+        ValueError: It does not, or cannot recompute activations; names the architecture and says why.
+    """
+    name = type(transformers_model(model)).__name__
+    if is_sharded(model):
+        logger.info(
+            f"{argument} ({name}) is sharded by ZeRO-3 and cannot run yet: that it is deterministic and causal and "
+            "ignores padding is not checked."
+        )
+        return
+    body = backbone(model)
+    ids, mask = probe_rows(model)
+    with rng_kept():
+        with in_eval_mode(model):
+            alone = run_padded(body, ids[:1, : LENGTHS[0]], mask[:1, : LENGTHS[0]])
+        try:
+            with as_in_learning(checkpointing, checkpointing_kwargs, model):
+                first, second = (run_padded(body, ids, mask) for _ in range(2))
+        except ValueError as error:
+            if "support" not in str(error):
+                raise
+            raise ValueError(f"{argument}: {error} Set gradient_checkpointing=False") from error
+        with in_eval_mode(model):
+            evaluated = run_padded(body, ids, mask)
+    _check(f"{argument} is a {name}", alone, first, second, evaluated)
+
+
+def probe_rows(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return ids and mask `(B, L)` of rows of `LENGTHS` tokens, padded on the right."""
+    device = next(model.parameters()).device
+    width = max(LENGTHS)
+    ids = (torch.arange(len(LENGTHS) * width, device=device).view(-1, width) * 7 + 1) % text_config(model).vocab_size
+    ids[2, :-1] = ids[1, :-1]
+    ids[2, -1] = (ids[1, -1] + 1) % text_config(model).vocab_size
+    return ids, torch.arange(width, device=device) < torch.tensor(LENGTHS, device=device)[:, None]
+
+
+def deviation(states: Tensor, expected: Tensor) -> float:
+    """Return how far states are from what they must be, as a share of these: `||x - y|| / ||y||`."""
+    return float((states - expected).float().norm() / expected.float().norm().clamp(min=1e-30))
+
+
+def rounding(states: Tensor) -> float:
+    """Return the deviation that other kernels, or other shapes of a batch, may cause: much in 16 bits."""
+    return 0.3 if states.dtype.itemsize == 2 else 1e-3
+
+
+def _check(what: str, alone: Tensor, first: Tensor, second: Tensor, evaluated: Tensor) -> None:
+    if not evaluated.isfinite().all():
+        return  # broken weights, which are named where they are first sampled from
+    tolerance = rounding(evaluated)
+    # Kernels of an accelerator may add up in any order; on a CPU the same pass gives the same bits.
+    repeated = 0.0 if first.device.type == "cpu" else tolerance
+    if (error := deviation(second, first)) > repeated:
+        raise ValueError(
+            f"{what}, which computes at random: two passes over the same tokens differ by {error:.2g} of their "
+            "states, so that the importance ratio would not start at 1; use another architecture"
+        )
+    if (error := deviation(first, evaluated)) > tolerance:
+        raise ValueError(
+            f"{what}, which computes something else in training than in evaluation (by {error:.2g} of its states), so "
+            "that the importance ratio would not start at 1; use another architecture"
+        )
+    own, row, twin = evaluated.split(LENGTHS)
+    if (error := deviation(twin[:-1], row[:-1])) > tolerance:
+        raise ValueError(
+            f"{what}, in which a token's state depends on later tokens (by {error:.2g}), so that it cannot generate "
+            "from left to right; use a decoder (models of BERT's kind need is_decoder=True in their configuration)"
+        )
+    if (error := deviation(own, alone)) > tolerance:
+        raise ValueError(
+            f"{what}, in which a row's states depend on the padding behind it (by {error:.2g}): rows of different "
+            "lengths cannot share a pass; use another architecture"
+        )

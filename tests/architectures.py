@@ -1,0 +1,134 @@
+"""Tiny models of every architecture that transformers offers as a causal language model.
+
+`tiny_config(family)` shrinks the default configuration of a family by the names of its numbers; `CHANGES` has what a
+family needs beside that. A family of the mapping is in `COMPOSITE`, `REFUSED` or `UNTESTED`, or is expected to train.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+WIDTHS = (
+    "hidden_size d_model n_embd dim embedding_size embed_dim word_embed_proj_dim emb_dim d_embed lru_width "
+    "decoder_hidden_size embedding_dim"
+)
+INNER_WIDTHS = (
+    "intermediate_size ffn_dim n_inner ffn_hidden_size decoder_ffn_dim encoder_ffn_dim moe_intermediate_size d_ff dff "
+    "shared_expert_intermediate_size dim_ff hidden_dim dense_intermediate_size intermediate_size_mlp "
+    "shared_intermediate_size moe_shared_expert_intermediate_size shared_experts_intermediate_size"
+)
+LAYERS = (
+    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks num_decoder_layers "
+    "num_encoder_layers"
+)
+HEADS = "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads linear_num_heads"
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(WIDTHS.split(), 16),
+    **dict.fromkeys(INNER_WIDTHS.split(), 24),
+    **dict.fromkeys(LAYERS.split(), 2),
+    **dict.fromkeys(HEADS.split(), 4),
+    **dict.fromkeys("num_key_value_heads num_kv_heads linear_num_key_heads".split(), 2),
+    **dict.fromkeys("num_experts num_local_experts n_routed_experts moe_num_experts".split(), 4),
+    **dict.fromkeys("num_experts_per_tok num_experts_per_token moe_topk moe_k".split(), 2),
+    **dict.fromkeys("n_group topk_group n_shared_experts num_expert_group first_k_dense_replace".split(), 1),
+    **dict.fromkeys("max_position_embeddings n_positions n_ctx max_seq_len seq_length".split(), 64),
+    **dict.fromkeys("state_size mamba_d_state ssm_state_size head_dim linear_key_head_dim".split(), 4),
+    **dict.fromkeys("linear_value_head_dim linear_head_dim qk_rope_head_dim qk_nope_head_dim".split(), 4),
+    **dict.fromkeys("mamba_n_heads mamba_num_heads linear_num_value_heads".split(), 4),
+    **dict.fromkeys("mamba_d_head mamba_head_dim q_lora_rank kv_lora_rank".split(), 8),
+    **dict.fromkeys("initializer_range init_std".split(), 0.3),
+    **{"vocab_size": 48, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "sliding_window": 4},
+}
+
+
+def layers(*kinds: str) -> dict[str, Any]:
+    return {"layer_types": list(kinds)}
+
+
+LINEAR_AND_FULL = layers("linear_attention", "full_attention")
+SLIDING_AND_FULL = layers("sliding_attention", "full_attention")
+CHANGES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "bamba": {"attn_layer_indices": [1]},
+    "codegen": {"rotary_dim": 4},
+    "falcon_h1": {"mamba_d_ssm": 32},
+    "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24,
+                                 "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4},
+               "mm_tokens_per_image": 4},
+    "gemma3n_text": {
+        **SLIDING_AND_FULL,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 48,
+        "hidden_size_per_layer_input": 4,
+        "laurel_rank": 4,
+    },
+    "gemma4_text": {**SLIDING_AND_FULL, "vocab_size_per_layer_input": 48, "hidden_size_per_layer_input": 4},
+    "gemma4_unified_text": SLIDING_AND_FULL,
+    "gptj": {"rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
+    "granitemoehybrid": layers("mamba", "attention"),
+    "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 4, "d_rel": 4},
+    "inkling2_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 4, "d_rel": 4},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 2},
+    "lfm2_moe": layers("conv", "full_attention"),
+    "lfm3": layers("conv", "full_attention"),
+    "mamba2": {"head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "n_groups": 1},
+    "qwen3_next": LINEAR_AND_FULL,
+    "qwen3_5_text": LINEAR_AND_FULL,
+    "qwen3_5_moe_text": LINEAR_AND_FULL,
+    "qwen4_exp_text": LINEAR_AND_FULL,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 4},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "xlstm": {"chunk_size": 8, "ffn_round_up_to_multiple_of": 8},
+    "kimi_linear": LINEAR_AND_FULL,
+    "deepseek_v4": {"o_lora_rank": 8},
+    "zamba": {**layers("mamba", "hybrid", "hybrid"), "num_hidden_layers": 3, "attention_head_dim": 8,
+              "attention_hidden_size": 32, "mamba_dt_rank": 2},
+    "zamba2": {**layers("mamba", "hybrid", "hybrid"), "num_hidden_layers": 3, "hybrid_layer_ids": [1, 2],
+               "adapter_rank": 4, "mamba_headdim": 8, "mamba_ngroups": 1, "kv_channels": 8,
+               "attention_head_dim": 8, "attention_hidden_size": 32, "chunk_size": 8},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+NOT_SET: dict[str, tuple[str, ...]] = {"falcon": ("head_dim",), "xlnet": ("max_position_embeddings",)}
+"""Names that a configuration has, and that cannot be set."""
+
+
+def small_values(family: str, config_class: Any = None, **changes: Any) -> dict[str, Any]:
+    """The arguments of a tiny configuration of `family`, and of those that it is composed of."""
+    config_class = config_class or CONFIG_MAPPING[family]
+    default = config_class()
+    unsettable = NOT_SET.get(family, ()) + (("head_dim",) if "qk_rope_head_dim" in default.to_dict() else ())
+    known = dir(default)  # `hasattr` would read properties, some of which raise
+    values = {name: value for name, value in SMALL.items() if name in known and name not in unsettable}
+    if "qk_rope_head_dim" in default.to_dict():  # multi-head latent attention has as many keys as queries
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    for name, part in config_class.sub_configs.items():
+        if getattr(part, "model_type", None) in CONFIG_MAPPING:
+            values[name] = small_values(part.model_type, part)
+    given = {**CHANGES.get(family, {}), **changes}
+    nested = {name: {**values.get(name, {}), **value} for name, value in given.items() if isinstance(value, dict)}
+    return {**values, **given, **nested}
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    return CONFIG_MAPPING[family](**small_values(family, **changes))
+
+
+def tiny_model(family: str, kind: Any = AutoModelForCausalLM, seed: int = 0, **changes: Any) -> Any:
+    """A tiny model with random weights, of which no two rows or layers are alike."""
+    torch.manual_seed(seed)
+    config = tiny_config(family, **changes)
+    if kind is AutoModelForSequenceClassification:
+        config.num_labels = 1
+    return kind.from_config(config).eval()
+
+
+def families() -> list[str]:
+    """All families that the installed transformers offers as causal language models."""
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
