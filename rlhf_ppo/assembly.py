@@ -185,14 +185,7 @@ def assemble_models(
     if value_model is not None:
         critic = load_scalar_model(given["value_model"], "value_model", merges_adapter=not args.share_base_model)
     loaded = {"model": policy, "ref_model": reference_model, "value_model": critic} | scorers
-    for name, module in loaded.items():
-        if module is not None:
-            check_runs_on(cast(nn.Module, module), name, args.device)
-            check_adapter(cast(nn.Module, module), name)
-    recomputing = args.gradient_checkpointing, cast("dict[str, Any] | None", args.gradient_checkpointing_kwargs)
-    check_consistent(policy, "model", *recomputing)
-    if reference_model is not None:
-        check_consistent(reference_model, "ref_model", False)
+    _check_loaded(args, loaded)
     if args.share_base_model:
         policy = _with_adapter(args, policy, peft_config, base_serves_others=True)
         critic = value_model_over(policy, critic, value_peft_config)
@@ -205,7 +198,7 @@ def assemble_models(
         if value_peft_config is not None:
             critic = add_value_adapter(critic, value_peft_config)
         policy = _with_adapter(args, policy, peft_config, base_serves_others=reference_model is None)
-    check_consistent(critic, "value_model", *recomputing)
+    check_consistent(critic, "value_model", args)
     check_logits(policy)
     warn_of_rank_allocation(policy)
     reference = make_reference(
@@ -214,15 +207,29 @@ def assemble_models(
     prepare_trainable(policy, critic)
     # Now, while all weights are in one place: Trainer moves those that a reward model shares with the policy.
     rewards = [replace(reward, scorer=FrozenScorer(reward.model)) for reward in rewards]
-    if low := low_precision_parameters(policy):
-        logger.warning(
-            f"{len(low)} trainable tensors of the policy are stored in 16 bits (the first is {low[0]}), where most of "
-            f"an update at learning_rate={args.learning_rate} is rounded away; load the policy in float32 and set "
-            "bf16=True for 16-bit arithmetic."
-        )
+    _warn_of_low_precision(policy, args.learning_rate)
     if args.offload_frozen:  # but not of a reward model that holds the policy's own weights
         rewards = [replace(reward, offloads=not shares_parameters(reward.model, policy)) for reward in rewards]
     return Models(policy, critic, reference, rewards)
+
+
+def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> None:
+    """Check what each model is, by its argument's name, before others are made from it."""
+    for name, module in loaded.items():
+        if module is not None:
+            check_runs_on(module, name, args.device)
+            check_adapter(module, name)
+            if name in ("model", "ref_model"):
+                check_consistent(module, name, args if name == "model" else None)
+
+
+def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:
+    if low := low_precision_parameters(policy):
+        logger.warning(
+            f"{len(low)} trainable tensors of the policy are stored in 16 bits (the first is {low[0]}), where most of "
+            f"an update at learning_rate={learning_rate} is rounded away; load the policy in float32 and set "
+            "bf16=True for 16-bit arithmetic."
+        )
 
 
 def _with_adapter(args: PPOConfig, policy: nn.Module, peft_config: Any, base_serves_others: bool) -> nn.Module:

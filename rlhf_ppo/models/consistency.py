@@ -6,12 +6,12 @@ no later token, no padding, no other row. No list of names says so of an archite
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
+from transformers import TrainingArguments
 
 from rlhf_ppo.models.inputs import backbone, is_sharded, run_padded, text_config, transformers_model
 from rlhf_ppo.models.modes import as_in_learning, in_eval_mode
@@ -24,16 +24,13 @@ LENGTHS = (3, 8, 8)
 
 
 @torch.no_grad()
-def check_consistent(
-    model: nn.Module, argument: str, checkpointing: bool, checkpointing_kwargs: Mapping[str, Any] | None = None
-) -> None:
+def check_consistent(model: nn.Module, argument: str, args: TrainingArguments | None = None) -> None:
     """Check that a model computes the same from the same tokens, in learning as in evaluation, in any batch.
 
     Args:
         model: A causal language model or a value model, or a `PeftModel` around one; it stays as it was.
         argument: What the caller's argument is called, for error messages.
-        checkpointing: Whether activations will be recomputed.
-        checkpointing_kwargs: How.
+        args: Of a model that learns: `gradient_checkpointing` and `gradient_checkpointing_kwargs`.
 
     Raises:
         ValueError: It does not, or cannot recompute activations; names the architecture and says why.
@@ -47,11 +44,13 @@ def check_consistent(
         return
     body = backbone(model)
     ids, mask = probe_rows(model)
+    recomputing = args is not None and bool(args.gradient_checkpointing)
+    how = cast("dict[str, Any] | None", args.gradient_checkpointing_kwargs) if args is not None else None
     with rng_kept():
         with in_eval_mode(model):
             alone = run_padded(body, ids[:1, : LENGTHS[0]], mask[:1, : LENGTHS[0]])
         try:
-            with as_in_learning(checkpointing, checkpointing_kwargs, model):
+            with as_in_learning(recomputing, how, model):
                 first, second = (run_padded(body, ids, mask) for _ in range(2))
         except ValueError as error:
             if "support" not in str(error):

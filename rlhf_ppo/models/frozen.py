@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Self
 
 import torch
 from torch import nn
@@ -69,6 +70,10 @@ class Frozen(nn.Module):
         pack_rows(model)
         self.model = model.requires_grad_(False)
         self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in eval mode."""
+        return super().train(False)
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from rlhf_ppo.models.consistency import check_consistent
 from tests.architectures import tiny_model
 from tests.conftest import tiny_policy
+
+RECOMPUTING: Any = SimpleNamespace(gradient_checkpointing=True, gradient_checkpointing_kwargs=None)
 
 
 def hooked(change: Any) -> Any:
@@ -30,7 +33,7 @@ def hooked(change: Any) -> Any:
 ])  # fmt: skip
 def test_each_fault_is_named(model: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_consistent(model(), "model", checkpointing=False)
+        check_consistent(model(), "model", None)
 
 
 def test_training_mode_that_differs_from_evaluation_is_found() -> None:
@@ -39,9 +42,9 @@ def test_training_mode_that_differs_from_evaluation_is_found() -> None:
     norm = model.model.norm
     norm.gradient_checkpointing = False
     norm.register_forward_hook(lambda module, inputs, output: output * (0.5 if module.training else 1.0))
-    check_consistent(model, "model", checkpointing=False)
+    check_consistent(model, "model", None)
     with pytest.raises(ValueError, match="something else in training than in evaluation"):
-        check_consistent(model, "model", checkpointing=True)
+        check_consistent(model, "model", RECOMPUTING)
 
 
 def test_an_architecture_that_cannot_recompute_is_refused() -> None:
@@ -49,7 +52,7 @@ def test_an_architecture_that_cannot_recompute_is_refused() -> None:
     type(model).supports_gradient_checkpointing, before = False, type(model).supports_gradient_checkpointing
     try:
         with pytest.raises(ValueError, match=r"value_model: LlamaFor.* does not support .*_checkpointing=False"):
-            check_consistent(model, "value_model", checkpointing=True)
+            check_consistent(model, "value_model", RECOMPUTING)
     finally:
         type(model).supports_gradient_checkpointing = before
 
@@ -59,6 +62,6 @@ def test_an_architecture_that_cannot_recompute_is_refused() -> None:
 def test_sound_models_pass_and_nothing_of_it_stays(family: str, dtype: torch.dtype) -> None:
     model = tiny_model(family).to(dtype).train()
     state, python_state = torch.get_rng_state(), random.getstate()
-    check_consistent(model, "model", checkpointing=True)
+    check_consistent(model, "model", RECOMPUTING)
     assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
     assert all(module.training for module in model.modules()) and not model.is_gradient_checkpointing

@@ -71,7 +71,7 @@ def test_the_users_reference_is_frozen_without_dropout() -> None:
     reference = make_reference(policy, given, None, adapter_is_new=False, temperature=1.0)
     assert reference.model.model is given and not given.training
     assert not any(parameter.requires_grad for parameter in given.parameters())
-    given.train()
+    reference.model.train()
     assert torch.equal(logprobs(given), logprobs(given))
 
 
