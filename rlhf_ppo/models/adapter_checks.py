@@ -10,7 +10,8 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 
-from rlhf_ppo.models.inputs import disable_dropout, is_peft_model, is_sharded, probe_ids, transformers_model
+from rlhf_ppo.models.inputs import is_peft_model, is_sharded, probe_ids, transformers_model
+from rlhf_ppo.models.modes import in_eval_mode
 
 logger = get_logger(__name__)
 
@@ -25,11 +26,11 @@ _MOST_TRAINED_TOKENS = 29
 
 
 def check_adapter(model: nn.Module, argument: str) -> None:
-    """Check that a model's active adapter acts in the layers alone, on each row by itself, and without chance.
+    """Check that a model's active adapter acts in the layers alone, and on each row by itself.
 
     Models are run from their backbone up, past `PeftModel.forward`: what is done there (virtual tokens, the weights of
     a mixture of adapters, task ids) would be left out without a word. A new adapter often does nothing yet, so the
-    trainable parameters are moved for the comparison. Dropout is switched off, as it is in training.
+    trainable parameters are moved for the comparison.
 
     Args:
         model: Any model; one without adapters passes.
@@ -44,13 +45,11 @@ def check_adapter(model: nn.Module, argument: str) -> None:
         raise ValueError(f"{argument} has an adapter of the kind {adapter_kind(model)}: {PROMPT_LEARNING}")
     if is_sharded(model):
         return
-    disable_dropout(model)
     ids = probe_tokens(model)
     try:
         with moved(model):
             ours, theirs = probe(transformers_model(model), ids), probe(model, ids)
             beside_another = probe(model, torch.cat((ids, ids.flip(1))))[:1]
-            in_training = [probe(model, ids, training=True) for _ in range(2)]
     except Exception as error:  # each kind has errors of its own
         raise ValueError(
             f"{argument} has an adapter of the kind {adapter_kind(model)}, which cannot run on token ids alone "
@@ -65,11 +64,6 @@ def check_adapter(model: nn.Module, argument: str) -> None:
         raise ValueError(
             f"{argument} has an adapter of the kind {adapter_kind(model)} that mixes the rows of a batch: each "
             "response's log-probabilities would depend on the others; use a method like LoRA"
-        )
-    if not torch.equal(*in_training):
-        raise ValueError(
-            f"{argument} has an adapter of the kind {adapter_kind(model)} that draws random numbers in training mode, "
-            "so that the importance ratio would not start at 1; set its dropout to 0, or use a method like LoRA"
         )
 
 
@@ -110,21 +104,16 @@ def moved(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def probe(model: nn.Module, ids: Tensor, training: bool = False) -> Tensor:
+def probe(model: nn.Module, ids: Tensor) -> Tensor:
     """Return a model's logits; a base in 16 bits may be below a head in 32.
 
     Args:
         model: A transformers model, or a `PeftModel` around one.
         ids: Token ids, long `(B, L)`.
-        training: Whether the model is in training mode meanwhile.
     """
-    was_training = model.training
     in_16_bits = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
-    try:
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=in_16_bits):
-            return model.train(training)(input_ids=ids, use_cache=False).logits
-    finally:
-        model.train(was_training)
+    with in_eval_mode(model), torch.autocast(ids.device.type, torch.bfloat16, enabled=in_16_bits):
+        return cast(Any, model)(input_ids=ids, use_cache=False).logits
 
 
 def probe_tokens(model: nn.Module) -> Tensor:

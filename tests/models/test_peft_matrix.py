@@ -58,6 +58,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "OSF": ("OSF", QV),
     "PEANUT": ("PEANUT", {"r": 4, **QV}),
     "PSOFT": ("PSOFT", {"r": 4, **QV}),
+    "PVERA": ("PVERA", {"r": 4, **Q}),
     "RANDLORA": ("RANDLORA", {"r": 4, **Q}),
     "ROAD": ("ROAD", {"group_size": 4, **QV}),
     "SHIRA": ("SHIRA", {"r": 2, **QV}),
@@ -82,7 +83,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "POLY": ({"r": 4, "n_skills": 2, **QV}, "kind POLY, which cannot run on token ids alone .*task_ids"),
     "PREFIX_TUNING": ({"num_virtual_tokens": 2}, "virtual tokens"),
     "PROMPT_TUNING": ({"num_virtual_tokens": 2}, "virtual tokens"),
-    "PVERA": ({"r": 4, **Q}, "kind PVERA that draws random numbers in training mode"),
     "P_TUNING": ({"num_virtual_tokens": 2, "encoder_hidden_size": 8}, "virtual tokens"),
     "SHADOW": ({"r": 4, **QV}, "kind SHADOW, which cannot run on token ids alone"),
 }
