@@ -191,6 +191,16 @@ def test_a_reward_adapter_over_another_base_keeps_it(make_shared: MakeTrainer, t
     assert torch.equal(logits(trainer.reward_model), expected)
 
 
+def test_an_adapter_on_embeddings_is_copied_under_any_name(make_shared: MakeTrainer):
+    given = lora(target_modules=["embed_tokens", "q_proj"], init_lora_weights=False)
+    trainer = make_shared(peft_config=given, model=tiny_policy(), model_adapter_name="ppo")
+
+    states = [
+        hidden_states(model, IDS, torch.ones_like(IDS).bool()) for model in (trainer.policy_model, trainer.value_model)
+    ]
+    assert torch.equal(states[1], states[0])
+
+
 def test_value_models_over_equal_weights_are_put_over_the_one_base(make_shared: MakeTrainer, tmp_path: Path):
     """As an object with all weights, and as the directory of an adapter, such as a checkpoint's value_model."""
     whole = AutoModelForSequenceClassification.from_pretrained(_saved(tmp_path), num_labels=1)
@@ -297,8 +307,12 @@ def test_a_base_in_16_bits_stays_so_below_adapters_and_head_in_32(make_shared: M
             lambda: {"peft_config": lora(init_lora_weights="pissa"), "ref_model": tiny_policy()},
             "changes the weights of the base.*leave share_base_model=False",
         ),
+        (
+            lambda: {"peft_config": lora(target_modules=["lm_head"])},
+            "like the policy's, which it cannot have; pass value_peft_config",
+        ),
     ],
-    ids=["no adapter", "other weights", "other layers", "other adapter", "biases", "given biases", "pissa"],
+    ids=["no adapter", "other weights", "other layers", "other adapter", "biases", "given biases", "pissa", "head"],
 )  # fmt: skip
 def test_what_cannot_share_a_base(make_shared: MakeTrainer, given: Any, message: str):
     with pytest.raises(ValueError, match=message):

@@ -56,7 +56,7 @@ def test_ids_that_a_model_lacks_are_never_sampled(make_trainer: MakeTrainer, sma
     assert float(rollout.logprobs[0][rollout.response_mask[0]][-1]) == pytest.approx(expected, abs=1e-4)
 
 
-def test_nor_in_sample_tables_and_by_opponents(make_trainer: MakeTrainer) -> None:
+def test_nor_in_sample_tables(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**family(), **QUICK, eval_dataset=Dataset.from_list(prompt_rows(2)))
     assert trainer.generate_completions() is not None
 
