@@ -23,7 +23,8 @@ class PPOScriptArguments(ScriptArguments):
         default=None,
         metadata={
             "help": "Reward functions: names of built-in ones, package.module.function, file.py:function or "
-            "addresses. The reward model then scores beside them only if reward_model_path is given."
+            "addresses, each with settings behind it, such as 'keyword(keywords=[\"yes\"])'. The reward model then "
+            "scores beside them only if reward_model_path is given."
         },
     )
     trust_remote_code: bool = field(

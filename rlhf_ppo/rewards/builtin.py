@@ -24,9 +24,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+from transformers.utils import logging
+
 from rlhf_ppo.redaction import shown
 from rlhf_ppo.rewards import answers
 from rlhf_ppo.rewards.reading import Answer
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,8 @@ class Length:
 class Correctness:
     """1 where the response ends in the data set's answer, else 0; see `rlhf_ppo.rewards.answers` for what that is.
 
-    A row whose answer is None is not scored.
+    A row whose answer is None is not scored, nor is any where the data set has neither default column, with one
+    warning.
 
     Attributes:
         mode: "exact" compares texts (but for case, spacing and a closing full stop), "numeric" numbers; "auto" is
@@ -124,15 +129,18 @@ class Correctness:
         """Score every response.
 
         Raises:
-            ValueError: The data set has no column with answers.
+            ValueError: The data set has no such column as `column` names.
         """
         names = ("answer", "solution") if self.column is None else (self.column,)
         found = [name for name in names if name in columns]
         if not found:
-            raise ValueError(
-                f"correctness finds no column {' or '.join(map(repr, names))} with the answers; add one to the data "
-                "set, or name it with column=..."
+            problem = f"correctness finds no column {' or '.join(map(repr, names))} with the answers"
+            if self.column is not None:
+                raise ValueError(f"{problem}; add it to the data set, or name another with column=...")
+            logger.warning_once(
+                f"{problem}, so it scores no response; add one to the data set, or name another with column=..."
             )
+            return [None] * len(completions)
         agree = _AGREE[self.mode]
         return [
             None if wanted is None else float(agree(text, str(wanted)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -15,6 +16,7 @@ from typing import Any
 from rlhf_ppo.redaction import shown
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
+from rlhf_ppo.rewards.settings import make_with, split_settings
 
 RewardSpec = Callable[..., Any] | str
 """A reward function, or where it is to be found."""
@@ -41,12 +43,13 @@ def resolve_reward(spec: RewardSpec) -> Callable[..., Any]:
     Args:
         spec: A callable, which comes back as it is; or the name of a built-in or of one of TRL's rewards; or
             `"package.module.function"`; or `"path/file.py:function"`, the path relative to the working directory; or
-            `"http://host/path"`, also `https`. Modules are looked for in the working directory too, and what a file
+            `"http://host/path"`, also `https`; each with settings behind it, such as `"keyword(keywords=['yes'])"`,
+            see `rlhf_ppo.rewards.settings`. Modules are looked for in the working directory too, and what a file
             imports beside it. An object with TRL's `judge` counts as callable.
 
     Raises:
         TypeError: `spec` is neither callable nor a text, or what it names cannot be called.
-        ValueError: There is no such file, module, function or name.
+        ValueError: There is no such file, module, function, name or setting.
     """
     if not isinstance(spec, str):
         if not callable(spec):
@@ -54,13 +57,22 @@ def resolve_reward(spec: RewardSpec) -> Callable[..., Any]:
                 f"reward_funcs holds {shown(spec)!r}, which cannot be called; pass a Python function or its name"
             )
         return spec
-    if spec.startswith(("http://", "https://")):
-        return RewardEndpoint(spec)
+    place, settings = split_settings(spec)
+    if place.startswith(("http://", "https://")):
+        return make_with(RewardEndpoint, (place,), settings, place)
+    if place in BUILTIN_REWARDS or place in TRL_REWARDS:
+        if isinstance(settings.get("function"), str):
+            settings["function"] = resolve_reward(settings["function"])
+        return builtin_reward(place, **settings)
+    function = _found(place)
+    return make_with(functools.partial, (function,), settings, place) if settings else function
+
+
+def _found(spec: str) -> Callable[..., Any]:
+    """Return what a text without settings leads to."""
     path, colon, name = spec.rpartition(":")
     if colon and path.endswith(".py"):
         return _function(_load_file(spec, Path(path).expanduser()), name, spec)
-    if spec in BUILTIN_REWARDS or spec in TRL_REWARDS:
-        return builtin_reward(spec)
     module, dot, name = spec.rpartition(".")
     if dot and not colon and all(part.isidentifier() for part in spec.split(".")):
         return _function(_import_module(spec, module), name, spec)

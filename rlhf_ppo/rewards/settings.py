@@ -19,8 +19,9 @@ def split_settings(spec: str) -> tuple[str, dict[str, Any]]:
     """Split a reward's text into what it names and its settings.
 
     Args:
-        spec: A text such as `length_penalty(max_words=20, penalty=0.1)`. Values are numbers, texts in quotes or of one
-            word, lists, dicts, and None, True, False, also as JSON writes them. Nothing is executed.
+        spec: A text such as `length_penalty(max_words=20, penalty=0.1)`. Values are numbers, texts in quotes (as
+            in Python: r"..." keeps backslashes) or of one word, lists, dicts, and None, True, False, also as JSON
+            writes them. Nothing is executed.
 
     Returns:
         The name, path or address, and the settings; an address may itself hold parentheses.
@@ -33,7 +34,7 @@ def split_settings(spec: str) -> tuple[str, dict[str, Any]]:
         return spec, {}
     try:
         call = ast.parse(f"f({found['settings']})", mode="eval").body
-        assert isinstance(call, ast.Call)
+        assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
         if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError("a value without a name")
         settings = {str(keyword.arg): ast.literal_eval(_Words().visit(keyword.value)) for keyword in call.keywords}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from dataclasses import fields
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import jobs, mapping
+from rlhf_ppo.cli.aitraining import AutoTrainProject
 from rlhf_ppo.cli.llm import llm
 from rlhf_ppo.cli.params import LLMTrainingParams
 from rlhf_ppo.rewards.scorer import ScoringBatch
@@ -430,6 +432,23 @@ def test_the_documented_call_without_a_config(documented_places):
     trainer: Any = jobs.build_trainer(job)
     assert list(trainer.scorer.names) == ["correctness", "formatting"]
     assert trainer.args.reward_weights == {"correctness": 1.0, "formatting": 0.1}
+
+
+def test_the_documented_multi_objective_run_needs_no_answers(
+    workshop: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """AITraining's example, on its three rows of nothing but `text`."""
+    questions = ["What is machine learning?", "Explain quantum computing.", "Write a haiku about coding."]
+    write_rows("prompts.jsonl", [{"text": question} for question in questions])
+    params = LLMTrainingParams(
+        model="base", data_path="./prompts.jsonl", project_name="ppo-model", trainer="ppo", log="none",
+        rl_reward_model_path="./scorer", rl_multi_objective=True, rl_env_type="multi_objective",
+        rl_reward_weights='{"correctness": 1.0, "formatting": 0.1}', rl_max_new_tokens=4,
+    )  # fmt: skip
+    trainer: Any = AutoTrainProject(params=params, backend="local", process=True).create()
+    logged = trainer.state.log_history[0]
+    assert logged["rewards/formatting/mean"] == 0 and math.isfinite(logged["objective/scores"])
+    assert not math.isfinite(logged.get("rewards/correctness/mean", math.nan))
 
 
 def test_the_built_trainer_has_the_resolved_arguments_and_models(workshop):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from rlhf_ppo.rewards import RewardFunction, ScoringBatch
+from rlhf_ppo.rewards import RewardFunction, ScoringBatch, builtin
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.functions import function_name
 
@@ -198,9 +198,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "custom_text": (lambda: builtin_reward("custom", function="f"), ValueError, "function='f' must take"),
     "trl": (lambda: builtin_reward("think_format_reward", tag="x"), ValueError, r"takes no \['tag'\]"),
     "trl_factory": (lambda: builtin_reward("get_soft_overlong_punishment"), ValueError, "max_completion_len"),
-    "column": (lambda: score("correctness", "1"), ValueError, "no column 'answer' or 'solution'"),
     "own_column": (lambda: score("correctness", "1", column="gold"), ValueError, "no column 'gold'"),
 }
+
+
+def test_correctness_without_answers_scores_nothing_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(builtin.logger, "warning", said.append)
+    builtin.logger.warning_once.cache_clear()
+    assert score("correctness", "1", "2") == score("correctness", "3", "4") == [None, None]
+    (warning,) = said
+    assert "no column 'answer' or 'solution' with the answers, so it scores no response" in warning
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

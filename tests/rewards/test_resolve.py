@@ -3,6 +3,7 @@
 import functools
 import os
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS
+from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, Correctness, Formatting, Keyword, Length, LengthPenalty
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
+from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.resolve import resolve_reward, resolve_rewards
 from tests.conftest import count_w4
 from tests.runs import QUICK
@@ -93,6 +95,50 @@ def test_built_ins_by_name() -> None:
     assert resolve_rewards("length_penalty") == [reward] and resolve_rewards(None) == []
     assert resolve_rewards((count_w4, "length_penalty")) == [count_w4, reward]
     assert resolve_reward("think_format_reward")(completions=["<think>a</think>b", "b"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ('keyword(keywords=["yes", "no"])', Keyword(["yes", "no"])),
+        ("length_penalty(max_words=20, penalty=0.1)", LengthPenalty(20, 0.1)),
+        (r"formatting(pattern=r'^\(a\)$')", Formatting(r"^\(a\)$")),
+        ("correctness(mode=numeric, column=gold)", Correctness("numeric", "gold")),
+        ("correctness(column=null)", Correctness()),
+        ("length()", Length()),
+        ("https://h/score(timeout=5, retries=0)", RewardEndpoint("https://h/score", timeout=5, retries=0)),
+        ("https://h/a(b)", RewardEndpoint("https://h/a(b)")),
+    ],
+)
+def test_settings_stand_behind_the_name(spec: str, expected: Any) -> None:
+    assert resolve_reward(spec) == expected
+
+
+def test_settings_of_trls_rewards_and_of_functions(folder: Path) -> None:
+    punishment = resolve_reward("get_soft_overlong_punishment(max_completion_len=4, soft_punish_cache=2)")
+    assert punishment(completions=["a", "b"], completion_ids=[[1] * 3, [1] * 9]) == [-0.5, -1]
+    (folder / "scaled.py").write_text("def f(completions, scale=1):\n    return [scale] * len(completions)\n")
+    scaled: Any = resolve_reward("scaled.py:f(scale=3)")
+    assert scaled(completions=["a"]) == [3] and function_name(scaled) == "f"
+    (folder / "row.py").write_text("def f(prompt, generated, full_text):\n    return len(full_text)\n")
+    assert resolve_reward("custom(function='row.py:f')")(prompts=["ab"], completions=["c"]) == [3]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("keyword(['yes'])", "whose settings cannot be read; write them as name=value"),
+        ("keyword(keywords=__import__('os').getcwd())", "whose settings cannot be read"),
+        ("keyword(keywords=[)", "whose settings cannot be read"),
+        ("length_penalty(max_word=3)", "'length_penalty' cannot be made with the settings {'max_word': 3}"),
+        ("https://h/score(timeot=5)", "unexpected keyword argument 'timeot'; it takes ['name', 'timeout'"),
+        ("my-rewards.py:brief(completion_ids=1, x=2)(y=3)", "whose settings cannot be read"),
+        ("nonsense(a=1)", "'nonsense', which names no reward"),
+    ],
+)
+def test_settings_that_cannot_be_read_or_are_not_there(spec: str, words: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        resolve_reward(spec)
 
 
 def test_addresses() -> None:
