@@ -74,6 +74,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 4, "d_rel": 4},
     "inkling2_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 4, "d_rel": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 2},
+    "lfm2": layers("conv", "full_attention"),
     "lfm2_moe": layers("conv", "full_attention"),
     "lfm3": layers("conv", "full_attention"),
     "mamba2": {"head_dim": 8, "n_groups": 1, "chunk_size": 8},

@@ -14,7 +14,9 @@ from rlhf_ppo.generation.engine import TransformersEngine
 from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.sampled import GenerationEngine
 from rlhf_ppo.generation.stopping import StopStrings
+from rlhf_ppo.generation.trying import generation_needs
 from rlhf_ppo.generation.vllm import start_vllm
+from rlhf_ppo.models.inputs import is_sharded
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
@@ -42,7 +44,8 @@ def make_engine(
         opponents: Whose responses the reward functions compare with.
 
     Raises:
-        ValueError: The engine cannot run with what shards the policy, vLLM cannot start or cannot be an opponent.
+        ValueError: The engine cannot run with what shards the policy, vLLM cannot start or cannot be an opponent, or
+            the policy does not generate from the distributions of its forward pass.
     """
     rows = args.local_rollout_forward_batch_size
     if args.generation_engine == "vllm":
@@ -53,6 +56,8 @@ def make_engine(
             )
         return start_vllm(args, policy, accelerator, tokenizer, stop_token_id)
     if args.generation_engine == "transformers":
+        if not is_sharded(policy):  # else its first call finds out
+            generation_needs(policy)
         return TransformersEngine(rows, stop_strings, gather_over_ranks(accelerator))
     _check_whole(args, accelerator)
     return ContinuousEngine(rows)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from rlhf_ppo.batch import Prompts
-from rlhf_ppo.generation.engine import own_generation_config_hidden
+from rlhf_ppo.generation.hiding import own_generation_config_hidden
 from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
 from rlhf_ppo.generation.sampled import Sampled, prompt_rows, stack_rows
 from rlhf_ppo.models.modes import in_eval_mode

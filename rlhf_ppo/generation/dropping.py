@@ -50,6 +50,7 @@ def generate_dropping(
     config: GenerationConfig,
     stop_strings: StopStrings | None = None,
     synced_gpus: bool = False,
+    keeps_cache: bool = True,
 ) -> Tensor:
     """Generate, going on with the unfinished rows and their key-value cache alone whenever a quarter have ended.
 
@@ -61,6 +62,7 @@ def generate_dropping(
         stop_strings: Texts that end a row too, or None.
         synced_gpus: Whether every forward pass is one of all ranks: all rows then stay until the last has ended on
             every rank, which `generate` sees to in one call.
+        keeps_cache: Whether the unfinished rows' part of the cache can be kept; else their tokens are read again.
 
     Returns:
         Sampled ids, long `(B, T)` with `T <= max_new_tokens`; `pad_token_id` follows a row's end.
@@ -95,7 +97,8 @@ def generate_dropping(
         attention_mask = torch.cat(
             (attention_mask, attention_mask.new_ones(len(rows), sampled.shape[1] - input_ids.shape[1])), dim=1
         )[left]
-        rows, input_ids, cache = rows[left], sampled[left], _cache_of(output, left)
+        rows, input_ids = rows[left], sampled[left]
+        cache = rows_of_cache(output, left) if keeps_cache else {}
     return result[:, : max(1, sampled.shape[1] - prompt_length)]
 
 
@@ -105,10 +108,17 @@ def _with(config: GenerationConfig, **changes: Any) -> GenerationConfig:
     return changed
 
 
-def _cache_of(output: Any, rows: Tensor) -> dict[str, Any]:
-    """Keep the rows' part of the key-value cache; one that cannot be parted is left, and its tokens run again."""
+def rows_of_cache(output: Any, rows: Tensor) -> dict[str, Any]:
+    """Keep some rows' part of the cache of `generate`, as its argument; {} where it has none that can be parted.
+
+    Args:
+        output: What `generate` returned.
+        rows: Indices of the rows.
+    """
     cache: Any = getattr(output, "past_key_values", None)
-    if not all(hasattr(layer, "batch_select_indices") for layer in getattr(cache, "layers", [None])):
+    layers = getattr(cache, "layers", [None])
+    if not all(hasattr(layer, "reorder_cache") for layer in layers):
         return {}
-    cache.batch_select_indices(rows)
+    for layer in layers:
+        layer.reorder_cache(rows)  # `batch_select_indices` forgets the states of convolutions and recurrences
     return {"past_key_values": cache}

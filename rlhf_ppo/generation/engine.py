@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,9 +12,11 @@ from transformers import GenerationConfig
 
 from rlhf_ppo.batch import Prompts, pad_right, padding_columns, split_until
 from rlhf_ppo.generation.dropping import generate_dropping
+from rlhf_ppo.generation.hiding import own_generation_config_hidden
 from rlhf_ppo.generation.sampled import Sampled
 from rlhf_ppo.generation.stopping import StopStrings
-from rlhf_ppo.models.inputs import gathers_in_passes, transformers_model
+from rlhf_ppo.generation.trying import generation_needs
+from rlhf_ppo.models.inputs import gathers_in_passes
 from rlhf_ppo.models.modes import in_eval_mode
 
 if TYPE_CHECKING:
@@ -70,28 +71,6 @@ def _valid_padding(stop_token_id: int | None) -> int:
     return 0 if stop_token_id is None else stop_token_id
 
 
-@contextmanager
-def own_generation_config_hidden(policy: nn.Module) -> Iterator[Any]:
-    """Hide the model's generation_config, from which `generate` fills every field that it is not given.
-
-    A repetition penalty or a list of EOS tokens stored with the model would otherwise sample from a distribution that
-    the log-probabilities do not describe.
-
-    Args:
-        policy: A causal language model, or a `PeftModel` around one.
-
-    Yields:
-        The transformers model to call `generate` on.
-    """
-    model = transformers_model(policy)
-    own = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield cast(Any, model)
-    finally:
-        model.generation_config = own
-
-
 @torch.no_grad()
 def sample_responses(
     policy: nn.Module,
@@ -117,18 +96,21 @@ def sample_responses(
     """
     lengths, longest_first = prompts.attention_mask.sum(dim=1).sort(descending=True, stable=True)
     in_step = gathers_in_passes(policy)
-    sizes = call_sizes(cast(Any, lengths).tolist(), cast(int, config.max_new_tokens), rows_per_call)
+    needs = generation_needs(policy)
+    max_rows = 1 if needs.one_by_one else rows_per_call
+    sizes = call_sizes(cast(Any, lengths).tolist(), cast(int, config.max_new_tokens), max_rows, needs.equal_lengths)
     if in_step and gather is not None:
         sizes = split_until(sizes, int(gather(torch.tensor([len(sizes)], device=lengths.device)).max()))
     # Activation checkpointing, active in training mode, forbids the KV cache.
     with in_eval_mode(policy), own_generation_config_hidden(policy) as model:
         parts = [
-            _sample_part(model, prompts, rows, config, stop_strings, in_step) for rows in longest_first.split(sizes)
+            _sample_part(model, prompts, rows, config, stop_strings, in_step, needs.keeps_cache)
+            for rows in longest_first.split(sizes)
         ]
     return pad_right(parts, padding_value=cast(int, config.pad_token_id))[longest_first.argsort()]
 
 
-def call_sizes(lengths: Sequence[int], max_new_tokens: int, max_rows: int) -> list[int]:
+def call_sizes(lengths: Sequence[int], max_new_tokens: int, max_rows: int, equal_lengths: bool = False) -> list[int]:
     """Count the rows that `generate` is called with, so that at most half of all positions are padding.
 
     With prompts of `l_1 >= l_2 >= ...` and `T` new tokens, `n` rows from the `i`-th on share a call as long as
@@ -142,14 +124,16 @@ def call_sizes(lengths: Sequence[int], max_new_tokens: int, max_rows: int) -> li
         lengths: Tokens of each prompt, in falling order.
         max_new_tokens: Longest response, in tokens.
         max_rows: Most rows of a call.
+        equal_lengths: Whether only prompts of one length share a call, for models that take padding for text.
 
     Returns:
         Number of rows of each call.
     """
     sizes, longest, taken = [0], 0, 0
+    most_positions = 1 if equal_lengths else 2  # for each that a token takes
     for length in lengths:
         width = length + max_new_tokens
-        if sizes[-1] and (sizes[-1] == max_rows or (sizes[-1] + 1) * longest > 2 * (taken + width)):
+        if sizes[-1] and (sizes[-1] == max_rows or (sizes[-1] + 1) * longest > most_positions * (taken + width)):
             sizes, taken = [*sizes, 0], 0
         if sizes[-1] == 0:
             longest = width

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+PACKS, PROOF = "rows_are_packed", "proof_of_packing"
+"""Attributes of a backbone: whether its rows are packed, and the proof that is left to its first pass."""
+
+
 def is_peft_model(model: nn.Module) -> bool:
     """Tell whether `model` is a `peft.PeftModel` (False where PEFT is not installed)."""
     try:
@@ -85,8 +89,9 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Run the backbone once and return its last hidden states.
 
-    Rows are packed where `packing.pack_rows` has found that the model can do so; elsewhere padding is squeezed out and
-    what is left, behind shorter rows, has id 0. A padding id outside the vocabulary, or equal to EOS, changes nothing.
+    Rows are packed where `packing.pack_rows` has proven that the model can do so, or a proof that it put off now does;
+    elsewhere padding is squeezed out and what is left, behind shorter rows, has id 0. A padding id outside the
+    vocabulary, or equal to EOS, changes nothing.
 
     Args:
         model: Any transformers model with a backbone, or a `PeftModel` around one.
@@ -97,6 +102,8 @@ def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -
         Hidden states `(B, L, H)` in the model's dtype, 0 where the mask is False.
     """
     body = backbone(model)
+    if (prove := vars(body).pop(PROOF, None)) is not None:
+        prove(body)
     run = run_packed if packs_rows(body) else run_padded
     states = run(body, input_ids, attention_mask)
     places = attention_mask.flatten().nonzero().squeeze(1)
@@ -105,9 +112,13 @@ def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -
 
 
 def packs_rows(body: nn.Module) -> bool:
-    """Tell whether a backbone's attention keeps packed rows apart."""
-    attention = str(cast(Any, body).config._attn_implementation)
-    return attention.startswith(("packed_", "flash_attention"))
+    """Tell whether a backbone was seen to keep packed rows apart."""
+    return vars(body).get(PACKS, False)
+
+
+def uses_flash_attention(body: nn.Module) -> bool:
+    """Tell whether a backbone's attention is one of the flash kind, which runs on accelerators."""
+    return str(cast(Any, body).config._attn_implementation).startswith("flash_attention")
 
 
 def run_packed(body: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -121,12 +132,11 @@ def run_packed(body: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Te
     lengths = attention_mask.sum(dim=1)
     starts = nn.functional.pad(lengths.cumsum(dim=0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max())
-    is_flash = str(cast(Any, body).config._attn_implementation).startswith("flash")
     output = body(
         input_ids=input_ids[attention_mask][None],
         position_ids=position_ids(attention_mask)[attention_mask][None],
         # Four dimensions: transformers takes it for a finished mask and makes none of (N, N), which nobody would read.
-        attention_mask=None if is_flash else attention_mask.new_ones(1, 1, 1, 1),
+        attention_mask=None if uses_flash_attention(body) else attention_mask.new_ones(1, 1, 1, 1),
         cu_seq_lens_q=starts,
         cu_seq_lens_k=starts,
         max_length_q=longest,

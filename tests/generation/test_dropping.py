@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from rlhf_ppo.generation.dropping import generate_dropping
 from rlhf_ppo.generation.sequences import response_mask
@@ -63,8 +63,7 @@ def batches_of(model: Any) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_rows_are_those_of_generate(name: str, parted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not parted:
-        monkeypatch.delattr(DynamicLayer, "batch_select_indices")
-        monkeypatch.delattr(CacheLayerMixin, "batch_select_indices", raising=False)
+        monkeypatch.delattr(CacheLayerMixin, "reorder_cache")
     model, (ids, mask) = model_of(name), given_rows(24)
     whole = model.generate(input_ids=ids, attention_mask=mask, generation_config=greedy())[:, ids.shape[1] :]
     lengths = response_mask(whole, STOP).sum(dim=1)

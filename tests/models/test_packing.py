@@ -21,9 +21,10 @@ from transformers import (
 )
 
 from rlhf_ppo.models import packing
-from rlhf_ppo.models.inputs import backbone, hidden_states, run_packed
+from rlhf_ppo.models.inputs import backbone, hidden_states, packs_rows, run_packed
 from rlhf_ppo.models.modes import recompute_in_eval_mode, set_learning
 from rlhf_ppo.models.packing import PACKED, pack_rows, packed_sdpa, unpacked
+from tests.architectures import tiny_model
 from tests.conftest import tiny_policy
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -223,19 +224,67 @@ def test_what_is_saved_loads_as_before(tmp_path: Any) -> None:
     assert AutoModel.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
-def test_flash_attention_gets_the_rows_places_and_no_mask() -> None:
-    """As transformers' own does: here another function stands under a name of its family."""
-    calls: list[tuple[Any, Any]] = []
+# ---- Flash attention, of which a stand-in runs on a CPU ----
 
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        calls.append((args[4], kwargs["cu_seq_lens_k"].tolist()))
+CALLS: list[tuple[Any, Any]] = []
+
+
+def stand_in(*args: Any, **kwargs: Any) -> Any:
+    """Do what flash attention does with packed rows, and with rows padded on the right, whose mask it may ignore."""
+    starts = kwargs.get("cu_seq_lens_k")
+    if starts is not None:
+        CALLS.append((args[4], starts.tolist()))
         return packed_sdpa(*args, **kwargs)
+    return packed_sdpa(*args[:4], None, **kwargs)
 
-    AttentionInterface.register("flash_attention_stand_in", stand_in)
+
+AttentionInterface.register("flash_attention_stand_in", stand_in)
+
+
+def with_flash_attention(name: str, **changes: Any) -> Any:
+    model = tiny_model(name, **changes)
+    for part in (model, *model.modules()):
+        if hasattr(part, "config"):
+            part.config._attn_implementation_internal = "flash_attention_stand_in"
+    return model
+
+
+def test_flash_attention_gets_the_rows_places_and_no_mask() -> None:
+    model = with_flash_attention("llama")
+    expected = alone(tiny_model("llama"), ROWS)
+    ids, mask = padded(ROWS)
+    hidden_states(model, ids, mask)
+    assert not CALLS, "nothing is packed before it is proven"
+    pack_rows(model)
+    assert not packs_rows(model.model), "it may not run here yet"
+    states = hidden_states(model, ids, mask)[mask]
+    assert packs_rows(model.model)
+    assert_allclose(states.detach(), expected.detach(), rtol=0, atol=1e-5)
+    assert CALLS[-2:] == [(None, [0, 5, 12, 13])] * 2
+
+
+@pytest.mark.parametrize("family", ["jamba", "lfm2", "bamba", "granitemoehybrid", "falcon_h1", "qwen3_next"])
+def test_hybrids_under_flash_attention_keep_their_rows_apart(family: str) -> None:
+    """Convolutions and state-space layers know nothing of the places where packed rows begin."""
+    model = with_flash_attention(family)
+    pack_rows(model)
+    ids, mask = padded(ROWS)
+    states = hidden_states(model, ids, mask)[mask].detach()
+    assert_allclose(states, alone(tiny_model(family), ROWS).detach(), rtol=0, atol=1e-4)
+    assert not packs_rows(backbone(model))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_stand_in"])
+@pytest.mark.parametrize("share", [0.002, 1.0])
+def test_a_leak_between_rows_is_seen_however_small(attention: str, share: float) -> None:
+    """Each token's state takes a little of the one before it, over the border of rows too."""
     model = model_of("llama")
-    expected = alone(model, ROWS)
-    model.config._attn_implementation_internal = "flash_attention_stand_in"
+    model.config._attn_implementation_internal = attention
+    model.model.layers[0].register_forward_hook(
+        lambda module, inputs, output: output + share * torch.nn.functional.pad(output[:, :-1], (0, 0, 1, 0))
+    )
+    expected = torch.cat([backbone(model)(input_ids=torch.tensor([row])).last_hidden_state[0] for row in ROWS])
     pack_rows(model)
     ids, mask = padded(ROWS)
     assert_allclose(hidden_states(model, ids, mask)[mask].detach(), expected.detach(), rtol=0, atol=1e-5)
-    assert calls == [(None, [0, 5, 12, 13])] * 2
+    assert not packs_rows(model.model)
