@@ -23,7 +23,7 @@ from rlhf_ppo.models.adapter_checks import check_adapter, warn_of_rank_allocatio
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.consistency import check_consistent
 from rlhf_ppo.models.heads import FrozenScorer
-from rlhf_ppo.models.inputs import is_peft_model, positions
+from rlhf_ppo.models.inputs import is_peft_model
 from rlhf_ppo.models.loading import (
     check_runs_on,
     check_value_model,
@@ -35,6 +35,7 @@ from rlhf_ppo.models.loading import (
 )
 from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.making import made
+from rlhf_ppo.models.positions import PositionLimit, position_limit, positions, smallest
 from rlhf_ppo.models.reference import Reference, make_reference
 from rlhf_ppo.models.sharing import share_base, shares_parameters, value_model_over
 from rlhf_ppo.rewards.functions import RewardFunction
@@ -269,11 +270,10 @@ def _check_distinct(**models: Any) -> None:
                 )
 
 
-def max_positions(models: Models) -> int | None:
-    """Return the longest sequence that every model can place, in tokens, or None if none of them states a limit."""
+def longest_sequence(models: Models) -> PositionLimit | None:
+    """Return the longest sequence that every model can place, or None if none of them states a limit."""
     given = [*models.reading_policy_tokens.values(), models.reference.model]
-    limits = [positions(model) for model in given if model is not None]
-    return min((limit for limit in limits if limit), default=None)
+    return smallest(position_limit(model) for model in given if model is not None)
 
 
 def prepare_checked(
@@ -282,7 +282,7 @@ def prepare_checked(
     tokenizer: PreTrainedTokenizerBase,
     args: PPOConfig,
     vocabulary: Vocabulary,
-    positions: int | None,
+    limit: PositionLimit | None,
 ) -> Any:
     """Tokenize and check a data set, or each of a dict of them.
 
@@ -292,7 +292,7 @@ def prepare_checked(
         tokenizer: The policy's tokenizer.
         args: Gives `max_prompt_length`, `dataset_num_proc` and `response_length`.
         vocabulary: The ids that all models embed.
-        positions: Longest sequence that the models can place, in tokens; None if there is no limit.
+        limit: Longest sequence that the models can place; None if there is no limit.
 
     Returns:
         Rows with `input_ids`.
@@ -302,7 +302,7 @@ def prepare_checked(
     """
     if isinstance(dataset, Mapping):
         return {
-            key: prepare_checked(value, f"{name}[{key!r}]", tokenizer, args, vocabulary, positions)
+            key: prepare_checked(value, f"{name}[{key!r}]", tokenizer, args, vocabulary, limit)
             for key, value in dataset.items()
         }
     prepared = prepare_prompts(
@@ -315,7 +315,7 @@ def prepare_checked(
         vocab_of=vocabulary.limited_by,
     )
     if has_length(prepared):
-        check_lengths(longest_prompt(cast(Any, prepared)), args.response_length, positions)
+        check_lengths(longest_prompt(cast(Any, prepared)), args.response_length, limit)
     return prepared
 
 

@@ -13,6 +13,7 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_ppo.models.positions import PositionLimit
 from rlhf_ppo.prompts import PromptEncoder, prompt_column, real_tokens
 
 logger = logging.getLogger(__name__)
@@ -84,24 +85,24 @@ def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> int:
     return max(len(row["input_ids"]) for row in rows)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-def check_lengths(longest_prompt: int, response_length: int, max_positions: int | None) -> None:
-    """Check that a prompt and its response fit the model: `longest_prompt + response_length <= max_positions`.
+def check_lengths(longest_prompt: int, response_length: int, limit: PositionLimit | None) -> None:
+    """Check that a prompt and its response fit the models: `longest_prompt + response_length <= limit.tokens`.
 
     Args:
         longest_prompt: Tokens of the longest prompt.
         response_length: Tokens generated for each prompt.
-        max_positions: Positions that the model has, or None where it sets no bound.
+        limit: The longest sequence, and why; None where nothing sets a bound.
 
     Raises:
         ValueError: They do not fit.
     """
     total = longest_prompt + response_length
-    if max_positions is not None and total > max_positions:
-        room = max_positions - response_length
+    if limit is not None and total > limit.tokens:
+        room = limit.tokens - response_length
         fix = f"set max_prompt_length={room}" if room > 0 else "lower response_length"
         raise ValueError(
             f"the longest prompt ({longest_prompt} tokens) and response_length={response_length} take {total} "
-            f"positions, but the model has {max_positions}: {fix}, or use a model with more positions"
+            f"positions, but {limit.reason}: {fix}, or use a model with more positions"
         )
 
 

@@ -22,8 +22,8 @@ from rlhf_ppo.assembly import (
     ModelOrPath,
     assemble_models,
     check_given,
+    longest_sequence,
     make_scorer,
-    max_positions,
     prepare_checked,
     special_tokens,
     use_one_device,
@@ -140,7 +140,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         )
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [reward.model for reward in models.rewards]
-        self._max_positions = max_positions(models)
+        self._longest_sequence = longest_sequence(models)
         self._tokenizer, self._config = processing_class, args
         train_dataset = self._prepared(train_dataset, "train_dataset")
         args.fill_derived(num_processes(args), length(train_dataset))  # again: long prompts were dropped
@@ -310,7 +310,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         Raises:
             NonFiniteLogitsError: The policy's logits are NaN or infinite.
         """
-        check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._max_positions)
+        check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._longest_sequence)
         role = "policy" if policy is self.policy_model else "reference"
         with failing_together(self.accelerator), naming_the_model(policy, role, self._moment()), self._autocast():
             ids, logprobs = self._engine.sample(policy, prompts, config)
@@ -570,7 +570,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         return EvalLoopOutput(None, None, metrics | extra, len(columns["scores"]))  # pyright: ignore
 
     def _prepared(self, dataset: Any, name: str) -> Any:
-        return prepare_checked(dataset, name, self._tokenizer, self._config, self._vocabulary, self._max_positions)
+        return prepare_checked(dataset, name, self._tokenizer, self._config, self._vocabulary, self._longest_sequence)
 
     def _metrics_of_reward_functions(self) -> dict[str, float]:
         return self._logged.drain() if self._functions else {}

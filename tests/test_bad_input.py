@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaForCausalLM
 
 from rlhf_ppo import PPOTrainer
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
@@ -296,7 +295,7 @@ def nothing_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("responses were generated")
 
-    monkeypatch.setattr(LlamaForCausalLM, "generate", forbidden)
+    monkeypatch.setattr(PPOTrainer, "generate_responses", forbidden)
 
 
 @pytest.mark.usefixtures("nothing_trained", "nothing_generated")

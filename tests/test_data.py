@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf_ppo.batch import Prompts
 from rlhf_ppo.data import PromptCollator, check_lengths, longest_prompt, prepare_prompts
+from rlhf_ppo.models.positions import PositionLimit
 
 EOS = 1
 CONVERSATION = [{"role": "user", "content": "w1 w2"}]
@@ -291,12 +292,13 @@ def test_longest_prompt_of_a_stream_is_unknown(kind: str, tokenizer: PreTrainedT
 
 
 def test_check_lengths() -> None:
-    check_lengths(11, 53, 64)
+    limit = PositionLimit(64, "the model has 64")
+    check_lengths(11, 53, limit)
     check_lengths(10**6, 53, None)
-    with pytest.raises(ValueError, match=r"\(12 tokens\).*response_length=53.*65.*64.*max_prompt_length=11"):
-        check_lengths(12, 53, 64)
+    with pytest.raises(ValueError, match=r"\(12 tokens\).*=53 take 65 .* the model has 64: set max_prompt_length=11"):
+        check_lengths(12, 53, limit)
     with pytest.raises(ValueError, match="lower response_length"):
-        check_lengths(1, 64, 64)
+        check_lengths(1, 64, limit)
 
 
 def test_collator_pads_on_the_left_and_keeps_columns_as_lists() -> None:

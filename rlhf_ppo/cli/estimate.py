@@ -24,8 +24,8 @@ from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.forecast import mean_prompt_length, rate, size
-from rlhf_ppo.models.inputs import positions
 from rlhf_ppo.models.loading import load_pretrained
+from rlhf_ppo.models.positions import position_limit
 from rlhf_ppo.reporting.estimate import Estimate, Sharding, measure_rates
 from rlhf_ppo.rewards.reading import shares_tokens, tokenizer_beside
 from rlhf_ppo.validation import Interval, check_range
@@ -189,7 +189,7 @@ def prompts_of(args: PPOConfig, policy: nn.Module, load: Callable[[], tuple[Any,
     if args.max_prompt_length is not None and (args.max_steps > 0 or args.total_episodes is not None):
         return args.max_prompt_length, None
     tokenizer, dataset = load()
-    rows = prepare_checked(dataset, "train_dataset", tokenizer, args, vocabulary_of(policy), positions(policy))
+    rows = prepare_checked(dataset, "train_dataset", tokenizer, args, vocabulary_of(policy), position_limit(policy))
     if not has_length(rows):
         raise ValueError(
             "dataset_streaming=True: neither number nor length of the prompts is known; give max_prompt_length, and "

@@ -34,11 +34,6 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     return cast(PreTrainedModel, cast(Any, model).get_base_model() if is_peft_model(model) else model)
 
 
-def positions(model: nn.Module) -> int | None:
-    """Return the longest sequence that a model can place, in tokens, or None if it states no limit."""
-    return getattr(transformers_model(model).config.get_text_config(), "max_position_embeddings", None)
-
-
 def backbone(model: nn.Module) -> nn.Module:
     """Return the part of `model` below its head, the one that produces hidden states."""
     base = transformers_model(model)

@@ -13,8 +13,8 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.models.heads import FrozenScorer
-from rlhf_ppo.models.inputs import positions
 from rlhf_ppo.models.loading import load_reward_model
+from rlhf_ppo.models.positions import positions
 from rlhf_ppo.prompts import is_conversation
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TrlReward
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
