@@ -17,7 +17,7 @@ from trl.trainer.model_config import ModelConfig
 from rlhf_ppo.cli import mapping
 from rlhf_ppo.cli.checks import check_output_dir
 from rlhf_ppo.cli.params import LLMTrainingParams
-from rlhf_ppo.cli.rows import fill_update, load_rows
+from rlhf_ppo.cli.rows import fill_update, load_rows, settle_warmup
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import ppo_trainer, reward_trainer, sft_trainer, train_and_save
 from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
@@ -101,11 +101,13 @@ def build_trainer(job: Job) -> Trainer:
         make = reward_trainer if job.params.trainer == "reward" else sft_trainer
         return make(args, job.model_args, train_dataset, eval_dataset)
     num_episodes = args.per_device_train_batch_size * args.gradient_accumulation_steps * PartialState().num_processes
+    train_dataset = fill_update(train_dataset, num_episodes)
+    settle_warmup(args, len(train_dataset), num_episodes)
     return ppo_trainer(
         PPOScriptArguments(),
         args,
         job.model_args,
-        fill_update(train_dataset, num_episodes),
+        train_dataset,
         eval_dataset,
         reward_model=job.rewards.model,
         ref_model=job.params.model_ref,

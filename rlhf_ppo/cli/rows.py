@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 from rlhf_ppo.cli.params import LLMTrainingParams
@@ -44,6 +45,22 @@ def fill_update(rows: Any, num_episodes: int) -> Any:
         "--gradient-accumulation x processes): the prompts are repeated. Lower either option, or give more prompts."
     )
     return rows.select([index % len(rows) for index in range(num_episodes)])
+
+
+def settle_warmup(args: TrainingArguments, num_rows: int, num_episodes: int) -> None:
+    """Leave the warm-up out of a run in which it is shorter than one update, which would be trained at rate 0.
+
+    Args:
+        args: Gives the number of epochs, and `warmup_steps`, below 1 a share of the updates.
+        num_rows: Number of prompts.
+        num_episodes: Episodes of one update, over all processes.
+    """
+    num_updates = args.num_train_epochs * num_rows / num_episodes
+    if 0 < args.warmup_steps < 1 and args.warmup_steps * num_updates < 1:
+        logger.warning_once(
+            f"--warmup-ratio {args.warmup_steps} of {num_updates:g} updates is less than one: there is no warm-up."
+        )
+        args.warmup_steps = 0
 
 
 def wanted_columns(columns: list[str], params: LLMTrainingParams) -> dict[str, str]:

@@ -227,6 +227,7 @@ def train_and_save(
     """
     args: Any = trainer.args
     settle_trackers(args)
+    args.dataloader_pin_memory &= args.device.type != "cpu"  # or torch warns of what nobody asked for
     if isinstance(trainer, PPOTrainer):
         trainer.dataset_name = dataset_name
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
 
+from rlhf_ppo.cli import rows
 from rlhf_ppo.cli.params import LLMTrainingParams
-from rlhf_ppo.cli.rows import load_rows, wanted_columns
+from rlhf_ppo.cli.rows import fill_update, load_rows, settle_warmup, wanted_columns
 
 
 def params(trainer: str, **given: object) -> LLMTrainingParams:
@@ -104,3 +107,32 @@ def test_the_columns_that_rewards_may_read_stay_with_prompts(folder):
 def test_data_that_is_not_there_is_an_error(given, message, folder):
     with pytest.raises(ValueError, match=message):
         load_rows(params("sft", text_column="good", **given))
+
+
+# ---- Few prompts ----
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What is said once."""
+    messages: list[str] = []
+    monkeypatch.setattr(rows.logger, "warning_once", messages.append)
+    return messages
+
+
+@pytest.mark.parametrize(("count", "expected"), [(3, [0, 1, 2, 0, 1, 2, 0, 1]), (8, [*range(8)]), (9, [*range(9)])])
+def test_fewer_prompts_than_one_update_takes_are_repeated_in_their_order(count, expected, said):
+    filled = fill_update(Dataset.from_dict({"prompt": list(range(count))}), 8)
+
+    assert filled["prompt"][:] == expected
+    assert [message[:48] for message in said] == ["There are 3 prompts, but 8 episodes in an update"] * (count < 8)
+
+
+@pytest.mark.parametrize(
+    ("share", "num_rows", "kept"), [(0.1, 8, False), (0.1, 79, False), (0.1, 80, True), (3, 8, True), (0, 8, True)]
+)
+def test_a_warm_up_of_less_than_one_update_is_left_out(share, num_rows, kept, said):
+    args = SimpleNamespace(num_train_epochs=1, warmup_steps=share)
+    settle_warmup(args, num_rows, num_episodes=8)  # pyright: ignore[reportArgumentType]
+
+    assert args.warmup_steps == (share if kept else 0) and len(said) == (not kept)

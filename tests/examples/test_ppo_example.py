@@ -183,6 +183,15 @@ def test_lora(run, local, tmp_path):
     assert not torch.allclose(saved(ids).logits, base(ids).logits, atol=1e-4)
 
 
+def test_an_adapter_s_directory_is_a_policy_that_starts_at_its_own_reference(run, local, tmp_path):
+    pytest.importorskip("peft")
+    run(f"{local} --use_peft --lora_r 2 --output_dir adapter")
+    (start,) = [entry for entry in run(f"{local} --sft_model_path adapter").state.log_history if entry["step"] == 1]
+
+    assert start["objective/kl"] == 0
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
 def test_the_value_model_is_trained_in_32_bits_whatever_the_others_are_loaded_in(run, local):
     trainer = run(f"{local} --dtype bfloat16 --use_peft")
 
