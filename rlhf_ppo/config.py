@@ -90,6 +90,11 @@ class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments
 
     # --- Experiment, models, data ---
     exp_name: str = _option("ppo_config", "Name of the experiment; run_name is <exp_name>__<seed> if not set.")
+    overwrite_output_dir: bool = _option(
+        False,
+        "Delete the checkpoints in output_dir when training starts. Otherwise a directory that holds any is an error "
+        "unless resume_from_checkpoint goes on from one; other files in it are no obstacle and stay.",
+    )
     sft_model_path: str = _option(
         "EleutherAI/pythia-160m", "Path of the SFT model: policy and reference at the start."
     )

@@ -138,8 +138,6 @@ REMOVED: dict[str, str] = {
     "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
     "mp_parameters": "SageMaker's model parallelism is not supported: use deepspeed or fsdp",
     "no_cuda": "use use_cpu",
-    "overwrite_output_dir": "drop it: training accepts a directory that exists; resume_from_checkpoint goes on from "
-    "its last checkpoint",
     "past_index": "drop it: generation keeps its own cache",
     "per_gpu_eval_batch_size": "use per_device_eval_batch_size",
     "per_gpu_train_batch_size": "use per_device_train_batch_size",

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 from accelerate.logging import get_logger
-from transformers import Trainer
+from accelerate.utils import broadcast_object_list
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import TrainOutput
 
-from rlhf_ppo.checkpoints import (
-    VALUE_MODEL_DIR,
-    PPOTrainerState,
-    Progress,
-    check_fits,
-    last_whole_checkpoint,
-    start_checkpoint,
-    what_is_missing,
-)
+from rlhf_ppo.checkpoints.fits import check_engine, check_fits, check_optimizer, naming, optimizer_name
+from rlhf_ppo.checkpoints.lock import locked
+from rlhf_ppo.checkpoints.manifest import write_manifest
+from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
+from rlhf_ppo.checkpoints.record import save_record
+from rlhf_ppo.checkpoints.run import Run, check_start, continue_run, rotate, start_run, wanted_checkpoint
+from rlhf_ppo.checkpoints.whole import VALUE_MODEL_DIR, last_whole_checkpoint, start_checkpoint, what_is_missing
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.distributed import is_sharding
+from rlhf_ppo.distributed import failing_together, is_sharding
 from rlhf_ppo.divergence import DivergenceGuard
 from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.inputs import is_peft_model
@@ -46,36 +50,75 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         self.state = PPOTrainerState.of(self.state)
         self._progress = Progress()
         self._window = MetricWindow()
+        self._run = Run.new()
+        self._record: dict[str, Any] = {}
+        self._given: dict[str, Any] = {}
         self._writing_checkpoint = False  # the value model belongs into checkpoints, not into what save_model writes
 
-    def _resolve_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """Turn what the user said about resuming into the directory of a whole checkpoint, or None."""
-        wanted = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        if isinstance(wanted, str) and wanted.lower() in ("true", "false"):
-            wanted = wanted.lower() == "true"
-        if wanted is None or wanted is False:
-            return None
-        if wanted is True:
-            found = last_whole_checkpoint(cast(str, self.args.output_dir))
-            if found is None:
-                raise ValueError(
-                    f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} holds no whole checkpoint; "
-                    "leave it out to start a new run"
-                )
-            return found
-        reason = what_is_missing(wanted)
-        if reason is not None:
-            raise ValueError(
-                f"resume_from_checkpoint={wanted!r} is no whole checkpoint: {reason}; pass another directory, or True "
-                "for the newest whole one"
+    @contextmanager
+    def _opened_run(self, trial: Any, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """Keep other runs out of the run's directory; yield the checkpoint from which the run goes on, or None."""
+        directory = self._get_output_dir(trial)
+        with ExitStack() as stack:
+            with failing_together(self.accelerator):
+                if self.is_world_process_zero():
+                    os.makedirs(directory, exist_ok=True)
+                    stack.enter_context(locked(directory))
+            yield self._open_run(directory, resume_from_checkpoint)
+
+    def _open_run(self, directory: str, resume_from_checkpoint: str | bool | None) -> str | None:
+        """Start a run in its directory, or find the one that goes on, and the checkpoint from which it does."""
+        said = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        wanted = wanted_checkpoint(said)
+        opened: list[Any] = [None]
+        with failing_together(self.accelerator):
+            if self.is_world_process_zero():
+                check_start(directory, wanted, self.args.overwrite_output_dir)
+                if wanted is False:
+                    opened = [(None, start_run(directory, self.args.overwrite_output_dir))]
+                else:
+                    opened = [self._continue_run(directory, wanted)]
+        checkpoint, self._run = broadcast_object_list(opened)[0]
+        with failing_together(self.accelerator):
+            if self.args.should_save:
+                if checkpoint is not None and not self.is_world_process_zero():
+                    _check_whole(checkpoint)  # of another node's own disk
+                self._run.save(directory)
+        return checkpoint
+
+    def _continue_run(self, directory: str, wanted: str | bool) -> tuple[str, Run]:
+        checkpoint = self._resolve_checkpoint(directory, wanted)
+        check_engine(checkpoint, self.is_deepspeed_enabled, self.is_fsdp_enabled)
+        step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
+        run, abandoned = continue_run(directory, checkpoint, step)
+        if abandoned:
+            logger.warning(
+                f"Going on from {checkpoint}; what comes after it ({', '.join(abandoned)}) is not taken for this "
+                "run's any more: it is neither resumed from nor deleted, and overwritten when its update comes again."
             )
-        return wanted
+        return checkpoint, run
+
+    def _resolve_checkpoint(self, directory: str, wanted: str | bool) -> str:
+        """Turn what the user said about resuming into the directory of a whole checkpoint."""
+        if wanted is not True:
+            _check_whole(cast(str, wanted))
+            return cast(str, wanted)
+        found = last_whole_checkpoint(directory)
+        if found is None:
+            raise ValueError(
+                f"resume_from_checkpoint=True, but output_dir={directory!r} holds no whole checkpoint; "
+                "leave it out to start a new run"
+            )
+        return found
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         self._guard.check_weights()
-        directory = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        run_directory = self._get_output_dir(trial)
+        directory = os.path.join(run_directory, f"checkpoint-{self.state.global_step}")
         if self.args.should_save:
             start_checkpoint(directory)
+            self._run.save(directory)
+            save_record(directory, {**self._record, "optimizer": optimizer_name(self.optimizer)})
             self._progress.loss = float(self._tr_loss)
             self._progress.last_logged_step = self._globalstep_last_logged
             self._progress.pending_metrics = self._window.updates
@@ -87,14 +130,38 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         self.accelerator.wait_for_everyone()
         self._writing_checkpoint = True
         try:
-            super()._save_checkpoint(model, trial)
+            with self._withholding(save_total_limit=None, push_to_hub=False):  # both wait for the manifest
+                super()._save_checkpoint(model, trial)
         finally:
             self._writing_checkpoint = False
+        self.accelerator.wait_for_everyone()  # every rank's files are there before the manifest says so
+        if self.args.should_save:
+            write_manifest(directory)
         self._guard.last_checkpoint = directory
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(directory)
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            rotate(run_directory, self._run, self.args.save_total_limit, best, directory)
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self.accelerator.wait_for_everyone()  # every rank's files are there before trainer_state.json says so
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        with self._withholding(save_total_limit=None):  # Trainer would delete checkpoints of other runs as well
+            output = super()._finalize_training(trial, num_train_samples, start_time)
+        if self.args.should_save and limit == 1 and best is not None:
+            rotate(self._get_output_dir(trial), self._run, limit, best, newest=None)
+        return output
+
+    @contextmanager
+    def _withholding(self, **values: Any) -> Iterator[None]:
+        """Give arguments other values while the context lasts; what is written to disk keeps those that were given."""
+        self._given = {name: getattr(self.args, name) for name in values}
+        try:
+            _set(self.args, values)
+            yield
+        finally:
+            _set(self.args, self._given)
+            self._given = {}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         parts = (self._unwrapped(self.model).policy, self._unwrapped(self.model).value_model)
@@ -146,7 +213,9 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
             cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
         if self.processing_class is not None:
             cast(Any, self.processing_class).save_pretrained(directory)
-        torch.save(self.args, os.path.join(directory, "training_args.bin"))
+        args = copy.copy(self.args)
+        _set(args, self._given)
+        torch.save(args, os.path.join(directory, "training_args.bin"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:
@@ -163,6 +232,13 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
             else:
                 super()._load_from_checkpoint(directory, part)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        check_optimizer(self.optimizer, checkpoint)
+        with naming(checkpoint, "its optimizer.pt or scheduler.pt"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
     def _load_best_model(self) -> None:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             super()._load_best_model()
@@ -172,6 +248,20 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
 
     def _unwrapped(self, model: torch.nn.Module) -> PolicyAndValue:
         return cast(PolicyAndValue, self.accelerator.unwrap_model(model, keep_torch_compile=False))
+
+
+def _check_whole(directory: str) -> None:
+    reason = what_is_missing(directory)
+    if reason is not None:
+        raise ValueError(
+            f"resume_from_checkpoint={directory!r} is no whole checkpoint: {reason}; pass another directory, or True "
+            "for the newest whole one"
+        )
+
+
+def _set(args: PPOConfig, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(args, name, value)
 
 
 def _drop_frozen(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:

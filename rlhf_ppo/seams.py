@@ -26,11 +26,13 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.batch import Prompts
-from rlhf_ppo.checkpoints import PPOTrainerState, Progress, check_same_split
+from rlhf_ppo.checkpoints.fits import check_same_split, naming
+from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.distributed import gather_over_ranks, sum_over_ranks
 from rlhf_ppo.divergence import DivergenceGuard, Skipped
 from rlhf_ppo.generation.sampled import GenerationEngine
+from rlhf_ppo.ingredients import find_place, record_and_compare
 from rlhf_ppo.models.inputs import drop_foreign_padding, gathered
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.optimization import OptimizesPolicyAndValue
@@ -139,7 +141,7 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
         super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        self._progress = Progress()
+        self._progress, num_prompts = Progress(), length(self.train_dataset) or 0
         if resume_from_checkpoint is not None:
             self._progress = Progress.load(resume_from_checkpoint)
             check_same_split(
@@ -148,6 +150,10 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
                 self.accelerator.num_processes,
                 self.accelerator.distributed_type == DistributedType.DEEPSPEED,
             )
+            self.state.compute_steps(self.args, max_steps)
+            find_place(resume_from_checkpoint, self.state, self._progress, num_update_steps_per_epoch, num_prompts)
+        self._record = record_and_compare(self, resume_from_checkpoint)
+        self._progress.num_prompts = num_prompts
         self._guard.start(Skipped(**self._progress.skipped))
         self._window = MetricWindow(self._progress.pending_metrics)
         self.state = PPOTrainerState.of(self.state, self._progress.episode)
@@ -160,9 +166,10 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
             set_seed(self.args.seed + self.state.global_step, device_specific=True)
             self._streams.seed(self.args.seed, self.state.global_step)
             return
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
-            self._streams.load(checkpoint)
+        with naming(checkpoint, "its random states (rng_state.pth and beside it)"):
+            super()._load_rng_state(checkpoint)
+            if checkpoint is not None:
+                self._streams.load(checkpoint)
 
     def _save_rng_state(self, output_dir: str) -> None:
         self._streams.save(output_dir)
@@ -197,7 +204,7 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = self._progress.last_logged_step
         model.zero_grad()
-        return model, loader, range(first_epoch, num_epochs), num_skipped
+        return model, loader, itertools.count(first_epoch), num_skipped
 
     def _rollout_prompts(
         self, loader: DataLoader, epoch: int, num_skipped: int, resume_from_checkpoint: str | None

@@ -184,8 +184,8 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         """Run PPO. After SIGTERM the current update is finished, a checkpoint saved, and training ends.
 
         Args:
-            resume_from_checkpoint: A checkpoint's directory; True for the newest whole one in `output_dir`; None for
-                what `args.resume_from_checkpoint` says.
+            resume_from_checkpoint: A checkpoint's directory; True for the newest whole one of the run in `output_dir`;
+                None for what `args.resume_from_checkpoint` says.
             trial: The trial of a hyperparameter search.
             ignore_keys_for_eval: Accepted as Trainer does; evaluation has no model outputs to ignore.
 
@@ -193,13 +193,15 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             Number of updates, mean loss and speed.
 
         Raises:
-            ValueError: The checkpoint is not whole, or of another model.
+            ValueError: The checkpoint is not whole, or of another model; or `output_dir` holds another run's.
+            RuntimeError: Another process trains in `output_dir`.
         """
-        checkpoint = self._guard.last_checkpoint = self._resolve_checkpoint(resume_from_checkpoint)
-        self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
-        self._logged.forget()
-        with self._sigterm.listening(), detecting_overflow(self.model, self.args):
-            return super().train(checkpoint, trial, ignore_keys_for_eval)
+        with self._sigterm.listening(), self._opened_run(trial, resume_from_checkpoint) as checkpoint:
+            self._guard.last_checkpoint = checkpoint
+            self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
+            self._logged.forget()
+            with detecting_overflow(self.model, self.args):
+                return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def _inner_training_loop(
         self,

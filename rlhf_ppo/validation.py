@@ -152,6 +152,8 @@ def _matches(value: Any, annotation: Any) -> bool:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return any(_matches(value, option) for option in arguments)
+    if annotation is Any:
+        return True
     if origin is Literal:
         return value in arguments
     if origin is list:

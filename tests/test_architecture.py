@@ -36,6 +36,7 @@ FLOORS = (
         "assembly",
         "divergence",
         "forecast",
+        "ingredients",
         "learning",
         "optimization",
         "samples",

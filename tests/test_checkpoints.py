@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import resource
 import shutil
 from collections.abc import Callable
@@ -22,8 +23,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.checkpoints import last_whole_checkpoint, what_is_missing
+from rlhf_ppo.checkpoints.manifest import write_manifest
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run, parameters
+from tests.runs import QUICK, DieAt, RunDied, as_written_before, assert_identical, end_of_run, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]
 SAVING: dict[str, Any] = {**QUICK, "total_episodes": 4, "save_strategy": "steps", "save_steps": 1}
@@ -58,15 +60,19 @@ def files_of(directory: Path) -> set[str]:
 # ---- What is in it ----
 
 
-def test_checkpoint_holds_all_that_resuming_needs_and_its_state_last(run: Path) -> None:
+def test_checkpoint_holds_all_that_resuming_needs_and_its_manifest_last(run: Path) -> None:
     checkpoint = run / "checkpoint-2"
     assert files_of(checkpoint) == {
-        "config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "ppo_state.json",
-        "rng_state.pth", "scheduler.pt", "tokenizer.json", "tokenizer_config.json", "trainer_state.json",
-        "training_args.bin", "value_model/config.json", "value_model/model.safetensors",
+        "config.json", "generation_config.json", "manifest.json", "model.safetensors", "optimizer.pt",
+        "ppo_arguments.json", "ppo_run.json", "ppo_state.json", "rng_state.pth", "scheduler.pt", "separate_rng_state_0.pth", "tokenizer.json",
+        "tokenizer_config.json", "trainer_state.json", "training_args.bin", "value_model/config.json",
+        "value_model/model.safetensors",
     }  # fmt: skip
     written = {name: (checkpoint / name).stat().st_mtime_ns for name in files_of(checkpoint)}
-    assert written["trainer_state.json"] == max(written.values())
+    assert written["manifest.json"] == max(written.values())
+    listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    assert listed.keys() == files_of(checkpoint) - {"manifest.json"}
+    assert listed["optimizer.pt"]["size"] == (checkpoint / "optimizer.pt").stat().st_size
 
 
 def test_checkpoint_loads_as_the_models_it_was_made_of(make_trainer: MakeTrainer) -> None:
@@ -103,9 +109,11 @@ def without(name: str) -> Callable[[Path], None]:
 
 HALF_WRITTEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no state": (without("trainer_state.json"), "it has no trainer_state.json"),
-    "half a state": (cut("trainer_state.json"), "its trainer_state.json is cut off"),
+    "half a state": (cut("trainer_state.json"), "its trainer_state.json has \\d+ bytes instead of"),
     "no progress": (without("ppo_state.json"), "it has no ppo_state.json"),
-    "half a progress": (cut("ppo_state.json"), "its ppo_state.json is cut off"),
+    "half a progress": (cut("ppo_state.json"), "its ppo_state.json has \\d+ bytes instead of"),
+    "no manifest": (without("manifest.json"), "it has no manifest.json"),
+    "half a manifest": (cut("manifest.json"), "its manifest.json is cut off"),
     "no value model": (without("value_model"), "it has no value_model/"),
     "nothing": (lambda checkpoint: [without(path.name)(checkpoint) for path in checkpoint.iterdir()], "it has no"),
 }
@@ -119,7 +127,7 @@ def test_half_written_checkpoint_is_skipped_with_the_reason_and_refused_by_name(
     damage(run / "checkpoint-2")
     with caplog.at_level(logging.WARNING):
         assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-1")
-    assert f"Skipping {run / 'checkpoint-2'}: {reason}" in caplog.text
+    assert re.search(f"Skipping {run / 'checkpoint-2'}: {reason}", caplog.text)
 
     trainer = make_trainer(**SAVING)
     with pytest.raises(ValueError, match=f"resume_from_checkpoint=.*checkpoint-2' is no whole checkpoint: {reason}"):
@@ -195,7 +203,7 @@ def test_at_every_write_of_a_checkpoint_the_one_before_is_the_newest_whole_one(
     writes = Writes(monkeypatch)
     shutil.copytree(run, run.with_name("before"))
     trainer._save_checkpoint(trainer.model, None)
-    assert writes.targets[-2:] == ["trainer_state.json.tmp", "trainer_state.json"]
+    assert writes.targets[-2:] == ["manifest.json.tmp", "manifest.json"]
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"]
     num_writes = writes.count
     assert num_writes > 10
@@ -224,7 +232,7 @@ def test_a_kill_while_old_checkpoints_are_removed_leaves_the_new_one(
     with pytest.raises(RunDied):
         trainer.train()
     run = trainer.args.output_dir
-    assert not Path(run, "checkpoint-1", "model.safetensors").exists()
+    assert not Path(run, "checkpoint-1").exists() and Path(run, "deleted-checkpoint-1").exists()
     assert last_whole_checkpoint(run) == os.path.join(run, "checkpoint-2")
 
 
@@ -305,14 +313,24 @@ def test_nothing_of_a_checkpoint_is_unpickled_with_full_trust(
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])
-def test_code_hidden_in_a_checkpoint_does_not_run(name: str, run: Path, make_trainer: MakeTrainer) -> None:
+@pytest.mark.parametrize("has_new_manifest", [False, True])
+def test_code_hidden_in_a_checkpoint_does_not_run(
+    name: str, has_new_manifest: bool, run: Path, make_trainer: MakeTrainer
+) -> None:
+    """Neither with a manifest that its author has made for it, nor in a checkpoint of the format without one."""
     mark = run / "mark"
     torch.save(Bomb(mark), run / "checkpoint-1" / name)
     trainer = make_trainer(**SAVING)
+    with pytest.raises(ValueError, match=f"is no whole checkpoint: its {name}"):
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    if has_new_manifest:
+        write_manifest(str(run / "checkpoint-1"))
+    else:
+        as_written_before(run / "checkpoint-1")
     if name == "training_args.bin":  # written for the reader, never read
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
     else:
-        with pytest.raises(pickle.UnpicklingError):
+        with pytest.raises(ValueError, match=f"(?s)cannot be loaded: its .*{name}.*Weights only load failed"):
             trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
     assert not mark.exists()
     torch.load(run / "checkpoint-1" / name, weights_only=False)

@@ -41,6 +41,7 @@ CASES = [
     Case("sft_model_path", "EleutherAI/pythia-160m", "sft", "sft", (None, 3)),
     Case("model_adapter_name", None, "policy", "policy", (3,)),
     Case("ref_adapter_name", None, "reference", "reference", (3,)),
+    Case("overwrite_output_dir", False, "true", True, ("yes", None)),
     Case("share_base_model", False, "true", True, ("yes", None)),
     Case("offload_frozen", False, "true", True, ("yes", None)),
     Case("dataset_num_proc", None, "2", 2, COUNT),

@@ -114,7 +114,7 @@ def test_there_is_no_loss_to_compare_models_by(metric: str):
 GONE = """
     adafactor dispatch_batches evaluation_strategy fp16_backend fp16_opt_level fsdp_min_num_params
     fsdp_transformer_layer_cls_to_wrap group_by_length half_precision_backend include_inputs_for_metrics
-    include_tokens_per_second jit_mode_eval logging_dir mp_parameters no_cuda overwrite_output_dir past_index
+    include_tokens_per_second jit_mode_eval logging_dir mp_parameters no_cuda past_index
     per_gpu_eval_batch_size per_gpu_train_batch_size push_to_hub_model_id push_to_hub_organization push_to_hub_token
     ray_scope save_safetensors split_batches torchdynamo tpu_metrics_debug tpu_num_cores use_ipex
     use_legacy_prediction_loop use_mps_device

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from transformers import Trainer
 from trl.scripts.utils import ScriptArguments
 from trl.trainer.model_config import ModelConfig
 
+from rlhf_ppo.checkpoints.run import check_start
 from rlhf_ppo.cli.checks import check_output_dir
 from rlhf_ppo.cli.errors import program_name, user_errors
 from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
@@ -48,6 +49,7 @@ def train(argv: Sequence[str] | None = None) -> PPOTrainer:
         script_args, args, model_args = _parse(program, PPOScriptArguments, PPOConfig, argv)
         if args.stop_token is None and args.stop_token_id is None:
             args.stop_token = "eos"
+        check_start(cast(str, args.output_dir), args.resume_from_checkpoint, args.overwrite_output_dir)
         train_dataset, eval_dataset = _splits(script_args, always_evaluates=True)
         trainer = scored_ppo_trainer(script_args, args, model_args, train_dataset, eval_dataset)
     with running(program, trainer):

@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from accelerate import PartialState
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.table import Table
 from transformers import Trainer, TrainingArguments
 from trl.trainer.model_config import ModelConfig
 
+from rlhf_ppo.checkpoints.run import finished_in
 from rlhf_ppo.cli import mapping
 from rlhf_ppo.cli.checks import check_output_dir
 from rlhf_ppo.cli.params import LLMTrainingParams
@@ -95,6 +96,11 @@ def build_trainer(job: Job) -> Trainer:
     if job.params.token is not None:
         os.environ.setdefault("HF_TOKEN", job.params.token)  # for models and data that need it
     check_output_dir(job.args.output_dir)
+    if isinstance(job.args, PPOConfig) and (found := finished_in(cast(str, job.args.output_dir))):
+        raise ValueError(
+            f"project_name={job.params.project_name!r} holds the checkpoints of another run ({found}): delete them, "
+            "or choose another project_name"
+        )
     args: Any = job.args
     train_dataset, eval_dataset = load_rows(job.params)
     if job.rewards is None:

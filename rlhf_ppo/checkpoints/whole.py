@@ -1,0 +1,102 @@
+"""How a damaged or half-written checkpoint is told from a whole one.
+
+`manifest.json` is the last file of a checkpoint and appears in one piece: where it is, everything else was.
+Checkpoints that were written before there were manifests end with `trainer_state.json`; what their files' own formats
+show is checked.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from accelerate.logging import get_logger
+from safetensors import SafetensorError, safe_open
+from transformers.trainer import TRAINER_STATE_NAME
+
+from rlhf_ppo.checkpoints.jsonfile import read_object
+from rlhf_ppo.checkpoints.manifest import MANIFEST_NAME, what_is_damaged
+from rlhf_ppo.checkpoints.progress import Progress, check_state
+from rlhf_ppo.checkpoints.run import RUN_NAME, Run, is_of_another, numbered, run_in
+
+logger = get_logger(__name__)
+
+VALUE_MODEL_DIR = "value_model"
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*")
+"""What holds the optimizer's state: one process or DDP, FSDP, FSDP in shards, DeepSpeed."""
+
+
+def start_checkpoint(directory: str) -> None:
+    """Make the directory, and make sure that it counts as unfinished until its last file is written."""
+    os.makedirs(directory, exist_ok=True)
+    for name in (MANIFEST_NAME, TRAINER_STATE_NAME):
+        Path(directory, name).unlink(missing_ok=True)
+
+
+def what_is_missing(directory: str) -> str | None:
+    """Tell why nothing can be resumed from a directory, or None if it is a whole checkpoint."""
+    is_of_old_format = not Path(directory, RUN_NAME).exists() and not Path(directory, MANIFEST_NAME).exists()
+    if not is_of_old_format and (reason := what_is_damaged(directory)) is not None:
+        return reason
+    try:
+        read_object(Path(directory, TRAINER_STATE_NAME))
+        check_state(directory, Progress.load(directory))
+        Run.load(directory)
+    except ValueError as error:
+        return str(error)
+    if not Path(directory, VALUE_MODEL_DIR).is_dir():
+        return f"it has no {VALUE_MODEL_DIR}/"
+    for name in ("rng_state*.pth", "scheduler.pt"):
+        if not any(Path(directory).glob(name)):
+            return f"it has no {name.replace('*', '')}, which save_only_model=True leaves out like the optimizer"
+    if not any(path for name in OPTIMIZERS for path in Path(directory).glob(name)):
+        return "it has no optimizer.pt, nor another engine's optimizer state"
+    return _what_is_illegible(directory) if is_of_old_format else None
+
+
+def _what_is_illegible(directory: str) -> str | None:
+    """Check files by their formats: safetensors know their length, and the archives of `torch.save` have checksums."""
+    for path in _state_files(Path(directory)):
+        name = path.relative_to(directory)
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt"):
+                    pass
+            elif zipfile.is_zipfile(path):
+                with zipfile.ZipFile(path) as archive:
+                    if (part := archive.testzip()) is not None:
+                        return f"its {name} is damaged: {part} has another checksum"
+            else:
+                return f"its {name} is cut off"
+        except (SafetensorError, OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+            return f"its {name} is cut off or damaged ({error})"
+    return None
+
+
+def _state_files(directory: Path) -> Iterator[Path]:
+    for ending in ("*.safetensors", "*.pt", "*.pth", "*.bin"):
+        yield from (path for path in sorted(directory.rglob(ending)) if path.name != "training_args.bin")
+
+
+def last_whole_checkpoint(output_dir: str, run: Run | None = None) -> str | None:
+    """Find the newest checkpoint of a run that is whole; warn about newer ones that are not, or not the run's.
+
+    Args:
+        output_dir: The run's directory.
+        run: The run; None takes the one whose directory it is.
+
+    Returns:
+        The checkpoint's directory, or None if there is none.
+    """
+    run = run_in(output_dir) if run is None else run
+    for folder in numbered(output_dir):
+        if run is not None and is_of_another(folder, run):
+            logger.warning(f"Skipping {folder}: it is not of the run that {RUN_NAME} in {output_dir} names.")
+            continue
+        reason = what_is_missing(str(folder))
+        if reason is None:
+            return str(folder)
+        logger.warning(f"Skipping {folder}: {reason}, so it is not whole.")
+    return None

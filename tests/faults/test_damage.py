@@ -1,0 +1,133 @@
+"""Damage to any file of a checkpoint: `True` falls back to the one before, its own name is refused with the file's."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_ppo.checkpoints import last_whole_checkpoint, what_is_missing
+from tests.faults.conftest import make_saving
+from tests.runs import as_written_before, assert_identical, parameters
+
+
+def flip_one_bit(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "cut in half": lambda content: content[: len(content) // 2],
+    "emptied": lambda content: b"",
+    "one bit flipped": flip_one_bit,
+    "a byte more": lambda content: content + b"\0",
+    "removed": lambda content: None,
+}
+
+
+def files_of(checkpoint: Path) -> Iterator[str]:
+    return (str(path.relative_to(checkpoint)) for path in sorted(checkpoint.rglob("*")) if path.is_file())
+
+
+def named_after_damage(checkpoint: Path, damage: Callable[[bytes], bytes | None]) -> dict[str, str | None]:
+    """What is said of the checkpoint when one of its files is damaged, for each of them."""
+    said = {}
+    for name in list(files_of(checkpoint)):
+        path = checkpoint / name
+        content = path.read_bytes()
+        if (damaged := damage(content)) is None:
+            path.unlink()
+        else:
+            path.write_bytes(damaged)
+        said[name] = what_is_missing(str(checkpoint))
+        path.write_bytes(content)
+    return said
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_to_any_file_is_said_by_its_name(kind: str, run: Path) -> None:
+    checkpoint = run / "checkpoint-2"
+    assert what_is_missing(str(checkpoint)) is None
+    said = named_after_damage(checkpoint, DAMAGES[kind])
+    assert said.keys() == set(files_of(checkpoint)) and len(said) >= 16
+    assert not {name: reason for name, reason in said.items() if not reason or name not in reason}
+    assert what_is_missing(str(checkpoint)) is None
+
+
+# Files that nothing is read from on resuming, and of which nothing is known without a manifest.
+UNSEEN_IN_OLD_FORMAT = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.mark.parametrize("kind", ["cut in half", "emptied", "removed"])
+def test_without_a_manifest_the_formats_are_checked(kind: str, run: Path) -> None:
+    checkpoint = run / "checkpoint-2"
+    as_written_before(checkpoint)
+    said = named_after_damage(checkpoint, DAMAGES[kind])
+    seen = {name for name, reason in said.items() if reason and name in reason}
+    unseen = {Path(name).name for name in said.keys() - seen}
+    unseen -= {*UNSEEN_IN_OLD_FORMAT, "training_args.bin"}
+    assert unseen == ({"model.safetensors"} if kind == "removed" else set())  # refused when it is loaded
+
+
+def test_without_a_manifest_a_flipped_bit_of_the_optimizer_is_seen(run: Path) -> None:
+    as_written_before(run / "checkpoint-2")
+    said = named_after_damage(run / "checkpoint-2", flip_one_bit)
+    assert "its optimizer.pt is" in (said["optimizer.pt"] or "")
+
+
+def test_a_damaged_newest_one_is_skipped_and_refused_by_name(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = run / "checkpoint-2" / "optimizer.pt"
+    path.write_bytes(flip_one_bit(path.read_bytes()))
+    trainer = make_saving(run)
+    with pytest.raises(ValueError, match=r"checkpoint-2' is no whole checkpoint: its optimizer.pt was changed"):
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    whole = make_saving(run.with_name("whole"))
+    whole.train()
+
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=True)
+
+    assert f"Skipping {run / 'checkpoint-2'}: its optimizer.pt was changed" in caplog.text
+    assert trainer._initial_global_step == 1
+    assert_identical(parameters(trainer), parameters(whole))
+    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-2")  # written anew
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_missing_optimizer_does_not_start_anew_in_silence(name: str, run: Path) -> None:
+    """Also where there is no manifest that lists it."""
+    as_written_before(run / "checkpoint-2")
+    (run / "checkpoint-2" / name).unlink()
+    with pytest.raises(ValueError, match=f"is no whole checkpoint: it has no {name}"):
+        make_saving(run).train(resume_from_checkpoint=str(run / "checkpoint-2"))
+
+
+WRONG_VALUES = {
+    "ppo_state.json": {
+        "epoch": [-1, 0.5, "0", None, 3],
+        "batches_in_epoch": [-1, 3, True],
+        "episode": [0, 3, -4],
+        "pending_metrics": [{}, [1]],
+        "num_processes": ["2"],
+        "unknown": [1],
+    },
+    "trainer_state.json": {"global_step": [-1, 1, "2", None], "log_history": [None, [3]], "best_metric": ["high"]},
+}
+
+
+@pytest.mark.parametrize("file", WRONG_VALUES)
+def test_values_that_no_run_can_have_are_refused_by_name(file: str, run: Path) -> None:
+    as_written_before(run / "checkpoint-2")
+    path = run / "checkpoint-2" / file
+    before = path.read_text()
+    for name, values in WRONG_VALUES[file].items():
+        for value in values:
+            path.write_text(json.dumps({**json.loads(before), name: value}))
+            reason = what_is_missing(str(run / "checkpoint-2"))
+            assert reason and name in reason and file in reason, (name, value, reason)
+    for text in ("[]", "3", "{}", "null", "{", "[" * 100_000):
+        path.write_text(text)
+        assert file in (what_is_missing(str(run / "checkpoint-2")) or ""), text[:9]
