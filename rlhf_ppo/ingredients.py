@@ -67,8 +67,8 @@ def find_place(
         progress.epoch, progress.batches_in_epoch = progress.epoch + 1, 0
         logger.warning(
             f"train_dataset has {num_prompts} prompts now, and had another number when {checkpoint} was written in "
-            "the middle of a pass: a new pass begins, over the prompts of now. The run is not the one that it would have "
-            "been without the stop."
+            "the middle of a pass: a new pass begins, over the prompts of now. The run is not the one that it would "
+            "have been without the stop."
         )
 
 

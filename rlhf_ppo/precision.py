@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from transformers import TrainingArguments
-from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available, logging
+from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available, logging
 
 logger = logging.get_logger(__name__)
 

@@ -64,9 +64,9 @@ def test_checkpoint_holds_all_that_resuming_needs_and_its_manifest_last(run: Pat
     checkpoint = run / "checkpoint-2"
     assert files_of(checkpoint) == {
         "config.json", "generation_config.json", "manifest.json", "model.safetensors", "optimizer.pt",
-        "ppo_arguments.json", "ppo_run.json", "ppo_state.json", "rng_state.pth", "scheduler.pt", "separate_rng_state_0.pth", "tokenizer.json",
-        "tokenizer_config.json", "trainer_state.json", "training_args.bin", "value_model/config.json",
-        "value_model/model.safetensors",
+        "ppo_arguments.json", "ppo_run.json", "ppo_state.json", "rng_state.pth", "scheduler.pt",
+        "separate_rng_state_0.pth", "tokenizer.json", "tokenizer_config.json", "trainer_state.json",
+        "training_args.bin", "value_model/config.json", "value_model/model.safetensors",
     }  # fmt: skip
     written = {name: (checkpoint / name).stat().st_mtime_ns for name in files_of(checkpoint)}
     assert written["manifest.json"] == max(written.values())
