@@ -143,9 +143,9 @@ def test_should_training_stop_at_the_end_of_an_epoch(make_trainer: MakeTrainer) 
 def test_should_epoch_stop_goes_on_with_the_next_epoch(make_trainer: MakeTrainer) -> None:
     recorder = Recorder()
     trainer = make_trainer(**RUN, callbacks=[Asking("on_step_end", 1, "should_epoch_stop"), recorder])
-    assert trainer.train().global_step == 3
+    assert trainer.train().global_step == 4, "as many updates as were asked for"
     epochs = [event[1] for event in recorder.events if event[0] == "on_epoch_begin"]
-    assert epochs == [0, 1]
+    assert epochs == [0, 1, 3]
 
 
 @pytest.mark.parametrize(

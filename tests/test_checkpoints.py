@@ -309,7 +309,12 @@ def test_nothing_of_a_checkpoint_is_unpickled_with_full_trust(
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, forbidden)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
-    assert loaded == {"optimizer.pt": True, "scheduler.pt": True, "rng_state.pth": True}
+    assert loaded == {
+        "optimizer.pt": True,
+        "scheduler.pt": True,
+        "rng_state.pth": True,
+        "separate_rng_state_0.pth": True,
+    }
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])

@@ -286,7 +286,7 @@ def test_a_pad_token_beyond_the_vocabulary_changes_no_number(tmp_path):
         tokenizer.add_special_tokens({"pad_token": pad_token})
         policy = tiny_policy(pad_token_id=None)
         trainer = PPOTrainer(
-            trl_arguments(tmp_path, seed=7),
+            trl_arguments(tmp_path / str(tokenizer.pad_token_id), seed=7),
             tokenizer,
             policy,
             None,

@@ -180,7 +180,7 @@ def test_a_wrong_data_set_is_named(make_trainer: MakeTrainer) -> None:
     with pytest.raises(ValueError, match="row 1 of eval_dataset is empty"):
         trainer.evaluate(Dataset.from_dict({"input_ids": [[5], []]}))
     with pytest.raises(ValueError, match="row 0 of eval_dataset ends in the EOS token"):
-        make_trainer(**QUICK, eval_dataset=Dataset.from_dict({"input_ids": [[5, 1]]}))
+        make_trainer(**QUICK, eval_dataset=Dataset.from_dict({"prompt": ["w5 <eos>"]}))
 
 
 def test_metric_that_evaluation_does_not_give(make_trainer: MakeTrainer) -> None:

@@ -236,6 +236,7 @@ def test_a_run_writes_and_prints_no_secret(
     trainer.save_model()
     trainer.create_model_card(dataset_name=with_secrets("https://host/prompts.jsonl"))
     wandb.finish()
+    wandb.teardown()  # else the next run of this process is recorded in this one's directory
     assert "rewards/score/mean" in trainer.state.log_history[0] and trainer.args.hub_token == HUB
     server.replies = [echo] * 2
     with pytest.raises(ConnectionError) as raised:

@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
+from rlhf_ppo.redaction import is_secret
 from rlhf_ppo.reproducibility import isolated_rng
 
 RECORD_NAME = "ppo_arguments.json"
@@ -44,8 +45,9 @@ _NUM_ROWS, _NUM_VALUES = 64, 16
 
 def recorded_arguments(args: TrainingArguments) -> dict[str, Any]:
     """Return the arguments that a resumed run may be compared in, as JSON values and without secrets."""
-    hidden = {name for name, value in args.to_dict().items() if value == f"<{name.upper()}>"}
-    values = {name: value for name, value in args.to_dict().items() if name not in _NOT_COMPARED | hidden}
+    values = {
+        name: value for name, value in args.to_dict().items() if name not in _NOT_COMPARED and not is_secret(name)
+    }
     return json.loads(json.dumps(values, default=str))
 
 

@@ -152,7 +152,7 @@ MISTAKES = [
     ("train", f"{RUN} --gamma 2", "gamma=2.0 must be in [0, 1]"),
     ("train", f"{RUN} --kl_estimator k2", "--kl_estimator"),
     ("train", f"{RUN} --num_mini_batches 3", "num_mini_batches=3"),
-    ("train", f"{RUN} --overwrite_output_dir", "overwrite_output_dir"),
+    ("train", f"{RUN} --no_cuda", "no_cuda"),
     ("train", f"{RUN} --report_to nobody", "nobody"),
     ("train", f"{RUN} --deepspeed nowhere.json", "deepspeed='nowhere.json' cannot be"),
     ("train", f"{RUN} --deepspeed file", "deepspeed='file' cannot be read as JSON"),

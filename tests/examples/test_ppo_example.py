@@ -315,5 +315,5 @@ def test_code_beside_a_model_runs_only_when_trusted(run, local, tmp_path, monkey
     run(local)
     assert not (tmp_path / "it_ran").exists()
 
-    run(f"{local} --trust_remote_code")
+    run(f"{local} --trust_remote_code --overwrite_output_dir")
     assert (tmp_path / "it_ran").exists()

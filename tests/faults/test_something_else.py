@@ -132,9 +132,9 @@ def test_nothing_is_said_where_nothing_changed(run: Path, caplog: pytest.LogCapt
 
 def test_no_secret_is_recorded(run: Path) -> None:
     shutil.rmtree(run)
-    make_saving(run, hub_token="hf_secret", total_episodes=2).train()
+    make_saving(run, hub_token="hf_QxToken", total_episodes=2).train()
     record = run / "checkpoint-1" / RECORD_NAME
-    assert "secret" not in record.read_text() and "hub_token" not in record.read_text()
+    assert "QxToken" not in record.read_text() and "hub_token" not in record.read_text()
     assert json.loads(record.read_text())["arguments"]["stop_token"] == "eos"
 
 
