@@ -253,7 +253,7 @@ def test_a_command_line_writes_and_prints_no_secret(ending: str, server: Any, tm
     make_tokenizer().save_pretrained(tmp_path / "sft")
     tiny_scorer().save_pretrained(tmp_path / "reward")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1 w2"}\n' * 8)
-    server.replies = [] if ending == "succeeds" else [lengths, echo, echo]
+    server.replies = [] if ending == "succeeds" else [lengths, lengths, echo, echo]  # of update 1 and its samples
     environment = {
         **os.environ,
         "HF_TOKEN": ENVIRONMENT,
