@@ -22,7 +22,7 @@ from rlhf_ppo.generation.stopping import StopStrings
 from rlhf_ppo.models.adapter_checks import check_adapter, warn_of_rank_allocation
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.consistency import check_consistent
-from rlhf_ppo.models.heads import FrozenScorer
+from rlhf_ppo.models.heads import FrozenScorer, check_classifier
 from rlhf_ppo.models.inputs import is_peft_model
 from rlhf_ppo.models.loading import (
     check_runs_on,
@@ -222,6 +222,8 @@ def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> No
             check_adapter(module, name)
             if name in ("model", "ref_model"):
                 check_consistent(module, name, args if name == "model" else None)
+            elif name.startswith("reward_model"):
+                check_classifier(module, name)
 
 
 def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf_ppo.models.consistency import probe_rows, rounding
 from rlhf_ppo.models.frozen import Frozen
 from rlhf_ppo.models.inputs import backbone, hidden_states, is_sharded, probe_ids, text_config, transformers_model
 from rlhf_ppo.models.modes import in_eval_mode
+from rlhf_ppo.reproducibility import rng_kept
 
 
 class FrozenScorer(Frozen):
@@ -159,6 +161,37 @@ def pooled_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) ->
     mask = attention_mask.gather(1, order)
     ids = input_ids.gather(1, order).masked_fill(~mask, 0)
     return model(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()
+
+
+@torch.no_grad()
+def check_classifier(model: nn.Module, argument: str) -> None:
+    """Check that a text's score does not depend on the texts beside it, whose length it is padded to.
+
+    Args:
+        model: A sequence-classification model with one label.
+        argument: What the caller's argument is called, for error messages.
+
+    Raises:
+        ValueError: It does (convolutions and Fourier transforms over padding), or the model cannot score token ids.
+    """
+    if is_sharded(model):
+        return
+    what = f"{argument} is a {type(transformers_model(model)).__name__}"
+    score = last_token_score if reads_last_token(model) else pooled_score
+    ids, mask = probe_rows(model)
+    with in_eval_mode(model), rng_kept():
+        try:
+            beside = score(model, ids, mask)
+            rows = [row[real][None] for row, real in zip(ids, mask, strict=True)]
+            alone = torch.cat([score(model, row, torch.ones_like(row, dtype=torch.bool)) for row in rows])
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{what}, which cannot score the ids of any text: {error!s:.300}") from error
+    tolerance = rounding(next(model.parameters()))
+    if alone.isfinite().all() and not torch.allclose(beside, alone, tolerance, tolerance * float(alone.abs().max())):
+        raise ValueError(
+            f"{what}, whose score of a text depends on the padding behind it, and so on the other texts of a pass (by "
+            f"{float((beside - alone).abs().max()):.2g}); use a model that masks its padding"
+        )
 
 
 def _apply_head(model: nn.Module, states: Tensor) -> Tensor:

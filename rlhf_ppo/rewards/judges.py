@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from rlhf_ppo.models.heads import FrozenScorer
+from rlhf_ppo.models.heads import FrozenScorer, check_classifier
 from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.models.positions import positions
 from rlhf_ppo.prompts import is_conversation
@@ -120,6 +120,7 @@ class RewardModelJudge(ScoringJudge):
             ValueError: Nothing loadable is there.
         """
         model = load_reward_model(self.path, "preference_model", None)
+        check_classifier(model, "preference_model")
         scorer = FrozenScorer(model.to(PartialState().device))
         return RewardModel(scorer, self.batch_size, max_positions=positions(model))
 
