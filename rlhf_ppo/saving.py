@@ -17,7 +17,15 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
-from rlhf_ppo.checkpoints.fits import check_engine, check_fits, check_optimizer, naming, optimizer_name
+from rlhf_ppo.checkpoints.fits import (
+    check_engine,
+    check_fits,
+    check_optimizer,
+    is_saved_under_other_names,
+    load_under_other_names,
+    naming,
+    optimizer_name,
+)
 from rlhf_ppo.checkpoints.lock import locked
 from rlhf_ppo.checkpoints.manifest import write_manifest
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
@@ -229,6 +237,8 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         for part, directory in parts:
             if is_peft_model(part):
                 load_adapter_weights(part, directory)
+            elif is_saved_under_other_names(part):
+                load_under_other_names(part, directory)
             else:
                 super()._load_from_checkpoint(directory, part)
 

@@ -168,6 +168,7 @@ REFUSED: dict[str, str] = {
         NOT_CAUSAL,
     ),
     **dict.fromkeys(["modernbert-decoder", "prophetnet"], "changes its logits after the head"),
+    "reformer": "whose gradients cannot be computed outside training mode",
 }
 """What the error at construction says of families that cannot work."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -11,11 +11,13 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_ppo.checkpoints.progress import Progress
 from rlhf_ppo.checkpoints.record import load_record
 from rlhf_ppo.models.adapters import adapter_directory
 from rlhf_ppo.models.inputs import is_peft_model
+from rlhf_ppo.reproducibility import rng_kept
 
 
 @contextmanager
@@ -121,7 +123,7 @@ def check_fits(model: nn.Module, directory: str) -> None:
     """
     refusal = f"resume_from_checkpoint={directory!r} is of another model"
     fix = "pass the model that the run was started with"
-    own = {name: tuple(value.shape) for name, value in _state_to_save(model).items()}
+    own = {name: tuple(value.shape) for name, value in _as_saved(model, _state_to_save(model)).items()}
     files, folder = "model*.safetensors", directory
     if is_peft_model(model):
         files, folder = "adapter_model.safetensors", adapter_directory(model, directory)
@@ -137,6 +139,36 @@ def check_fits(model: nn.Module, directory: str) -> None:
     missing = own.keys() - saved.keys() - _tied_names(model, saved.keys())
     if missing:
         raise ValueError(f"{refusal}: it lacks {sorted(missing)[:3]}; {fix}")
+
+
+def is_saved_under_other_names(model: nn.Module) -> bool:
+    """Tell whether transformers saves a model's weights under other names or in other pieces than it holds them.
+
+    It does so with mixtures of experts, whose experts it stacks, and with models of images and text.
+    """
+    if is_peft_model(model):
+        return False
+    state = model.state_dict()
+    return _as_saved(model, state).keys() != state.keys()
+
+
+@torch.no_grad()
+def load_under_other_names(model: Any, directory: str) -> None:
+    """Load weights that `is_saved_under_other_names`, in the way of `from_pretrained`.
+
+    Args:
+        model: A transformers model, which is changed in place.
+        directory: Where `save_pretrained` has written them.
+    """
+    with rng_kept():
+        loaded = type(model).from_pretrained(directory, dtype=next(model.parameters()).dtype)
+    model.load_state_dict(loaded.state_dict())
+
+
+def _as_saved(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what transformers saves of a state: names and shapes, on tensors without storage."""
+    shapes = {name: value.to("meta") for name, value in state.items()}
+    return shapes if is_peft_model(model) else revert_weight_conversion(cast(Any, model), shapes)
 
 
 def _state_to_save(model: nn.Module) -> dict[str, Tensor]:
@@ -155,6 +187,10 @@ def _saved_shapes(directory: str, files: str) -> Iterator[tuple[str, tuple[int, 
 
 
 def _tied_names(model: nn.Module, saved: Any) -> set[str]:
+    """Name the weights that are saved under the name of another one, whose storage they share."""
     state = _state_to_save(model)
-    storages = {state[name].data_ptr() for name in saved}
-    return {name for name, value in state.items() if value.data_ptr() in storages}
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(value.data_ptr(), []).append(name)
+    groups = [set(_as_saved(model, {name: state[name] for name in group})) for group in names.values() if group[1:]]
+    return {name for group in groups if group & set(saved) for name in group}

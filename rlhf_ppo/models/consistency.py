@@ -58,6 +58,8 @@ def check_consistent(model: nn.Module, argument: str, args: TrainingArguments | 
             raise ValueError(f"{argument}: {error} Set gradient_checkpointing=False") from error
         with in_eval_mode(model):
             evaluated = run_padded(body, ids, mask)
+            if args is not None:
+                _check_gradient(f"{argument} is a {name}", body, ids, mask)
     _check(f"{argument} is a {name}", alone, first, second, evaluated)
 
 
@@ -80,6 +82,21 @@ def rounding(states: Tensor) -> float:
     """Return the deviation that other kernels, or other shapes of a batch, may cause: much in 16 bits."""
     in_16_bits = states.dtype.itemsize == 2 or torch.is_autocast_enabled(states.device.type)
     return 0.3 if in_16_bits else 1e-3
+
+
+def _check_gradient(what: str, body: nn.Module, ids: Tensor, mask: Tensor) -> None:
+    """Check that gradients reach the first layers in the mode that modules learn in."""
+    trained = [parameter for parameter in body.parameters() if parameter.requires_grad]
+    if not trained:
+        return
+    try:
+        with torch.enable_grad():
+            states = run_padded(body, ids[:1], mask[:1])
+            torch.autograd.grad(states.float().square().sum(), trained[:1], allow_unused=True)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"{what}, whose gradients cannot be computed outside training mode: {error!s:.300}"
+        ) from error
 
 
 def _check(what: str, alone: Tensor, first: Tensor, second: Tensor, evaluated: Tensor) -> None:
