@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 PACKS, PROOF = "rows_are_packed", "proof_of_packing"
-"""Attributes of a backbone: whether its rows are packed, and the proof that is left to its first pass."""
+"""Attributes of a backbone: the attention that packed rows are proven with, and the proof left to its first pass."""
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -107,8 +107,8 @@ def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -
 
 
 def packs_rows(body: nn.Module) -> bool:
-    """Tell whether a backbone was seen to keep packed rows apart."""
-    return vars(body).get(PACKS, False)
+    """Tell whether a backbone was seen to keep packed rows apart, under the attention that it has now."""
+    return vars(body).get(PACKS, "") == cast(Any, body).config._attn_implementation
 
 
 def uses_flash_attention(body: nn.Module) -> bool:

@@ -143,17 +143,13 @@ def _prove(body: Any) -> None:
         padded = run_padded(body, ids, mask)
         try:
             packed, beside_others = run_packed(body, ids, mask), run_packed(body, others, mask)
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # transformers knows that it cannot, or the arguments are unknown
+        except (RuntimeError, TypeError, ValueError):  # it cannot, and knows it, or the arguments are unknown
             packed = beside_others = torch.full_like(padded, torch.nan)
     in_16_bits = padded.dtype.itemsize == 2 or torch.is_autocast_enabled(device.type)
     leak = 2e-2 if in_16_bits else 1e-4  # the same kernels on as many tokens: nearly nothing but a leak
     rounding = 1e-1 if in_16_bits else 1e-2  # other kernels, over many layers
     proven = _are_alike(packed[middle], beside_others[middle], leak) and _are_alike(packed, padded, rounding)
-    setattr(body, PACKS, proven)
+    setattr(body, PACKS, body.config._attn_implementation if proven else "")
     if not proven and body.config._attn_implementation == PACKED:
         body.set_attn_implementation("sdpa")
 
