@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dis
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,10 +27,10 @@ class CommandParser(argparse.ArgumentParser):
 def user_errors(program: str) -> Iterator[None]:
     """Turn errors that are the user's to mend into one sentence on stderr and exit code 2.
 
-    It goes around what precedes training: reading options, data and models, and making the trainer. There, errors of
-    the operating system and whatever a `raise` statement says about a value are the user's. What the interpreter
-    itself raises (`None[0]`), and what is raised while a user's own module is loaded, is a bug and keeps its
-    traceback; `TRANSFORMERS_VERBOSITY=debug` shows that of every error.
+    It goes around what precedes training: reading options, data and models, and making the trainer. There every
+    `OSError`, `ValueError`, `TypeError` and `ImportError` is taken for the user's, but for one that a user's own module
+    raises while it is loaded. Errors of other types are bugs and keep their traceback, which
+    `TRANSFORMERS_VERBOSITY=debug` shows of all.
 
     Args:
         program: What the sentence begins with, such as `rlhf-ppo train`.
@@ -42,7 +41,7 @@ def user_errors(program: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, ImportError) as error:
-        if not _is_users(error) or os.environ.get("TRANSFORMERS_VERBOSITY") == "debug":
+        if _is_of_users_module(error) or os.environ.get("TRANSFORMERS_VERBOSITY") == "debug":
             raise
         fail(program, str(_described(error)))
 
@@ -60,18 +59,9 @@ def fail(program: str, message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _is_users(error: BaseException) -> bool:
-    if getattr(error, "__notes__", None):  # `resolve_reward` names the module that it was loading
-        return False
-    return isinstance(error, OSError) or _was_said(error)
-
-
-def _was_said(error: BaseException) -> bool:
-    """Tell whether a `raise` statement raised an error, and not an operation of the interpreter."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+def _is_of_users_module(error: BaseException) -> bool:
+    """Tell whether `resolve_reward` has noted the module that it was loading."""
+    return bool(getattr(error, "__notes__", None))
 
 
 def _described(error: BaseException) -> object:
