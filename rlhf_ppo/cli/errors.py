@@ -28,8 +28,8 @@ def user_errors(program: str) -> Iterator[None]:
     """Turn errors that are the user's to mend into one sentence on stderr and exit code 2.
 
     It goes around what precedes training: reading options, data and models, and making the trainer. There every
-    `OSError`, `ValueError`, `TypeError` and `ImportError` is taken for the user's, but for one that a user's own module
-    raises while it is loaded. Errors of other types are bugs and keep their traceback, which
+    `OSError`, `ValueError`, `TypeError` and `ImportError` is taken for the user's, but for one that a user's own
+    module raises while it is loaded. Errors of other types are bugs and keep their traceback, which
     `TRANSFORMERS_VERBOSITY=debug` shows of all.
 
     Args:
