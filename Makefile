@@ -20,9 +20,9 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Container images often set this; every process of the tests would compile all that it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
-check test test-long test-learning test-distributed test-oldest fast: export OMP_NUM_THREADS = 1
+check test test-long test-learning test-distributed test-kills test-growth test-oldest fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-long test-learning test-distributed test-oldest demo bench bench-gpu docs clean
+.PHONY: help install format lint fast check test test-long test-learning test-distributed test-kills test-growth test-oldest demo bench bench-gpu docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -56,6 +56,9 @@ test-learning: install ## Training runs that must reach a reward
 
 test-distributed: install ## Runs with several processes
 	$(PYTEST) -m distributed
+
+test-kills: install ## 100 kills at random moments of one process, 20 of two: each run ends bit for bit as one left alone
+	NUM_KILLS=$(or $(NUM_KILLS),100) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_kill.py
 
 test-oldest: $(VENV)-oldest/installed ## The fast and thorough tests with the oldest supported transformers
 	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) -m "$(ONE_PROCESS)"

@@ -31,9 +31,15 @@ from rlhf_ppo.checkpoints.manifest import write_manifest
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
 from rlhf_ppo.checkpoints.record import save_record
 from rlhf_ppo.checkpoints.run import Run, check_start, continue_run, rotate, start_run, wanted_checkpoint
-from rlhf_ppo.checkpoints.whole import VALUE_MODEL_DIR, last_whole_checkpoint, start_checkpoint, what_is_missing
+from rlhf_ppo.checkpoints.whole import (
+    VALUE_MODEL_DIR,
+    last_whole_checkpoint,
+    start_checkpoint,
+    what_is_missing,
+    what_was_changed,
+)
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.distributed import failing_together, is_sharding
+from rlhf_ppo.distributed import failing_together, gather_over_ranks, is_sharding
 from rlhf_ppo.divergence import DivergenceGuard
 from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.inputs import is_peft_model
@@ -88,11 +94,15 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
                     opened = [self._continue_run(directory, wanted)]
         checkpoint, self._run = broadcast_object_list(opened)[0]
         with failing_together(self.accelerator):
-            if self.args.should_save:
-                if checkpoint is not None and not self.is_world_process_zero():
-                    _check_whole(checkpoint)  # of another node's own disk
-                self._run.save(directory)
+            if checkpoint is not None and self.args.should_save and not self.is_world_process_zero():
+                _check_whole(checkpoint)  # of another node's own disk
         return checkpoint
+
+    def _note_run(self, trial: Any) -> None:
+        """Write into the directory whose run it is, once nothing refuses that run any more."""
+        with failing_together(self.accelerator):
+            if self.args.should_save:
+                self._run.save(self._get_output_dir(trial))
 
     def _continue_run(self, directory: str, wanted: str | bool) -> tuple[str, Run]:
         checkpoint = self._resolve_checkpoint(directory, wanted)
@@ -123,19 +133,10 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         self._guard.check_weights()
         run_directory = self._get_output_dir(trial)
         directory = os.path.join(run_directory, f"checkpoint-{self.state.global_step}")
-        if self.args.should_save:
-            start_checkpoint(directory)
-            self._run.save(directory)
-            save_record(directory, {**self._record, "optimizer": optimizer_name(self.optimizer)})
-            self._progress.loss = float(self._tr_loss)
-            self._progress.last_logged_step = self._globalstep_last_logged
-            self._progress.pending_metrics = self._window.updates
-            self._progress.batch_size = cast(int, self.args.batch_size)
-            self._progress.num_processes = self.accelerator.num_processes
-            self._progress.skipped = dataclasses.asdict(self._guard.skipped)
-            self._progress.save(directory)
-            self.create_model_card()
-        self.accelerator.wait_for_everyone()
+        self._progress.keep_losses(gather_over_ranks(self.accelerator)(self._tr_loss.reshape(1)).tolist())
+        with failing_together(self.accelerator):
+            if self.args.should_save:
+                self._begin_checkpoint(directory)
         self._writing_checkpoint = True
         try:
             with self._withholding(save_total_limit=None, push_to_hub=False):  # both wait for the manifest
@@ -143,14 +144,28 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         finally:
             self._writing_checkpoint = False
         self.accelerator.wait_for_everyone()  # every rank's files are there before the manifest says so
-        if self.args.should_save:
-            write_manifest(directory)
+        with failing_together(self.accelerator):
+            if self.args.should_save:
+                write_manifest(directory)
         self._guard.last_checkpoint = directory
         if self.args.push_to_hub:
             self._push_from_checkpoint(directory)
         if self.args.should_save:
             best = self.state.best_model_checkpoint
             rotate(run_directory, self._run, self.args.save_total_limit, best, directory)
+
+    def _begin_checkpoint(self, directory: str) -> None:
+        """Write what this package adds to a checkpoint, into an empty directory."""
+        start_checkpoint(directory)
+        self._run.save(directory)
+        save_record(directory, {**self._record, "optimizer": optimizer_name(self.optimizer)})
+        self._progress.last_logged_step = self._globalstep_last_logged
+        self._progress.pending_metrics = self._window.updates
+        self._progress.batch_size = cast(int, self.args.batch_size)
+        self._progress.num_processes = self.accelerator.num_processes
+        self._progress.skipped = dataclasses.asdict(self._guard.skipped)
+        self._progress.save(directory)
+        self.create_model_card()
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
@@ -250,11 +265,18 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
+        best = cast(str, self.state.best_model_checkpoint)
+        with failing_together(self.accelerator):
+            if self.is_world_process_zero() and (reason := what_was_changed(best)) is not None:
+                raise ValueError(
+                    f"load_best_model_at_end=True, but the best checkpoint, {best}, is not whole any more: {reason}; "
+                    f"the newest one is {self._guard.last_checkpoint}"
+                )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             super()._load_best_model()
             return
-        logger.info(f"Loading the best model from {self.state.best_model_checkpoint} ({self.state.best_metric}).")
-        self._load_from_checkpoint(cast(str, self.state.best_model_checkpoint))
+        logger.info(f"Loading the best model from {best} ({self.state.best_metric}).")
+        self._load_from_checkpoint(best)
 
     def _unwrapped(self, model: torch.nn.Module) -> PolicyAndValue:
         return cast(PolicyAndValue, self.accelerator.unwrap_model(model, keep_torch_compile=False))

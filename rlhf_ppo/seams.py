@@ -200,10 +200,12 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
         model, loader = self._prepare_for_training(max_steps, loader, resume_from_checkpoint)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self.state.global_step
-        self._tr_loss = torch.tensor(self._progress.loss, device=self.args.device)
+        loss = self._progress.loss_of(self.args.process_index, self.args.world_size)
+        self._tr_loss = torch.tensor(loss, device=self.args.device)
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = self._progress.last_logged_step
         model.zero_grad()
+        self._note_run(trial)
         return model, loader, itertools.count(first_epoch), num_skipped
 
     def _rollout_prompts(

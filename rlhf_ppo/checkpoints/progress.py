@@ -53,7 +53,8 @@ class Progress:
         epoch: Index of the current pass over the data.
         batches_in_epoch: Batches taken from that pass.
         num_prompts: Rows of the data; 0 if unknown.
-        loss: Sum of the losses since the last log.
+        loss: Sum of the losses since the last log, the mean over the ranks.
+        losses: The same sum of each rank, which adds to its own.
         last_logged_step: Update at which the last log was written.
         pending_metrics: Metrics of the updates since the last log.
         score_moments: Fields of the `ScoreMoments` that `score_scaling` divides by.
@@ -68,6 +69,7 @@ class Progress:
     batches_in_epoch: int = 0
     num_prompts: int = 0
     loss: float = 0.0
+    losses: list[float] = field(default_factory=list)
     last_logged_step: int = 0
     pending_metrics: list[dict[str, float]] = field(default_factory=list)
     score_moments: dict[str, float] = field(default_factory=dict)
@@ -75,6 +77,14 @@ class Progress:
     num_processes: int = 0
     optimization: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
+
+    def keep_losses(self, losses: list[float]) -> None:
+        """Keep what each rank has summed up since the last log."""
+        self.losses, self.loss = losses, math.fsum(losses) / len(losses)
+
+    def loss_of(self, rank: int, num_processes: int) -> float:
+        """Return what a rank goes on summing up from; with another number of processes each takes the mean."""
+        return self.losses[rank] if len(self.losses) == num_processes else self.loss
 
     def save(self, directory: str) -> None:
         """Write `ppo_state.json`."""

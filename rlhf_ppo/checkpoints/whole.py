@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from rlhf_ppo.checkpoints.jsonfile import read_object
 from rlhf_ppo.checkpoints.manifest import MANIFEST_NAME, what_is_damaged
 from rlhf_ppo.checkpoints.progress import Progress, check_state
-from rlhf_ppo.checkpoints.run import RUN_NAME, Run, is_of_another, numbered, run_in
+from rlhf_ppo.checkpoints.run import RUN_NAME, Run, delete, is_of_another, numbered, run_in
 
 logger = get_logger(__name__)
 
@@ -29,16 +29,15 @@ OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*")
 
 
 def start_checkpoint(directory: str) -> None:
-    """Make the directory, and make sure that it counts as unfinished until its last file is written."""
-    os.makedirs(directory, exist_ok=True)
-    for name in (MANIFEST_NAME, TRAINER_STATE_NAME):
-        Path(directory, name).unlink(missing_ok=True)
+    """Make the directory, empty, so that it counts as unfinished until its last file is written."""
+    if os.path.lexists(directory):
+        delete(Path(directory))
+    os.makedirs(directory)
 
 
 def what_is_missing(directory: str) -> str | None:
     """Tell why nothing can be resumed from a directory, or None if it is a whole checkpoint."""
-    is_of_old_format = not Path(directory, RUN_NAME).exists() and not Path(directory, MANIFEST_NAME).exists()
-    if not is_of_old_format and (reason := what_is_damaged(directory)) is not None:
+    if not _is_of_old_format(directory) and (reason := what_is_damaged(directory)) is not None:
         return reason
     try:
         read_object(Path(directory, TRAINER_STATE_NAME))
@@ -53,7 +52,16 @@ def what_is_missing(directory: str) -> str | None:
             return f"it has no {name.replace('*', '')}, which save_only_model=True leaves out like the optimizer"
     if not any(path for name in OPTIMIZERS for path in Path(directory).glob(name)):
         return "it has no optimizer.pt, nor another engine's optimizer state"
-    return _what_is_illegible(directory) if is_of_old_format else None
+    return _what_is_illegible(directory) if _is_of_old_format(directory) else None
+
+
+def what_was_changed(directory: str) -> str | None:
+    """Tell which file of a checkpoint, also of one without an optimizer, is not as it was written, or None."""
+    return _what_is_illegible(directory) if _is_of_old_format(directory) else what_is_damaged(directory)
+
+
+def _is_of_old_format(directory: str) -> bool:
+    return not Path(directory, RUN_NAME).exists() and not Path(directory, MANIFEST_NAME).exists()
 
 
 def _what_is_illegible(directory: str) -> str | None:

@@ -7,6 +7,7 @@ The heavy imports happen once, in a fork server. Each process gets the environme
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -18,7 +19,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = {  # distributed type and ZeRO stage that two processes under a configuration see from inside
@@ -29,7 +30,7 @@ LAUNCHERS = {  # distributed type and ZeRO stage that two processes under a conf
     "fsdp2": ("FSDP", None),
 }
 Call = tuple[str, dict[str, Any]]
-"""A scenario's name and its arguments."""
+"""A scenario's name, with its module's where that is not `scenarios` here, and its arguments."""
 
 
 def launch_environment(config: str, world: int, options: Sequence[str] = ()) -> dict[str, str]:
@@ -79,19 +80,8 @@ def run_all(
     Raises:
         RuntimeError: A process failed, or was not killed although it should have been.
     """
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    environment = launch_environment(config, world, options) | {
-        "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload"])
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=_worker, args=(rank, environment, calls, folder)) for rank in range(world)]
-        for process in processes:
-            process.start()
+        processes = started(config, calls, folder, world, options)
         _wait_for(processes, timeout)
         returned = [
             [Path(folder, f"{rank}-{index}.pickle") for rank in range(world)]
@@ -102,6 +92,25 @@ def run_all(
             outputs = [Path(folder, f"{rank}.log").read_text() for rank in range(world)]
             raise RuntimeError("\n".join(f"--- rank {rank}\n{output[-6000:]}" for rank, output in enumerate(outputs)))
         return [[pickle.loads(path.read_bytes()) for path in paths] for paths in returned]
+
+
+def started(
+    config: str, calls: list[Call], folder: str, world: int = 2, options: Sequence[str] = ()
+) -> list[multiprocessing.Process]:
+    """Start the processes that make calls; what they return and print goes into `folder`."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    environment = launch_environment(config, world, options) | {
+        "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preload"])
+    processes = [context.Process(target=_worker, args=(rank, environment, calls, folder)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    return cast(Any, processes)
 
 
 def _wait_for(processes: list[Any], timeout: float) -> None:
@@ -129,10 +138,9 @@ def _worker(rank: int, environment: dict[str, str], calls: list[Call], folder: s
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         pretend_accelerators()
-        from tests.distributed import scenarios
-
         for index, (scenario, arguments) in enumerate(calls):
-            result = getattr(scenarios, scenario)(**arguments)
+            module, _, name = scenario.rpartition(".")
+            result = getattr(importlib.import_module(module or "tests.distributed.scenarios"), name)(**arguments)
             Path(folder, f"{rank}.partial").write_bytes(pickle.dumps(result))
             os.rename(f"{folder}/{rank}.partial", f"{folder}/{rank}-{index}.pickle")
     except BaseException:

@@ -6,10 +6,15 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from datasets import Dataset
+from transformers import TrainerCallback
 
+from rlhf_ppo import PPOTrainer
 from rlhf_ppo.checkpoints import last_whole_checkpoint, what_is_missing
+from tests.conftest import prompt_rows
 from tests.faults.conftest import make_saving
 from tests.runs import as_written_before, assert_identical, parameters
 
@@ -131,3 +136,31 @@ def test_values_that_no_run_can_have_are_refused_by_name(file: str, run: Path) -
     for text in ("[]", "3", "{}", "null", "{", "[" * 100_000):
         path.write_text(text)
         assert file in (what_is_missing(str(run / "checkpoint-2")) or ""), text[:9]
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_a_damaged_best_model_is_not_taken_for_the_end(save_only_model: bool, tmp_path: Path) -> None:
+    """Each update is worse than the first one, whose checkpoint is damaged before the end."""
+
+    class Damages(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            path = tmp_path / "checkpoint-1" / "model.safetensors"
+            if state.global_step == 2 and damages:
+                path.write_bytes(flip_one_bit(path.read_bytes()))
+
+    def worse(prompts: Any, trainer_state: Any, **columns: Any) -> list[float]:
+        return [-float(trainer_state.global_step)] * len(prompts)
+
+    def best_of(output_dir: Path) -> PPOTrainer:
+        dataset = Dataset.from_list(prompt_rows(2))
+        given = {"reward_funcs": worse, "eval_dataset": dataset, "callbacks": [Damages()]}
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "score", "eval_strategy": "steps"}
+        return make_saving(output_dir, **best, eval_steps=1, save_only_model=save_only_model, given=given)
+
+    damages = False
+    trainer = best_of(tmp_path / "other")
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    damages = True
+    with pytest.raises(ValueError, match=r"the best checkpoint, .*checkpoint-1, is not whole any more: its model"):
+        best_of(tmp_path).train()

@@ -230,6 +230,22 @@ def test_a_reward_model_of_nan_is_named(make_trainer: MakeTrainer) -> None:
         make_trainer(**QUICK, reward_model=broken, value_model=tiny_scorer(2)).train()
 
 
+def test_one_nan_of_ten_updates_is_left_out_and_said(make_trainer: MakeTrainer, tmp_path: Path, caplog: Any) -> None:
+    run = {**QUICK, **SAVING, "total_episodes": 20, "on_divergence": "skip"}
+    trainer = make_trainer(**run, reward_funcs=giving(math.nan, at=7))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    counts = [entry["guard/skipped_rows"] for entry in trainer.state.log_history if "loss" in entry]
+    assert counts == [0] * 6 + [1] * 4
+    assert (
+        "Left out 1 responses of update 7; the first because the reward function 'mean_length' returned nan for row 1"
+        in caplog.text
+    )
+    assert "on_divergence='skip' left out 1 responses, and steps of 0 updates" in caplog.text
+    for path in (tmp_path / "model" / "model.safetensors", tmp_path / "run" / "checkpoint-10" / "model.safetensors"):
+        assert all(value.isfinite().all() for value in load_file(path).values())
+
+
 def test_too_many_skipped_updates_in_a_row_stop(make_trainer: MakeTrainer) -> None:
     def broken(prompts: Any, completions: Any, trainer_state: Any, **columns: Any) -> list[float]:
         return [1.0 if trainer_state.global_step == 1 else math.nan] * len(prompts)

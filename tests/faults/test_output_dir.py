@@ -114,6 +114,16 @@ def test_going_on_from_an_earlier_one_gives_the_later_ones_up(run: Path, caplog:
     assert {Run.load(run / f"checkpoint-{step}").id for step in (2, 3, 4)} == {Run.load(run).id}
 
 
+def test_a_checkpoint_that_is_written_again_holds_nothing_of_before(run: Path) -> None:
+    """Here what a kill has left of one that two processes wrote."""
+    (run / "checkpoint-2" / "manifest.json").unlink()
+    (run / "checkpoint-2" / "optimizer_0").mkdir()
+    (run / "checkpoint-2" / "optimizer_0" / "__1_0.distcp").write_bytes(b"a shard")
+    make_saving(run).train(resume_from_checkpoint=True)
+    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-2")
+    assert not (run / "checkpoint-2" / "optimizer_0").exists()
+
+
 def test_a_run_goes_on_in_another_directory_if_that_is_free(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     resumed = make_saving(other, total_episodes=6)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from rlhf_ppo.checkpoints import last_whole_checkpoint
 from rlhf_ppo.checkpoints.record import RECORD_NAME
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.faults.conftest import make_saving
@@ -121,6 +122,7 @@ def test_what_cannot_go_on_is_refused(case: str, run: Path) -> None:
     with pytest.raises(ValueError, match=f"(?s){message}"):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
     assert trainer.state.global_step in (0, 1)
+    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-2")  # a refused start gives nothing up
 
 
 def test_nothing_is_said_where_nothing_changed(run: Path, caplog: pytest.LogCaptureFixture) -> None:

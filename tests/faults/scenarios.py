@@ -1,0 +1,106 @@
+"""What the processes of the fault tests do, beside what `tests.distributed.scenarios` has."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate import PartialState
+
+from rlhf_ppo import PPOTrainer, saving
+from rlhf_ppo.streams import Streams
+from tests import conftest
+from tests.distributed.scenarios import make_trainer, train_with_checkpoints
+
+AT = 2
+"""The update in which things go wrong on rank 1; 3 are made."""
+
+
+def on_rank_1(state: Any) -> bool:
+    """Tell whether this is the process and the update in which things go wrong."""
+    return PartialState().process_index == 1 and state.global_step == AT - 1
+
+
+def nan_on_rank_1(prompts: Any, completions: Any, completion_ids: Any, trainer_state: Any, **columns: Any) -> Any:
+    """A reward function that returns NaN for a row of one rank."""
+    rewards = conftest.count_w4(prompts, completions, completion_ids)
+    return [math.nan, *rewards[1:]] if on_rank_1(trainer_state) else rewards
+
+
+class RolloutOfRank1(PPOTrainer):
+    """One rank's log-probabilities of a response become NaN."""
+
+    def collect_rollout(self, *args: Any) -> Any:
+        rollout = super().collect_rollout(*args)
+        if on_rank_1(self.state):
+            rollout.logprobs[0, 0] = math.nan
+        return rollout
+
+
+class LossOfRank1(PPOTrainer):
+    """One rank's loss becomes NaN."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss, parts = super().compute_loss(*args, **kwargs)
+        return (loss * math.nan if on_rank_1(self.state) else loss), parts
+
+
+class WeightOfRank1(PPOTrainer):
+    """A weight of one rank becomes NaN before a checkpoint is written."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if PartialState().process_index == 1 and self.state.global_step == AT:
+            with torch.no_grad():
+                next(self.model.value_model.parameters()).view(-1)[0] = math.nan
+        super()._save_checkpoint(model, trial)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "score": {"given": {"reward_funcs": nan_on_rank_1}},
+    "log-probability": {"trainer_class": RolloutOfRank1},
+    "loss": {"trainer_class": LossOfRank1},
+    "weight": {"trainer_class": WeightOfRank1},
+}
+"""What is not finite on rank 1: arguments of `train_with_checkpoints`."""
+
+
+def outcome(wrong: str | None = None, **arguments: Any) -> dict[str, Any] | str:
+    """Train, while something of rank 1 is not finite in update 2; return this rank's end, or its error."""
+    try:
+        return train_with_checkpoints(**WRONG.get(wrong or "", {}), **arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def resume_beside_damage(whole: str, output_dir: str, file: str, **arguments: Any) -> dict[str, Any]:
+    """Resume a copy of a finished run, a file of whose newest checkpoint has one bit flipped."""
+    if PartialState().is_main_process:
+        shutil.copytree(whole, output_dir)
+        path = Path(output_dir, "checkpoint-3", file)
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    return train_with_checkpoints(output_dir=output_dir, resume=True, **arguments)
+
+
+def killed_while_saving(rank: int, output_dir: str, models: str, **arguments: Any) -> None:
+    """Train until SIGKILL ends one rank in its last part of the second checkpoint: rank 0 before the manifest."""
+    owner, name = (saving, "write_manifest") if rank == 0 else (Streams, "save")
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def save(*args: Any) -> None:
+        directory = str(args[-1])
+        if PartialState().process_index == rank and directory.endswith("checkpoint-2"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(*args)
+
+    with patch.object(owner, name, save):
+        run = {"save_strategy": "steps", "save_steps": 1, "num_ppo_epochs": 1, **arguments}
+        make_trainer(output_dir, models, **run).train()
