@@ -36,7 +36,7 @@ def places(tmp_path, monkeypatch):
 
 
 QUICK = (
-    "--output_dir out --max_steps 2 --per_device_train_batch_size 2 --report_to none --save_strategy no --use_cpu "
+    "--output_dir out --max_steps 2 --per_device_train_batch_size 2 --report_to none --save_strategy no "
     "--learning_rate 1e-2"
 ).split()
 
