@@ -29,7 +29,7 @@ from rlhf_ppo.batch import Prompts
 from rlhf_ppo.checkpoints.fits import check_same_split, naming
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.distributed import gather_over_ranks, sum_over_ranks
+from rlhf_ppo.distributed import failing_together, gather_over_ranks, sum_over_ranks
 from rlhf_ppo.divergence import DivergenceGuard, Skipped
 from rlhf_ppo.generation.sampled import GenerationEngine
 from rlhf_ppo.ingredients import find_place, record_and_compare
@@ -166,9 +166,10 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
             set_seed(self.args.seed + self.state.global_step, device_specific=True)
             self._streams.seed(self.args.seed, self.state.global_step)
             return
-        with naming(checkpoint, "its random states (rng_state.pth and beside it)"):
-            super()._load_rng_state(checkpoint)
-            if checkpoint is not None:
+        if checkpoint is not None:
+            what = "its random states (rng_state.pth and beside it)"
+            with failing_together(self.accelerator), naming(checkpoint, what):  # each rank reads its own
+                super()._load_rng_state(checkpoint)
                 self._streams.load(checkpoint)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -200,7 +201,7 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
         model, loader = self._prepare_for_training(max_steps, loader, resume_from_checkpoint)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self.state.global_step
-        loss = self._progress.loss_of(self.args.process_index, self.args.world_size)
+        loss = self._progress.loss_of(self.args.process_index, self.accelerator.num_processes)
         self._tr_loss = torch.tensor(loss, device=self.args.device)
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = self._progress.last_logged_step

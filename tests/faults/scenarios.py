@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +17,7 @@ import torch
 from accelerate import PartialState
 
 from rlhf_ppo import PPOTrainer, saving
+from rlhf_ppo.checkpoints.manifest import write_manifest
 from rlhf_ppo.streams import Streams
 from tests import conftest
 from tests.distributed.scenarios import make_trainer, train_with_checkpoints
@@ -79,15 +82,50 @@ def outcome(wrong: str | None = None, **arguments: Any) -> dict[str, Any] | str:
         return f"{type(error).__name__}: {error}"
 
 
-def resume_beside_damage(whole: str, output_dir: str, file: str, **arguments: Any) -> dict[str, Any]:
-    """Resume a copy of a finished run, a file of whose newest checkpoint has one bit flipped."""
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.mark, "exploded")
+
+
+def resume_a_copy(
+    whole: str, output_dir: str, damaged: str | None = None, bomb: str | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """Resume a copy of a finished run, of whose newest checkpoint a file has one bit flipped, or holds code.
+
+    Returns:
+        Under "outcome" this rank's end or error, under "said" its warnings.
+    """
     if PartialState().is_main_process:
         shutil.copytree(whole, output_dir)
-        path = Path(output_dir, "checkpoint-3", file)
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    return train_with_checkpoints(output_dir=output_dir, resume=True, **arguments)
+        newest = Path(output_dir, "checkpoint-3")
+        if damaged is not None:
+            content = bytearray((newest / damaged).read_bytes())
+            content[len(content) // 2] ^= 1
+            (newest / damaged).write_bytes(content)
+        if bomb is not None:
+            torch.save(Bomb(Path(output_dir, "mark")), newest / bomb)
+            write_manifest(str(newest))
+    with listening() as said:
+        result = outcome(output_dir=output_dir, **{"resume": True, **arguments})
+    return {"outcome": result, "said": said}
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Collect what the package warns of."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
+    logging.getLogger("rlhf_ppo").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("rlhf_ppo").removeHandler(handler)
 
 
 def killed_while_saving(rank: int, output_dir: str, models: str, **arguments: Any) -> None:

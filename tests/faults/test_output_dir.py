@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -165,6 +167,15 @@ def test_a_second_run_in_the_same_directory_is_refused(run: Path, tmp_path: Path
     with locked(died.args.output_dir):  # given back, also after an error
         pass
     assert not (run / LOCK_NAME).exists()
+
+
+def test_without_locks_a_warning_says_so(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lockf(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    with caplog.at_level(logging.WARNING), locked(str(tmp_path)):
+        assert "output_dir cannot be locked" in caplog.text
 
 
 def hold(output_dir: str, pipe: Any) -> None:

@@ -172,7 +172,10 @@ def test_a_position_that_was_edited_still_ends_at_the_updates_asked_for(run: Pat
 # ---- Checkpoints without a record ----
 
 
-def test_an_older_checkpoint_loads_and_that_is_said_once(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_older_checkpoint_loads_and_that_is_said_once(
+    run: Path, finished: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And ends as if it were of now; so did, by hand, a checkpoint that the version without manifests had written."""
     for name in ("checkpoint-1", "checkpoint-2"):
         as_written_before(run / name)
     (run / "ppo_run.json").unlink()
@@ -181,6 +184,8 @@ def test_an_older_checkpoint_loads_and_that_is_said_once(run: Path, caplog: pyte
         resumed = make_saving(run)
         assert resumed.train(resume_from_checkpoint=True).global_step == 2
     assert caplog.text.count("was written by an earlier version") == 1
+    for name in ("model.safetensors", "value_model/model.safetensors", "optimizer.pt"):
+        assert (run / "checkpoint-2" / name).read_bytes() == (finished / "checkpoint-2" / name).read_bytes()
 
 
 def test_another_optimizer_for_an_older_checkpoint_is_refused(run: Path) -> None:

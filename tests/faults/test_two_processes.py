@@ -49,8 +49,15 @@ def ran(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.T
     for wrong in WRONG:
         calls[f"stop {wrong}"] = call("outcome", f"stop {wrong}", wrong=wrong)
         calls[f"skip {wrong}"] = call("outcome", f"skip {wrong}", wrong=wrong, on_divergence="skip")
-    damage = {"whole": str(folder / "whole"), "file": "separate_rng_state_1.pth"}
-    calls["damaged"] = call("resume_beside_damage", "damaged", **damage)
+    copies = {
+        "damaged": {"damaged": "separate_rng_state_1.pth"},
+        "bomb": {"bomb": "rng_state_1.pth", "max_steps": 4},
+        "learning rate": {"learning_rate": 1e-4, "seed": 9, "max_steps": 4},
+        "batch": {"per_device_train_batch_size": 4, "max_steps": 4},
+        "optimizer": {"optim": "sgd", "max_steps": 4},
+    }
+    for name, copy in copies.items():
+        calls[name] = call("resume_a_copy", name, whole=str(folder / "whole"), **copy)
     killed = call("killed_while_saving", "killed", rank=CONFIGS.index(config))
     (folder / "locked").mkdir()
     with locked(str(folder / "locked")):
@@ -128,8 +135,33 @@ def test_both_skip_what_is_not_finite_on_one(wrong: str, ran: dict[str, Any]) ->
 
 
 def test_both_fall_back_when_a_file_of_one_is_damaged(ran: dict[str, Any]) -> None:
-    assert_same_end(ran["damaged"], ran["whole"])
-    assert checkpoints(ran["folder"] / "damaged")["checkpoint-3"] is None  # written anew
+    damaged = ran["damaged"]
+    assert_same_end([rank["outcome"] for rank in damaged], ran["whole"])
+    path = ran["folder"] / "damaged" / "checkpoint-3"
+    assert [len(re.findall(f"Skipping {path}: its separate_rng_state_1.pth was changed", "".join(rank["said"])))
+            for rank in damaged] == [1, 0]  # fmt: skip
+    assert what_is_missing(str(path)) is None  # written anew
+
+
+def test_what_changed_is_said_once(ran: dict[str, Any]) -> None:
+    first, second = ran["learning rate"]
+    text = " ".join(first["said"])
+    assert "learning_rate=0.0001" in text and "seed=9 is in force, which was 3" in text
+    assert second["said"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("batch", "batch_size=8 episodes per update, but with 2 processes it is 16 now"),
+        ("optimizer", "its optimizer is .*, whose state SGD cannot go on with"),
+        ("bomb", "cannot be loaded: its random states"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_on_both(name: str, message: str, ran: dict[str, Any]) -> None:
+    for rank in ran[name]:
+        assert isinstance(rank["outcome"], str) and re.search(message, rank["outcome"]), rank["outcome"]
+    assert not (ran["folder"] / name / "mark").exists()
 
 
 def test_a_kill_in_the_middle_of_a_save_costs_nothing(ran: dict[str, Any]) -> None:

@@ -1,0 +1,123 @@
+"""The fault matrix: each kind, on one process and on two, and each line of *What happens when*, has a test."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAULTS = "tests/faults/"
+DAMAGE, DIVERGENCE, OUTPUT_DIR = (f"{FAULTS}test_{name}.py::" for name in ("damage", "divergence", "output_dir"))
+OTHERS, TWO, KILL = (f"{FAULTS}test_{name}.py::" for name in ("something_else", "two_processes", "kill"))
+CHECKPOINTS, RESUME = "tests/test_checkpoints.py::", "tests/distributed/test_resume.py::"
+ARGUMENTS = "tests/test_trainer_arguments.py::"
+
+MATRIX: dict[str, tuple[str, str]] = {
+    "kill": (
+        f"{KILL}test_killed_runs_end_as_one_that_was_left_alone",
+        f"{KILL}test_two_killed_processes_end_as_two_that_were_left_alone",
+    ),
+    "disk": (
+        f"{CHECKPOINTS}test_a_full_disk_leaves_the_previous_checkpoint_loadable",
+        f"{RESUME}test_one_ranks_full_disk_ends_all_and_leaves_the_previous_checkpoint",
+    ),
+    "damage": (
+        f"{DAMAGE}test_damage_to_any_file_is_said_by_its_name",
+        f"{TWO}test_both_fall_back_when_a_file_of_one_is_damaged",
+    ),
+    "divergence": (
+        f"{DIVERGENCE}test_what_is_not_finite_stops_the_run_before_it_is_saved",
+        f"{TWO}test_both_stop_for_what_is_not_finite_on_one",
+    ),
+    "resume with something else": (
+        f"{OTHERS}test_a_change_is_said_with_what_is_in_force",
+        f"{TWO}test_what_changed_is_said_once",
+    ),
+    "concurrent run": (
+        f"{OUTPUT_DIR}test_a_second_run_in_the_same_directory_is_refused",
+        f"{TWO}test_a_directory_in_use_is_refused_on_every_rank",
+    ),
+    "malicious file": (
+        f"{CHECKPOINTS}test_code_hidden_in_a_checkpoint_does_not_run",
+        f"{TWO}test_what_cannot_go_on_is_refused_on_both",
+    ),
+}
+"""By the kind of fault: the test of one process, and the one of two."""
+
+DOCUMENTED: dict[str, dict[str, str]] = {
+    "Divergence": {
+        "A score is NaN": f"{DIVERGENCE}test_what_is_not_finite_stops_the_run_before_it_is_saved",
+        "A log-probability, KL": f"{DIVERGENCE}test_what_is_not_finite_stops_the_run_before_it_is_saved",
+        "A loss or a gradient": f"{DIVERGENCE}test_what_is_not_finite_stops_the_run_before_it_is_saved",
+        "A weight is not finite": f"{DIVERGENCE}test_weights_that_are_not_finite_are_never_saved",
+        "One NaN score": f"{DIVERGENCE}test_one_nan_of_ten_updates_is_left_out_and_said",
+        "A loss or gradient that": f"{DIVERGENCE}test_what_is_not_finite_is_skipped_and_counted",
+        "Five skipped updates": f"{DIVERGENCE}test_too_many_skipped_updates_in_a_row_stop",
+        "The best checkpoint was": f"{DAMAGE}test_a_damaged_best_model_is_not_taken_for_the_end",
+    },
+    "Damage": {
+        "A kill or a full disk": f"{CHECKPOINTS}test_a_full_disk_leaves_the_previous_checkpoint_loadable",
+        "A file of a checkpoint": f"{DAMAGE}test_damage_to_any_file_is_said_by_its_name",
+        "A number in": f"{DAMAGE}test_values_that_no_run_can_have_are_refused_by_name",
+        "A checkpoint holds code": f"{CHECKPOINTS}test_code_hidden_in_a_checkpoint_does_not_run",
+        "A checkpoint's update comes": f"{OUTPUT_DIR}test_a_checkpoint_that_is_written_again_holds_nothing_of_before",
+        "One of several processes": f"{TWO}test_a_kill_in_the_middle_of_a_save_costs_nothing",
+        "A checkpoint was written before": f"{OTHERS}test_an_older_checkpoint_loads_and_that_is_said_once",
+        "`save_only_model=True`": f"{ARGUMENTS}test_save_only_model_leaves_out_what_resuming_needs",
+    },
+    "The directory of another run": {
+        "A new run starts in": f"{OUTPUT_DIR}test_a_new_run_does_not_start_among_the_checkpoints_of_another",
+        "A new run starts among": f"{OUTPUT_DIR}test_a_directory_without_a_finished_checkpoint_is_free",
+        "A checkpoint of another run": f"{OUTPUT_DIR}test_rotation_leaves_the_checkpoints_of_others",
+        "A run goes on from": f"{OUTPUT_DIR}test_going_on_from_an_earlier_one_gives_the_later_ones_up",
+        "A resume is refused": f"{OTHERS}test_what_cannot_go_on_is_refused",
+        "A checkpoint is resumed": f"{OUTPUT_DIR}test_a_run_goes_on_in_another_directory_if_that_is_free",
+        "A second run starts": f"{OUTPUT_DIR}test_a_second_run_in_the_same_directory_is_refused",
+        "A run was killed": f"{OUTPUT_DIR}test_the_lock_names_its_holder_and_ends_with_it",
+        "The file system has no": f"{OUTPUT_DIR}test_without_locks_a_warning_says_so",
+    },
+    "Resuming with something else": {
+        "More updates": f"{OTHERS}test_more_prompts_are_trained_on",
+        "Not more updates": f"{OTHERS}test_a_change_is_said_with_what_is_in_force",
+        "Another learning rate": f"{OTHERS}test_a_change_is_said_with_what_is_in_force",
+        "Another number of prompts, at the end": f"{OTHERS}test_passes_that_are_over_before_the_updates_are_go_on",
+        "Another number of prompts, in the middle": f"{OTHERS}test_more_prompts_are_trained_on",
+        "Other prompts": f"{OTHERS}test_a_change_is_said_with_what_is_in_force",
+        "Another `seed`": f"{OTHERS}test_a_change_is_said_with_what_is_in_force",
+        "Other episodes": f"{OTHERS}test_what_cannot_go_on_is_refused",
+        "Another optimizer": f"{OTHERS}test_what_cannot_go_on_is_refused",
+        "Another number of processes": f"{RESUME}test_one_process_goes_on_where_two_stopped",
+        "`overwrite_output_dir=True`": f"{OUTPUT_DIR}test_overwriting_and_resuming_contradict_each_other",
+    },
+}
+"""By section of the page: how a line of its table begins, and the test in which that was seen."""
+
+
+def rows(section: str) -> Iterator[str]:
+    """The lines of the tables of a section, without their heads."""
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    text = page.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = [line.removeprefix("| ") for line in text.splitlines() if line.startswith("| ")]
+    yield from (line for line in lines if not line.startswith(("What happen", "What is passed")))
+
+
+def is_there(test: str) -> bool:
+    path, name = test.split("::")
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
+
+
+@pytest.mark.parametrize("fault", MATRIX)
+def test_each_fault_is_made_on_one_process_and_on_two(fault: str) -> None:
+    assert [test for test in MATRIX[fault] if not is_there(test)] == []
+
+
+@pytest.mark.parametrize("section", DOCUMENTED)
+def test_each_line_of_the_page_was_seen(section: str) -> None:
+    beginnings = DOCUMENTED[section]
+    unseen = [row for row in rows(section) if sum(row.startswith(beginning) for beginning in beginnings) < 1]
+    gone = [beginning for beginning in beginnings if not any(row.startswith(beginning) for row in rows(section))]
+    assert (unseen, gone, [test for test in beginnings.values() if not is_there(test)]) == ([], [], [])
