@@ -60,6 +60,9 @@ test-distributed: install ## Runs with several processes
 test-kills: install ## 100 kills at random moments of one process, 20 of two: each run ends bit for bit as one left alone
 	NUM_KILLS=$(or $(NUM_KILLS),100) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_kill.py
 
+test-growth: install ## 2,000 updates with everything on: memory, descriptors, threads, seconds and saves stay as they are
+	NUM_UPDATES=$(or $(NUM_UPDATES),2000) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_growth.py
+
 test-oldest: $(VENV)-oldest/installed ## The fast and thorough tests with the oldest supported transformers
 	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) -m "$(ONE_PROCESS)"
 
