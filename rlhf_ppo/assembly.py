@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import has_length
@@ -38,6 +39,7 @@ from rlhf_ppo.models.making import made
 from rlhf_ppo.models.positions import PositionLimit, position_limit, positions, smallest
 from rlhf_ppo.models.reference import Reference, make_reference
 from rlhf_ppo.models.sharing import share_base, shares_parameters, value_model_over
+from rlhf_ppo.prompts import PROMPT_COLUMNS, prompt_column
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel
@@ -285,6 +287,7 @@ def prepare_checked(
     args: PPOConfig,
     vocabulary: Vocabulary,
     limit: PositionLimit | None,
+    columns_are_read: bool = True,
 ) -> Any:
     """Tokenize and check a data set, or each of a dict of them.
 
@@ -295,6 +298,8 @@ def prepare_checked(
         args: Gives `max_prompt_length`, `dataset_num_proc` and `response_length`.
         vocabulary: The ids that all models embed.
         limit: Longest sequence that the models can place; None if there is no limit.
+        columns_are_read: Whether a reward reads columns beside the prompts; they are left out where none does, so
+            that they are not copied along.
 
     Returns:
         Rows with `input_ids`.
@@ -304,9 +309,13 @@ def prepare_checked(
     """
     if isinstance(dataset, Mapping):
         return {
-            key: prepare_checked(value, f"{name}[{key!r}]", tokenizer, args, vocabulary, limit)
+            key: prepare_checked(value, f"{name}[{key!r}]", tokenizer, args, vocabulary, limit, columns_are_read)
             for key, value in dataset.items()
         }
+    if isinstance(dataset, Dataset) and args.remove_unused_columns and not columns_are_read:
+        used = {*PROMPT_COLUMNS, "attention_mask", args.length_column_name}
+        prompt_column(dataset.column_names, name)
+        dataset = dataset.select_columns([column for column in dataset.column_names if column in used])
     prepared = prepare_prompts(
         dataset,
         tokenizer,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
@@ -289,7 +290,8 @@ def sizes_within(lengths: Sequence[int], max_tokens: int) -> list[int]:
     sizes, tokens = [0], 0
     for length in lengths:
         if sizes[-1] and tokens + length > max_tokens:
-            sizes, tokens = [*sizes, 0], 0
+            sizes.append(0)
+            tokens = 0
         sizes[-1] += 1
         tokens += length
     return sizes
@@ -302,11 +304,14 @@ def split_until(sizes: Sequence[int], num_parts: int) -> list[int]:
         sizes: Number of rows of each part, `num_parts` rows or more in all.
         num_parts: How many parts there must be, at least as many as there are.
     """
-    sizes = list(sizes)
-    while len(sizes) < num_parts:
-        largest = sizes.index(max(sizes))
-        sizes[largest : largest + 1] = [-(-sizes[largest] // 2), sizes[largest] // 2]
-    return sizes
+    starts = itertools.accumulate(sizes, initial=0)
+    parts = [(-size, start) for size, start in zip(sizes, starts, strict=False)]  # a heap: the largest part first
+    heapq.heapify(parts)
+    while len(parts) < num_parts:
+        size, start = heapq.heappop(parts)
+        for half, first in ((size // 2, start), (-(-size // 2), start - size // 2)):
+            heapq.heappush(parts, (half, first))
+    return [-size for size, _ in sorted(parts, key=operator.itemgetter(1))]
 
 
 def padding_columns(left_padded_mask: Tensor) -> int:

@@ -53,7 +53,9 @@ from rlhf_ppo.reporting.metrics import (
     warn_of_unscored,
 )
 from rlhf_ppo.reproducibility import shuffling_generator
+from rlhf_ppo.rewards.functions import check_columns
 from rlhf_ppo.rewards.logged import LoggedByFunctions
+from rlhf_ppo.rewards.preference import OPPONENT_COLUMNS
 from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
@@ -142,6 +144,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         self.reward_models = [reward.model for reward in models.rewards]
         self._longest_sequence = longest_sequence(models)
         self._tokenizer, self._config = processing_class, args
+        self._columns_are_read = bool(functions) or any(reward.tokenizer is not None for reward in models.rewards)
         train_dataset = self._prepared(train_dataset, "train_dataset")
         args.fill_derived(num_processes(args), length(train_dataset))  # again: long prompts were dropped
         use_one_device(args)
@@ -165,6 +168,11 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         )
         surroundings = (self.accelerator, self._get_state, self._logged, self._guard.refuse)
         self.scorer = make_scorer(args, models.rewards, functions, processing_class, *surroundings)
+        if data_collator is None:  # another one may add columns
+            columns = OPPONENT_COLUMNS.values()
+            check_columns(
+                self.scorer.sources.values(), columns, train_dataset=train_dataset, eval_dataset=self.eval_dataset
+            )
         self._sigterm = StopsOnSigterm(self._sum)
         self.add_callback(self._sigterm)
 
@@ -572,7 +580,15 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         return EvalLoopOutput(None, None, metrics | extra, len(columns["scores"]))  # pyright: ignore
 
     def _prepared(self, dataset: Any, name: str) -> Any:
-        return prepare_checked(dataset, name, self._tokenizer, self._config, self._vocabulary, self._longest_sequence)
+        return prepare_checked(
+            dataset,
+            name,
+            self._tokenizer,
+            self._config,
+            self._vocabulary,
+            self._longest_sequence,
+            columns_are_read=self._columns_are_read,
+        )
 
     def _metrics_of_reward_functions(self) -> dict[str, float]:
         return self._logged.drain() if self._functions else {}

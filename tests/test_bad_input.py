@@ -374,9 +374,26 @@ FUNCTIONS: dict[Any, tuple[type[Exception], str]] = {
     nothing: (TypeError, r"'nothing' returned None \(NoneType\)"),
     one_number: (TypeError, r"'one_number' returned 1.0 \(float\)"),
     too_few_tokens: (ValueError, "'too_few_tokens' returned .* rewards for the .* tokens of row 1"),
-    asks_for_a_column: (ValueError, r"'asks_for_a_column' requires the arguments \['answer'\]"),
     late_nan: (ValueError, "'late_nan' returned nan for row 0"),
 }
+
+
+@pytest.mark.parametrize("form", ["dataset", "list", "eval_dataset", "dict"])
+def test_a_column_that_a_reward_function_requires_is_missed_in_the_constructor(
+    form: str, make_trainer: MakeTrainer
+) -> None:
+    rows = prompt_rows(8)
+    whole = Dataset.from_list([row | {"answer": "w4"} for row in rows])
+    lacking: dict[str, Any] = {
+        "dataset": {"train_dataset": Dataset.from_list(rows)},
+        "list": {"train_dataset": rows},
+        "eval_dataset": {"train_dataset": whole, "eval_dataset": rows},
+        "dict": {"train_dataset": whole, "eval_dataset": {"first": whole, "second": rows}},
+    }[form]
+    name = {"eval_dataset": "eval_dataset", "dict": r"eval_dataset\['second'\]"}.get(form, "train_dataset")
+    with pytest.raises(ValueError, match=rf"^{name}: .*'asks_for_a_column' requires the arguments \['answer'\]"):
+        make_trainer(reward_funcs=asks_for_a_column, **lacking)
+    make_trainer(reward_funcs=asks_for_a_column, train_dataset=whole, eval_dataset=whole)
 
 
 @pytest.mark.usefixtures("nothing_trained")

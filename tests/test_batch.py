@@ -215,6 +215,60 @@ def test_rows_are_dealt_evenly(lengths: list[int], max_rows: int) -> None:
         assert max(map(sum, parts)) - min(map(sum, parts)) <= max(lengths)
 
 
+class Counted(int):
+    """A number that counts how often any of its kind is compared or added."""
+
+    operations = 0
+
+    def __lt__(self, other: int) -> bool:
+        Counted.operations += 1
+        return int(self) < int(other)
+
+    def __gt__(self, other: int) -> bool:
+        Counted.operations += 1
+        return int(self) > int(other)
+
+    def __add__(self, other: int) -> int:
+        Counted.operations += 1
+        return Counted(int(self) + int(other))
+
+    def __neg__(self) -> int:
+        return Counted(-int(self))
+
+    def __floordiv__(self, other: int) -> int:
+        return Counted(int(self) // other)
+
+    __radd__ = __add__
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda lengths: dealt_evenly(lengths, 2),
+        lambda lengths: sizes_within(lengths, 100),
+        lambda lengths: split_until([Counted(len(lengths))], len(lengths)),
+    ],
+    ids=["dealt_evenly", "sizes_within", "split_until"],
+)
+def test_cutting_takes_little_more_than_linear_time(cut: Any) -> None:
+    counts = []
+    for num_rows in (500, 4000):
+        Counted.operations = 0
+        cut([Counted(1 + row * 37 % 90) for row in range(num_rows)])
+        counts.append(Counted.operations)
+    assert 0 < counts[1] < 8 * 1.6 * counts[0]
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=9), more=st.integers(0, 9))
+def test_the_largest_part_is_halved_first(sizes: list[int], more: int) -> None:
+    num_parts = min(len(sizes) + more, sum(sizes))
+    expected = list(sizes)
+    while len(expected) < num_parts:
+        largest = expected.index(max(expected))
+        expected[largest : largest + 1] = [-(-expected[largest] // 2), expected[largest] // 2]
+    assert split_until(sizes, num_parts) == expected
+
+
 def test_the_loss_mask_leaves_out_padding_and_responses_without_a_score() -> None:
     whole = dataclasses.replace(rollout(), scores=torch.tensor([1.0, float("nan"), -1.0, 0.0, float("nan")]))
     expected = [0 if row in (1, 4) else length for row, length in enumerate(RESPONSE_LENGTHS)]

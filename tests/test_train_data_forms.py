@@ -13,7 +13,7 @@ from datasets import Dataset
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.batch import Prompts
 from rlhf_ppo.generation.engine import greedy_config
-from tests.conftest import make_tokenizer, tiny_scorer
+from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_scorer
 from tests.runs import QUICK, assert_identical, end_of_run
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -217,3 +217,13 @@ def test_an_own_collator_is_used(make_trainer: MakeTrainer) -> None:
     plain.train()
     assert set(calls) == {2}
     assert_identical(end_of_run(own), end_of_run(plain))
+
+
+@pytest.mark.parametrize("scored_by", ["reward_model", "reward_funcs"])
+def test_columns_that_nobody_reads_are_not_copied(scored_by: str, make_trainer: Any) -> None:
+    rows = [row | {"payload": "x" * 100} for row in prompt_rows(8)]
+    rewards = {"reward_model": tiny_scorer(), "reward_funcs": count_w4}
+    given = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows)}
+    trainer = make_trainer(**given, **{scored_by: rewards[scored_by]})
+    expected = ["input_ids"] if scored_by == "reward_model" else ["input_ids", "payload"]
+    assert trainer.train_dataset.column_names == trainer.eval_dataset.column_names == expected

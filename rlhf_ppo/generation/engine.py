@@ -134,7 +134,8 @@ def call_sizes(lengths: Sequence[int], max_new_tokens: int, max_rows: int, equal
     for length in lengths:
         width = length + max_new_tokens
         if sizes[-1] and (sizes[-1] == max_rows or (sizes[-1] + 1) * longest > most_positions * (taken + width)):
-            sizes, taken = [*sizes, 0], 0
+            sizes.append(0)
+            taken = 0
         if sizes[-1] == 0:
             longest = width
         sizes[-1] += 1

@@ -22,7 +22,7 @@ from rlhf_ppo.rewards.reading import answers_of
 from rlhf_ppo.rewards.scorer import MAX_SCORE, Refuse, ScoringBatch, refuse_by_raising
 
 # GRPO hands these over under other names, or not at all.
-_NOT_PASSED = ("prompt", "completion", "completion_ids")
+_NOT_PASSED = ("prompt", "completion", "completion_ids", "input_ids", "attention_mask")
 
 
 class RewardFunction:
@@ -133,6 +133,50 @@ class RewardFunction:
         if "policy_answers" in named_parameters(self.function):
             offered.setdefault("policy_answers", answers_of(batch, self.tokenizer))
         return accepted_arguments(self.function, offered, self.name)
+
+    def check_columns(self, columns: Iterable[str], dataset: str) -> None:
+        """Check that a data set has the columns that the function requires, before anything is generated.
+
+        Args:
+            columns: The data set's columns, and those that the trainer adds.
+            dataset: What the error calls the data set.
+
+        Raises:
+            ValueError: It lacks one.
+        """
+        given = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+        offered = dict.fromkeys([*given, *(column for column in columns if column not in _NOT_PASSED)])
+        try:
+            accepted_arguments(self.function, {"policy_answers": None, **offered}, self.name)
+        except ValueError as error:
+            raise ValueError(f"{dataset}: {error}") from error
+
+
+def check_columns(sources: Iterable[Any], added: Iterable[str], **datasets: Any) -> None:
+    """Check that each data set has the columns that reward functions require.
+
+    Args:
+        sources: Reward sources; those that are no functions read what they find.
+        added: Columns that the trainer adds.
+        **datasets: Data sets by name: rows with `input_ids`, a dict of data sets, or None. What a stream has may only
+            be known when it comes; it is then checked with each batch.
+
+    Raises:
+        ValueError: One lacks a column.
+    """
+    functions = [source for source in sources if isinstance(source, RewardFunction)]
+    for name, dataset in datasets.items():
+        if isinstance(dataset, Mapping):
+            check_columns(functions, added, **{f"{name}[{key!r}]": value for key, value in dataset.items()})
+        elif (columns := _columns_of(dataset)) is not None:
+            for function in functions:
+                function.check_columns([*columns, *added], name)
+
+
+def _columns_of(dataset: Any) -> list[str] | None:
+    if isinstance(dataset, list):
+        return list(dict.fromkeys(key for row in dataset for key in row))
+    return getattr(dataset, "column_names", None)
 
 
 def accepted_arguments(function: Callable[..., Any], offered: Mapping[str, Any], name: str) -> dict[str, Any]:

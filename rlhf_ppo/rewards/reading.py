@@ -68,12 +68,16 @@ class Answer:
 
 
 def answers_of(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
-    """Return a batch's rows one by one.
+    """Return a batch's rows one by one, to all who ask in the same list.
 
     Args:
         batch: `B` prompts and truncated responses.
         tokenizer: The policy's tokenizer.
     """
+    return batch.once("answers", tokenizer, lambda: _answers(batch, tokenizer))
+
+
+def _answers(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
     prompt_ids, response_ids = batch.prompt_ids(), batch.response_ids()
     prompts = batch.columns.get("prompt", [None] * len(batch))
     texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

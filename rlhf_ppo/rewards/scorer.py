@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from rlhf_ppo.batch import Prompts, Responses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 MAX_SCORE = 1e12
 """The largest absolute value of a score: its squares, summed over a batch, are still finite in float32."""
@@ -100,15 +102,25 @@ class ScoringBatch:
         context = self.query_responses.shape[1] - self.response_mask.shape[1]
         return _selected(self.query_responses[:, context:], self.response_mask)
 
-    @cached_property
-    def _decoded(self) -> dict[tuple[str, int], list[str]]:
-        return {}
-
     def _texts(self, part: str, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
-        key = (part, id(tokenizer))
-        if key not in self._decoded:
-            self._decoded[key] = cast("list[str]", tokenizer.batch_decode(ids, skip_special_tokens=True))
-        return list(self._decoded[key])
+        def decoded() -> list[str]:
+            return cast("list[str]", tokenizer.batch_decode(ids, skip_special_tokens=True))
+
+        return list(self.once(f"text of the {part}", tokenizer, decoded))
+
+    def once(self, what: str, tokenizer: PreTrainedTokenizerBase, make: Callable[[], list[T]]) -> list[T]:
+        """Make something of the rows when it is first asked for, and return the same to all others.
+
+        Args:
+            what: What it is.
+            tokenizer: The tokenizer that it depends on.
+            make: Makes it.
+        """
+        made: dict[tuple[str, int], list[Any]] = self.__dict__.setdefault("_made", {})
+        key = (what, id(tokenizer))
+        if key not in made:
+            made[key] = make()
+        return made[key]
 
 
 class RewardSource(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.batch import Prompts
+from rlhf_ppo.generation import engine
 from rlhf_ppo.generation.engine import (
+    call_sizes,
     greedy_config,
     own_generation_config_hidden,
     sample_responses,
@@ -284,3 +289,60 @@ def test_without_top_k_no_token_is_out_of_reach(make_args: MakeArgs) -> None:
 def test_the_quantile_is_chi_squares() -> None:
     assert chi_square_quantile(9, 0.05) == pytest.approx(16.92, rel=0.01)
     assert chi_square_quantile(9, 1e-6) == pytest.approx(46.0, rel=0.02)
+
+
+# ---- Calls by length ----
+
+
+@given(
+    lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=80),
+    max_new_tokens=st.integers(1, 500),
+    max_rows=st.integers(1, 64),
+)
+def test_at_most_half_of_the_positions_of_a_call_are_padding(
+    lengths: list[int], max_new_tokens: int, max_rows: int
+) -> None:
+    lengths.sort(reverse=True)
+    sizes = call_sizes(lengths, max_new_tokens, max_rows)
+    widths, start = [length + max_new_tokens for length in lengths], 0
+    for size in sizes:
+        rows = widths[start : start + size]
+        assert 0 < size <= max_rows and size * rows[0] <= 2 * sum(rows)
+        start += size
+    assert start == len(lengths)
+    num_full = sum(size == max_rows for size in sizes)
+    assert len(sizes) - num_full <= 1 + math.log2(widths[0] / widths[-1])
+
+
+def test_a_long_prompt_among_short_ones_is_not_what_all_are_padded_to() -> None:
+    """One prompt of 1500 tokens and 63 of 16: the positions that the policy computes are counted."""
+    policy, computed = tiny_policy(max_position_embeddings=2048), [0]
+    policy.model.register_forward_pre_hook(
+        lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    rows = [[5 + row % 20] * 16 for row in range(63)]
+    rows.insert(7, [6] * 1500)
+    config = sampling_config_of(max_new_tokens=4)
+    together = sample(policy, prompts(*rows), config)
+    real = 1500 + 63 * 16 + 64 * 3  # of the last token nothing is computed
+    assert real <= sum(computed) <= 2 * real
+    assert together.shape == (64, 4)
+
+
+def test_calls_are_as_many_on_every_rank_where_passes_are_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank needs three calls: this one, which needs one, makes three too."""
+    sizes: list[int] = []
+    monkeypatch.setattr(engine, "gathers_in_passes", lambda policy: True)
+
+    def generated(model: Any, ids: Tensor, mask: Tensor, *how: Any) -> Tensor:
+        sizes.append(len(ids))
+        return ids.new_zeros(len(ids), 1)
+
+    monkeypatch.setattr(engine, "generate_dropping", generated)
+    given = prompts(*[[5, 6]] * 7)
+    sample_responses(tiny_policy(), given, sampling_config_of(4), 64, gather=lambda own: torch.tensor([3, int(own)]))
+    assert sizes == [2, 2, 3]
+
+
+def sampling_config_of(max_new_tokens: int) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=max_new_tokens, do_sample=True, top_k=0, pad_token_id=0, use_cache=True)
