@@ -52,21 +52,6 @@ ModelOrPath = nn.Module | str | os.PathLike[str] | Callable[..., Any]
 """A model, a directory, a hub name, or, not for reward models, a function that returns one of these."""
 
 
-def check_given(args: Any, train_dataset: Any, has_reward: bool) -> None:
-    """Check that the arguments without which nothing works are there.
-
-    Raises:
-        TypeError: `args` is no `PPOConfig`.
-        ValueError: There are no prompts, or nothing scores responses.
-    """
-    if not isinstance(args, PPOConfig):
-        raise TypeError(f"args must be a PPOConfig, got {type(args).__name__}")
-    if train_dataset is None:
-        raise ValueError("train_dataset=None: pass the prompts to train on")
-    if not has_reward:
-        raise ValueError("reward_model and reward_funcs are both None: pass one of them, or both")
-
-
 def use_one_device(args: PPOConfig) -> None:
     """Keep Trainer from spreading one process over several accelerators with `nn.DataParallel`."""
     if args.n_gpu > 1:

@@ -15,7 +15,8 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from rlhf_ppo.engine_arguments import ENGINE_RANGES, EngineArguments
-from rlhf_ppo.inherited_arguments import RejectsRemoved, reject_unsupported
+from rlhf_ppo.inherited_arguments import REJECTED, RejectsRemoved, reject_unsupported
+from rlhf_ppo.inherited_values import INHERITED_RANGES, check_dicts, check_inherited, inherited_types
 from rlhf_ppo.precision import default_bf16
 from rlhf_ppo.redaction import HidesSecrets
 from rlhf_ppo.sizes import batch_sizes, run_length
@@ -29,21 +30,17 @@ _NOT_NEGATIVE = Interval(0, math.inf)
 _AT_LEAST_ONE = Interval(1, math.inf)
 
 RANGES: dict[str, Interval] = {
-    **dict.fromkeys(("temperature", "cliprange", "cliprange_value", "missing_eos_penalty"), _POSITIVE),
-    **dict.fromkeys(("num_train_epochs", "score_clip"), _POSITIVE),
+    **dict.fromkeys(("temperature", "cliprange", "cliprange_value", "missing_eos_penalty", "score_clip"), _POSITIVE),
     "missing_eos_score": Interval(-math.inf, math.inf),
-    **dict.fromkeys(("kl_coef", "vf_coef", "learning_rate", "max_grad_norm", "logging_steps"), _NOT_NEGATIVE),
-    **dict.fromkeys(("weight_decay", "adam_epsilon"), _NOT_NEGATIVE),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), Interval(0, 1, open_high=True)),
-    **dict.fromkeys(("top_k", "num_sample_generations", "stop_token_id"), _NOT_NEGATIVE),
+    **dict.fromkeys(("kl_coef", "vf_coef", "top_k", "num_sample_generations", "stop_token_id"), _NOT_NEGATIVE),
     **dict.fromkeys(("response_length", "num_ppo_epochs", "num_mini_batches", "total_episodes"), _AT_LEAST_ONE),
     **dict.fromkeys(("local_rollout_forward_batch_size", "max_prompt_length", "dataset_num_proc"), _AT_LEAST_ONE),
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), _AT_LEAST_ONE),
-    **dict.fromkeys(("gradient_accumulation_steps", "max_tokens_per_micro_batch"), _AT_LEAST_ONE),
+    "max_tokens_per_micro_batch": _AT_LEAST_ONE,
     **dict.fromkeys(("gamma", "lam", "min_p"), Interval(0, 1)),
     "top_p": Interval(0, 1, open_low=True),
     "warmup_ratio": Interval(0, 1, open_high=True),
     **ENGINE_RANGES,
+    **INHERITED_RANGES,
 }
 """The values that a number may have."""
 
@@ -225,13 +222,13 @@ class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments
         self._filled: dict[str, Any] = {}
         if self.bf16 is None:
             self.bf16 = default_bf16(self)
-        self._mirror_checkpointing()
         self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
-        if self.metric_for_best_model is None and self._compares_models():
+        if self.metric_for_best_model is None and self.compares_models():
             self.metric_for_best_model = "score"
         self.validate()
+        self._mirror_checkpointing()
         world_size = self.world_size
         super().__post_init__()
         self.world_size = world_size
@@ -246,7 +243,8 @@ class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments
             if getattr(self, new, False) is None:
                 setattr(self, new, getattr(self, old))
 
-    def _compares_models(self) -> bool:
+    def compares_models(self) -> bool:
+        """Tell whether anything goes by `metric_for_best_model`."""
         by_metric = self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
         return self.load_best_model_at_end or self.save_strategy == "best" or by_metric
 
@@ -268,14 +266,16 @@ class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments
             TypeError: A field has the wrong type.
             ValueError: A field is out of its range, contradicts another or cannot be honoured.
         """
-        reject_unsupported(self)
         self.reward_weights = parse_weights("reward_weights", self.reward_weights)
         self.stop_strings = parse_strings("stop_strings", self.stop_strings)
         helps = {f.name: str(f.metadata.get("help", "")) for f in fields(self)}
         for name, annotation in _checked_annotations().items():
             check_type(name, getattr(self, name), annotation, helps[name])
+        reject_unsupported(self)
         for name, interval in RANGES.items():
             check_range(name, getattr(self, name), interval, helps[name])
+        check_dicts(self)
+        check_inherited(self)
         if self.stop_token is not None and self.stop_token_id is not None:
             raise ValueError(
                 f"stop_token={self.stop_token!r} and stop_token_id={self.stop_token_id} exclude each other; leave one "
@@ -344,7 +344,7 @@ class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments
 
 @functools.cache
 def _checked_annotations() -> dict[str, Any]:
-    """Return the types of PPO's own fields and of the inherited ones that have a range."""
+    """Return the type of every field, PPO's own first; those that are rejected have one value, not a type."""
     hints = get_type_hints(PPOConfig)
-    own = (*inspect.get_annotations(PPOConfig), *EngineArguments.__dataclass_fields__)
-    return {name: hints[name] for name in (*own, *RANGES)}
+    own = {name: hints[name] for name in (*inspect.get_annotations(PPOConfig), *EngineArguments.__dataclass_fields__)}
+    return own | {name: hint for name, hint in inherited_types().items() if name not in {*own, *REJECTED}}

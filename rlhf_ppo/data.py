@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.models.positions import PositionLimit
-from rlhf_ppo.prompts import PromptEncoder, prompt_column, real_tokens
+from rlhf_ppo.prompts import PromptEncoder, no_row, prompt_column, real_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +63,37 @@ def prepare_prompts(
         return _prepare_stream(dataset, encode, fits)
     if isinstance(dataset, torch.utils.data.IterableDataset):
         return _PromptStream(dataset, encode, fits)
-    if isinstance(dataset, str | Mapping) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        fix = f"one of its entries {list(dataset)}" if isinstance(dataset, Mapping) else "a datasets.Dataset or a list"
-        raise TypeError(f"{name} is a {type(dataset).__name__}: pass {fix}")
+    check_rows(dataset, name)
     rows = [encode.row(dataset[index], index) for index in range(len(dataset))]
     kept = [row for row in rows if fits(row["input_ids"])]
     fits.report(len(rows), len(kept))
     fits.report_ended(sum(fits.has_ended(row["input_ids"]) for row in kept), len(kept))
     return kept
+
+
+def check_rows(dataset: Any, name: str) -> None:
+    """Check that something is a data set of rows, by its type and its first row; a stream's is not read.
+
+    Args:
+        dataset: What the user passed.
+        name: What error messages call it.
+
+    Raises:
+        TypeError: It is no data set, or its first row is no dict.
+        ValueError: It has no rows, or a `datasets.Dataset` has no column with prompts.
+    """
+    if isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
+        return
+    is_text = isinstance(dataset, str | bytes | Mapping)
+    if is_text or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        fix = f"one of its entries {list(dataset)}" if isinstance(dataset, Mapping) else "a datasets.Dataset or a list"
+        raise TypeError(f"{name} is a {type(dataset).__name__}: pass {fix}")
+    if len(dataset) == 0:
+        raise ValueError(f"{name} has no rows")
+    if isinstance(dataset, datasets.Dataset):
+        prompt_column(dataset.column_names, name)
+    elif not isinstance(dataset[0], Mapping):
+        raise TypeError(no_row(dataset[0], 0, name))
 
 
 def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> int:

@@ -201,7 +201,8 @@ def reject_unsupported(args: TrainingArguments) -> None:
 
 def _unsupported(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     for name, (accepted, advice) in REJECTED.items():
-        if getattr(args, name, accepted) != accepted:
+        value = getattr(args, name, accepted)
+        if value != accepted or isinstance(value, bool) != isinstance(accepted, bool):
             yield name, advice
     for name, advice_by_value in REJECTED_VALUES.items():
         if getattr(args, name) in advice_by_value:  # transformers' enums are strings too

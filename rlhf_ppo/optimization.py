@@ -36,7 +36,7 @@ class OptimizesPolicyAndValue(SavesPolicyAndValue):
     """Trainer whose optimizer holds every trainable parameter, and whose schedule is that of its own arguments."""
 
     def __init__(self, *args: Any, optimizers: Any = (None, None), **kwargs: Any) -> None:
-        optimizer, scheduler = _checked_pair(optimizers)
+        optimizer, scheduler = checked_pair(optimizers)
         self._make_optimizer: MakeOptimizer | None = None if _is_optimizer(optimizer) else optimizer
         self._make_scheduler: MakeScheduler | None = None if _is_scheduler(scheduler) else scheduler
         self._settings: Settings | None = None
@@ -172,8 +172,13 @@ def _is_scheduler(value: Any) -> bool:
     return isinstance(value, torch.optim.lr_scheduler.LRScheduler | GreedyLR)
 
 
-def _checked_pair(optimizers: Any) -> tuple[Any, Any]:
-    """Return optimizer and scheduler, each an instance, a function that makes one, or None."""
+def checked_pair(optimizers: Any) -> tuple[Any, Any]:
+    """Return optimizer and scheduler, each an instance, a function that makes one, or None.
+
+    Raises:
+        TypeError: It is no pair, or holds something else.
+        ValueError: The scheduler is of another optimizer.
+    """
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         raise TypeError(f"optimizers must be a pair (optimizer, scheduler), got {optimizers!r}")
     optimizer, scheduler = optimizers

@@ -32,6 +32,8 @@ class PromptEncoder:
 
     def row(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the whole row with its prompt's `input_ids`, without `attention_mask`."""
+        if not isinstance(row, Mapping):
+            raise TypeError(no_row(row, index, self.name))
         return {key: value for key, value in row.items() if key != "attention_mask"} | self(row, index)
 
     def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -56,12 +58,19 @@ class PromptEncoder:
     def _tokenized(self, prompt: Any, index: int) -> list[int]:
         if isinstance(prompt, str):
             # What a tokenizer adds to "" (BOS) would hide that nothing was asked.
-            ids = _as_list(self.tokenizer(prompt)["input_ids"]) if prompt.strip() else []
+            ids = self._of_text(prompt, index) if prompt.strip() else []
             return ids[:-1] if self._appends_eos else ids
         if is_conversation(prompt):
             return self._templated(prompt, index)
         fix = "a prompt is a text or a list of messages {'role': ..., 'content': ...}"
         self._fail(index, f"has a prompt of type {type(prompt).__name__} ({prompt!r:.60})", fix)
+
+    def _of_text(self, prompt: str, index: int) -> list[int]:
+        try:
+            return _as_list(self.tokenizer(prompt)["input_ids"])
+        except (TypeError, UnicodeError) as error:  # tokenizers takes what is no UTF-8 for another type
+            fix = "it may hold half of a surrogate pair; read the data with errors='replace'"
+            self._fail(index, f"has a prompt that the tokenizer cannot read ({prompt!r:.60}; {error})", fix)
 
     def _templated(self, messages: Sequence[Mapping[str, Any]], index: int) -> list[int]:
         if self.tokenizer.chat_template is None:
@@ -81,7 +90,9 @@ class PromptEncoder:
 
     def _check(self, ids: list[int], index: int, is_text: bool) -> None:
         if not ids:
-            self._fail(index, "is empty", "drop such rows; input_ids=[bos_token_id] asks for a response to nothing")
+            self._fail(index, "is empty", "drop such rows")
+        if {*ids} <= self._says_nothing:
+            self._fail(index, f"holds nothing but BOS and PAD ({ids[:4]})", "drop such rows, or ask for something")
         if is_text and ids[-1] == self.tokenizer.eos_token_id:
             fix = "leave EOS out of the prompt; a chat template must end in the opening of the assistant's turn"
             self._fail(index, f"ends in the EOS token ({ids[-1]}), after which nothing is to be said", fix)
@@ -91,12 +102,21 @@ class PromptEncoder:
             self._fail(index, f"holds the token id {outside}, outside {self.vocab_of}'s {self.vocab_size} ids", fix)
 
     @functools.cached_property
+    def _says_nothing(self) -> set[int | None]:
+        return {self.tokenizer.bos_token_id, self.tokenizer.pad_token_id} - {self.tokenizer.unk_token_id}
+
+    @functools.cached_property
     def _appends_eos(self) -> bool:
         eos = self.tokenizer.eos_token_id
         return eos is not None and _as_list(self.tokenizer("a")["input_ids"])[-1:] == [eos]
 
     def _fail(self, index: int, problem: str, fix: str) -> NoReturn:
         raise ValueError(f"row {index} of {self.name} {problem}: {fix}")
+
+
+def no_row(row: Any, index: int, name: str) -> str:
+    """Say that a row is none."""
+    return f"row {index} of {name} is {row!r:.60} ({type(row).__name__}): a row is a dict such as {{'prompt': ...}}"
 
 
 def prompt_column(columns: Iterable[str], name: str) -> str:
@@ -127,7 +147,10 @@ def real_tokens(row: Mapping[str, Any]) -> list[int]:
         TypeError: `input_ids` are not integers.
         ValueError: The mask has another length.
     """
-    ids = [operator.index(token) for token in _as_list(row["input_ids"])]
+    given = _as_list(row["input_ids"])
+    if any(isinstance(token, bool) for token in given):
+        raise TypeError("booleans are no token ids")
+    ids = [operator.index(token) for token in given]
     if row.get("attention_mask") is None:
         return ids
     mask = _as_list(row["attention_mask"])

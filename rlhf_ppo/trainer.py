@@ -21,7 +21,6 @@ from rlhf_ppo.algorithm.penalties import kl_estimate, token_rewards
 from rlhf_ppo.assembly import (
     ModelOrPath,
     assemble_models,
-    check_given,
     longest_sequence,
     make_scorer,
     prepare_checked,
@@ -32,12 +31,21 @@ from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import PromptCollator, check_lengths
 from rlhf_ppo.distributed import failing_together, on_whole_policy, place_frozen
+from rlhf_ppo.evaluation.best_metric import check_best_metric
 from rlhf_ppo.forecast import announce
 from rlhf_ppo.generation.choosing import make_engine
 from rlhf_ppo.generation.engine import sampling_config
 from rlhf_ppo.generation.nonfinite import naming_the_model
 from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.sequences import join_responses
+from rlhf_ppo.given import (
+    check_arguments,
+    check_collator,
+    check_datasets,
+    check_models,
+    check_optimization,
+    check_others,
+)
 from rlhf_ppo.learning import LossParts, can_learn_in_turn, learn_in_turn, policy_term, value_term
 from rlhf_ppo.models.inputs import configuration_kept
 from rlhf_ppo.models.overflow import detecting_overflow
@@ -132,9 +140,14 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
         self._functions = functions = resolve_rewards(reward_funcs)
         self._logged = LoggedByFunctions()
-        check_given(args, train_dataset, has_reward=reward_model is not None or bool(self._functions))
+        check_arguments(args)
+        check_models(reward_model, bool(functions), model=model, ref_model=ref_model, value_model=value_model)
+        check_datasets(args, train_dataset, eval_dataset)
+        adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
+        check_others(data_collator, callbacks, optimizers, **adapters)
         self.tokens = tokens = special_tokens(args, processing_class)
         args.fill_derived(num_processes(args), length(train_dataset))
+        check_optimization(args, optimizers)
         rewards = load_reward_models(args, reward_model, reward_processing_classes, processing_class)
         models = assemble_models(args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
         self._vocabulary = shared_vocabulary(
@@ -173,6 +186,11 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             check_columns(
                 self.scorer.sources.values(), columns, train_dataset=train_dataset, eval_dataset=self.eval_dataset
             )
+        elif length(self.train_dataset):
+            collate = self._get_collator_with_removed_columns(data_collator, "checking")
+            check_collator(collate, cast(Any, self.train_dataset)[0])
+        if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # another one may give other metrics
+            check_best_metric(args, self.scorer.names, functions, self.eval_dataset)
         self._sigterm = StopsOnSigterm(self._sum)
         self.add_callback(self._sigterm)
 

@@ -84,6 +84,20 @@ def check_type(name: str, value: Any, annotation: Any, meaning: str) -> None:
     raise TypeError(f"{name}={shown(value, name)!r} is not {expected.replace('NoneType', 'None')}. {name}: {meaning}")
 
 
+def check_json_file(path: str, argument: str) -> None:
+    """Check that a file holds JSON.
+
+    Raises:
+        ValueError: It cannot be read, or holds something else.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            json.load(file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{argument}={path!r} cannot be read as JSON: {reason}") from error
+
+
 def parse_weights(name: str, value: Any) -> Any:
     """Read weights that were written as text: JSON of a list or of an object, or numbers as a command line gives them.
 

@@ -97,7 +97,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError, "the training set has 1 prompts, fewer than the 2 of one batch",
     ),
     "an empty data set": (
-        lambda: {"train_dataset": ids(), "max_steps": 1, "total_episodes": None}, ValueError, "has 0 prompts"
+        lambda: {"train_dataset": ids(), "max_steps": 1, "total_episodes": None}, ValueError, "train_dataset has no r"
     ),
     "an empty prompt": (
         lambda: {"train_dataset": rows_with([], at=67)}, ValueError, "row 67 of train_dataset is empty"

@@ -439,7 +439,7 @@ def test_models_are_compared_by_score(asked: dict[str, Any]):
 
 def test_no_metric_where_nothing_is_compared_and_the_users_own_is_kept():
     assert PPOConfig().metric_for_best_model is None
-    args = PPOConfig(save_strategy="best", metric_for_best_model="kl", greater_is_better=False)
+    args = PPOConfig(save_strategy="best", eval_strategy="steps", metric_for_best_model="kl", greater_is_better=False)
     assert (args.metric_for_best_model, args.greater_is_better) == ("kl", False)
 
 

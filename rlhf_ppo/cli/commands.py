@@ -10,7 +10,6 @@ from trl.scripts.utils import ScriptArguments
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.checkpoints.run import check_start
-from rlhf_ppo.cli.checks import check_output_dir
 from rlhf_ppo.cli.errors import program_name, user_errors
 from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
 from rlhf_ppo.cli.parser import PPOArgumentParser
@@ -27,6 +26,7 @@ from rlhf_ppo.cli.training import (
 from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.forecast import estimate_run, learns_in_turn
+from rlhf_ppo.given import check_output_dir
 from rlhf_ppo.reporting.estimate import Estimate
 from rlhf_ppo.trainer import PPOTrainer
 

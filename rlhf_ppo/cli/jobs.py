@@ -16,13 +16,13 @@ from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.checkpoints.run import finished_in
 from rlhf_ppo.cli import mapping
-from rlhf_ppo.cli.checks import check_output_dir
 from rlhf_ppo.cli.params import LLMTrainingParams
 from rlhf_ppo.cli.rows import fill_update, load_rows, settle_warmup
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import ppo_trainer, reward_trainer, sft_trainer, train_and_save
 from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.given import check_output_dir
 from rlhf_ppo.redaction import shown
 from rlhf_ppo.rewards.builtin import Custom
 from rlhf_ppo.rewards.environments import REWARD_MODEL, make_environment

@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 from trl.scripts.utils import TrlParser
 
-from rlhf_ppo.cli.checks import check_json_file
 from rlhf_ppo.cli.errors import CommandParser
 from rlhf_ppo.inherited_arguments import reject_removed
 from rlhf_ppo.redaction import hide_in
+from rlhf_ppo.validation import check_json_file
 
 
 class PPOArgumentParser(CommandParser, TrlParser):

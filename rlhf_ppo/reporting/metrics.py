@@ -141,6 +141,16 @@ def warn_of_unscored(scores: Tensor) -> None:
         )
 
 
+EVALUATED = {
+    "objective/scores": "score",
+    "objective/kl": "kl",
+    "objective/entropy": "entropy",
+    "response/length_mean": "response_length_mean",
+    "response/ended_frac": "ended_frac",
+}
+"""Metrics of training: what evaluation calls them."""
+
+
 def evaluation_metrics(columns: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
     """Average an evaluation's episodes, under the keys that `metric_for_best_model` names.
 
@@ -152,15 +162,8 @@ def evaluation_metrics(columns: Mapping[str, Tensor], prefix: str) -> dict[str, 
         `score`, `kl`, `entropy`, `response_length_mean`, `ended_frac` and `rewards/<name>/mean|std`; without those of
         scores where no row has one.
     """
-    names = {
-        "objective/scores": "score",
-        "objective/kl": "kl",
-        "objective/entropy": "entropy",
-        "response/length_mean": "response_length_mean",
-        "response/ended_frac": "ended_frac",
-    }
     training = rollout_metrics(columns)
-    names |= {key: key for key in training if key.startswith("rewards/")}
+    names = EVALUATED | {key: key for key in training if key.startswith("rewards/")}
     return {f"{prefix}_{name}": training[key] for key, name in names.items() if key in training}
 
 

@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -20,6 +21,9 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from rlhf_ppo.prompts import is_conversation
 from rlhf_ppo.rewards.reading import answers_of
 from rlhf_ppo.rewards.scorer import MAX_SCORE, Refuse, ScoringBatch, refuse_by_raising
+
+# The trainer's own arguments, which would take the place of columns of their names.
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "policy_answers")
 
 # GRPO hands these over under other names, or not at all.
 _NOT_PASSED = ("prompt", "completion", "completion_ids", "input_ids", "attention_mask")
@@ -144,10 +148,9 @@ class RewardFunction:
         Raises:
             ValueError: It lacks one.
         """
-        given = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-        offered = dict.fromkeys([*given, *(column for column in columns if column not in _NOT_PASSED)])
+        offered = dict.fromkeys([*GIVEN, *(column for column in columns if column not in _NOT_PASSED)])
         try:
-            accepted_arguments(self.function, {"policy_answers": None, **offered}, self.name)
+            accepted_arguments(self.function, offered, self.name)
         except ValueError as error:
             raise ValueError(f"{dataset}: {error}") from error
 
@@ -162,13 +165,18 @@ def check_columns(sources: Iterable[Any], added: Iterable[str], **datasets: Any)
             be known when it comes; it is then checked with each batch.
 
     Raises:
-        ValueError: One lacks a column.
+        ValueError: One lacks a column, or has one that an argument of its name would hide.
     """
     functions = [source for source in sources if isinstance(source, RewardFunction)]
     for name, dataset in datasets.items():
         if isinstance(dataset, Mapping):
             check_columns(functions, added, **{f"{name}[{key!r}]": value for key, value in dataset.items()})
         elif (columns := _columns_of(dataset)) is not None:
+            if functions and (hidden := sorted({*columns} & {*GIVEN})):
+                raise ValueError(
+                    f"{name} has the columns {hidden}, which reward functions would not get: they are given arguments "
+                    "of these names; rename the columns"
+                )
             for function in functions:
                 function.check_columns([*columns, *added], name)
 
@@ -319,6 +327,13 @@ def named_parameters(function: Callable[..., Any]) -> dict[str, inspect.Paramete
     """Return the parameters that may be passed by name."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {parameter.name: parameter for parameter in _parameters(function) or () if parameter.kind in kinds}
+
+
+def called_code(function: Callable[..., Any]) -> types.CodeType | None:
+    """Return the code that a call runs, or None where it is not Python's."""
+    function = _inner(function)
+    own = getattr(function, "__code__", None)
+    return own if own is not None else getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004
 
 
 def takes_any_argument(function: Callable[..., Any]) -> bool:

@@ -34,6 +34,8 @@ def resolve_rewards(specs: RewardSpec | Sequence[RewardSpec] | None) -> list[Cal
     """
     if specs is None:
         return []
+    if (not isinstance(specs, Sequence) and not callable(specs)) or isinstance(specs, bytes):
+        raise TypeError(f"reward_funcs={specs!r:.60} must be a function, its name, or a list of these")
     return [resolve_reward(spec) for spec in ([specs] if isinstance(specs, str) or callable(specs) else specs)]
 
 
@@ -56,6 +58,8 @@ def resolve_reward(spec: RewardSpec) -> Callable[..., Any]:
             raise TypeError(
                 f"reward_funcs holds {shown(spec)!r}, which cannot be called; pass a Python function or its name"
             )
+        if isinstance(spec, type):
+            raise TypeError(f"reward_funcs holds the class {spec.__name__}; pass an object of it, or a function")
         return spec
     place, settings = split_settings(spec)
     if place.startswith(("http://", "https://")):
