@@ -11,6 +11,7 @@ import torch
 from peft import PeftConfig
 from torch import nn
 from transformers import Trainer, TrainerCallback, get_scheduler
+from transformers.trainer_utils import IntervalStrategy
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_rows
@@ -88,7 +89,9 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any) -> No
     check_rows(train_dataset, "train_dataset")
     _check_lengths_column(args, train_dataset)
     if eval_dataset is None:
-        wanted = [f"eval_strategy={str(args.eval_strategy.value)!r}"] if args.eval_strategy != "no" else []
+        wanted = (
+            [f"eval_strategy={IntervalStrategy(args.eval_strategy).value!r}"] if args.eval_strategy != "no" else []
+        )
         if wanted := wanted + ["eval_on_start=True"] * args.eval_on_start:
             raise ValueError(f"{wanted[0]} evaluates, but eval_dataset=None: pass the prompts to evaluate on")
     elif isinstance(eval_dataset, Mapping):

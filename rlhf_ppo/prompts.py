@@ -103,7 +103,8 @@ class PromptEncoder:
 
     @functools.cached_property
     def _says_nothing(self) -> set[int | None]:
-        return {self.tokenizer.bos_token_id, self.tokenizer.pad_token_id} - {self.tokenizer.unk_token_id}
+        tokenizer = cast(Any, self.tokenizer)
+        return {tokenizer.bos_token_id, tokenizer.pad_token_id} - {tokenizer.unk_token_id}
 
     @functools.cached_property
     def _appends_eos(self) -> bool:

@@ -314,7 +314,7 @@ def order(batch: Experience, num_mini_batches: int, seed: int = 0, update: int =
 def wide_experience(rows: int) -> Experience:
     ids = 10 * torch.arange(rows)[:, None] + torch.arange(10)
     masks = torch.ones(rows, 10, dtype=torch.bool), torch.ones(rows, 6, dtype=torch.bool)
-    return Experience(ids, *masks, *(torch.zeros(rows, 6) for _ in range(4)), masks[1])
+    return Experience(ids, *masks, *(torch.zeros(rows, 6) for _ in range(4)), masks[1])  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize("num_mini_batches", [1, 2, 3, 12])
