@@ -328,7 +328,7 @@ def make_scorer(
     """Put reward models and reward functions into one scorer, the models first.
 
     Args:
-        args: Gives `reward_weights` and `local_rollout_forward_batch_size`.
+        args: Gives `reward_weights`, `reward_timeout` and `local_rollout_forward_batch_size`.
         rewards: The reward models of `assemble_models`; they are placed where they run.
         functions: The reward functions.
         tokenizer: The policy's tokenizer, which decodes for the functions and for models with another tokenizer.
@@ -353,7 +353,15 @@ def make_scorer(
         for reward in rewards
     ]
     wrapped = [
-        RewardFunction(function, tokenizer, get_state, logged.log_metric, log_extra=logged.log_extra, refuse=refuse)
+        RewardFunction(
+            function,
+            tokenizer,
+            get_state,
+            logged.log_metric,
+            log_extra=logged.log_extra,
+            refuse=refuse,
+            timeout=args.reward_timeout,
+        )
         for function in functions
     ]
     weights = cast("list[float] | dict[str, float] | None", args.reward_weights)  # no text: the arguments have read it

@@ -31,6 +31,7 @@ _AT_LEAST_ONE = Interval(1, math.inf)
 
 RANGES: dict[str, Interval] = {
     **dict.fromkeys(("temperature", "cliprange", "cliprange_value", "missing_eos_penalty", "score_clip"), _POSITIVE),
+    "reward_timeout": _POSITIVE,
     "missing_eos_score": Interval(-math.inf, math.inf),
     **dict.fromkeys(("kl_coef", "vf_coef", "top_k", "num_sample_generations", "stop_token_id"), _NOT_NEGATIVE),
     **dict.fromkeys(("response_length", "num_ppo_epochs", "num_mini_batches", "total_episodes"), _AT_LEAST_ONE),
@@ -156,6 +157,12 @@ class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments
         "Label, by name or position, that a reward model with several labels scores with: one for all reward models, "
         "or one for each.",
         nargs="+",
+    )
+    reward_timeout: float | None = _option(
+        None,
+        "Seconds that one call of a reward function, or of a server with all its repetitions, may take; then the run "
+        "ends with an error. Functions run in threads then, not in the main one; one that hangs is left behind. None: "
+        "no limit.",
     )
     score_scaling: bool = _option(
         False, "Divide scores by the standard deviation of all scores of the run so far, of all processes."

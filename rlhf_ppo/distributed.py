@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -17,6 +17,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.frozen import Offload
 from rlhf_ppo.models.inputs import gathered
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.termination import Stopped
 
 T = TypeVar("T")
 
@@ -62,19 +63,27 @@ def failing_together(accelerator: Accelerator) -> Iterator[None]:
 
     Raises:
         RuntimeError: Another rank failed; the message tells which, and its error.
+        Stopped: No rank failed, and one of them was stopped by a signal.
     """
-    own: Exception | None = None
+    own: Exception | Stopped | None = None
     try:
         yield
-    except Exception as error:
+    except (Exception, Stopped) as error:
         own = error
-    if accelerator.num_processes > 1:
-        text = None if own is None else f"{type(own).__name__}: {own}"
-        for rank, other in enumerate(gather_object([text])):
-            if own is None and other is not None:
-                raise RuntimeError(f"rank {rank} failed: {other}")
+    if accelerator.num_processes > 1 and not isinstance(own, Exception):
+        own = _of_the_others(gather_object([own])) or own
+    elif accelerator.num_processes > 1:
+        gather_object([f"{type(own).__name__}: {own}"])
     if own is not None:
         raise own
+
+
+def _of_the_others(outcomes: Sequence[Stopped | str | None]) -> RuntimeError | Stopped | None:
+    """Return what ranks that did not fail raise, given each rank's outcome: text of an error, a stop, or None."""
+    for rank, outcome in enumerate(outcomes):
+        if isinstance(outcome, str):
+            return RuntimeError(f"rank {rank} failed: {outcome}")
+    return next((outcome for outcome in outcomes if isinstance(outcome, Stopped)), None)
 
 
 def zero_stage(accelerator: Accelerator) -> int | None:

@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
+from rlhf_ppo.checkpoints.disk import naming_full_disk, remove_leftovers
 from rlhf_ppo.checkpoints.fits import (
     check_engine,
     check_fits,
@@ -78,6 +79,7 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
                 if self.is_world_process_zero():
                     os.makedirs(directory, exist_ok=True)
                     stack.enter_context(locked(directory))
+                    remove_leftovers(directory)
             yield self._open_run(directory, resume_from_checkpoint)
 
     def _open_run(self, directory: str, resume_from_checkpoint: str | bool | None) -> str | None:
@@ -133,6 +135,16 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         self._guard.check_weights()
         run_directory = self._get_output_dir(trial)
         directory = os.path.join(run_directory, f"checkpoint-{self.state.global_step}")
+        with naming_full_disk(directory, lambda: self._guard.last_checkpoint):
+            self._write_checkpoint(directory, model, trial)
+        self._guard.last_checkpoint = directory
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(directory)
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            rotate(run_directory, self._run, self.args.save_total_limit, best, directory)
+
+    def _write_checkpoint(self, directory: str, model: torch.nn.Module, trial: Any) -> None:
         self._progress.keep_losses(gather_over_ranks(self.accelerator)(self._tr_loss.reshape(1)).tolist())
         with failing_together(self.accelerator):
             if self.args.should_save:
@@ -147,12 +159,6 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         with failing_together(self.accelerator):
             if self.args.should_save:
                 write_manifest(directory)
-        self._guard.last_checkpoint = directory
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(directory)
-        if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            rotate(run_directory, self._run, self.args.save_total_limit, best, directory)
 
     def _begin_checkpoint(self, directory: str) -> None:
         """Write what this package adds to a checkpoint, into an empty directory."""
@@ -210,17 +216,24 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
 
         Raises:
             DivergenceError: A weight is not finite; nothing is written then.
+            DiskFullError: There is no room.
         """
+        directory = cast(str, self.args.output_dir if output_dir is None else output_dir)
         if not self._writing_checkpoint:
             self._guard.check_weights(together=is_sharding(self.accelerator))
+            if self.args.should_save:
+                remove_leftovers(directory)
+        with naming_full_disk(directory, lambda: self._guard.last_checkpoint):
+            self._save_whole_model(output_dir, _internal_call)
+        if not _internal_call and self.is_world_process_zero() and not self.args.disable_tqdm:
+            print(where_results_are(directory, cast(str, self.args.output_dir)))
+
+    def _save_whole_model(self, output_dir: str | None, _internal_call: bool) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
             # Trainer writes nothing here for sharded checkpoints
             self._save(output_dir, state_dict=cast(Any, self.accelerator.get_state_dict(self.model_wrapped)))
         super().save_model(output_dir, _internal_call)
-        if not _internal_call and self.is_world_process_zero() and not self.args.disable_tqdm:
-            own = cast(str, self.args.output_dir)
-            print(where_results_are(own if output_dir is None else output_dir, own))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         directory = cast(str, self.args.output_dir if output_dir is None else output_dir)

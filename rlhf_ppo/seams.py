@@ -40,12 +40,13 @@ from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics
 from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.reproducibility import isolated_rng
 from rlhf_ppo.search import SearchesHyperparameters
+from rlhf_ppo.stopping import StopsWhole
 from rlhf_ppo.streams import Streams, draw_apart
 
 logger = get_logger(__name__)
 
 
-class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
+class PPOSeams(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
     """Trainer with the hooks that PPO needs."""
 
     _engine: GenerationEngine
@@ -195,9 +196,8 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
         loader = self.get_train_dataloader()
         num_epochs, per_epoch, _, _, _, _, max_steps = self.set_initial_training_values(self.args, loader)
         self._updates_per_epoch = per_epoch
-        first_epoch, num_skipped = self._init_training_state(
-            cast(int, max_steps), per_epoch, num_epochs, resume_from_checkpoint, trial
-        )
+        counts = cast(int, max_steps), per_epoch, num_epochs
+        first_epoch, num_skipped = self._init_training_state(*counts, resume_from_checkpoint, trial)
         model, loader = self._prepare_for_training(max_steps, loader, resume_from_checkpoint)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self.state.global_step
@@ -214,6 +214,7 @@ class PPOSeams(SearchesHyperparameters, OptimizesPolicyAndValue):
     ) -> Iterator[Prompts]:
         """Yield this rank's prompts for each update of an epoch, going on where a checkpoint was written."""
         self._load_rng_state(resume_from_checkpoint)
+        self._make_up()
         if self.state.global_step >= self.state.max_steps:  # resumed from the run's last checkpoint
             self.control.should_training_stop = True
             return

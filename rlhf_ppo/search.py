@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -259,8 +258,6 @@ class _Trials:
 
     def _objective_of(self, trainer: Any, trial: Any) -> Any:
         trainer.train(trial=trial)
-        if trainer._sigterm.stopped:
-            raise SystemExit(128 + signal.SIGTERM)
         if trainer.objective_step != trainer.state.global_step or trainer.args.load_best_model_at_end:
             return self.compute_objective(trainer.evaluate())  # of the policy that the trial ends with
         return trainer.objective

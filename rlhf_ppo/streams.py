@@ -101,6 +101,17 @@ class Streams:
         for stream in (self.rewards, self.callbacks):
             stream.seed(*words, self.process_index)
 
+    def mark(self) -> dict[str, Any]:
+        """Return where training's generators and the streams are, for `go_back`."""
+        states = {stream.label: stream.state() for stream in (self.rewards, self.callbacks)}
+        return {**states, "training": _current(torch.cuda.is_available())}
+
+    def go_back(self, mark: dict[str, Any]) -> None:
+        """Go on from where `mark` was called: what was drawn since is drawn again."""
+        for stream in (self.rewards, self.callbacks):
+            stream.restore(mark[stream.label])
+        _put_in_place(mark["training"])
+
     def save(self, checkpoint: str) -> None:
         """Write this process' file into a checkpoint."""
         os.makedirs(checkpoint, exist_ok=True)

@@ -1,56 +1,240 @@
-"""SIGTERM, which schedulers send before they take a machine away: save a checkpoint, then end the run."""
+"""SIGTERM and SIGINT: the run ends with a checkpoint, and the process with it; a second signal ends it at once.
+
+Schedulers send SIGTERM before they take a machine away, Ctrl-C sends SIGINT. What a resumed run repeats exactly is
+given up: sampling, rewards, evaluation. What cannot be taken back is finished: the learning of an update, a save.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl
 
-logger = get_logger(__name__)
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+SAME_SIGNAL = 0.3
+"""Seconds in which signals count as one: a scheduler, or a terminal, may signal a process and what started it."""
+
+SAME_SIGNAL_OF_RANKS = 5.0
+"""The same for one of several processes, whose launcher passes its own signal on."""
+
+SECONDS_FOR_THREADS = 5.0
+"""How long a process that was told to end waits for threads that a reward function has started."""
+
+_listening: list[EndsOnSignals] = []
 
 
-class StopsOnSigterm(TrainerCallback):
-    """Asks for a checkpoint and the end of training after the update in which any rank received SIGTERM.
+class Stopped(BaseException):
+    """What runs now is given up, since a signal has come; no `Exception`, which a reward function might catch.
 
-    The run can then be resumed exactly. Further SIGTERMs change nothing: a scheduler may signal every process, and the
-    launcher then passes its own on to processes that have had theirs.
+    Args:
+        number: The signal's.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class RunStopped(SystemExit):
+    """A signal has ended the run. A script that does not catch it exits with 143 after SIGTERM, 130 after SIGINT.
+
+    Attributes:
+        number: The signal's number.
+        checkpoint: Where the run was saved.
+    """
+
+    def __init__(self, number: int, checkpoint: str) -> None:
+        super().__init__(128 + number)
+        self.number, self.checkpoint = number, checkpoint
+
+
+def give_up_if_stopped() -> None:
+    """Raise `Stopped` if a signal has come; called from time to time by what can be given up."""
+    for listener in _listening:
+        listener.give_up_if_stopped()
+
+
+@contextmanager
+def may_be_given_up() -> Iterator[None]:
+    """Let a signal raise `Stopped` in the middle of the block: a user's code, or a wait, which may never end."""
+    listener = _listening[-1] if _listening and threading.current_thread() is threading.main_thread() else None
+    with nullcontext() if listener is None else listener.giving_up():
+        yield
+
+
+def is_main_thread_interruptible() -> bool:
+    """Tell whether a `KeyboardInterrupt` in this thread may be Ctrl-C, and not what somebody raised."""
+    handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return handles and threading.current_thread() is threading.main_thread()
+
+
+class EndsOnSignals(TrainerCallback):
+    """Ends training after SIGTERM or SIGINT to any rank, with a checkpoint from which the run can be resumed exactly.
+
+    A signal that the program ignores, as SIGINT under nohup, stays ignored.
 
     Args:
         reduce_sum: Adds a tensor up over all ranks, so that all of them stop after the same update.
+        awaited: Says what is finished before the run ends.
+        num_processes: How many ranks there are.
 
     Attributes:
-        stopped: Whether it ended training, on all ranks.
+        received: The signal that this rank received.
+        stopped: The signal that ended training, on all ranks.
     """
 
-    def __init__(self, reduce_sum: Callable[[Tensor], Tensor]) -> None:
-        self.reduce_sum = reduce_sum
-        self.received = self.stopped = False
+    def __init__(
+        self, reduce_sum: Callable[[Tensor], Tensor], awaited: Callable[[], str], num_processes: int = 1
+    ) -> None:
+        self.reduce_sum, self.awaited = reduce_sum, awaited
+        self.same_signal = SAME_SIGNAL if num_processes == 1 else SAME_SIGNAL_OF_RANKS
+        self.received: int | None = None
+        self.stopped: int | None = None
+        self._gives_up = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGTERM while the context lasts; a thread other than the main one cannot, and does not."""
-        self.received = self.stopped = False
+        """Handle the signals while the context lasts; a thread other than the main one cannot, and does not."""
+        self.received = self.stopped = None
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = signal.signal(signal.SIGTERM, self._note)
+        heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+        with _watching(_Watcher(self.awaited, self.same_signal).hear):
+            previous = {number: signal.signal(number, self._note) for number in heard}
+            _listening.append(self)
+            try:
+                yield
+            finally:
+                _listening.remove(self)
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+
+    def give_up_if_stopped(self) -> None:
+        """Raise `Stopped` if this rank has received a signal."""
+        if self.received is not None:
+            raise Stopped(self.received)
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Let the signal's handler raise `Stopped` while the context lasts."""
+        self.give_up_if_stopped()
+        self._gives_up = True
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, previous)
+            self._gives_up = False
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """Ask for a checkpoint and the end, on all ranks together."""
-        if self.reduce_sum(torch.tensor(float(self.received), device=args.device)) > 0:
-            logger.warning(f"SIGTERM: saving a checkpoint after update {state.global_step}, then training ends.")
-            control.should_save = control.should_training_stop = self.stopped = True
+        flags = torch.tensor([float(self.received == number) for number in STOPPING], device=args.device)
+        for number, count in zip(STOPPING, self.reduce_sum(flags).tolist(), strict=True):  # pyright: ignore
+            if count > 0:
+                control.should_save = control.should_training_stop = True
+                self.stopped = number
+                return
 
     def _note(self, number: int, frame: Any) -> None:
-        self.received = True
+        if self.received is None:
+            self.received = number
+        if self._gives_up:
+            self._gives_up = False  # once: what handles `Stopped` is not to be broken off in turn
+            raise Stopped(self.received)
+
+
+class _Watcher:
+    """Says what a signal waits for, and ends the process with the second one, whatever the main thread is busy with.
+
+    Args:
+        awaited: Says what is finished before the run ends.
+        same_signal: Seconds in which further signals count as the first one.
+    """
+
+    def __init__(self, awaited: Callable[[], str], same_signal: float) -> None:
+        self.awaited, self.same_signal = awaited, same_signal
+        self._first: float | None = None
+
+    def hear(self, number: int) -> None:
+        """Take note of a signal."""
+        name = signal.Signals(number).name
+        if self._first is None:
+            self._first = time.monotonic()
+            say(f"{name}: {self.awaited()}. A second signal ends the process at once.")
+        elif time.monotonic() - self._first > self.same_signal:
+            say(f"{name}, the second signal: the process ends at once.")
+            os._exit(128 + number)
+
+
+@contextmanager
+def _watching(hear: Callable[[int], None]) -> Iterator[None]:
+    """Call `hear` in a thread of its own with each signal that comes while the context lasts.
+
+    Python's handlers run in the main thread only, and not before it comes back from what it calls in C.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        with reader:
+            while byte := reader.recv(1):
+                if byte[0] in STOPPING:
+                    hear(byte[0])
+
+    threading.Thread(target=watch, name="rlhf_ppo-signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        writer.close()
+
+
+def _forget_in_child() -> None:
+    """Let a forked process, such as a worker that loads data, die of SIGTERM, and leave Ctrl-C to its parent."""
+    if _listening:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _listening.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def say(text: str) -> None:
+    """Write a line on stderr, once on each machine, below a progress bar that may stand there."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        os.write(2, f"\n{text}\n".encode())
+
+
+def end_despite_threads(code: int) -> None:
+    """Make sure that the program, once it ends, does not wait for other threads for ever.
+
+    Args:
+        code: Its exit code, where threads still run `SECONDS_FOR_THREADS` after its main thread has ended.
+    """
+    ending, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        ending.wait()
+        if not over.wait(SECONDS_FOR_THREADS):
+            say(f"Threads that a reward function has started are still running: the process ends with code {code}.")
+            sys.stdout.flush()
+            os._exit(code)
+
+    threading.Thread(target=wait, name="rlhf_ppo-exit", daemon=True).start()
+    atexit.register(over.set)  # these functions run after the threads have ended
+    threading._register_atexit(ending.set)  # pyright: ignore  these before, in reverse order

@@ -70,7 +70,7 @@ from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
 from rlhf_ppo.rewards.shaping import ScoreMoments, shape_scores, whole_scores
 from rlhf_ppo.samples import PrintsSamples
 from rlhf_ppo.seams import PPOSeams, length, num_processes
-from rlhf_ppo.termination import StopsOnSigterm
+from rlhf_ppo.termination import EndsOnSignals, give_up_if_stopped
 from rlhf_ppo.vocabulary import shared_vocabulary
 
 if TYPE_CHECKING:
@@ -191,8 +191,8 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             check_collator(collate, cast(Any, self.train_dataset)[0])
         if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # another one may give other metrics
             check_best_metric(args, self.scorer.names, functions, self.eval_dataset)
-        self._sigterm = StopsOnSigterm(self._sum)
-        self.add_callback(self._sigterm)
+        self._signals = EndsOnSignals(self._sum, self._awaited, self.accelerator.num_processes)
+        self.add_callback(self._signals)
 
     @property
     def reward_model(self) -> nn.Module | None:
@@ -207,7 +207,10 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Run PPO. After SIGTERM the current update is finished, a checkpoint saved, and training ends.
+        """Run PPO.
+
+        SIGTERM and SIGINT end the run with a checkpoint: sampling, rewards and evaluations are given up, the learning
+        of an update and a save are finished. A second signal ends the process at once.
 
         Args:
             resume_from_checkpoint: A checkpoint's directory; True for the newest whole one of the run in `output_dir`;
@@ -221,8 +224,9 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         Raises:
             ValueError: The checkpoint is not whole, or of another model; or `output_dir` holds another run's.
             RuntimeError: Another process trains in `output_dir`.
+            RunStopped: A signal has ended the run; a `SystemExit` with the code 143 (SIGTERM) or 130 (SIGINT).
         """
-        with self._sigterm.listening(), self._opened_run(trial, resume_from_checkpoint) as checkpoint:
+        with self._signals.listening(), self._opened_run(trial, resume_from_checkpoint) as checkpoint:
             self._guard.last_checkpoint = checkpoint
             self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
             self._logged.forget()
@@ -245,32 +249,34 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         def finish(event: str | None = None) -> None:
             report = self._log_what_is_left if event is None else self._maybe_log_save_evaluate
             if event is not None:
-                self._fire(event)
+                self._after_event(event)
             report(self._tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start, learning_rate)
+            self._end_if_stopped(event)
 
         self._fire("on_train_begin")
-        if args.eval_on_start:
-            self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-        for epoch in epochs:
-            self._fire("on_epoch_begin")
-            for prompts in self._rollout_prompts(loader, epoch, num_skipped, resume_from_checkpoint):
-                self._fire("on_step_begin")
-                with self._guard.explaining():
-                    rollout = self._guard.checked_rollout(self.collect_rollout(model, prompts))
-                experience = self._guard.checked_experience(self.estimate_advantages(rollout))
-                grad_norm = self.learn(model, experience)
-                learning_rate = self._get_learning_rate()
-                self._advance_step(learning_rate, (start, episodes_before))
-                self._sample_completions_if_due()
-                finish("on_step_end")
-                if self.control.should_epoch_stop or self.control.should_training_stop:
+        with self._saved_if_stopped(model, trial):
+            if args.eval_on_start:
+                self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+            for epoch in epochs:
+                self._fire("on_epoch_begin")
+                for prompts in self._rollout_prompts(loader, epoch, num_skipped, resume_from_checkpoint):
+                    self._fire("on_step_begin")
+                    with self._guard.explaining():
+                        rollout = self._guard.checked_rollout(self.collect_rollout(model, prompts))
+                    experience = self._guard.checked_experience(self.estimate_advantages(rollout))
+                    grad_norm = self.learn(model, experience)
+                    learning_rate = self._get_learning_rate()
+                    self._advance_step(learning_rate, (start, episodes_before))
+                    self._sample_or_leave()
+                    finish("on_step_end")
+                    if self.control.should_epoch_stop or self.control.should_training_stop:
+                        break
+                num_skipped, resume_from_checkpoint = 0, None
+                if not self.control.should_training_stop:
+                    self._advance_epoch(epoch)
+                finish("on_epoch_end")
+                if self.control.should_training_stop:
                     break
-            num_skipped, resume_from_checkpoint = 0, None
-            if not self.control.should_training_stop:
-                self._advance_epoch(epoch)
-            finish("on_epoch_end")
-            if self.control.should_training_stop:
-                break
         finish()
         self._guard.check_weights()
         self._guard.say_what_was_skipped()
@@ -342,6 +348,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         role = "policy" if policy is self.policy_model else "reference"
         with failing_together(self.accelerator), naming_the_model(policy, role, self._moment()), self._autocast():
             ids, logprobs = self._engine.sample(policy, prompts, config)
+            give_up_if_stopped()
         return join_responses(prompts, ids, self.tokens.stop, self.tokens.pad, self.tokens.stop_strings, logprobs)
 
     def _generate(self, model: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
@@ -377,12 +384,16 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             Weighted sums and each source's scores.
         """
         with failing_together(self.accelerator), self._streams.rewards.in_use():
-            return self.scorer(ScoringBatch.of(responses, prompts, self.tokens.ended(responses)))
+            scores = self.scorer(ScoringBatch.of(responses, prompts, self.tokens.ended(responses)))
+            give_up_if_stopped()
+        return scores
 
     def _in_passes(self, responses: Responses, forward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Call `forward` on a few rows at a time, trimmed, and put the `(b, T')` or `(b,)` results together."""
         outputs = []
         for part in responses.parts(self.args.local_rollout_forward_batch_size):
+            if self.accelerator.num_processes == 1:
+                give_up_if_stopped()
             with self._autocast():
                 outputs.append(forward(part.query_responses, part.attention_mask, part.response_mask))
         length = responses.response_mask.shape[1]

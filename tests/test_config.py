@@ -76,6 +76,7 @@ CASES = [
     Case("missing_eos_penalty", None, "1.0", 1.0, (0, 0.0, -1.0, NAN, INF)),
     Case("missing_eos_score", None, "-1", -1.0, (NAN, INF, "-1", True)),
     Case("score_clip", None, "2.5", 2.5, (0.0, -1.0, NAN, INF)),
+    Case("reward_timeout", None, "2.5", 2.5, (0.0, -1.0, NAN, INF)),
     Case("bootstrap_truncated", False, "true", True, ("yes", None)),
     Case("kl_coef", 0.05, "0", 0.0, (-0.1, NAN, INF, None)),
     Case("kl_estimator", "k1", "k3", "k3", ("k2", "K1", None)),

@@ -16,6 +16,7 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.termination import RunStopped
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.evaluation.test_completions import wandb_history, wandb_records, wandb_tables
 from tests.runs import QUICK, RecordingTrainer, assert_identical, end_of_run, history, record_rollouts
@@ -77,13 +78,14 @@ def test_sigterm_ends_in_a_log_that_the_resumed_run_does_not_repeat(make_trainer
         return make_trainer(**given)
 
     class Sigterm(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     whole, stopped = run(), run(Sigterm(), save_strategy="steps", save_steps=50)
     whole.train()
-    stopped.train()
+    with pytest.raises(RunStopped, match="143"):
+        stopped.train()
     assert [entry["step"] for entry in stopped.state.log_history if "loss" in entry] == [1, 3]
     resumed = run(save_strategy="steps", save_steps=50)
     resumed.train(resume_from_checkpoint=True)

@@ -155,7 +155,7 @@ def test_functions_make_each_trials_optimizer(make_searcher: Callable[..., Kept]
 
 def test_sigterm_ends_the_search_not_one_trial(make_searcher: Callable[..., Kept]) -> None:
     class Sigterm(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     searcher = make_searcher(callbacks=[Sigterm()])

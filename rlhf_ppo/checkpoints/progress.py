@@ -62,6 +62,7 @@ class Progress:
         num_processes: Number of processes of the run.
         optimization: What optimizer and scheduler were set to, by name.
         skipped: Fields of the `Skipped` that `on_divergence` counts.
+        due: What a signal has cut short after the last update, "samples" or "evaluation": resumed runs begin with it.
     """
 
     episode: int = 0
@@ -77,6 +78,7 @@ class Progress:
     num_processes: int = 0
     optimization: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
+    due: list[str] = field(default_factory=list)
 
     def keep_losses(self, losses: list[float]) -> None:
         """Keep what each rank has summed up since the last log."""

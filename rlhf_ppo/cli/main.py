@@ -52,7 +52,11 @@ def main(argv: list[str] | None = None) -> None:
         fail("rlhf-ppo", f"there is no command {command!r}: use one of {', '.join(COMMANDS)}")
     hide_in(sys.argv)  # `options` are a copy; trackers write these into files
     module = importlib.import_module(COMMANDS[command][0])
-    getattr(module, FUNCTIONS.get(command, command))(options)
+    try:
+        getattr(module, FUNCTIONS.get(command, command))(options)
+    except KeyboardInterrupt:
+        print(f"\nrlhf-ppo {command}: ended by SIGINT", file=sys.stderr)
+        raise SystemExit(130) from None
     if "accelerate" in sys.modules:
         from accelerate import PartialState
 

@@ -26,6 +26,7 @@ from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.utils import get_peft_config
 
+from rlhf_ppo.checkpoints.disk import DiskFullError
 from rlhf_ppo.cli.checks import check_columns
 from rlhf_ppo.cli.errors import fail, user_errors
 from rlhf_ppo.cli.quantization import quantization_options
@@ -35,6 +36,8 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.loading import load_classifier, load_pretrained
 from rlhf_ppo.reporting.results import where_results_are
+from rlhf_ppo.rewards.waiting import RewardTimeoutError
+from rlhf_ppo.termination import say
 from rlhf_ppo.trainer import PPOTrainer
 
 logger = logging.get_logger(__name__)
@@ -189,6 +192,8 @@ class _Begun(TrainerCallback):
 def running(program: str, trainer: Trainer) -> Iterator[None]:
     """Turn what a run cannot help into one sentence: options that its start refuses, a server that does not answer.
 
+    So is a full disk, and Ctrl-C outside of PPO's training, which handles it itself.
+
     Everything else that is raised while a run goes on keeps its traceback, a user's reward functions' errors too.
 
     Args:
@@ -196,13 +201,16 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
         trainer: What is about to train.
 
     Raises:
-        SystemExit: With code 2, after such an error.
+        SystemExit: With code 2 after such an error, 130 after Ctrl-C.
     """
     callback = _Begun()
     trainer.add_callback(callback)
     try:
         yield
-    except ConnectionError as error:
+    except KeyboardInterrupt:
+        say(f"{program}: ended by SIGINT; what was written before is in {trainer.args.output_dir}")
+        raise SystemExit(130) from None
+    except (ConnectionError, DiskFullError, RewardTimeoutError) as error:
         print(file=sys.stderr)  # the progress bar leaves its line unfinished
         fail(program, str(error))
     except Exception:

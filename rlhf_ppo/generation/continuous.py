@@ -20,6 +20,7 @@ from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
 from rlhf_ppo.generation.sampled import Sampled, prompt_rows, stack_rows
 from rlhf_ppo.models.modes import in_eval_mode
 from rlhf_ppo.models.packing import unpacked
+from rlhf_ppo.termination import give_up_if_stopped
 
 _MAX_PREFILL_TOKENS = 512
 """Prompt tokens read in one pass; longer prompts are read in several. The attention mask grows with it."""
@@ -112,6 +113,7 @@ def _run(model: Any, rows: list[list[int]], config: GenerationConfig, cache: Con
         manager.start()
         outputs: dict[str, Any] = {}
         while len(outputs) < len(rows):
+            give_up_if_stopped()
             output = manager.get_result(timeout=1)
             if output is not None:
                 outputs[output.request_id] = output

@@ -12,9 +12,19 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from rlhf_ppo.generation.inversion import by_inversion
 from rlhf_ppo.generation.nonfinite import ChecksLogits
 from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
+from rlhf_ppo.termination import give_up_if_stopped
 
 SHARE_LEFT = 0.75
 """Share of a batch's rows that must still be unfinished for it to go on as it is."""
+
+
+class IsGivenUp(StoppingCriteria):
+    """Ends `generate` by raising `Stopped` after the token at which a signal has come that ends the run."""
+
+    def __call__(self, input_ids: Any, scores: Any = None, **kwargs: Any) -> Any:
+        """Tell that no row is to end, bool `(B,)`."""
+        give_up_if_stopped()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class FewAreLeft(StoppingCriteria):
@@ -69,6 +79,7 @@ def generate_dropping(
 
     Raises:
         NonFiniteLogitsError: There are logits that are NaN or infinite.
+        Stopped: A signal has come; not where every forward pass is one of all ranks.
     """
     num_rows, prompt_length = input_ids.shape
     longest = prompt_length + cast(int, config.max_new_tokens)
@@ -86,7 +97,7 @@ def generate_dropping(
             attention_mask=attention_mask,
             generation_config=_with(how, max_new_tokens=longest - input_ids.shape[1], return_dict_in_generate=True),
             logits_processor=LogitsProcessorList([checks, *processors]),
-            stopping_criteria=StoppingCriteriaList([few_are_left]),
+            stopping_criteria=StoppingCriteriaList([few_are_left] if synced_gpus else [few_are_left, IsGivenUp()]),
             synced_gpus=synced_gpus,
             **cache,
         )

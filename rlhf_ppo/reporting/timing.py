@@ -14,17 +14,20 @@ class PhaseTimer:
 
     Attributes:
         seconds: Seconds by phase since the last `drain`.
+        running: The phase that runs now; empty between phases.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
+    running: str = ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the block's time under `name`."""
-        start = time.perf_counter()
+        start, self.running = time.perf_counter(), name
         try:
             yield
         finally:
+            self.running = ""
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def drain(self) -> dict[str, float]:

@@ -15,20 +15,36 @@ from __future__ import annotations
 import asyncio
 import base64
 import http.client
+import itertools
 import json
+import math
 import os
 import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.utils import logging
+
 from rlhf_ppo.redaction import secrets_of, shown_address, shown_addresses, without
+from rlhf_ppo.rewards.posting import TooLargeError, post
+from rlhf_ppo.validation import Interval, check_range, check_type
+
+logger = logging.get_logger(__name__)
 
 TOKEN_VARIABLE = "RLHF_PPO_REWARD_TOKEN"
 """The environment variable that holds the bearer token, unless another is named."""
 
+_NOT_NEGATIVE, _AT_LEAST_ONE = Interval(0, math.inf), Interval(1, math.inf)
+_SETTINGS: dict[str, tuple[type, Interval, str]] = {
+    "timeout": (float, Interval(0, math.inf, open_low=True), "seconds that one request may take"),
+    "retries": (int, _NOT_NEGATIVE, "how often a failed request is repeated"),
+    "backoff": (float, _NOT_NEGATIVE, "seconds before the first repetition"),
+    "batch_size": (int, _AT_LEAST_ONE, "most responses in one request"),
+    "concurrency": (int, _AT_LEAST_ONE, "most requests at one time"),
+    "max_answer_bytes": (int, _AT_LEAST_ONE, "longest answer"),
+}
 _RETRIED_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _NOT_SENT = frozenset({"trainer_state", "log_extra", "log_metric"})
 
@@ -38,8 +54,8 @@ class RewardEndpoint:
     """A reward function that asks a server, with `GRPOTrainer`'s signature; several requests run at the same time.
 
     A request is repeated when the connection fails or times out, when the server answers with the status 408, 429,
-    500, 502, 503 or 504, and when the answer is no JSON. The `n`-th repetition waits `backoff * 2^(n-1)` seconds.
-    Redirects are not followed.
+    500, 502, 503 or 504, and when the answer is no JSON. The `n`-th repetition waits `backoff * 2^(n-1)` seconds, or
+    as long as the server asks for by `Retry-After`, up to `timeout`. Each is logged. Redirects are not followed.
 
     Errors and metrics show of the address only host and path.
 
@@ -47,26 +63,29 @@ class RewardEndpoint:
         url: Where to post to, `http` or `https`; `user:password@` before the host is sent as HTTP's basic
             authentication, instead of the token.
         name: Name in metrics, weights and errors; empty takes the last part of the path, or else the host.
-        timeout: Seconds that the server may stay silent.
+        timeout: Seconds that one request may take, from looking up the host to the last byte of the answer.
         retries: How often a failed request is repeated.
         backoff: Seconds before the first repetition.
         batch_size: Most responses in one request.
         concurrency: Most requests at one time.
         token_variable: The environment variable with the token for `Authorization: Bearer <token>`; nothing is sent
             where it is not set.
+        max_answer_bytes: Longest answer; of a longer one the rest is not read.
 
     Raises:
+        TypeError: A setting is of another type.
         ValueError: The address is none of `http` or `https`, or a number is out of its range.
     """
 
     url: str
     name: str = ""
     timeout: float = 60.0
-    retries: int = 3
+    retries: int = 5
     backoff: float = 1.0
     batch_size: int = 32
     concurrency: int = 8
     token_variable: str = TOKEN_VARIABLE
+    max_answer_bytes: int = 1 << 25
 
     def __post_init__(self) -> None:
         parts = urllib.parse.urlsplit(self.url)
@@ -78,9 +97,12 @@ class RewardEndpoint:
                 f"url={self.place!r} has no valid port; special characters of a user and a password are written as "
                 "%40 for @, %3A for :, %2F for /"
             )
-        for field, least in (("timeout", 0), ("retries", 0), ("backoff", 0), ("batch_size", 1), ("concurrency", 1)):
-            if getattr(self, field) < least or (field == "timeout" and self.timeout == 0):
-                raise ValueError(f"{field}={getattr(self, field)!r} of the endpoint {self.place} is too small")
+        for field, (kind, interval, meaning) in _SETTINGS.items():
+            try:
+                check_type(field, getattr(self, field), kind, meaning)
+                check_range(field, getattr(self, field), interval, meaning)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"the endpoint {self.place}: {error}") from None
         self.__name__ = self.name or parts.path.strip("/").rpartition("/")[2] or parts.hostname
 
     def __repr__(self) -> str:
@@ -124,8 +146,7 @@ class RewardEndpoint:
 
     async def _answer(self, body: bytes, where: str) -> Any:
         """Post as often as need be, and return the decoded answer."""
-        attempt = 0
-        while True:
+        for attempt in itertools.count():
             outcome = await self._attempt(body)
             if not isinstance(outcome, _Failure):
                 return outcome
@@ -134,15 +155,22 @@ class RewardEndpoint:
                 raise ConnectionError(f"{where} {reason}")
             if attempt == self.retries:
                 raise ConnectionError(f"{where} {reason}, the last of {attempt + 1} times")
-            await asyncio.sleep(self.backoff * 2**attempt)
-            attempt += 1
+            pause = max(self.backoff * 2**attempt, min(outcome.asks_for, self.timeout))
+            logger.warning(f"{where} {reason}: repetition {attempt + 1} of {self.retries} in {pause:g} s.")
+            await asyncio.sleep(pause)
 
     async def _attempt(self, body: bytes) -> Any:
         try:
-            return json.loads(await asyncio.to_thread(self._post, body))
+            answer = await post(self._address(), body, self._headers(), self.timeout, self.max_answer_bytes)
+            return json.loads(answer)
         except urllib.error.HTTPError as error:
-            reason = f"answered with the status {error.code} ({_excerpt(error)})"
-            return _Failure(reason, is_repeated=error.code in _RETRIED_STATUS)
+            reason = f"answered with the status {error.code} ({error.reason})"
+            return _Failure(reason, error.code in _RETRIED_STATUS, _seconds(error.headers.get("Retry-After")))
+        except TooLargeError as error:
+            limit = f"max_answer_bytes={self.max_answer_bytes}"
+            return _Failure(f"answered with {error}, of which {limit} are read", is_repeated=False)
+        except RecursionError:
+            return _Failure("answered with JSON that is nested too deeply", is_repeated=False)
         except (OSError, http.client.HTTPException) as error:
             return _Failure(f"did not answer ({getattr(error, 'reason', error)!r})")
         except ValueError as error:
@@ -172,30 +200,27 @@ class RewardEndpoint:
         token = os.environ.get(self.token_variable)
         return f"Basic {_encoded(userinfo)}" if userinfo else f"Bearer {token}" if token else ""
 
-    def _post(self, body: bytes) -> bytes:
-        headers = {"Content-Type": "application/json"}
-        if authorization := self._authorization():
-            headers["Authorization"] = authorization
+    def _headers(self) -> dict[str, str]:
+        authorization = self._authorization()
+        return {"Content-Type": "application/json"} | ({"Authorization": authorization} if authorization else {})
+
+    def _address(self) -> str:
         parts = urllib.parse.urlsplit(self.url)
-        address = urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-        request = urllib.request.Request(address, data=body, headers=headers, method="POST")
-        with urllib.request.build_opener(_NoRedirects).open(request, timeout=self.timeout) as response:
-            return response.read()
+        return urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a request gave no answer, and whether it is worth a repetition."""
+    """Why a request gave no answer, whether it is worth a repetition, and after how many seconds by the server."""
 
     reason: str
     is_repeated: bool = True
+    asks_for: float = 0.0
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Makes a redirect an error: followed, it would carry the token to another server."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
+def _seconds(retry_after: str | None) -> float:
+    """Read the header `Retry-After`; a date counts as nothing asked for."""
+    return float(retry_after) if retry_after is not None and retry_after.strip().isdecimal() else 0.0
 
 
 def _encoded(userinfo: str) -> str:
@@ -210,10 +235,3 @@ def _has_valid_port(parts: urllib.parse.SplitResult) -> bool:
         return parts.port is None or parts.port > 0
     except ValueError:  # its text would show what stands there
         return False
-
-
-def _excerpt(error: urllib.error.HTTPError) -> str:
-    try:
-        return error.read(200).decode(errors="replace") or error.reason
-    except (OSError, http.client.HTTPException):
-        return error.reason

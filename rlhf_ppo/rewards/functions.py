@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import math
-import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,6 +21,14 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from rlhf_ppo.prompts import is_conversation
 from rlhf_ppo.rewards.reading import answers_of
 from rlhf_ppo.rewards.scorer import MAX_SCORE, Refuse, ScoringBatch, refuse_by_raising
+from rlhf_ppo.rewards.waiting import (
+    RewardTimeoutError,
+    expiring,
+    in_daemon_thread,
+    leave_event_loop,
+    on_event_loop,
+)
+from rlhf_ppo.termination import Stopped, is_main_thread_interruptible, may_be_given_up
 
 # The trainer's own arguments, which would take the place of columns of their names.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "policy_answers")
@@ -49,6 +57,7 @@ class RewardFunction:
         name: Name in metrics and errors; None takes the function's.
         log_extra: Takes the columns that the function adds to the sample table; None drops them.
         refuse: What becomes of a score that is not finite, or beyond `MAX_SCORE`.
+        timeout: Seconds that a call may take; the function then runs in a thread of its own. None: any number.
     """
 
     def __init__(
@@ -60,12 +69,13 @@ class RewardFunction:
         name: str | None = None,
         log_extra: Callable[[str, list[Any]], None] | None = None,
         refuse: Refuse = refuse_by_raising,
+        timeout: float | None = None,
     ) -> None:
         if not callable(function):
             raise TypeError(f"reward_funcs holds {function!r}, which cannot be called; pass a function")
         self.function, self.tokenizer, self.trainer_state_getter = function, tokenizer, trainer_state_getter
         self.log_metric, self.log_extra = log_metric or _drop, log_extra or _drop
-        self.refuse = refuse
+        self.refuse, self.timeout = refuse, timeout
         self.name = name or function_name(function)
         self.is_async = _is_async(function)
 
@@ -82,13 +92,30 @@ class RewardFunction:
             TypeError: The function returned a string, one number or nothing.
             ValueError: It returned another number of scores, or one that is not finite, or it asks for a column that
                 the data set does not have. What the function itself raises comes through, with a note that names it.
+            RewardTimeoutError: The function took longer than `timeout`.
         """
         if self.is_async:
-            return self.submit(batch).result()
+            with may_be_given_up():
+                return self.submit(batch).result()
         arguments = self.arguments(batch)
-        with naming(self.name, len(batch)), torch.no_grad():
-            returned = self.function(**arguments)
+        with may_be_given_up(), naming(self.name, len(batch)), torch.no_grad():
+            returned = self._called(arguments, len(batch))
         return self._checked(returned, batch)
+
+    def _called(self, arguments: Mapping[str, Any], num_rows: int) -> Any:
+        """Call the function in this thread, or, where its time is limited, in one that can be left behind."""
+        if self.timeout is None:
+            return _listed(self.function, arguments, num_rows)
+        running = in_daemon_thread(_listed, self.function, arguments, num_rows)
+        return expiring(running, self.timeout, self._overdue(num_rows)).result()
+
+    def _overdue(self, num_rows: int) -> str:
+        return (
+            f"the reward function {self.name!r}, given the rows 0 to {num_rows - 1}, has not returned within "
+            f"reward_timeout={self.timeout} seconds. Nothing can stop a thread: what it does goes on until the "
+            "program ends, which does not wait for it. Mend the function or raise reward_timeout, and go on with "
+            "resume_from_checkpoint=True"
+        )
 
     def submit(self, batch: ScoringBatch) -> Future[Tensor]:
         """Start an async function and return its future, so that several can run side by side."""
@@ -98,11 +125,19 @@ class RewardFunction:
             failed: Future[Tensor] = Future()
             failed.set_exception(error)
             return failed
-        return asyncio.run_coroutine_threadsafe(self._score_async(batch, arguments), _event_loop())
+        scores = expiring(on_event_loop(self._score_async(batch, arguments)), self.timeout, self._overdue(len(batch)))
+        scores.add_done_callback(_leave_loop_if_overdue)
+        return scores
 
     async def _score_async(self, batch: ScoringBatch, arguments: Mapping[str, Any]) -> Tensor:
         with naming(self.name, len(batch)):
-            returned = await self.function(**arguments)
+            try:
+                returned = await self.function(**arguments)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                raise RuntimeError("it raised CancelledError itself") from None
         return self._checked(returned, batch)
 
     def _checked(self, returned: Any, batch: ScoringBatch) -> Tensor:
@@ -123,8 +158,8 @@ class RewardFunction:
         if prompts is None:
             prompts = batch.prompt_texts(self.tokenizer)
         offered: dict[str, Any] = {
-            **{key: values for key, values in batch.columns.items() if key not in _NOT_PASSED},
-            "prompts": list(prompts),
+            **{key: list(values) for key, values in batch.columns.items() if key not in _NOT_PASSED},
+            "prompts": [[dict(part) for part in prompt] if is_conversation(prompt) else prompt for prompt in prompts],
             "completions": [
                 [{"role": "assistant", "content": text}] if is_conversation(prompt) else text
                 for prompt, text in zip(prompts, texts, strict=True)
@@ -235,7 +270,7 @@ def check_scores(returned: Any, name: str, lengths: Sequence[int], refuse: Refus
         ValueError: It has another length; or what `refuse` raises.
     """
     values = _plain(returned)
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+    if isinstance(values, str | bytes | bytearray | Mapping | Set) or not isinstance(values, Iterable):
         raise TypeError(
             f"the reward function {name!r} returned {returned!r:.60} ({type(returned).__name__}): "
             f"return a list of {len(lengths)} numbers, one per completion"
@@ -295,21 +330,54 @@ def _as_float(value: Any, name: str, place: str, refuse: Refuse) -> float:
         )
     if not abs(number) <= MAX_SCORE:  # NaN too
         refuse(
-            f"the reward function {name!r} returned {number} for {place}: return a finite number of at most "
+            f"the reward function {name!r} returned {_shown(number)} for {place}: return a finite number of at most "
             f"{MAX_SCORE:g}, or None for a completion that it does not score"
         )
         return math.nan
     return float(number)
 
 
+def _listed(function: Callable[..., Any], arguments: Mapping[str, Any], num_rows: int) -> Any:
+    """Call a function, and run the code of a generator that it returns, which need not end."""
+    returned = function(**arguments)
+    return list(itertools.islice(returned, num_rows + 1)) if isinstance(returned, Iterator) else returned
+
+
+def _shown(number: float) -> str:
+    try:
+        return f"{number!r:.60}"
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "an integer of thousands of digits"
+
+
 @contextlib.contextmanager
 def naming(name: str, num_rows: int) -> Iterator[None]:
     """Note at an error of a reward function which function it was."""
     try:
-        yield
+        with naming_exits(f"the reward function {name!r}"):
+            yield
     except Exception as error:
         error.add_note(f"raised by the reward function {name!r}, given the rows 0 to {num_rows - 1}")
         raise
+
+
+@contextlib.contextmanager
+def naming_exits(name: str) -> Iterator[None]:
+    """Make an error of what would end the program, or the thread of all async functions: `sys.exit()`, for example.
+
+    Raises:
+        RuntimeError: The block raised something that is no `Exception`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        is_ours = isinstance(error, Exception | Stopped | GeneratorExit | asyncio.CancelledError)
+        if is_ours or (isinstance(error, KeyboardInterrupt) and is_main_thread_interruptible()):
+            raise
+        raise RuntimeError(
+            f"{name} raised {error!r}, which would end the program: raise an Exception, or return None for what it "
+            "cannot score"
+        ) from error
 
 
 def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -353,20 +421,17 @@ def finished(returned: Any) -> Any:
     """Return what a function returned, or, where that is a coroutine, its result."""
     if not inspect.iscoroutine(returned):
         return returned
-    return asyncio.run_coroutine_threadsafe(returned, _event_loop()).result()
+    return on_event_loop(_without_exits(returned)).result()
 
 
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Start the loop that all async functions share, so that a client they keep between calls stays usable."""
-    loop = asyncio.new_event_loop()
+def _leave_loop_if_overdue(scores: Future[Tensor]) -> None:
+    if not scores.cancelled() and isinstance(scores.exception(), RewardTimeoutError):
+        leave_event_loop()  # which the function may be blocking
 
-    def run() -> None:
-        torch.set_grad_enabled(False)  # per thread; a context manager would leak between interleaved coroutines
-        loop.run_forever()
 
-    threading.Thread(target=run, name="rlhf_ppo-rewards", daemon=True).start()
-    return loop
+async def _without_exits(coroutine: Any) -> Any:
+    with naming_exits("an async function"):
+        return await coroutine
 
 
 def _drop(*_: Any) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo.batch import Prompts, Responses
+from rlhf_ppo.termination import may_be_given_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -232,8 +235,10 @@ class Scorer:
         """
         batch, running = self._taken(batch)
         try:
-            given = {name: source(batch) for name, source in self.sources.items() if name not in running}
-            given |= {name: future.result() for name, future in running.items()}
+            with _surroundings_kept():
+                given = {name: source(batch) for name, source in self.sources.items() if name not in running}
+                with may_be_given_up():
+                    given |= {name: future.result() for name, future in running.items()}
         finally:
             _cancel(running)
         return self._added_up({name: given[name] for name in self.names}, batch)
@@ -281,6 +286,22 @@ class Scorer:
             )
         per_token, unscored = per_token.masked_fill(~usable[:, None], 0.0), unscored | ~usable
         return Scores(final.masked_fill(unscored, math.nan), per_token, by_source)
+
+
+@contextmanager
+def _surroundings_kept() -> Iterator[None]:
+    """Restore the working directory and PyTorch's default dtype, which a user's function may change."""
+    dtype = torch.get_default_dtype()
+    try:
+        directory = os.getcwd()
+    except FileNotFoundError:  # somebody has deleted it
+        directory = None
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if directory is not None:
+            os.chdir(directory)
 
 
 def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
@@ -389,22 +391,33 @@ def reward_function_fails_on_one_rank(output_dir: str, models: str, slow: bool =
     return "no error"
 
 
-class SigtermAt(TrainerCallback):
-    """Sends SIGTERM to one rank in the update after `step`."""
+class SigtermInLearning(TrainerCallback):
+    """Sends SIGTERM to rank 1 in the second update's learning."""
 
-    def __init__(self, step: int, rank: int) -> None:
-        self.step, self.rank = step, rank
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step and args.process_index == self.rank:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1 and args.process_index == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train_until_sigterm(output_dir: str, models: str) -> dict[str, Any]:
-    """Rank 1 receives SIGTERM in the second of three updates."""
-    trainer = make_trainer(output_dir, models, given={"callbacks": [SigtermAt(1, rank=1)]}, num_ppo_epochs=1)
-    trainer.train()
-    return {**launched_as(trainer), "global_step": trainer.state.global_step}
+def sigterm_in_a_hanging_reward(trainer_state: Any, **columns: Any) -> list[float]:
+    """Sends SIGTERM to rank 1 in the second update, and never returns there."""
+    if trainer_state.global_step == 1 and PartialState().process_index == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(3600)
+    return conftest.count_w4(**columns)
+
+
+def train_until_sigterm(output_dir: str, models: str, hangs: bool = False) -> dict[str, Any]:
+    """Rank 1 receives SIGTERM in the second of three updates: while it learns, or while its reward hangs."""
+    sigterm_in_a_hanging_reward.__name__ = conftest.count_w4.__name__
+    given = {"reward_funcs": sigterm_in_a_hanging_reward} if hangs else {"callbacks": [SigtermInLearning()]}
+    trainer = make_trainer(output_dir, models, given=given, num_ppo_epochs=1)
+    code = None
+    try:
+        trainer.train()
+    except SystemExit as error:
+        code = error.code
+    return {**launched_as(trainer), "global_step": trainer.state.global_step, "code": code}
 
 
 class DiskIsFullAfter(TrainerCallback):

@@ -1,0 +1,71 @@
+"""A full disk: an error that names the directory, what is whole and how to go on; and the files that a kill leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_SAID = re.compile(
+    r"No space left|[Qq]uota exceeded|File too large|iostream error"  # by safetensors, by C++
+    r"|unexpected pos \d|PytorchStreamWriter failed"  # by torch.save, whose archive is shorter than it should be
+)
+_TEMPORARY = re.compile(r"\.tmp\w{6}|.*\.json\.tmp")  # of safetensors, of this library
+
+
+class DiskFullError(OSError):
+    """There was no room for what had to be written."""
+
+
+@contextmanager
+def naming_full_disk(directory: str, last_whole: Callable[[], str | None]) -> Iterator[None]:
+    """Tell of a full disk, or a quota, in a sentence; each library says something else.
+
+    Args:
+        directory: What is written into.
+        last_whole: Returns the newest whole checkpoint, or None.
+
+    Raises:
+        DiskFullError: The disk is full.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not _is_full(error):
+            raise
+        whole = last_whole()
+        kept = "there is no checkpoint to go on from" if whole is None else f"{whole} is whole"
+        going_on = "start again" if whole is None else "go on with resume_from_checkpoint=True"
+        raise DiskFullError(
+            f"no space is left for {directory}, which is not whole ({_free(directory)}; the error was: {error}). "
+            f"{kept[0].upper()}{kept[1:]}: make room, and {going_on}"
+        ) from error
+
+
+def remove_leftovers(directory: str | Path) -> None:
+    """Delete the temporary files that a kill has left in a directory, and in the value model's beside it.
+
+    Args:
+        directory: Nobody else writes there now.
+    """
+    for pattern in ("*.tmp*", "*/*.tmp*"):
+        for path in Path(directory).glob(pattern):
+            if _TEMPORARY.fullmatch(path.name) and path.is_file():
+                path.unlink(missing_ok=True)
+
+
+def _is_full(error: BaseException) -> bool:
+    return (isinstance(error, OSError) and error.errno in _NO_SPACE) or _SAID.search(str(error)) is not None
+
+
+def _free(directory: str) -> str:
+    while not os.path.isdir(directory):
+        directory = os.path.dirname(os.path.abspath(directory))
+    return f"{shutil.disk_usage(directory).free / 1e6:.0f} MB free"

@@ -1,0 +1,105 @@
+"""SIGTERM and SIGINT at every moment of a run: it ends in time, with a checkpoint to resume from bit for bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_ppo.checkpoints import last_whole_checkpoint
+from tests.faults.train_until_signalled import MOMENTS, make, train
+from tests.runs import assert_identical, end_of_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+SECONDS = 10.0
+LASTS = "in_learning_that_lasts"
+FINISHED = {"in_learning": 3, "in_a_save": 3}
+"""The update after which the run ends where the one of the signal is finished; elsewhere it is the second."""
+
+
+@pytest.fixture(scope="module")
+def silent_server() -> Iterator[str]:
+    """A server that takes requests and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=50) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/score"
+
+
+@pytest.fixture(scope="module")
+def start(silent_server: str) -> Callable[[Path, str], Any]:
+    """Start a run in a process forked from one that has imported everything; return it at its moment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([train.__module__])
+
+    def start_run(output_dir: Path, moment: str) -> Any:
+        process = context.Process(target=train, args=(str(output_dir), moment, silent_server))
+        process.start()
+        while not Path(f"{output_dir}-ready").exists():
+            assert process.is_alive(), Path(f"{output_dir}-stderr").read_text()
+            time.sleep(0.01)
+        time.sleep(0.1)  # the moment is told of just before it begins
+        return process
+
+    return start_run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The end of the run that was left alone."""
+    trainer = make(tmp_path_factory.mktemp("whole") / "run")
+    trainer.train()
+    return end_of_run(trainer)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moment", sorted(MOMENTS.keys() - {LASTS}))
+def test_a_signal_ends_the_run_with_a_checkpoint(
+    moment: str, number: signal.Signals, start: Any, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    output_dir = tmp_path / "run"
+    process = start(output_dir, moment)
+    before = time.monotonic()
+    os.kill(process.pid, number)
+    process.join(2 * SECONDS)
+    seconds, said = time.monotonic() - before, Path(f"{output_dir}-stderr").read_text()
+    process.kill()
+
+    assert process.exitcode == 128 + number, said
+    assert seconds < SECONDS
+    step = FINISHED.get(moment, 2)
+    checkpoint = last_whole_checkpoint(str(output_dir))
+    assert checkpoint == str(output_dir / f"checkpoint-{step}")
+    assert "Traceback" not in said
+    first, last = [line for line in said.splitlines() if line.startswith(number.name)]
+    assert first.startswith(f"{number.name}: the run ends") and "A second signal ends the process at once" in first
+    assert f"after update {step} of 4, with the checkpoint {checkpoint}; resume_from_checkpoint=True" in last
+    assert not (output_dir / "model.safetensors").exists(), "no final model"
+    if number == signal.SIGINT:  # what is saved is the same
+        return
+    resumed = make(output_dir)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._initial_global_step == step
+    assert_identical(end_of_run(resumed), whole)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_process_at_once(second: signal.Signals, start: Any, tmp_path: Path) -> None:
+    output_dir = tmp_path / "run"
+    process = start(output_dir, LASTS)
+    for _ in range(2):  # as one: a scheduler may signal a process and what started it
+        os.kill(process.pid, signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.is_alive()
+    before = time.monotonic()
+    os.kill(process.pid, second)
+    process.join(SECONDS)
+
+    assert process.exitcode == 128 + second and time.monotonic() - before < 1
+    assert f"{second.name}, the second signal" in Path(f"{output_dir}-stderr").read_text()
