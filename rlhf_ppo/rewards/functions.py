@@ -11,7 +11,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -159,7 +159,9 @@ class RewardFunction:
             prompts = batch.prompt_texts(self.tokenizer)
         offered: dict[str, Any] = {
             **{key: list(values) for key, values in batch.columns.items() if key not in _NOT_PASSED},
-            "prompts": [[dict(part) for part in prompt] if is_conversation(prompt) else prompt for prompt in prompts],
+            "prompts": [
+                [dict(cast(Any, part)) for part in prompt] if is_conversation(prompt) else prompt for prompt in prompts
+            ],
             "completions": [
                 [{"role": "assistant", "content": text}] if is_conversation(prompt) else text
                 for prompt, text in zip(prompts, texts, strict=True)
