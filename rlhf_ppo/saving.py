@@ -27,6 +27,7 @@ from rlhf_ppo.checkpoints.fits import (
     naming,
     optimizer_name,
 )
+from rlhf_ppo.checkpoints.history import History, last_entries
 from rlhf_ppo.checkpoints.lock import locked
 from rlhf_ppo.checkpoints.manifest import write_manifest
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
@@ -66,6 +67,7 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         self._progress = Progress()
         self._window = MetricWindow()
         self._run = Run.new()
+        self._history: History | None = None
         self._record: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
         self._writing_checkpoint = False  # the value model belongs into checkpoints, not into what save_model writes
@@ -105,6 +107,7 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         with failing_together(self.accelerator):
             if self.args.should_save:
                 self._run.save(self._get_output_dir(trial))
+                self._history = History(self._get_output_dir(trial), self.state.log_history)
 
     def _continue_run(self, directory: str, wanted: str | bool) -> tuple[str, Run]:
         checkpoint = self._resolve_checkpoint(directory, wanted)
@@ -151,7 +154,8 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
                 self._begin_checkpoint(directory)
         self._writing_checkpoint = True
         try:
-            with self._withholding(save_total_limit=None, push_to_hub=False):  # both wait for the manifest
+            # both arguments wait for the manifest
+            with self._withholding(save_total_limit=None, push_to_hub=False), last_entries(self.state):
                 super()._save_checkpoint(model, trial)
         finally:
             self._writing_checkpoint = False
@@ -170,7 +174,9 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         self._progress.batch_size = cast(int, self.args.batch_size)
         self._progress.num_processes = self.accelerator.num_processes
         self._progress.skipped = dataclasses.asdict(self._guard.skipped)
+        self._progress.num_logged = len(self.state.log_history)
         self._progress.save(directory)
+        cast(History, self._history).write(self.state.log_history)
         self.create_model_card()
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:

@@ -27,6 +27,7 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.batch import Prompts
 from rlhf_ppo.checkpoints.fits import check_same_split, naming
+from rlhf_ppo.checkpoints.history import whole_history
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.distributed import failing_together, gather_over_ranks, sum_over_ranks
@@ -145,6 +146,9 @@ class PPOSeams(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
         self._progress, num_prompts = Progress(), length(self.train_dataset) or 0
         if resume_from_checkpoint is not None:
             self._progress = Progress.load(resume_from_checkpoint)
+            self.state.log_history = whole_history(
+                resume_from_checkpoint, self.state.log_history, self._progress.num_logged
+            )
             check_same_split(
                 self._progress,
                 cast(int, self.args.batch_size),

@@ -56,6 +56,7 @@ class Progress:
         loss: Sum of the losses since the last log, the mean over the ranks.
         losses: The same sum of each rank, which adds to its own.
         last_logged_step: Update at which the last log was written.
+        num_logged: Entries of the whole log, of which `trainer_state.json` has the last ones.
         pending_metrics: Metrics of the updates since the last log.
         score_moments: Fields of the `ScoreMoments` that `score_scaling` divides by.
         batch_size: Episodes of an update, on all ranks.
@@ -72,6 +73,7 @@ class Progress:
     loss: float = 0.0
     losses: list[float] = field(default_factory=list)
     last_logged_step: int = 0
+    num_logged: int = 0
     pending_metrics: list[dict[str, float]] = field(default_factory=list)
     score_moments: dict[str, float] = field(default_factory=dict)
     batch_size: int = 0

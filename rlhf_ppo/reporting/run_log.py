@@ -1,4 +1,4 @@
-"""The log that Trainer keeps in `trainer_state.json`, found and read."""
+"""The log that Trainer keeps in `trainer_state.json`, and `log_history.jsonl` beside checkpoints, found and read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
+
+from rlhf_ppo.checkpoints.history import whole_history
+from rlhf_ppo.checkpoints.progress import PROGRESS_NAME, Progress
 
 Log = Sequence[Mapping[str, Any]]
 """A log history: one mapping of metric to value for each time that Trainer logged."""
@@ -56,9 +59,16 @@ def find_state(directory: str | os.PathLike[str]) -> Path | None:
 
 def _read_state(path: Path) -> Log:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["log_history"]
+        return _with_earlier(path.parent, json.loads(path.read_text(encoding="utf-8"))["log_history"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no trainer_state.json that Trainer wrote: {error!r}") from error
+
+
+def _with_earlier(directory: Path, last: list[dict[str, Any]]) -> Log:
+    """Return the whole log of a checkpoint, which has its last entries only."""
+    progress = directory / PROGRESS_NAME
+    num_logged = Progress.load(str(directory)).num_logged if progress.is_file() else 0
+    return whole_history(directory, last, num_logged)
 
 
 def _existing_state(path: str | os.PathLike[str]) -> Path:
