@@ -13,6 +13,7 @@ FAULTS = "tests/faults/"
 DAMAGE, DIVERGENCE, OUTPUT_DIR = (f"{FAULTS}test_{name}.py::" for name in ("damage", "divergence", "output_dir"))
 OTHERS, TWO, KILL = (f"{FAULTS}test_{name}.py::" for name in ("something_else", "two_processes", "kill"))
 CHECKPOINTS, RESUME = "tests/test_checkpoints.py::", "tests/distributed/test_resume.py::"
+WRONG = f"{FAULTS}test_wrong_inputs.py::"
 ARGUMENTS = "tests/test_trainer_arguments.py::"
 
 MATRIX: dict[str, tuple[str, str]] = {
@@ -61,6 +62,7 @@ DOCUMENTED: dict[str, dict[str, str]] = {
     "Damage": {
         "A kill or a full disk": f"{CHECKPOINTS}test_a_full_disk_leaves_the_previous_checkpoint_loadable",
         "A file of a checkpoint": f"{DAMAGE}test_damage_to_any_file_is_said_by_its_name",
+        "`log_history.jsonl` is missing": f"{FAULTS}test_history.py::test_without_the_file_the_end_of_the_log_is_left",
         "A number in": f"{DAMAGE}test_values_that_no_run_can_have_are_refused_by_name",
         "A checkpoint holds code": f"{CHECKPOINTS}test_code_hidden_in_a_checkpoint_does_not_run",
         "A checkpoint's update comes": f"{OUTPUT_DIR}test_a_checkpoint_that_is_written_again_holds_nothing_of_before",
@@ -91,6 +93,21 @@ DOCUMENTED: dict[str, dict[str, str]] = {
         "Another optimizer": f"{OTHERS}test_what_cannot_go_on_is_refused",
         "Another number of processes": f"{RESUME}test_one_process_goes_on_where_two_stopped",
         "`overwrite_output_dir=True`": f"{OUTPUT_DIR}test_overwriting_and_resuming_contradict_each_other",
+    },
+    "Wrong inputs": {
+        "An argument of another": f"{WRONG}test_a_wrong_value_is_refused_by_name",
+        "Arguments that cannot": f"{WRONG}test_a_combination_that_cannot_be_is_refused",
+        "Something else than": f"{WRONG}test_something_else_is_refused_before_a_model_is_loaded",
+        "An optimizer, a schedule": f"{WRONG}test_what_cannot_be_given_is_refused_before_a_model_is_loaded",
+        "A prompt that says nothing": f"{WRONG}test_what_the_models_must_tell_is_refused_at_construction",
+        "A column named like": f"{WRONG}test_what_the_models_must_tell_is_refused_at_construction",
+        "A reward function that requires": (
+            "tests/test_bad_input.py::test_a_column_that_a_reward_function_requires_is_missed_in_the_constructor"
+        ),
+        "A reward function that returns": (
+            "tests/test_bad_input.py::test_wrong_reward_function_is_found_in_the_first_rollout"
+        ),
+        "A wrong option": "tests/cli/test_user_errors.py::test_a_mistake_is_one_sentence",
     },
 }
 """By section of the page: how a line of its table begins, and the test in which that was seen."""
