@@ -310,11 +310,8 @@ class DivergenceGuard:
             causes.append(f"learning_rate={args.learning_rate} (the default is 3e-6)")
         if args.max_grad_norm == 0:
             causes.append("max_grad_norm=0, which clips no gradient (set it to 1)")
-        return f"likely causes: {'; '.join(causes) or self._usual_settings()}"
-
-    def _usual_settings(self) -> str:
-        args = self.args
-        return f"learning_rate={args.learning_rate}, kl_coef={args.kl_coef}, or rewards that are too large"
+        usual = f"learning_rate={args.learning_rate}, kl_coef={args.kl_coef}, or rewards that are too large"
+        return f"likely causes: {'; '.join(causes) or usual}"
 
 
 def weights_not_finite(model: nn.Module) -> dict[str, float]:

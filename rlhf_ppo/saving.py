@@ -68,6 +68,7 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         self._window = MetricWindow()
         self._run = Run.new()
         self._history: History | None = None
+        self._given_up: str | None = None  # what is said of later checkpoints that the run does not take for its own
         self._record: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
         self._writing_checkpoint = False  # the value model belongs into checkpoints, not into what save_model writes
@@ -89,6 +90,7 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         said = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         wanted = wanted_checkpoint(said)
         opened: list[Any] = [None]
+        self._given_up = None
         with failing_together(self.accelerator):
             if self.is_world_process_zero():
                 check_start(directory, wanted, self.args.overwrite_output_dir)
@@ -108,17 +110,19 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
             if self.args.should_save:
                 self._run.save(self._get_output_dir(trial))
                 self._history = History(self._get_output_dir(trial), self.state.log_history)
+        if self._given_up is not None:
+            logger.warning(self._given_up)
 
     def _continue_run(self, directory: str, wanted: str | bool) -> tuple[str, Run]:
         checkpoint = self._resolve_checkpoint(directory, wanted)
         check_engine(checkpoint, self.is_deepspeed_enabled, self.is_fsdp_enabled)
         step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
         run, abandoned = continue_run(directory, checkpoint, step)
-        if abandoned:
-            logger.warning(
-                f"Going on from {checkpoint}; what comes after it ({', '.join(abandoned)}) is not taken for this "
-                "run's any more: it is neither resumed from nor deleted, and overwritten when its update comes again."
-            )
+        later = f"{', '.join(abandoned)}) is not taken for this run's any more: it is neither resumed from nor deleted"
+        told = (
+            f"Going on from {checkpoint}; what comes after it ({later}, and overwritten when its update comes again."
+        )
+        self._given_up = told if abandoned else None
         return checkpoint, run
 
     def _resolve_checkpoint(self, directory: str, wanted: str | bool) -> str:

@@ -167,15 +167,15 @@ class PPOSeams(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Go on with each rank's random numbers; with another number of processes, with new ones for each."""
-        if checkpoint is not None and self._progress.num_processes != self.accelerator.num_processes:
+        if checkpoint is None:
+            return
+        if self._progress.num_processes != self.accelerator.num_processes:
             set_seed(self.args.seed + self.state.global_step, device_specific=True)
             self._streams.seed(self.args.seed, self.state.global_step)
             return
-        if checkpoint is not None:
-            what = "its random states (rng_state.pth and beside it)"
-            with failing_together(self.accelerator), naming(checkpoint, what):  # each rank reads its own
-                super()._load_rng_state(checkpoint)
-                self._streams.load(checkpoint)
+        with failing_together(self.accelerator), naming(checkpoint, "its random states (rng_state.pth and beside it)"):
+            super()._load_rng_state(checkpoint)
+            self._streams.load(checkpoint)
 
     def _save_rng_state(self, output_dir: str) -> None:
         self._streams.save(output_dir)

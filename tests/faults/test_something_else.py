@@ -116,13 +116,14 @@ def test_a_change_is_said_with_what_is_in_force(case: str, run: Path, caplog: py
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_go_on_is_refused(case: str, run: Path) -> None:
+def test_what_cannot_go_on_is_refused(case: str, run: Path, caplog: pytest.LogCaptureFixture) -> None:
     change, message = REFUSED[case]
     trainer = resuming(run, change)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
     assert trainer.state.global_step in (0, 1)
-    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-2")  # a refused start gives nothing up
+    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-2")
+    assert "is not taken for this run's" not in caplog.text  # a refused start gives nothing up
 
 
 def test_nothing_is_said_where_nothing_changed(run: Path, caplog: pytest.LogCaptureFixture) -> None:
