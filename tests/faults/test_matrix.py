@@ -13,6 +13,7 @@ FAULTS = "tests/faults/"
 DAMAGE, DIVERGENCE, OUTPUT_DIR = (f"{FAULTS}test_{name}.py::" for name in ("damage", "divergence", "output_dir"))
 OTHERS, TWO, KILL = (f"{FAULTS}test_{name}.py::" for name in ("something_else", "two_processes", "kill"))
 CHECKPOINTS, RESUME = "tests/test_checkpoints.py::", "tests/distributed/test_resume.py::"
+FUNCTIONS, SERVERS, SIGNALS = (f"{FAULTS}test_{name}.py::" for name in ("odd_functions", "odd_servers", "signals"))
 WRONG = f"{FAULTS}test_wrong_inputs.py::"
 ARGUMENTS = "tests/test_trainer_arguments.py::"
 
@@ -32,6 +33,14 @@ MATRIX: dict[str, tuple[str, str]] = {
     "divergence": (
         f"{DIVERGENCE}test_what_is_not_finite_stops_the_run_before_it_is_saved",
         f"{TWO}test_both_stop_for_what_is_not_finite_on_one",
+    ),
+    "hang": (
+        f"{FUNCTIONS}test_each_is_scored_or_refused_by_name",
+        f"{TWO}test_a_reward_that_hangs_on_one_ends_both",
+    ),
+    "signal": (
+        f"{SIGNALS}test_a_signal_ends_the_run_with_a_checkpoint",
+        f"{RESUME}test_sigterm_to_one_rank_saves_a_checkpoint_from_which_the_run_goes_on",
     ),
     "resume with something else": (
         f"{OTHERS}test_a_change_is_said_with_what_is_in_force",
@@ -80,6 +89,11 @@ DOCUMENTED: dict[str, dict[str, str]] = {
         "A second run starts": f"{OUTPUT_DIR}test_a_second_run_in_the_same_directory_is_refused",
         "A run was killed": f"{OUTPUT_DIR}test_the_lock_names_its_holder_and_ends_with_it",
         "The file system has no": f"{OUTPUT_DIR}test_without_locks_a_warning_says_so",
+    },
+    "Hangs": {
+        "A reward function takes": f"{FUNCTIONS}test_each_is_scored_or_refused_by_name",
+        "A server does not answer": f"{SERVERS}test_it_ends_in_time_and_in_one_sentence",
+        "A server answers with": f"{SERVERS}test_it_ends_in_time_and_in_one_sentence",
     },
     "Resuming with something else": {
         "More updates": f"{OTHERS}test_more_prompts_are_trained_on",
