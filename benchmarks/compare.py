@@ -188,7 +188,7 @@ def machine(gpu: str | None) -> str:
 
 def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; what is not given depends on the device."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--trl-python", required=True, help="the interpreter of the environment with trl==1.12.0")
     parser.add_argument("--device", choices=DEFAULTS, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="by default those of the device")

@@ -34,7 +34,9 @@ def tokens_per_second(engine: Any, policy: Any, prompts: Prompts, args: PPOConfi
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workload", choices=WORKLOADS, default="ragged")
     parser.add_argument("--rows", type=int, default=64, help="prompts")
     parser.add_argument("--at-a-time", type=int, default=16, help="local_rollout_forward_batch_size")

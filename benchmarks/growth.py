@@ -41,7 +41,7 @@ def rows(kind: str, num_updates: int) -> list[list[str]]:
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--updates", type=int, default=3, help="the first is not measured")
     arguments = parser.parse_args()
     columns = ["grows", "to", *PHASES, "ms per response token", "of the first", "MB"]

@@ -189,7 +189,7 @@ def measure_alone(
 
 def main() -> None:
     """Read the command line and print the measurement."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("trainer", choices=["ours", "trl"])
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--updates", type=int, default=4)

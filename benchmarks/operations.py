@@ -60,7 +60,7 @@ def rows(name: str, phase: str, figures: list[Any], count: int) -> list[list[str
 
 def main() -> None:
     """Profile and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("workloads", nargs="*", default=["vocab-heavy", "ragged", "long-prompt"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--operations", type=int, default=6, help="how many of each phase")

@@ -67,7 +67,7 @@ def row(name: str, result: dict[str, Any], plain: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--workload", choices=SHAPES, default="small")
     parser.add_argument("--updates", type=int, default=3, help=f"besides the first {NUM_FIRST}")
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="besides plain")

@@ -107,7 +107,7 @@ def compare(shape: str, num_updates: int) -> None:
 
 def main() -> None:
     """Read the command line; print the table, or one process's measurement."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="160M")
     parser.add_argument("--updates", type=int, default=2)
     parser.add_argument("--kind", choices=KINDS, help="measure this one in this process")

@@ -21,7 +21,7 @@ from transformers.debug_utils import DebugOption
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from rlhf_ppo.validation import Interval, check_json_file
+from rlhf_ppo.validation import Interval, check_json_file, check_range
 
 _POSITIVE = Interval(0, math.inf, open_low=True)
 _NOT_NEGATIVE = Interval(0, math.inf)
@@ -77,6 +77,17 @@ def _type_of(name: str, hint: Any, choices: dict[str, Any]) -> Any:
     if values:
         return Literal[*values, *([None] if types.NoneType in options else [])]
     return _INSTEAD.get(name, hint | _ALSO[name] if name in _ALSO else hint)
+
+
+def check_numbers(args: TrainingArguments) -> None:
+    """Check that the numbers of any training arguments are in their ranges.
+
+    Raises:
+        ValueError: One is not.
+    """
+    helps = {item.name: str(item.metadata.get("help", "")) for item in fields(args)}
+    for name, interval in INHERITED_RANGES.items():
+        check_range(name, getattr(args, name), interval, helps[name])
 
 
 def check_dicts(args: TrainingArguments) -> None:

@@ -155,11 +155,27 @@ def parse_strings(name: str, value: Any) -> Any:
 
 
 def _json(text: str) -> Any:
-    """Return what a JSON text says, or None if it is no JSON."""
+    """Return what a JSON text says, or None if it is no JSON.
+
+    Raises:
+        ValueError: A key stands twice.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError:
         return None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make the dict of a JSON object.
+
+    Raises:
+        ValueError: A key stands twice.
+    """
+    keys = [key for key, _ in pairs]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ValueError(f"the key {', '.join(twice)} stands twice in the JSON object")
+    return dict(pairs)
 
 
 def _matches(value: Any, annotation: Any) -> bool:

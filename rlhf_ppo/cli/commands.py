@@ -27,6 +27,7 @@ from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.forecast import estimate_run, learns_in_turn
 from rlhf_ppo.given import check_output_dir
+from rlhf_ppo.inherited_values import check_inherited, check_numbers
 from rlhf_ppo.reporting.estimate import Estimate
 from rlhf_ppo.trainer import PPOTrainer
 
@@ -134,6 +135,8 @@ def _parse(program: str, script: type, config: type, argv: Sequence[str] | None)
     script_args, args, model_args = parser.parse_args_and_config(argv)
     quantization_options(model_args)  # an error comes before anything is loaded
     check_output_dir(args.output_dir)
+    check_numbers(args)  # PPOConfig's are checked; TRL's are not
+    check_inherited(args)
     return script_args, args, model_args
 
 

@@ -18,9 +18,31 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and say what is left over without the words themselves: a misplaced token may be among them."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {left_over(unknown, sys.argv[1:] if args is None else args)}")
+        return parsed
+
     def error(self, message: str) -> NoReturn:
         """Write the sentence and exit with code 2."""
         fail(self.prog, message)
+
+
+def left_over(unknown: Sequence[str], words: Sequence[str]) -> str:
+    """Name the options that are unknown, or, where there are words only, the option that they follow.
+
+    Args:
+        unknown: The words that no option takes.
+        words: All words of the command line.
+    """
+    options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    if options:
+        return ", ".join(options)
+    before = [word.partition("=")[0] for word in words[: list(words).index(unknown[0])] if word.startswith("--")]
+    count = "a word" if len(unknown) == 1 else f"{len(unknown)} words"
+    return f"{count} too many after {before[-1]}" if before else f"{count} without an option"
 
 
 @contextmanager

@@ -57,6 +57,7 @@ class EvalArguments:
         helps = {option.name: option.metadata["help"] for option in dataclasses.fields(self)}
         for name in ("num_prompts", "max_new_tokens", "batch_size"):
             check_range(name, getattr(self, name), Interval(1, math.inf), helps[name])
+        check_range("seed", self.seed, Interval(0, 2**32 - 1), helps["seed"])
         check_range("temperature", self.temperature, Interval(0, math.inf, open_low=True), helps["temperature"])
         for one, other in (("opponent", "opponent_column"), ("judge_model", "judge")):
             if (getattr(self, one) is None) == (getattr(self, other) is None):

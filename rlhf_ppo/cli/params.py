@@ -1,11 +1,12 @@
 """AITraining's `LLMTrainingParams`: every option of `aitraining llm`, with its name and default."""
 
 # HfArgumentParser reads the annotations, so they are not postponed.
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_type_hints
 
 from rlhf_ppo.redaction import shown
-from rlhf_ppo.validation import check_type
+from rlhf_ppo.validation import Interval, check_range, check_type
 
 TRAINERS = ("ppo", "reward", "sft")
 """The trainers that are here."""
@@ -230,6 +231,8 @@ class LLMTrainingParams:
             check_type(option.name, value, hints[option.name], help)
             if option.name in UNAVAILABLE and value != option.default:
                 raise ValueError(f"{_flag(option.name, value)} is not available here: {UNAVAILABLE[option.name]}")
+        for name in ("batch_size", "gradient_accumulation", "rl_mini_batch_size", "max_samples"):
+            check_range(name, getattr(self, name), Interval(1, math.inf), f"--{name.replace('_', '-')}")
         choices = {"chat_template": ("tokenizer", None), "padding": ("left", "right", None)}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from trl.scripts.utils import TrlParser
 
-from rlhf_ppo.cli.errors import CommandParser
+from rlhf_ppo.cli.errors import CommandParser, left_over
 from rlhf_ppo.inherited_arguments import reject_removed
 from rlhf_ppo.redaction import hide_in
 from rlhf_ppo.validation import check_json_file
@@ -37,7 +37,8 @@ class PPOArgumentParser(CommandParser, TrlParser):
         if options:
             raise ValueError(self._unknown(options))
         if unknown:
-            raise ValueError(f"{' '.join(unknown)!r} belongs to no option: one before it takes fewer values")
+            words = sys.argv[1:] if args is None else args
+            raise ValueError(f"there {'is' if len(unknown) == 1 else 'are'} {left_over(unknown, words)}")
         for name in ("deepspeed", "fsdp_config", "accelerator_config"):
             path = getattr(parsed, name, None)
             if isinstance(path, str) and not path.lstrip().startswith("{"):

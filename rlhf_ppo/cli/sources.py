@@ -1,10 +1,12 @@
 """Where a script's models and prompts come from: options, and data sets in files, directories or on the hub."""
 
 # TrlParser reads the annotations, so they are not postponed.
+import csv
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -59,8 +61,11 @@ def load_splits(
             return _saved_splits(path, streaming)
     if os.path.isfile(path):
         builder = _builder(path, argument)
+        _check_text(path, name, argument, streaming)
         with _reading(name, argument):
             return datasets.load_dataset(builder, data_files={"train": path}, streaming=streaming)
+    for file in sorted(Path(path).glob("*.*")) if os.path.isdir(path) else ():
+        _check_text(str(file), name, argument, streaming)
     if not os.path.isdir(path) and (name.startswith((".", "~", os.sep)) or os.path.splitext(name)[1] in BUILDERS):
         raise ValueError(f"{argument}={name!r}: there is no such file or directory (seen from {os.getcwd()!r})")
     try:
@@ -125,6 +130,21 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _check_text(path: str, name: str, argument: str, streaming: bool) -> None:
+    """Check that a file of text is UTF-8, where all of it will be read, and that a CSV file names each column once."""
+    if os.path.splitext(path)[1] not in (".jsonl", ".json", ".csv", ".txt"):
+        return
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            columns = next(csv.reader(file), []) if path.endswith(".csv") else []
+            while not streaming and file.read(2**20):
+                pass
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{argument}={name!r}: it cannot be read: {path} is no UTF-8 text: {error}") from error
+    if twice := sorted({column for column in columns if columns.count(column) > 1}):
+        raise ValueError(f"{argument}={name!r}: the column {', '.join(twice)!r} stands twice in {path}; rename one")
 
 
 def _builder(path: str, argument: str) -> str:

@@ -49,6 +49,11 @@ def workshop(tmp_path_factory):
         write("questions.jsonl", [{"question": "w4"}] * 12)
         write("numbers.jsonl", [{"prompt": 4, "text": 4, "chosen": 4, "rejected": 4}] * 12)
         Path("empty.jsonl").touch()
+        Path("twice.csv").write_text("prompt,text,prompt\nw4,w5,w6\n")
+        Path("latin.jsonl").write_bytes('{"prompt": "caf\u00e9", "text": "caf\u00e9"}\n'.encode("latin-1") * 12)
+        Path("types.yaml").write_text("learning_rate: [1]\n")
+        Path("nested.yaml").write_text("seed: {value: 1}\n")
+        Path("latin.yaml").write_bytes("exp_name: caf\u00e9\n".encode("latin-1"))
         Path("header.csv").write_text("prompt,text,chosen,rejected\n")
         Path("torn.jsonl").write_text('{"prompt": "w4"}\n{"prompt": \n')
         Path("torn.parquet").write_bytes(b"PAR1 nothing")
@@ -111,6 +116,8 @@ DATA = {
     "torn.jsonl": "{}='torn.jsonl': it cannot be read: ",
     "torn.parquet": "{}='torn.parquet': it cannot be read: ",
     "binary.csv": "{}='binary.csv': it cannot be read: ",
+    "twice.csv": "{}='twice.csv': the column 'prompt' stands twice",
+    "latin.jsonl": "{}='latin.jsonl': it cannot be read: ",
     "notes.xlsx": "{}='notes.xlsx' is a file of an unknown kind",
     "header.csv": "{}='header.csv': it has no rows",
     "questions.jsonl": "'question'",
@@ -146,7 +153,7 @@ MISTAKES = [
     ("train", f"{RUN} --learnin_rate 1", "there is no option --learnin_rate; did you mean --l"),
     ("train", f"{RUN} --learning 1e-5", "there is no option --learning"),
     ("train", f"{RUN} --warmup_ratio", "argument --warmup_ratio"),
-    ("train", f"{RUN} 3", "'3' belongs to no option"),
+    ("train", f"{RUN} 3", "there is a word too many after --dataset_name"),
     ("train", f"{RUN} --learning_rate fast", "--learning_rate/--learning-rate: invalid float"),
     ("train", f"{RUN} --use_cpu perhaps", "argument --use_cpu"),
     ("train", f"{RUN} --gamma 2", "gamma=2.0 must be in [0, 1]"),
@@ -198,6 +205,28 @@ MISTAKES = [
     ("train", f"{RUN} --resume_from_checkpoint nowhere", "resume_from_checkpoint='nowhere'"),
     ("train", f"{RUN} --resume_from_checkpoint True", "checkpoint"),
     ("train", f"{RUN} --response_length 99999", "response_length=99999"),
+    ("train", f"{RUN} --config types.yaml", "learning_rate"),
+    ("train", f"{RUN} --config nested.yaml", "seed"),
+    ("train", f"{RUN} --config latin.yaml", "--config 'latin.yaml' cannot be read as YAML"),
+    ("train", f"{RUN} --save_steps -3", "save_steps=-3.0 must be"),
+    ("train", f"{RUN} --max_steps -7", "max_steps=-7 must be"),
+    ("train", f"{RUN} --seed -1", "seed=-1 must be in [0, "),
+    ("train", f"{RUN} --save_total_limit 0", "save_total_limit=0 must be"),
+    ("train", f"{RUN} --weight_decay -1", "weight_decay=-1.0 must be"),
+    ("train", f"{RUN} --weight_decay nan", "weight_decay=nan must be"),
+    ("train", f"{RUN} --temperature inf", "temperature=inf must be"),
+    ("train", f"{RUN} --per_device_train_batch_size 0", "per_device_train_batch_size=0 must be"),
+    ("train", f"{RUN} --dataloader_num_workers -1", "dataloader_num_workers=-1 must be"),
+    ("train", f"{RUN} --load_best_model_at_end True", "load_best_model_at_end=True compares evaluations"),
+    ("train", f"{RUN} --stop_token_id 99999", "the stop token 99999 lies outside"),
+    ("train", f"{RUN} --log_level loud", "invalid choice: 'loud'"),
+    ("train", f"{RUN} --debug nothing", "argument --debug: invalid"),
+    ("train", f"{RUN} --torch_compile_mode none_such", "torch_compile_mode='none_such' must be one of"),
+    ("train", f"{RUN} --optim_args nothing", "optim_args='nothing' cannot be used"),
+    ("train", f"{RUN} --lr_scheduler_kwargs {{", "lr_scheduler_kwargs='{' is no JSON"),
+    ("train", f"{RUN} --lr_scheduler_kwargs '{{\"none\": 1}}'", "lr_scheduler_kwargs={'none': 1} cannot be used"),
+    ("train", f"{RUN} --reward_weights '{{\"length\": 1, \"length\": 2}}'", "the key length stands twice"),
+    ("train", f"{RUN} --hub_token a hf_misplaced", "there is a word too many after --hub_token"),
     ("ppo.py", f"{RUN} --learnin_rate 1", "ppo.py: error: there is no option --learnin_rate"),
     ("ppo.py", f"{PPO} --dataset_name nowhere.jsonl", "ppo.py: error: dataset_name='nowhere.jsonl': there is no such"),
     ("ppo_tldr.py", f"{PPO} --learnin_rate 1", "ppo_tldr.py: error: there is no option --learnin_rate"),
@@ -222,6 +251,18 @@ MISTAKES = [
             ("--model_name_or_path base --bf16 True --fp16 True", "bf16"),
             ("--model_name_or_path base --output_dir file/out", "output_dir='file/out' cannot be written"),
             ("--model_name_or_path base --resume_from_checkpoint nowhere", "nowhere"),
+            ("--model_name_or_path base --save_steps -3", "save_steps=-3.0 must be"),
+            ("--model_name_or_path base --max_steps -7", "max_steps=-7 must be"),
+            ("--model_name_or_path base --weight_decay nan", "weight_decay=nan must be"),
+            ("--model_name_or_path base --seed -1", "seed=-1 must be in [0, "),
+            ("--model_name_or_path base --per_device_train_batch_size 0", "per_device_train_batch_size=0 must be"),
+            ("--model_name_or_path base --learning_rate inf", "learning_rate=inf must be"),
+            ("--model_name_or_path base --num_train_epochs -1", "num_train_epochs=-1.0 must be"),
+            ("--model_name_or_path base --load_best_model_at_end True", "load_best_model_at_end"),
+            ("--model_name_or_path base --optim none_such", "none_such"),
+            ("--model_name_or_path base --report_to nobody", "report_to"),
+            ("--model_name_or_path base --model_nam base", "there is no option --model_nam"),
+            ("--model_name_or_path base three", "there is a word too many after --model_name_or_path"),
             ("--model_name_or_path base --dataset_train_split dev", "dataset_train_split='dev', but the data set has"),
         ]
     ],
@@ -246,6 +287,15 @@ MISTAKES = [
     ("llm", f"{LLM} --quantization int4", "needs adapters"),
     ("llm", f"{LLM} --push-to-hub", "--push-to-hub needs --username and --token"),
     ("llm", f"{LLM} --rl-reward-fn http://127.0.0.1:9/score --rl-max-new-tokens 4 --project-name out", "the endpoint"),
+    ("llm", f"{LLM} --lr nan", "(learning_rate is --lr)"),
+    ("llm", f"{LLM} --epochs -1", "(num_train_epochs is --epochs)"),
+    ("llm", f"{LLM} --batch-size 0", "batch_size=0 must be"),
+    ("llm", f"{LLM} --seed -1", "seed=-1 must be in [0, "),
+    ("llm", f"{LLM} --weight-decay -1", "(weight_decay is --weight-decay)"),
+    ("llm", f"{LLM} --max-samples -3", "max_samples=-3"),
+    ("llm", f"{LLM} --rl-max-new-tokens 0", "(response_length is --rl-max-new-tokens)"),
+    ("llm", f"{LLM} --log nobody", "nobody"),
+    ("llm", f"{LLM} --token a hf_misplaced", "a word too many after --token"),
     ("llm", "--train --trainer dpo", "trainer='dpo' must be one of"),
     ("llm", "--train --trainer sft --model bare --data-path rows.jsonl --log none", "(model_name_or_path is --model)"),
     ("llm", "--train --trainer sft --mixed-precision bf16 --data-path rows.jsonl --log none --rl-gamma 1", "no mean"),
@@ -264,6 +314,12 @@ MISTAKES = [
     ("eval", "--model base --opponent other --judge_model other --dataset_name rows.jsonl", "no reward model"),
     ("eval", f"{EVAL} --max_new_tokens 0", "max_new_tokens=0"),
     ("eval", f"{EVAL} --temperature 0", "temperature=0"),
+    ("eval", f"{EVAL} --num_prompts -1", "num_prompts=-1"),
+    ("eval", f"{EVAL} --num_prompts 0", "num_prompts=0"),
+    ("eval", f"{EVAL} --batch_size 0", "batch_size=0"),
+    ("eval", f"{EVAL} --temperature nan", "temperature=nan"),
+    ("eval", f"{EVAL} --seed -1", "seed=-1"),
+    ("eval", f"{EVAL} --mod base", "there is no option --mod"),
     # ---- plot, estimate, configs, demo, reward_server ----
     ("plot", "", "give directories of runs, or --seeds LABEL RUN RUN"),
     ("plot", "nowhere", "no trainer_state.json in nowhere or its checkpoints"),
@@ -279,6 +335,13 @@ MISTAKES = [
     ("estimate", f"{RUN} --accelerate_config broken.yaml", "accelerate_config='broken.yaml'"),
     ("estimate", f"{RUN} --sft_model_path bare", "sft_model_path='bare' is a directory without a model"),
     ("estimate", f"{RUN} --learnin_rate 1", "there is no option --learnin_rate"),
+    ("estimate", f"{RUN} --num_devices -2", "num_devices=-2 must be"),
+    ("estimate", f"{RUN} --device_flops -1", "device_flops=-1"),
+    ("estimate", f"{RUN} --device_bandwidth nan", "device_bandwidth=nan"),
+    ("plot", "run --x week", "argument --x: invalid choice: 'week'"),
+    ("plot", "run --metrics", "argument --metrics"),
+    ("plot", "--seeds one", "--seeds one: give a label of its own, and then the runs"),
+    ("configs", "out more", "unrecognized arguments: a word without an option"),
     ("configs", "file", "file/accelerate_configs: Not a directory"),
     ("configs", "out --over", "unrecognized arguments: --over"),
     ("demo", "file", "file: File exists"),
@@ -358,3 +421,17 @@ def test_a_users_own_module_that_fails_keeps_its_traceback(here):
     Path("failing.py").write_text("raise ValueError('while loading')\n")
     with pytest.raises(ValueError, match="while loading"):
         main(["train", *shlex.split(f"{RUN} --reward_funcs failing.py:reward")])
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("train", f"{RUN} --hub_token one hf_misplaced"),
+        ("eval", f"{EVAL} hf_misplaced"),
+        ("configs", "out hf_misplaced"),
+    ],
+)
+def test_a_misplaced_token_is_not_repeated(command, options, here, capsys, monkeypatch):
+    error = error_of(command, options, capsys, monkeypatch)
+
+    assert "hf_misplaced" not in error and "a word" in error
