@@ -30,6 +30,12 @@ from rlhf_ppo.reporting.estimate import (
 
 logger = logging.get_logger(__name__)
 
+NOT_COUNTED = (
+    "not counted is what each call costs however little it computes, most of the time of small models, nor reward "
+    "functions, evaluation and saving"
+)
+"""What the estimated time leaves out."""
+
 
 def announce(trainer: Any) -> None:
     """Print the estimate, in the main process and where progress is shown.
@@ -160,9 +166,9 @@ def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_u
     parts = ("weights", "frozen", "gradients", "optimizer", "generation", "learning")
     memory = ", ".join(f"{name} {size(getattr(estimate, name))}" for name in parts)
     return (
-        f"Estimated per device: {size(estimate.peak)} of memory ({memory}), and {seconds:.2g} s per update, "
+        f"Estimated per device: {size(estimate.peak)} of memory ({memory}), and at least {seconds:.2g} s per update, "
         f"{timedelta(seconds=round(seconds * num_updates))} for {num_updates}, if responses are of full length and "
-        f"the device does its measured {rate(flops)}FLOP/s and {rate(bandwidth)}B/s."
+        f"the device does its measured {rate(flops)}FLOP/s and {rate(bandwidth)}B/s; {NOT_COUNTED}."
     )
 
 

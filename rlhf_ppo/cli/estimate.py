@@ -23,7 +23,7 @@ from rlhf_ppo.assembly import prepare_checked
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.forecast import mean_prompt_length, rate, size
+from rlhf_ppo.forecast import NOT_COUNTED, mean_prompt_length, rate, size
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.positions import position_limit
 from rlhf_ppo.reporting.estimate import Estimate, Sharding, measure_rates
@@ -227,9 +227,9 @@ def show(
     console.print(table)
     console.print(
         f"One update: {args.batch_size} episodes of {prompt_length} + {args.response_length} tokens; on each device "
-        f"{rate(estimate.flops)}FLOP and {rate(estimate.decoded)}B read in generation: {seconds:.2g} s at "
-        f"{rate(flops)}FLOP/s and {rate(bandwidth)}B/s.\n"
-        f"All {num_updates} updates, {args.total_episodes} episodes: {total}.",
+        f"{rate(estimate.flops)}FLOP and {rate(estimate.decoded)}B read in generation: at least {seconds:.2g} s at "
+        f"{rate(flops)}FLOP/s and {rate(bandwidth)}B/s; {NOT_COUNTED}.\n"
+        f"All {num_updates} updates, {args.total_episodes} episodes: {total} or more.",
         highlight=False,
         soft_wrap=True,
     )
