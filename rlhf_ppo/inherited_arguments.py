@@ -4,6 +4,8 @@ None is silently ignored: each is in `HONOURED`, under who reads it, or in `REJE
 Arguments that `TrainingArguments` once had, and that the documented signature of PPO still shows, are in `REMOVED`.
 """
 
+import difflib
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
@@ -182,6 +184,11 @@ class RejectsRemoved:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Check the names of the keyword arguments before `__init__` sees them."""
         reject_removed(kwargs)
+        known = inspect.signature(cls).parameters
+        for name in (name for name in kwargs if name not in known):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}{hint}")
         return super().__new__(cls)
 
 

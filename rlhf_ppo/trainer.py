@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -61,7 +61,7 @@ from rlhf_ppo.reporting.metrics import (
     warn_of_unscored,
 )
 from rlhf_ppo.reproducibility import shuffling_generator
-from rlhf_ppo.rewards.functions import check_columns
+from rlhf_ppo.rewards.functions import check_columns, check_names_of_columns
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.preference import OPPONENT_COLUMNS
 from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
@@ -181,12 +181,11 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         )
         surroundings = (self.accelerator, self._get_state, self._logged, self._guard.refuse)
         self.scorer = make_scorer(args, models.rewards, functions, processing_class, *surroundings)
-        if data_collator is None:  # another one may add columns
-            columns = OPPONENT_COLUMNS.values()
-            check_columns(
-                self.scorer.sources.values(), columns, train_dataset=train_dataset, eval_dataset=self.eval_dataset
-            )
-        elif length(self.train_dataset):
+        if functions:
+            check_names_of_columns(train_dataset=train_dataset, eval_dataset=self.eval_dataset)
+        self._adds_columns = data_collator is not None  # or may do so
+        self._check_columns(eval_dataset=self.eval_dataset)
+        if data_collator is not None and length(self.train_dataset):
             collate = self._get_collator_with_removed_columns(data_collator, "checking")
             check_collator(collate, cast(Any, self.train_dataset)[0])
         if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # another one may give other metrics
@@ -226,6 +225,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             RuntimeError: Another process trains in `output_dir`.
             RunStopped: A signal has ended the run; a `SystemExit` with the code 143 (SIGTERM) or 130 (SIGINT).
         """
+        self._check_columns(train_dataset=self.train_dataset)
         with self._signals.listening(), self._opened_run(trial, resume_from_checkpoint) as checkpoint:
             self._guard.last_checkpoint = checkpoint
             self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
@@ -578,7 +578,10 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             (nats per response), `eval_response_length_mean` (tokens), `eval_ended_frac`,
             `eval_rewards/<name>/mean|std`, and speed.
         """
+        if isinstance(eval_dataset, str) and eval_dataset not in _names(self.eval_dataset):
+            raise ValueError(f"eval_dataset={eval_dataset!r} is none of {_names(self.eval_dataset)}")
         if eval_dataset is not None and not isinstance(eval_dataset, str):
+            check_datasets(self.args, self.train_dataset, eval_dataset)
             eval_dataset = self._prepared(eval_dataset, "eval_dataset")
         return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
 
@@ -619,8 +622,17 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             columns_are_read=self._columns_are_read,
         )
 
+    def _check_columns(self, **datasets: Any) -> None:
+        if not self._adds_columns:
+            check_columns(self.scorer.sources.values(), OPPONENT_COLUMNS.values(), **datasets)
+
     def _metrics_of_reward_functions(self) -> dict[str, float]:
         return self._logged.drain() if self._functions else {}
 
     def _reward_functions_read_columns(self) -> bool:
         return self.scorer.reads_columns
+
+
+def _names(datasets: Any) -> list[str]:
+    """Return the names of evaluation sets, if they have any."""
+    return list(datasets) if isinstance(datasets, Mapping) else []

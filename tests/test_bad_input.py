@@ -379,9 +379,9 @@ FUNCTIONS: dict[Any, tuple[type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("form", ["dataset", "list", "eval_dataset", "dict"])
-def test_a_column_that_a_reward_function_requires_is_missed_in_the_constructor(
-    form: str, make_trainer: MakeTrainer
-) -> None:
+@pytest.mark.usefixtures("nothing_generated")
+def test_columns_that_reward_functions_require_are_missed_first(form: str, make_trainer: MakeTrainer) -> None:
+    """The training set's when training starts: one may make a trainer only to evaluate."""
     rows = prompt_rows(8)
     whole = Dataset.from_list([row | {"answer": "w4"} for row in rows])
     lacking: dict[str, Any] = {
@@ -392,7 +392,7 @@ def test_a_column_that_a_reward_function_requires_is_missed_in_the_constructor(
     }[form]
     name = {"eval_dataset": "eval_dataset", "dict": r"eval_dataset\['second'\]"}.get(form, "train_dataset")
     with pytest.raises(ValueError, match=rf"^{name}: .*'asks_for_a_column' requires the arguments \['answer'\]"):
-        make_trainer(reward_funcs=asks_for_a_column, **lacking)
+        make_trainer(reward_funcs=asks_for_a_column, **lacking).train()
     make_trainer(reward_funcs=asks_for_a_column, train_dataset=whole, eval_dataset=whole)
 
 

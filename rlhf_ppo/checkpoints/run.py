@@ -162,7 +162,17 @@ def check_unused(output_dir: str | Path) -> None:
 
 
 def wanted_checkpoint(resume_from_checkpoint: str | bool | None) -> str | bool:
-    """Read what was said about resuming: a directory, True for the newest checkpoint, False for a new run."""
+    """Read what was said about resuming: a directory, True for the newest checkpoint, False for a new run.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(resume_from_checkpoint, str | os.PathLike | bool | None):
+        raise TypeError(
+            f"resume_from_checkpoint={resume_from_checkpoint!r:.60} must be a checkpoint's directory, True or False"
+        )
+    if isinstance(resume_from_checkpoint, os.PathLike):
+        return os.fspath(resume_from_checkpoint)
     if isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.lower() in ("true", "false"):
         return resume_from_checkpoint.lower() == "true"
     return False if resume_from_checkpoint is None else resume_from_checkpoint

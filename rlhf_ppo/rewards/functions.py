@@ -202,20 +202,37 @@ def check_columns(sources: Iterable[Any], added: Iterable[str], **datasets: Any)
             be known when it comes; it is then checked with each batch.
 
     Raises:
-        ValueError: One lacks a column, or has one that an argument of its name would hide.
+        ValueError: One lacks a column.
     """
     functions = [source for source in sources if isinstance(source, RewardFunction)]
+    for name, columns in _columns_by_name(datasets):
+        for function in functions:
+            function.check_columns([*columns, *added], name)
+
+
+def check_names_of_columns(**datasets: Any) -> None:
+    """Check that no column has the name of an argument that reward functions are given, which would hide it.
+
+    Args:
+        **datasets: As for `check_columns`.
+
+    Raises:
+        ValueError: One has.
+    """
+    for name, columns in _columns_by_name(datasets):
+        if hidden := sorted({*columns} & {*GIVEN}):
+            raise ValueError(
+                f"{name} has the columns {hidden}, which reward functions would not get: they are given arguments "
+                "of these names; rename the columns"
+            )
+
+
+def _columns_by_name(datasets: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     for name, dataset in datasets.items():
         if isinstance(dataset, Mapping):
-            check_columns(functions, added, **{f"{name}[{key!r}]": value for key, value in dataset.items()})
+            yield from _columns_by_name({f"{name}[{key!r}]": value for key, value in dataset.items()})
         elif (columns := _columns_of(dataset)) is not None:
-            if functions and (hidden := sorted({*columns} & {*GIVEN})):
-                raise ValueError(
-                    f"{name} has the columns {hidden}, which reward functions would not get: they are given arguments "
-                    "of these names; rename the columns"
-                )
-            for function in functions:
-                function.check_columns([*columns, *added], name)
+            yield name, columns
 
 
 def _columns_of(dataset: Any) -> list[str] | None:

@@ -14,7 +14,7 @@ DAMAGE, DIVERGENCE, OUTPUT_DIR = (f"{FAULTS}test_{name}.py::" for name in ("dama
 OTHERS, TWO, KILL = (f"{FAULTS}test_{name}.py::" for name in ("something_else", "two_processes", "kill"))
 CHECKPOINTS, RESUME = "tests/test_checkpoints.py::", "tests/distributed/test_resume.py::"
 FUNCTIONS, SERVERS, SIGNALS = (f"{FAULTS}test_{name}.py::" for name in ("odd_functions", "odd_servers", "signals"))
-WRONG = f"{FAULTS}test_wrong_inputs.py::"
+WRONG, BAD = f"{FAULTS}test_wrong_inputs.py::", "tests/test_bad_input.py::"
 ARGUMENTS = "tests/test_trainer_arguments.py::"
 
 MATRIX: dict[str, tuple[str, str]] = {
@@ -115,12 +115,8 @@ DOCUMENTED: dict[str, dict[str, str]] = {
         "An optimizer, a schedule": f"{WRONG}test_what_cannot_be_given_is_refused_before_a_model_is_loaded",
         "A prompt that says nothing": f"{WRONG}test_what_the_models_must_tell_is_refused_at_construction",
         "A column named like": f"{WRONG}test_what_the_models_must_tell_is_refused_at_construction",
-        "A reward function that requires": (
-            "tests/test_bad_input.py::test_a_column_that_a_reward_function_requires_is_missed_in_the_constructor"
-        ),
-        "A reward function that returns": (
-            "tests/test_bad_input.py::test_wrong_reward_function_is_found_in_the_first_rollout"
-        ),
+        "A reward function that requires": f"{BAD}test_columns_that_reward_functions_require_are_missed_first",
+        "A reward function that returns": f"{BAD}test_wrong_reward_function_is_found_in_the_first_rollout",
         "A wrong option": "tests/cli/test_user_errors.py::test_a_mistake_is_one_sentence",
     },
 }

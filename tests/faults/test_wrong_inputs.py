@@ -331,6 +331,32 @@ def test_a_function_may_log_any_metric(function: Any, models: Any, tmp_path: Any
     construct(tmp_path, **models, **BEST, reward_funcs=[count_w4, function], metric_for_best_model="mine")
 
 
+def test_a_language_model_is_no_reward_model_by_its_path_either(models: Any, tmp_path: Any) -> None:
+    tiny_policy().save_pretrained(tmp_path / "writer")
+    make_tokenizer().save_pretrained(tmp_path / "writer")
+    with pytest.raises(ValueError, match=r"reward_model='.*writer' is no reward model: score.weight of .* random"):
+        construct(tmp_path, **models, reward_model=str(tmp_path / "writer"), reward_funcs=None)
+
+
+def test_an_argument_of_no_name_is_answered_with_one_that_is_near() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'learnin_rate'; did you mean 'learning_rate'"):
+        PPOConfig(learnin_rate=1.0)  # pyright: ignore[reportCallIssue]
+
+
+def test_what_is_asked_of_a_trainer(models: Any, tmp_path: Any) -> None:
+    trainer = construct(tmp_path, **models, eval_dataset={"a": prompt_rows(4)})
+    for value in (3, 1.5, [], NOTHING, b"x"):
+        with pytest.raises(TypeError, match=r"^resume_from_checkpoint=.* must be a checkpoint's directory, True or"):
+            trainer.train(resume_from_checkpoint=value)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"eval_dataset='b' is none of \['a'\]"):
+        trainer.evaluate("b")
+    with pytest.raises(ValueError, match=r"eval_dataset={} holds no data set"):
+        trainer.evaluate({})
+    trainer.args.learning_rate = "fast"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError, match=r"^learning_rate='fast' is not float"):
+        trainer.train()
+
+
 def test_what_looks_wrong_and_is_not(models: Any, tmp_path: Any) -> None:
     """A `completion` is left out for functions as GRPO does; each row may have a prompt of its own form."""
     construct(tmp_path, **models, train_dataset=texts(completion=TEXTS))
