@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_ppo.models.heads import check_one_label, last_token_score, reads_last_token, scalar_head, token_values
+from rlhf_ppo.models.inputs import hidden_states
 from rlhf_ppo.models.loading import load_scalar_model
 from tests import oracles
 from tests.conftest import tiny_policy, tiny_scorer
@@ -83,6 +84,17 @@ def test_values_are_the_head_on_each_state_counted_from_the_right(model_type: st
         for position, value in zip(real.tolist(), own, strict=True):
             if position >= 3:
                 assert_allclose(values[row, position - 3].detach(), value.detach(), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_head_computes_in_float32_whatever_the_layers_below_compute_in() -> None:
+    model, (ids, mask) = tiny_classifier("llama"), ragged_batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        states = hidden_states(model, ids, mask)
+        values, scores = token_values(model, ids, mask, last=6), last_token_score(model, ids, mask)
+    expected = (states.float() @ model.score.weight.T)[..., 0]
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(scores, torch.stack([expected[0, 5], expected[1, 5], expected[2, 4]]))
 
 
 def test_values_and_scores_of_llama_equal_numpy() -> None:
