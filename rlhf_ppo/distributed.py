@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from rlhf_ppo.config import PPOConfig
@@ -20,6 +22,9 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.termination import Stopped
 
 T = TypeVar("T")
+
+_ENGINE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What DeepSpeed casts the trained models' weights to, by accelerate's `mixed_precision`."""
 
 
 def sum_over_ranks(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
@@ -102,6 +107,41 @@ def is_sharding(accelerator: Accelerator) -> bool:
     return is_fsdp(accelerator) or zero_stage(accelerator) == 3
 
 
+def keep_sums_in_float32(accelerator: Accelerator) -> None:
+    """Let the engine add gradients up in float32, and give results of the models as they are.
+
+    In 16 bits DeepSpeed would add the micro-batches' gradients up in the weights' type, and FSDP2 the ranks'; FSDP2
+    would also round float32 log-probabilities and values on their way out of each module.
+
+    Args:
+        accelerator: Has prepared nothing yet.
+    """
+    state: Any = accelerator.state
+    if zero_stage(accelerator) is not None:
+        state.deepspeed_plugin.deepspeed_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    plugin = getattr(state, "fsdp_plugin", None)
+    if plugin is not None and isinstance(policy := plugin.mixed_precision_policy, MixedPrecisionPolicy):
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
+
+
+def give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
+    """Under ZeRO-3 in 16 bits, put what is trained and not yet taken apart into the engine's type.
+
+    ZeRO-3 keeps all that it trains in buffers of one type, beside which its optimizer has weights in float32. PEFT makes
+    adapters in float32 over models that were loaded in 16 bits.
+
+    Args:
+        model: Policy and value model, which are not prepared yet.
+        accelerator: Will prepare them.
+    """
+    dtype = _ENGINE_DTYPES.get(accelerator.mixed_precision)
+    if zero_stage(accelerator) != 3 or dtype is None:
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad and not hasattr(parameter, "ds_id"):
+            parameter.data = parameter.data.to(dtype)
+
+
 def on_whole_policy(model: nn.Module, accelerator: Accelerator, gather: bool, function: Callable[[nn.Module], T]) -> T:
     """Call a function with the policy in a form that `generate` can run.
 
@@ -170,6 +210,8 @@ def check_keeps_models_whole(args: PPOConfig) -> None:
 def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = False) -> nn.Module:
     """Put a frozen model where it runs: sharded like the policy under ZeRO-3 and FSDP2, else on this rank's device.
 
+    Under DeepSpeed it computes in the type that the trained models compute in.
+
     Args:
         model: A module whose forward pass is all that is called, with `config` and `_no_split_modules`.
         accelerator: Knows the engine.
@@ -187,6 +229,10 @@ def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = Fal
         for block in [part for part in model.modules() if type(part).__name__ in cast(Any, model)._no_split_modules]:
             prepare_fsdp(block, accelerator)
         return cast(nn.Module, prepare_fsdp(model, accelerator))
+    if zero_stage(accelerator) is not None and accelerator.mixed_precision in _ENGINE_DTYPES:
+        for parameter in model.parameters():  # DeepSpeed leaves buffers as they are: rotary frequencies stay exact
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(_ENGINE_DTYPES[accelerator.mixed_precision])
     if offload and accelerator.device.type != "cpu":
         cast(Any, model).offload = Offload(model, accelerator.device)
         return model

@@ -30,7 +30,13 @@ from rlhf_ppo.checkpoints.fits import check_same_split, naming
 from rlhf_ppo.checkpoints.history import whole_history
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.distributed import failing_together, gather_over_ranks, sum_over_ranks
+from rlhf_ppo.distributed import (
+    failing_together,
+    gather_over_ranks,
+    give_trained_one_type,
+    keep_sums_in_float32,
+    sum_over_ranks,
+)
 from rlhf_ppo.divergence import DivergenceGuard, Skipped
 from rlhf_ppo.generation.sampled import GenerationEngine
 from rlhf_ppo.ingredients import find_place, record_and_compare
@@ -66,6 +72,8 @@ class PPOSeams(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
         self._latest_prompts: Prompts | None = None
         self._learns_now = True
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        keep_sums_in_float32(self.accelerator)
+        give_trained_one_type(self._unwrapped(self.model), self.accelerator)
         if plugin is not None and plugin.zero_stage == 3:  # or save_model could not write what from_pretrained reads
             plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
 
@@ -280,8 +288,11 @@ class PPOSeams(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
             self.state.num_input_tokens_seen += int(self.accelerator.reduce(tokens.to(self.args.device)))  # pyright: ignore
 
     def _gradient_sync(self, model: torch.nn.Module, is_last: bool) -> AbstractContextManager[Any]:
-        """Exchange gradients with the last micro-batch only; DeepSpeed keeps its own account."""
-        if is_last or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        """Exchange gradients with the last micro-batch only.
+
+        DeepSpeed keeps its own account; FSDP would keep whole gradients of both models on every rank.
+        """
+        if is_last or self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
             return nullcontext()
         return self.accelerator.no_sync(model)
 

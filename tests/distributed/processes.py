@@ -51,9 +51,11 @@ def launch_environment(config: str, world: int, options: Sequence[str] = ()) -> 
     return {name: value for name, value in environment.items() if os.environ.get(name) != value}
 
 
-def run(config: str, scenario: str, world: int = 2, timeout: float = 180, **arguments: Any) -> list[Any]:
+def run(
+    config: str, scenario: str, world: int = 2, timeout: float = 180, options: Sequence[str] = (), **arguments: Any
+) -> list[Any]:
     """Call `scenarios.<scenario>(**arguments)` in `world` processes; return what each returned."""
-    return run_all(config, [(scenario, arguments)], world, timeout)[0]
+    return run_all(config, [(scenario, arguments)], world, timeout, options=options)[0]
 
 
 def run_all(

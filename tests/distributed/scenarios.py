@@ -27,6 +27,7 @@ from rlhf_ppo.generation.sequences import join_responses
 from rlhf_ppo.models import logprobs
 from rlhf_ppo.rewards.preference import PreferenceReward
 from tests import conftest
+from tests.runs import record_rollouts
 
 
 def launched_as(trainer: PPOTrainer) -> dict[str, Any]:
@@ -533,3 +534,23 @@ def search(output_dir: str, models: str) -> dict[str, Any]:
     trainer = make_trainer(output_dir, models, max_steps=2, num_ppo_epochs=1, eval_strategy="steps", eval_steps=1)
     best: Any = trainer.hyperparameter_search(space, n_trials=3, pruner=PruneTheSecond())
     return {**launched_as(trainer), "best": best and (best.run_id, best.objective, best.hyperparameters)}
+
+
+def first_update_in_bf16(output_dir: str, models: str, adapters: bool = False) -> dict[str, Any]:
+    """One update of a single mini-batch in two micro-batches; return what the rollout and the log say."""
+    reward_model = AutoModelForSequenceClassification.from_pretrained(f"{models}/reward_model")
+    trainer = make_trainer(
+        output_dir, models, FixedResponses, given={"reward_model": reward_model, **(lora() if adapters else {})},
+        bf16=True, num_ppo_epochs=1, num_mini_batches=1, max_steps=1,
+    )  # fmt: skip
+    rollouts = record_rollouts(trainer)
+    trainer.train()
+    rollout = rollouts[0]
+    return {
+        **launched_as(trainer),
+        "mixed_precision": trainer.accelerator.mixed_precision,
+        "figures": {
+            name: getattr(rollout, name).numpy() for name in ("logprobs", "ref_logprobs", "values", "final_values")
+        },
+        "log": trainer.state.log_history,
+    }

@@ -8,6 +8,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -89,11 +90,23 @@ class Nursery:
         self._process.kill()
 
 
+def copy_package(sandbox: Path) -> None:
+    """Copy the package into a sandbox, and of the tests all modules that are no tests themselves."""
+    ignored = shutil.ignore_patterns("__pycache__", "test_*.py", "demo")
+    for room in ("rlhf_ppo", "tests"):
+        shutil.copytree(ROOT / room, sandbox / room, ignore=ignored)
+
+
+def assert_there_once(path: Path, original: str) -> None:
+    """Check that a file has what a mutation replaces."""
+    found = path.read_text().count(original)
+    assert found == 1, f"{original!r} is there {found} times: bring the mutation up to date"
+
+
 def mutate(path: Path, original: str, mutant: str) -> None:
     """Replace what is there exactly once."""
-    source = path.read_text()
-    assert source.count(original) == 1, f"{original!r} is not there exactly once: bring the mutation up to date"
-    path.write_text(source.replace(original, mutant))
+    assert_there_once(path, original)
+    path.write_text(path.read_text().replace(original, mutant))
 
 
 def assert_passed(outcome: Outcome) -> None:

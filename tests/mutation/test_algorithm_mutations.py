@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.nursery import ROOT, Nursery, assert_killed, assert_passed, mutate
+from tests.mutation.nursery import ROOT, Nursery, assert_killed, assert_passed, assert_there_once, mutate
 
 MUTATIONS = [
     ("masked.py", "torch.where(mask, values.float(), 0.0)", "values.float() * mask"),
@@ -109,6 +109,11 @@ def files_for(first: str) -> list[str]:
     mirror, slow = f"test_{first}", "test_properties.py"
     names = [path.name for path in (ROOT / "tests" / "algorithm").glob("test_*.py")]
     return [f"tests/algorithm/{name}" for name in sorted(names, key=lambda name: (name != mirror, name == slow, name))]
+
+
+@pytest.mark.parametrize(("file", "original"), sorted({mutation[:2] for mutation in MUTATIONS}))
+def test_what_is_broken_is_there(file: str, original: str):
+    assert_there_once(ROOT / "rlhf_ppo" / "algorithm" / file, original)
 
 
 @pytest.mark.slow

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.nursery import ROOT, Nursery, assert_killed, assert_passed, mutate
+from tests.mutation.nursery import (
+    ROOT,
+    Nursery,
+    assert_killed,
+    assert_passed,
+    assert_there_once,
+    copy_package,
+    mutate,
+)
 
 SEAMS, SIZES, SCHEDULES = "seams.py", "sizes.py", "schedules.py"
 OPTIMIZATION = "optimization.py"
@@ -43,7 +51,7 @@ MUTATIONS = {
         (SEAMS, "if is_last or", "if not is_last or"),
     ],
     "no_gradient_is_carried_into_the_next_optimizer_step": [
-        (SEAMS, "        model.zero_grad()\n        return cast", "        return cast"),
+        (SEAMS, "        model.zero_grad()\n        return grad_norm", "        return grad_norm"),
     ],
     "the_gradient_is_clipped_where_a_norm_is_set": [
         (SEAMS, "if self.args.max_grad_norm > 0 else None", "if False else None"),
@@ -89,15 +97,19 @@ MUTATIONS = {
 @pytest.fixture
 def sandbox(tmp_path: Path) -> Path:
     """A copy of what the tests import."""
-    shutil.copytree(ROOT / "rlhf_ppo", tmp_path / "rlhf_ppo", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "tests").mkdir()
-    for file in [*(ROOT / "tests").glob("[!t]*.py"), *(ROOT / file for file in FILES.values())]:
-        shutil.copy(file, tmp_path / "tests")
+    copy_package(tmp_path)
+    for file in FILES.values():
+        shutil.copy(ROOT / file, tmp_path / "tests")
     return tmp_path
 
 
 def files_of(file: str, name: str) -> list[str]:
     return [f"{FILES[file]}::test_{name}" if name else FILES[file]]
+
+
+@pytest.mark.parametrize(("file", "original"), sorted({each[:2] for group in MUTATIONS.values() for each in group}))
+def test_what_is_broken_is_there(file: str, original: str):
+    assert_there_once(ROOT / "rlhf_ppo" / file, original)
 
 
 @pytest.mark.slow
