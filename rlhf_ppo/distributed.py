@@ -127,8 +127,8 @@ def keep_sums_in_float32(accelerator: Accelerator) -> None:
 def give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
     """Under ZeRO-3 in 16 bits, put what is trained and not yet taken apart into the engine's type.
 
-    ZeRO-3 keeps all that it trains in buffers of one type, beside which its optimizer has weights in float32. PEFT makes
-    adapters in float32 over models that were loaded in 16 bits.
+    ZeRO-3 keeps all that it trains in buffers of one type, beside which its optimizer has weights in float32. PEFT
+    makes adapters in float32 over models that were loaded in 16 bits.
 
     Args:
         model: Policy and value model, which are not prepared yet.

@@ -171,6 +171,7 @@ def test_episodes_epochs_and_tokens_are_counted(make_trainer: MakeTrainer) -> No
         entries = [entry for entry in trainer.state.log_history if "episode" in entry]
         assert [entry["episode"] for entry in entries] == [2, 4, 6, 8, 10, 12]
         assert [entry["epoch"] for entry in entries] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
+        assert trainer.state.num_train_epochs == 2  # one and a half, begun twice
         tokens[counted] = trainer.state.num_input_tokens_seen
     assert tokens["no"] == 0 < tokens["non_padding"] < tokens["all"]
 

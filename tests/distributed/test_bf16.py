@@ -1,4 +1,4 @@
-"""Under each launcher in bf16: what enters the losses is float32, and a policy that has not learned is its reference."""
+"""In bf16: what enters the losses is float32, and a policy that has not learned is its reference."""
 
 import numpy as np
 import pytest

@@ -69,6 +69,13 @@ def first_end(tokenizer: Any, ids: list[int], strings: tuple[str, ...]) -> int |
     )
 
 
+def test_a_stop_string_may_be_as_many_tokens_as_it_has_bytes() -> None:
+    text, tokenizer = "nobody knows", byte_level()
+    ids = [token for character in text for token in tokenizer(character)["input_ids"]]
+    assert len(ids) == len(text)
+    assert StopStrings(tokenizer, (text,)).end([*ids, 5]) == len(text)
+
+
 # ---- The property, over tokenizers, responses and stop strings ----
 
 

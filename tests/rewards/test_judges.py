@@ -15,6 +15,7 @@ from rlhf_ppo.batch import Prompts, Responses
 from rlhf_ppo.cli.evaluate import WinRate, evaluate
 from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.rewards.environments import make_environment
+from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.rewards.local_server import says, url
 from tests.rewards.test_reading import TEMPLATE
@@ -272,3 +273,15 @@ def test_a_pairwise_judge_is_told_from_a_reward_function() -> None:
     assert isinstance(as_judge(lambda **_: []), FunctionJudge)
     assert as_judge(judge) is judge and as_judge(trls) is trls
     assert isinstance(as_judge(lambda prompt, one, two: 0.0), FeedbackJudge)
+
+
+def test_scores_become_verdicts() -> None:
+    def score(completions: list[str], **kwargs: Any) -> list[float | None]:
+        return [{"good": 2.0, "bad": 1.0}.get(text) for text in completions]
+
+    pairs = [["good", "bad"], ["bad", "good"], ["good", "good"], ["good", "none"], ["none", "bad"]]
+    assert as_judge(score)(["w4"] * len(pairs), pairs) == [0.0, 1.0, 0.5, None, None]
+    judge = RewardModelJudge("nowhere")
+    assert judge.verdict(1.0, 2.0) == pytest.approx(0.731058578630)
+    assert judge.verdict(2.0, 1.0) == pytest.approx(0.268941421370)
+    assert judge.verdict(1e9, 0.0) == pytest.approx(0)
