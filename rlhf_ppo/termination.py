@@ -139,12 +139,19 @@ class EndsOnSignals(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """Ask for a checkpoint and the end, on all ranks together."""
-        flags = torch.tensor([float(self.received == number) for number in STOPPING], device=args.device)
-        for number, count in zip(STOPPING, self.reduce_sum(flags).tolist(), strict=True):  # pyright: ignore
-            if count > 0:
-                control.should_save = control.should_training_stop = True
-                self.stopped = number
-                return
+        self.stopped = self._received_by_any(args.device)
+        if self.stopped is not None:
+            control.should_save = control.should_training_stop = True
+
+    def give_up_together(self, device: torch.device) -> None:
+        """Raise `Stopped` on all ranks if any has received a signal; every rank calls this."""
+        number = self._received_by_any(device)
+        if number is not None:
+            raise Stopped(number)
+
+    def _received_by_any(self, device: torch.device) -> int | None:
+        flags = self.reduce_sum(torch.tensor([float(self.received == number) for number in STOPPING], device=device))
+        return next((int(number) for number, flag in zip(STOPPING, flags, strict=True) if flag > 0), None)
 
     def _note(self, number: int, frame: Any) -> None:
         if self.received is None:

@@ -277,6 +277,7 @@ class PPOTrainer(PPOSeams, PrintsSamples):
                 finish("on_epoch_end")
                 if self.control.should_training_stop:
                     break
+            self._signals.give_up_together(args.device)
         finish()
         self._guard.check_weights()
         self._guard.say_what_was_skipped()

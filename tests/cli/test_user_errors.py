@@ -85,7 +85,6 @@ def here(workshop, monkeypatch):
     monkeypatch.chdir(workshop)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", workshop / "cache")
-    monkeypatch.setattr("rlhf_ppo.rewards.endpoint.RewardEndpoint.backoff", 0.0)
 
 
 def error_of(command: str, options: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> str:
@@ -104,6 +103,7 @@ def error_of(command: str, options: str, capsys: pytest.CaptureFixture[str], mon
 QUICK = "--output_dir out --report_to none --save_strategy no --use_cpu --max_steps 1 --per_device_train_batch_size 4"
 PPO = f"--sft_model_path base --reward_funcs length --response_length 4 {QUICK}"
 RUN = f"{PPO} --dataset_name rows.jsonl"
+DOWN = "http://127.0.0.1:9/score(backoff=0)"
 LLM = "--train --trainer ppo --model base --rl-reward-model-path scorer --data-path rows.jsonl --log none"
 EVAL = "--model base --opponent other --judge length --dataset_name rows.jsonl --max_new_tokens 2 --num_prompts 2"
 
@@ -201,7 +201,7 @@ MISTAKES = [
     ("train", f"{RUN} --reward_funcs nowhere.py:ours", "there is no file 'nowhere.py'"),
     ("train", f"{RUN} --reward_funcs rewards.py:mine", "has no 'mine'"),
     ("train", f"{RUN} --reward_funcs rewards.py:three", "cannot be called"),
-    ("train", f"{RUN} --reward_funcs http://127.0.0.1:9/score", "the endpoint http://127.0.0.1"),
+    ("train", f"{RUN} --reward_funcs '{DOWN}'", "the endpoint http://127.0.0.1"),
     ("train", f"{RUN} --resume_from_checkpoint nowhere", "resume_from_checkpoint='nowhere'"),
     ("train", f"{RUN} --resume_from_checkpoint True", "checkpoint"),
     ("train", f"{RUN} --response_length 99999", "response_length=99999"),
@@ -286,7 +286,7 @@ MISTAKES = [
     ("llm", f"{LLM} --rl-reward-model-path nowhere", "reward_model='nowhere' could not be loaded"),
     ("llm", f"{LLM} --quantization int4", "needs adapters"),
     ("llm", f"{LLM} --push-to-hub", "--push-to-hub needs --username and --token"),
-    ("llm", f"{LLM} --rl-reward-fn http://127.0.0.1:9/score --rl-max-new-tokens 4 --project-name out", "the endpoint"),
+    ("llm", f"{LLM} --rl-reward-fn '{DOWN}' --rl-max-new-tokens 4 --project-name out", "the endpoint"),
     ("llm", f"{LLM} --lr nan", "(learning_rate is --lr)"),
     ("llm", f"{LLM} --epochs -1", "(num_train_epochs is --epochs)"),
     ("llm", f"{LLM} --batch-size 0", "batch_size=0 must be"),
@@ -308,7 +308,7 @@ MISTAKES = [
     ("eval", f"{EVAL} --model bare", "model='bare'"),
     ("eval", f"{EVAL} --opponent torn", "opponent='torn'"),
     ("eval", f"{EVAL} --judge lenght", "'lenght', which names no reward"),
-    ("eval", f"{EVAL} --judge http://127.0.0.1:9/score", "the endpoint http://127.0.0.1:9/score"),
+    ("eval", f"{EVAL} --judge '{DOWN}'", "the endpoint http://127.0.0.1:9/score"),
     ("eval", f"{EVAL} --split dev", "split='dev', but the data set has only"),
     ("eval", "--model base --opponent-column missing --judge length --dataset_name rows.jsonl", "missing"),
     ("eval", "--model base --opponent other --judge_model other --dataset_name rows.jsonl", "no reward model"),

@@ -7,22 +7,23 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_ppo.checkpoints import last_whole_checkpoint
-from tests.faults.train_until_signalled import MOMENTS, make, train
+from tests.conftest import make_tokenizer, tiny_policy
+from tests.faults.train_until_signalled import MOMENTS, make, run_command, train
 from tests.runs import assert_identical, end_of_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 SECONDS = 10.0
 LASTS = "in_learning_that_lasts"
-FINISHED = {"in_learning": 3, "in_a_save": 3}
-"""The update after which the run ends where the one of the signal is finished; elsewhere it is the second."""
+FINISHED = {"in_the_first_update": 0, "in_learning": 3, "in_a_save": 3, "in_the_last_save": 4}
+"""The update after which the run ends where that is not the second."""
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +34,14 @@ def silent_server() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def start(silent_server: str) -> Callable[[Path, str], Any]:
+def start(silent_server: str) -> Callable[..., Any]:
     """Start a run in a process forked from one that has imported everything; return it at its moment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([train.__module__])
 
-    def start_run(output_dir: Path, moment: str) -> Any:
-        process = context.Process(target=train, args=(str(output_dir), moment, silent_server))
+    def start_run(output_dir: Path, moment: str | None = None, words: Sequence[str] = ()) -> Any:
+        what = (run_command, list(words)) if moment is None else (train, moment, silent_server)
+        process = context.Process(target=what[0], args=(str(output_dir), *what[1:]))
         process.start()
         while not Path(f"{output_dir}-ready").exists():
             assert process.is_alive(), Path(f"{output_dir}-stderr").read_text()
@@ -103,3 +105,42 @@ def test_a_second_signal_ends_the_process_at_once(second: signal.Signals, start:
 
     assert process.exitcode == 128 + second and time.monotonic() - before < 1
     assert f"{second.name}, the second signal" in Path(f"{output_dir}-stderr").read_text()
+
+
+HANGS = """
+import pathlib, time
+def hangs(completions, **kwargs):
+    pathlib.Path("{}-ready").touch()
+    time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_ends_with_a_line_and_no_final_model(number: signal.Signals, start: Any, tmp_path: Path) -> None:
+    """In training, where a reward hangs; Ctrl-C in the final save too."""
+    ended = []
+    for name in ("hangs", "saves")[: 1 if number == signal.SIGTERM else 2]:
+        output_dir = tmp_path / name
+        Path(tmp_path, "rewards.py").write_text(HANGS.format(output_dir))
+        words = [*command(tmp_path), "--reward_funcs", f"{tmp_path}/rewards.py:hangs" if name == "hangs" else "length"]
+        process = start(output_dir, words=words)
+        os.kill(process.pid, number)
+        process.join(2 * SECONDS)
+        process.kill()
+        ended.append(Path(f"{output_dir}-stderr").read_text())
+        assert process.exitcode == 128 + number and "Traceback" not in ended[-1], ended[-1]
+        assert not (output_dir / "model.safetensors").exists()
+    assert f"checkpoint {tmp_path}/hangs/checkpoint-0; resume_from_checkpoint=True (--resume_from" in ended[0]
+    assert [f"rlhf-ppo train: ended by SIGINT; what was written before is in {tmp_path}/saves" in ended[-1]] == [
+        number == signal.SIGINT
+    ]
+
+
+def command(folder: Path) -> list[str]:
+    """Save a policy and prompts; return the command that trains with them."""
+    tiny_policy().save_pretrained(folder / "sft")
+    make_tokenizer().save_pretrained(folder / "sft")
+    (folder / "rows.jsonl").write_text('{"prompt": "w1 w2"}\n' * 8)
+    options = f"--dataset_name {folder}/rows.jsonl --sft_model_path {folder}/sft --response_length 4 --max_steps 1"
+    quiet = "--report_to none --use_cpu --per_device_train_batch_size 4 --num_sample_generations 0 --bf16 False"
+    return ["train", *options.split(), *quiet.split()]

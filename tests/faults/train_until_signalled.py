@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.cli.main import main
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from tests.conftest import count_w4, prompt_rows
 from tests.faults.conftest import make_saving
@@ -56,11 +57,14 @@ class At(TrainerCallback):
             self.act()
 
 
-class SavesAt3(TrainerCallback):
-    """Asks for a checkpoint after the third update."""
+class SavesAt(TrainerCallback):
+    """Asks for a checkpoint after an update."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_save = state.global_step == 3
+        control.should_save = state.global_step == self.step
 
 
 def train(output_dir: str, moment: str, address: str) -> None:
@@ -71,16 +75,25 @@ def train(output_dir: str, moment: str, address: str) -> None:
         moment: One of `MOMENTS`.
         address: A server that never answers.
     """
-    error = os.open(f"{output_dir}-stderr", os.O_WRONLY | os.O_CREAT)
-    os.dup2(error, 2)
+    now = announced(output_dir)
     torch.set_num_threads(1)
-
-    def now() -> None:
-        Path(f"{output_dir}-ready").touch()
-
     trainer = MOMENTS[moment](Path(output_dir), now, address)
     trainer.train()
     trainer.save_model()
+
+
+def announced(output_dir: str) -> Now:
+    """Write this process's errors into `<output_dir>-stderr`; return what writes `<output_dir>-ready`."""
+    os.dup2(os.open(f"{output_dir}-stderr", os.O_WRONLY | os.O_CREAT), 2)
+    return Path(f"{output_dir}-ready").touch
+
+
+def run_command(output_dir: str, words: list[str]) -> None:
+    """Run `rlhf-ppo` with these words, with a final save that takes long."""
+    now = announced(output_dir)
+    torch.set_num_threads(1)
+    PPOTrainer.save_model = lambda *args, **kwargs: (now(), time.sleep(FOR_LONG))  # pyright: ignore
+    main([*words, "--output_dir", output_dir])
 
 
 def make(output_dir: Path, **given: Any) -> PPOTrainer:
@@ -109,6 +122,13 @@ def in_generation(output_dir: Path, now: Now, address: str) -> PPOTrainer:
 
 def in_a_reward(output_dir: Path, now: Now, address: str) -> PPOTrainer:
     return make(output_dir, reward_funcs=rewards(lambda: (now(), time.sleep(FOR_LONG)), third))
+
+
+def in_the_first_update(output_dir: Path, now: Now, address: str) -> PPOTrainer:
+    def is_first(state: Any) -> bool:
+        return state.global_step == 0
+
+    return make(output_dir, reward_funcs=rewards(lambda: (now(), time.sleep(FOR_LONG)), is_first))
 
 
 def in_a_reward_that_catches_errors(output_dir: Path, now: Now, address: str) -> PPOTrainer:
@@ -166,8 +186,8 @@ def in_learning(output_dir: Path, now: Now, address: str) -> PPOTrainer:
     return make(output_dir, callbacks=[At("on_optimizer_step", lambda: (now(), time.sleep(1)))])
 
 
-def in_a_save(output_dir: Path, now: Now, address: str) -> PPOTrainer:
-    trainer = make(output_dir, callbacks=[SavesAt3()])
+def in_a_save(output_dir: Path, now: Now, address: str, step: int = 3) -> PPOTrainer:
+    trainer = make(output_dir, callbacks=[SavesAt(step)])
     save = trainer._save_rng_state
 
     def slow(output_dir: str) -> None:
@@ -177,6 +197,10 @@ def in_a_save(output_dir: Path, now: Now, address: str) -> PPOTrainer:
 
     trainer._save_rng_state = slow
     return trainer
+
+
+def in_the_last_save(output_dir: Path, now: Now, address: str) -> PPOTrainer:
+    return in_a_save(output_dir, now, address, step=4)
 
 
 def in_an_evaluation(output_dir: Path, now: Now, address: str) -> PPOTrainer:
