@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ SAME_SIGNAL_OF_RANKS = 5.0
 
 SECONDS_FOR_THREADS = 5.0
 """How long a process that was told to end waits for threads that a reward function has started."""
+
+_WAKING = getattr(signal, "SIGURG", None)
+"""Interrupts the main thread, and means nothing; one that is ignored where nobody handles it."""
 
 _listening: list[EndsOnSignals] = []
 
@@ -112,7 +115,8 @@ class EndsOnSignals(TrainerCallback):
             yield
             return
         heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
-        with _watching(_Watcher(self.awaited, self.same_signal).hear):
+        watcher = _Watcher(self.awaited, self.same_signal, lambda: self.received is not None)
+        with _watching(watcher):
             previous = {number: signal.signal(number, self._note) for number in heard}
             _listening.append(self)
             try:
@@ -167,45 +171,58 @@ class _Watcher:
     Args:
         awaited: Says what is finished before the run ends.
         same_signal: Seconds in which further signals count as the first one.
+        is_noticed: Tells whether the main thread knows of the signal.
     """
 
-    def __init__(self, awaited: Callable[[], str], same_signal: float) -> None:
-        self.awaited, self.same_signal = awaited, same_signal
+    def __init__(self, awaited: Callable[[], str], same_signal: float, is_noticed: Callable[[], bool]) -> None:
+        self.awaited, self.same_signal, self.is_noticed = awaited, same_signal, is_noticed
         self._first: float | None = None
+        self.is_over = False
 
     def hear(self, number: int) -> None:
         """Take note of a signal."""
         name = signal.Signals(number).name
         if self._first is None:
             self._first = time.monotonic()
+            threading.Thread(target=self._wake_main_thread, name="rlhf_ppo-waker", daemon=True).start()
             say(f"{name}: {self.awaited()}. A second signal ends the process at once.")
         elif time.monotonic() - self._first > self.same_signal:
             say(f"{name}, the second signal: the process ends at once.")
             os._exit(128 + number)
 
+    def _wake_main_thread(self) -> None:
+        """Interrupt what the main thread waits for: the system may have given the signal to another thread."""
+        while _WAKING is not None and not self.is_over and not self.is_noticed():
+            signal.pthread_kill(cast(int, threading.main_thread().ident), _WAKING)
+            time.sleep(0.05)
+
 
 @contextmanager
-def _watching(hear: Callable[[int], None]) -> Iterator[None]:
-    """Call `hear` in a thread of its own with each signal that comes while the context lasts.
+def _watching(watcher: _Watcher) -> Iterator[None]:
+    """Let the watcher hear, in a thread of its own, each signal that comes while the context lasts.
 
     Python's handlers run in the main thread only, and not before it comes back from what it calls in C.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    waking = None if _WAKING is None else signal.signal(_WAKING, lambda *_: None)
 
     def watch() -> None:
         with reader:
             while byte := reader.recv(1):
                 if byte[0] in STOPPING:
-                    hear(byte[0])
+                    watcher.hear(byte[0])
 
     threading.Thread(target=watch, name="rlhf_ppo-signals", daemon=True).start()
     try:
         yield
     finally:
+        watcher.is_over = True
         signal.set_wakeup_fd(previous)
         writer.close()
+        if _WAKING is not None:
+            signal.signal(_WAKING, waking)
 
 
 def _forget_in_child() -> None:

@@ -39,7 +39,9 @@ def largest_file(size: int) -> Iterator[None]:
 
 # The models' files have 100 kB, the optimizer's more, random states 10.
 @pytest.mark.parametrize("size", [0, 5_000, 50_000, 150_000])
-def test_a_checkpoint_without_room_names_itself_and_the_one_that_is_whole(size: int, tmp_path: Path) -> None:
+def test_a_checkpoint_without_room_names_itself_and_the_one_that_is_whole(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then it goes on from there, in the same process."""
     run = tmp_path / "run"
     trainer = make_saving(run)
@@ -51,7 +53,7 @@ def test_a_checkpoint_without_room_names_itself_and_the_one_that_is_whole(size: 
         with largest_file(size):
             save(directory, *args)
 
-    trainer._write_checkpoint = fill
+    monkeypatch.setattr(trainer, "_write_checkpoint", fill)
     said = f"{SAYS.format(run / 'checkpoint-2')}{run}/checkpoint-1 is whole: make room, and go on with resume_from_"
     with pytest.raises(DiskFullError, match=said):
         trainer.train()

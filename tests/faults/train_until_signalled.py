@@ -92,7 +92,15 @@ def run_command(output_dir: str, words: list[str]) -> None:
     """Run `rlhf-ppo` with these words, with a final save that takes long."""
     now = announced(output_dir)
     torch.set_num_threads(1)
-    PPOTrainer.save_model = lambda *args, **kwargs: (now(), time.sleep(FOR_LONG))  # pyright: ignore
+    save = PPOTrainer._save_whole_model
+
+    def slow(trainer: PPOTrainer, *args: Any) -> None:
+        if not trainer._writing_checkpoint:
+            now()
+            time.sleep(FOR_LONG)
+        save(trainer, *args)
+
+    PPOTrainer._save_whole_model = slow  # pyright: ignore
     main([*words, "--output_dir", output_dir])
 
 
