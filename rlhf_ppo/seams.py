@@ -108,17 +108,15 @@ class PPOSeams(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """Keep every column where there are reward functions, which may read it."""
-        return (
-            dataset if self._reward_functions_read_columns() else super()._remove_unused_columns(dataset, description)
-        )
+        if self._reward_functions_read_columns():
+            return dataset
+        return super()._remove_unused_columns(dataset, description)
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
         """Do the same for data sets that are not `datasets.Dataset`."""
-        return (
-            data_collator
-            if self._reward_functions_read_columns()
-            else super()._get_collator_with_removed_columns(data_collator, description)
-        )
+        if self._reward_functions_read_columns():
+            return data_collator
+        return super()._get_collator_with_removed_columns(data_collator, description)
 
     def _reward_functions_read_columns(self) -> bool:
         raise NotImplementedError
@@ -132,10 +130,8 @@ class PPOSeams(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
         num_updates, batch_size = cast(int, args.num_total_batches), cast(int, args.batch_size)
         if has_length(dataloader):
             per_epoch = len(dataloader)
-            num_epochs, num_examples = (
-                math.ceil(num_updates / per_epoch),
-                self.num_examples(cast(DataLoader, dataloader)),
-            )
+            num_epochs = math.ceil(num_updates / per_epoch)
+            num_examples = self.num_examples(cast(DataLoader, dataloader))
         else:
             per_epoch, num_epochs, num_examples = num_updates, sys.maxsize, num_updates * batch_size
         return num_epochs, per_epoch, num_examples, num_updates * batch_size, batch_size, per_epoch, num_updates

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from rlhf_ppo.termination import RunStopped, Stopped, end_despite_threads, say
+from rlhf_ppo.termination import EndsOnSignals, RunStopped, Stopped, end_despite_threads, say
 
 
 class StopsWhole:
@@ -19,6 +19,10 @@ class StopsWhole:
     A rollout that is given up leaves the run where the update before has left it, the random numbers included; a
     sample table or an evaluation that is given up is made up for by the resumed run.
     """
+
+    def _listen(self: Any) -> None:
+        self._signals = EndsOnSignals(self._sum, self._awaited, self.accelerator.num_processes)
+        self.add_callback(self._signals)
 
     @contextmanager
     def _saved_if_stopped(self: Any, model: nn.Module, trial: Any) -> Iterator[None]:

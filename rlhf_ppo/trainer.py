@@ -20,6 +20,7 @@ from rlhf_ppo.algorithm.masked import masked_whiten
 from rlhf_ppo.algorithm.penalties import kl_estimate, token_rewards
 from rlhf_ppo.assembly import (
     ModelOrPath,
+    Models,
     assemble_models,
     longest_sequence,
     make_scorer,
@@ -70,7 +71,7 @@ from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
 from rlhf_ppo.rewards.shaping import ScoreMoments, shape_scores, whole_scores
 from rlhf_ppo.samples import PrintsSamples
 from rlhf_ppo.seams import PPOSeams, length, num_processes
-from rlhf_ppo.termination import EndsOnSignals, give_up_if_stopped
+from rlhf_ppo.termination import give_up_if_stopped
 from rlhf_ppo.vocabulary import shared_vocabulary
 
 if TYPE_CHECKING:
@@ -175,23 +176,35 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         announce(self)
         if self.reference.model is not None:
             self.reference.model = place_frozen(self.reference.model, self.accelerator, args.offload_frozen)
-        self._opponents = Opponents.of(functions, processing_class, tokens.ended)
+        self._make_engine_and_scorer(models)
+        self._check_data(data_collator)
+        self._listen()
+
+    def _make_engine_and_scorer(self, models: Models) -> None:
+        self._opponents = Opponents.of(self._functions, self._tokenizer, self.tokens.ended)
         self._engine = make_engine(
-            args, models.policy, self.accelerator, processing_class, tokens.stop, tokens.stop_strings, self._opponents
+            self._config,
+            models.policy,
+            self.accelerator,
+            self._tokenizer,
+            self.tokens.stop,
+            self.tokens.stop_strings,
+            self._opponents,
         )
         surroundings = (self.accelerator, self._get_state, self._logged, self._guard.refuse)
-        self.scorer = make_scorer(args, models.rewards, functions, processing_class, *surroundings)
-        if functions:
-            check_names_of_columns(train_dataset=train_dataset, eval_dataset=self.eval_dataset)
+        self.scorer = make_scorer(self._config, models.rewards, self._functions, self._tokenizer, *surroundings)
+
+    def _check_data(self, data_collator: Callable[..., Any] | None) -> None:
+        """Check that what reads the data's columns, and what compares models by a metric, will find it."""
+        if self._functions:
+            check_names_of_columns(train_dataset=self.train_dataset, eval_dataset=self.eval_dataset)
         self._adds_columns = data_collator is not None  # or may do so
         self._check_columns(eval_dataset=self.eval_dataset)
         if data_collator is not None and length(self.train_dataset):
             collate = self._get_collator_with_removed_columns(data_collator, "checking")
             check_collator(collate, cast(Any, self.train_dataset)[0])
         if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # another one may give other metrics
-            check_best_metric(args, self.scorer.names, functions, self.eval_dataset)
-        self._signals = EndsOnSignals(self._sum, self._awaited, self.accelerator.num_processes)
-        self.add_callback(self._signals)
+            check_best_metric(self._config, self.scorer.names, self._functions, self.eval_dataset)
 
     @property
     def reward_model(self) -> nn.Module | None:
