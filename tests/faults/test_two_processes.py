@@ -62,7 +62,7 @@ def ran(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.T
     killed = call("killed_while_saving", "killed", rank=CONFIGS.index(config))
     (folder / "locked").mkdir()
     with locked(str(folder / "locked")):
-        results = processes.run_all(config, [*calls.values(), killed], last_is_killed=True)
+        results = processes.run_all(config, [*calls.values(), killed], timeout=300, last_is_killed=True)
     left = {path.name: what_is_missing(str(path)) for path in (folder / "killed").glob("checkpoint-*")}
     resumed = processes.run_all(config, [call("outcome", "killed", resume=True)])
     by_name = dict(zip([*calls, "resumed"], results + resumed, strict=True))
