@@ -60,7 +60,7 @@ class Killer:
     def kill(self, run: list[Any], output_dir: Path) -> bool:
         """Kill a run, or let it end before; tell which."""
         aimed = self.random.choice([None, *PHASES[1:]])
-        self._wait(run, self.random.uniform(0, self.duration), output_dir)
+        self._wait(run, self.random.uniform(0, self.duration / (1 if aimed is None else 2)), output_dir)
         if aimed is not None:
             self._wait(run, 60, output_dir, until=aimed)
             self._wait(run, self.random.uniform(0, 0.1), output_dir)
