@@ -107,14 +107,25 @@ def is_sharding(accelerator: Accelerator) -> bool:
     return is_fsdp(accelerator) or zero_stage(accelerator) == 3
 
 
-def keep_sums_in_float32(accelerator: Accelerator) -> None:
+def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
+    """Tell the engine what PPO needs of it: exact sums and results, weights of one type, and whole models when saved.
+
+    Args:
+        accelerator: Has prepared nothing yet.
+        model: Policy and value model.
+    """
+    _keep_sums_in_float32(accelerator)
+    if zero_stage(accelerator) == 3:  # or save_model could not write what from_pretrained reads
+        zero = cast(Any, accelerator.state).deepspeed_plugin.deepspeed_config["zero_optimization"]
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+        _give_trained_one_type(model, accelerator)
+
+
+def _keep_sums_in_float32(accelerator: Accelerator) -> None:
     """Let the engine add gradients up in float32, and give results of the models as they are.
 
     In 16 bits DeepSpeed would add the micro-batches' gradients up in the weights' type, and FSDP2 the ranks'; FSDP2
     would also round float32 log-probabilities and values on their way out of each module.
-
-    Args:
-        accelerator: Has prepared nothing yet.
     """
     state: Any = accelerator.state
     if zero_stage(accelerator) is not None:
@@ -124,18 +135,13 @@ def keep_sums_in_float32(accelerator: Accelerator) -> None:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
 
 
-def give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
-    """Under ZeRO-3 in 16 bits, put what is trained and not yet taken apart into the engine's type.
+def _give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
+    """In 16 bits, put what is trained and not yet taken apart into the engine's type.
 
     ZeRO-3 keeps all that it trains in buffers of one type, beside which its optimizer has weights in float32. PEFT
     makes adapters in float32 over models that were loaded in 16 bits.
-
-    Args:
-        model: Policy and value model, which are not prepared yet.
-        accelerator: Will prepare them.
     """
-    dtype = _ENGINE_DTYPES.get(accelerator.mixed_precision)
-    if zero_stage(accelerator) != 3 or dtype is None:
+    if (dtype := _ENGINE_DTYPES.get(accelerator.mixed_precision)) is None:
         return
     for parameter in model.parameters():
         if parameter.requires_grad and not hasattr(parameter, "ds_id"):

@@ -30,13 +30,7 @@ from rlhf_ppo.checkpoints.fits import check_same_split, naming
 from rlhf_ppo.checkpoints.history import whole_history
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.distributed import (
-    failing_together,
-    gather_over_ranks,
-    give_trained_one_type,
-    keep_sums_in_float32,
-    sum_over_ranks,
-)
+from rlhf_ppo.distributed import failing_together, gather_over_ranks, set_up_engine, sum_over_ranks
 from rlhf_ppo.divergence import DivergenceGuard, Skipped
 from rlhf_ppo.generation.sampled import GenerationEngine
 from rlhf_ppo.ingredients import find_place, record_and_compare
@@ -71,11 +65,7 @@ class PPOSeams(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
         self._updates_per_epoch = 1
         self._latest_prompts: Prompts | None = None
         self._learns_now = True
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        keep_sums_in_float32(self.accelerator)
-        give_trained_one_type(self._unwrapped(self.model), self.accelerator)
-        if plugin is not None and plugin.zero_stage == 3:  # or save_model could not write what from_pretrained reads
-            plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        set_up_engine(self.accelerator, self._unwrapped(self.model))
 
     # ---- Data ----
 
