@@ -245,10 +245,9 @@ class Counted(int):
     "cut",
     [
         lambda lengths: dealt_evenly(lengths, 2),
-        lambda lengths: sizes_within(lengths, 100),
         lambda lengths: split_until([Counted(len(lengths))], len(lengths)),
     ],
-    ids=["dealt_evenly", "sizes_within", "split_until"],
+    ids=["dealt_evenly", "split_until"],
 )
 def test_cutting_takes_little_more_than_linear_time(cut: Any) -> None:
     counts = []
