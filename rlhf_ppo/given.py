@@ -142,21 +142,21 @@ def check_others(data_collator: Any, callbacks: Any, optimizers: Any, **adapters
             raise TypeError(f"{name} must be a peft.PeftConfig such as LoraConfig, got {type(config).__name__}")
 
 
-def check_collator(collate: Callable[[list[Any]], Any], row: Any) -> None:
-    """Make a batch of one row, so that a collator that cannot is known before anything is generated.
+def check_collator(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None:
+    """Make a batch, so that a collator that cannot is known before anything is generated.
 
     Args:
         collate: The user's collator.
-        row: The first row of the training set.
+        rows: The training set's first rows, as many as a process has in an update.
 
     Raises:
         TypeError: It returned something else than prompts.
     """
     try:
         with rng_kept():
-            batch = collate([row])
+            batch = collate(rows)
     except Exception as error:
-        error.add_note("raised by data_collator, given the first row of train_dataset")
+        error.add_note("raised by data_collator, given the first rows of train_dataset")
         raise
     if not isinstance(batch, Mapping) or not {"input_ids", "attention_mask"} <= batch.keys():
         returned = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__

@@ -200,9 +200,10 @@ class PPOTrainer(PPOSeams, PrintsSamples):
             check_names_of_columns(train_dataset=self.train_dataset, eval_dataset=self.eval_dataset)
         self._adds_columns = data_collator is not None  # or may do so
         self._check_columns(eval_dataset=self.eval_dataset)
-        if data_collator is not None and length(self.train_dataset):
+        if data_collator is not None and (num_rows := length(self.train_dataset)):
             collate = self._get_collator_with_removed_columns(data_collator, "checking")
-            check_collator(collate, cast(Any, self.train_dataset)[0])
+            rows = range(min(num_rows, cast(int, self._config.local_batch_size)))
+            check_collator(collate, [cast(Any, self.train_dataset)[row] for row in rows])
         if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # another one may give other metrics
             check_best_metric(self._config, self.scorer.names, self._functions, self.eval_dataset)
 

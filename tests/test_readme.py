@@ -156,7 +156,7 @@ OPTIONS_OF_OTHERS = {
     "docs/generation.md": {"logprobs-mode", "weight-transfer-config"},  # vLLM's server
 }
 ARGUMENTS_OF_OTHERS = {
-    "docs/models.md": {"bias"},  # of PEFT's LoraConfig
+    "docs/models.md": {"bias", "is_decoder"},  # of PEFT's LoraConfig; of encoders' configurations
     "docs/usage.md": {"pruner"},  # of Optuna's study
 }
 
