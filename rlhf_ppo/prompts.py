@@ -104,7 +104,9 @@ class PromptEncoder:
     @functools.cached_property
     def _says_nothing(self) -> set[int | None]:
         tokenizer = cast(Any, self.tokenizer)
-        return {tokenizer.bos_token_id, tokenizer.pad_token_id} - {tokenizer.unk_token_id}
+        is_word = str(tokenizer.pad_token).isalnum()  # some take a word that texts have for padding
+        pad = set() if is_word else {tokenizer.pad_token_id}
+        return (pad | {tokenizer.bos_token_id}) - {tokenizer.unk_token_id}
 
     @functools.cached_property
     def _appends_eos(self) -> bool:

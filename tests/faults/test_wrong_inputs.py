@@ -361,4 +361,7 @@ def test_what_looks_wrong_and_is_not(models: Any, tmp_path: Any) -> None:
     """A `completion` is left out for functions as GRPO does; each row may have a prompt of its own form."""
     construct(tmp_path, **models, train_dataset=texts(completion=TEXTS))
     construct(tmp_path, **models, train_dataset=[{"prompt": "w1"}] * 7 + [{"text": "w1"}])
+    construct(
+        tmp_path, **models, train_dataset=texts(prompt=["w9"] * 8), processing_class=make_tokenizer(pad_token="w9")
+    )
     assert torch.is_grad_enabled()
