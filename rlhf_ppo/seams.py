@@ -20,7 +20,6 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, set_seed
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers.optimization import GreedyLR
 from transformers.trainer_utils import has_length
@@ -34,8 +33,7 @@ from rlhf_ppo.distributed import failing_together, gather_over_ranks, set_up_eng
 from rlhf_ppo.divergence import DivergenceGuard, Skipped
 from rlhf_ppo.generation.sampled import GenerationEngine
 from rlhf_ppo.ingredients import find_place, record_and_compare
-from rlhf_ppo.models.inputs import drop_foreign_padding, gathered
-from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.inputs import drop_foreign_padding
 from rlhf_ppo.optimization import OptimizesPolicyAndValue
 from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics
 from rlhf_ppo.reporting.timing import PhaseTimer
@@ -318,32 +316,6 @@ class PPOSeams(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
 
     def _fire(self, event: str) -> None:
         self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
-
-    @contextmanager
-    def _apart_from_training(self) -> Iterator[torch.nn.Module]:
-        """Give the model to evaluate, with random numbers of its own, the same at every call."""
-        with (
-            isolated_rng(self.args.seed),
-            self._streams.rewards.apart(self.args.seed, self.args.process_index),
-            self._runnable_model() as model,
-            self._guard.apart_from_updates(),
-        ):
-            yield model
-
-    @contextmanager
-    def _runnable_model(self) -> Iterator[torch.nn.Module]:
-        """Give the prepared model, or, before training, the plain one with all its parameters on this device."""
-        model = cast(torch.nn.Module, self.model_wrapped)
-        self._engine.policy_changed()  # the best checkpoint may have been loaded, or the caller changed it
-        self._learns_now = False
-        try:
-            if isinstance(model, PolicyAndValue) and not isinstance(model, FSDPModule):
-                with gathered(model.parameters()):
-                    yield model.to(self.args.device)
-            else:
-                yield model
-        finally:
-            self._learns_now = True
 
     def _moment(self) -> str:
         """Say for an error what the models run for."""

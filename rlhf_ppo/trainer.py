@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import explained_variance
@@ -32,6 +31,7 @@ from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import PromptCollator, check_lengths
 from rlhf_ppo.distributed import failing_together, on_whole_policy, place_frozen
+from rlhf_ppo.evaluating import EvaluatesPolicy
 from rlhf_ppo.evaluation.best_metric import check_best_metric
 from rlhf_ppo.forecast import announce
 from rlhf_ppo.generation.choosing import make_engine
@@ -55,7 +55,6 @@ from rlhf_ppo.optimization import Optimizers
 from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
     episode_columns,
-    evaluation_metrics,
     gather_columns,
     rollout_metrics,
     sampling_metrics,
@@ -70,7 +69,7 @@ from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
 from rlhf_ppo.rewards.shaping import ScoreMoments, shape_scores, whole_scores
 from rlhf_ppo.samples import PrintsSamples
-from rlhf_ppo.seams import PPOSeams, length, num_processes
+from rlhf_ppo.seams import length, num_processes
 from rlhf_ppo.termination import give_up_if_stopped
 from rlhf_ppo.vocabulary import shared_vocabulary
 
@@ -79,7 +78,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-class PPOTrainer(PPOSeams, PrintsSamples):
+class PPOTrainer(EvaluatesPolicy, PrintsSamples):
     """Train a language model with PPO (Schulman et al., arXiv 1707.06347) against a reward, under a KL penalty.
 
     One Trainer step is one PPO update: generate `per_device_train_batch_size * gradient_accumulation_steps` responses
@@ -181,18 +180,12 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         self._listen()
 
     def _make_engine_and_scorer(self, models: Models) -> None:
-        self._opponents = Opponents.of(self._functions, self._tokenizer, self.tokens.ended)
-        self._engine = make_engine(
-            self._config,
-            models.policy,
-            self.accelerator,
-            self._tokenizer,
-            self.tokens.stop,
-            self.tokens.stop_strings,
-            self._opponents,
-        )
+        args, tokens, functions = self._config, self.tokens, self._functions
+        self._opponents = opponents = Opponents.of(functions, self._tokenizer, tokens.ended)
+        stops = (tokens.stop, tokens.stop_strings)
+        self._engine = make_engine(args, models.policy, self.accelerator, self._tokenizer, *stops, opponents)
         surroundings = (self.accelerator, self._get_state, self._logged, self._guard.refuse)
-        self.scorer = make_scorer(self._config, models.rewards, self._functions, self._tokenizer, *surroundings)
+        self.scorer = make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
 
     def _check_data(self, data_collator: Callable[..., Any] | None) -> None:
         """Check that what reads the data's columns, and what compares models by a metric, will find it."""
@@ -575,67 +568,9 @@ class PPOTrainer(PPOSeams, PrintsSamples):
         loss = policy_loss + value_loss
         return (loss, (output, policy_parts, value_parts)) if return_outputs else loss
 
-    # ---- Evaluation ----
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Sample responses to evaluation prompts and score them.
-
-        Args:
-            eval_dataset: Prompts in any form that `train_dataset` may have, or a dict of such data sets; the
-                constructor's when None.
-            ignore_keys: Accepted as Trainer does; there are no model outputs to ignore.
-            metric_key_prefix: Put before each key.
-
-        Returns:
-            `eval_score` (as it is paid in training, but never scaled), `eval_kl` and `eval_entropy`
-            (nats per response), `eval_response_length_mean` (tokens), `eval_ended_frac`,
-            `eval_rewards/<name>/mean|std`, and speed.
-        """
-        if isinstance(eval_dataset, str) and eval_dataset not in _names(self.eval_dataset):
-            raise ValueError(f"eval_dataset={eval_dataset!r} is none of {_names(self.eval_dataset)}")
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            check_datasets(self.args, self.train_dataset, eval_dataset)
-            eval_dataset = self._prepared(eval_dataset, "eval_dataset")
-        return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
-
-    @torch.no_grad()
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Collect a rollout for every batch of `dataloader`, with its own random numbers, the same at every call."""
-        parts: list[dict[str, Tensor]] = []
-        with self._apart_from_training() as model:
-            self.callback_handler.eval_dataloader = cast(Any, dataloader)
-            for batch in dataloader:
-                rollout = self.collect_rollout(model, Prompts.from_collated(batch, self.args.device))
-                rollout = self._guard.checked_rollout(rollout)
-                _, columns = self._rewards_of(rollout, score_std=None)
-                parts.append(gather_columns(columns, cast(Any, self.accelerator.gather_for_metrics)))
-                self._fire("on_prediction_step")
-        self._timer.drain()
-        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        warn_of_unscored(columns["scores"])
-        metrics = evaluation_metrics(columns, metric_key_prefix)
-        extra = {f"{metric_key_prefix}_{name}": value for name, value in self._metrics_of_reward_functions().items()}
-        return EvalLoopOutput(None, None, metrics | extra, len(columns["scores"]))  # pyright: ignore
-
     def _prepared(self, dataset: Any, name: str) -> Any:
-        return prepare_checked(
-            dataset,
-            name,
-            self._tokenizer,
-            self._config,
-            self._vocabulary,
-            self._longest_sequence,
-            columns_are_read=self._columns_are_read,
-        )
+        how = (self._tokenizer, self._config, self._vocabulary, self._longest_sequence)
+        return prepare_checked(dataset, name, *how, columns_are_read=self._columns_are_read)
 
     def _check_columns(self, **datasets: Any) -> None:
         if not self._adds_columns:
@@ -646,8 +581,3 @@ class PPOTrainer(PPOSeams, PrintsSamples):
 
     def _reward_functions_read_columns(self) -> bool:
         return self.scorer.reads_columns
-
-
-def _names(datasets: Any) -> list[str]:
-    """Return the names of evaluation sets, if they have any."""
-    return list(datasets) if isinstance(datasets, Mapping) else []

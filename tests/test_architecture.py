@@ -37,6 +37,7 @@ FLOORS = (
     {
         "assembly",
         "divergence",
+        "evaluating",
         "forecast",
         "given",
         "ingredients",

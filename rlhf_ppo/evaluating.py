@@ -1,0 +1,108 @@
+"""Evaluation: a rollout for every batch of held-out prompts, and what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput
+
+from rlhf_ppo.batch import Prompts
+from rlhf_ppo.given import check_datasets
+from rlhf_ppo.models.inputs import gathered
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.reporting.metrics import evaluation_metrics, gather_columns, warn_of_unscored
+from rlhf_ppo.reproducibility import isolated_rng
+from rlhf_ppo.seams import PPOSeams
+
+
+class EvaluatesPolicy(PPOSeams):
+    """Gives a `PPOTrainer` its evaluation."""
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Sample responses to evaluation prompts and score them.
+
+        Args:
+            eval_dataset: Prompts in any form that `train_dataset` may have, or a dict of such data sets; the
+                constructor's when None.
+            ignore_keys: Accepted as Trainer does; there are no model outputs to ignore.
+            metric_key_prefix: Put before each key.
+
+        Returns:
+            `eval_score` (as it is paid in training, but never scaled), `eval_kl` and `eval_entropy`
+            (nats per response), `eval_response_length_mean` (tokens), `eval_ended_frac`,
+            `eval_rewards/<name>/mean|std`, and speed.
+        """
+        if isinstance(eval_dataset, str) and eval_dataset not in _names(self.eval_dataset):
+            raise ValueError(f"eval_dataset={eval_dataset!r} is none of {_names(self.eval_dataset)}")
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            check_datasets(self.args, self.train_dataset, eval_dataset)
+            eval_dataset = cast(Any, self)._prepared(eval_dataset, "eval_dataset")
+        return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
+
+    @torch.no_grad()
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Collect a rollout for every batch of `dataloader`, with its own random numbers, the same at every call."""
+        parts: list[dict[str, Tensor]] = []
+        trainer = cast(Any, self)
+        with self._apart_from_training() as model:
+            self.callback_handler.eval_dataloader = cast(Any, dataloader)
+            for batch in dataloader:
+                rollout = trainer.collect_rollout(model, Prompts.from_collated(batch, self.args.device))
+                rollout = self._guard.checked_rollout(rollout)
+                _, columns = trainer._rewards_of(rollout, score_std=None)
+                parts.append(gather_columns(columns, cast(Any, self.accelerator.gather_for_metrics)))
+                self._fire("on_prediction_step")
+        self._timer.drain()
+        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        warn_of_unscored(columns["scores"])
+        metrics = evaluation_metrics(columns, metric_key_prefix)
+        extra = {
+            f"{metric_key_prefix}_{name}": value for name, value in trainer._metrics_of_reward_functions().items()
+        }
+        return EvalLoopOutput(None, None, metrics | extra, len(columns["scores"]))  # pyright: ignore
+
+    @contextmanager
+    def _apart_from_training(self) -> Iterator[torch.nn.Module]:
+        """Give the model to evaluate, with random numbers of its own, the same at every call."""
+        with (
+            isolated_rng(self.args.seed),
+            self._streams.rewards.apart(self.args.seed, self.args.process_index),
+            self._runnable_model() as model,
+            self._guard.apart_from_updates(),
+        ):
+            yield model
+
+    @contextmanager
+    def _runnable_model(self) -> Iterator[torch.nn.Module]:
+        """Give the prepared model, or, before training, the plain one with all its parameters on this device."""
+        model = cast(torch.nn.Module, self.model_wrapped)
+        self._engine.policy_changed()  # the best checkpoint may have been loaded, or the caller changed it
+        self._learns_now = False
+        try:
+            if isinstance(model, PolicyAndValue) and not isinstance(model, FSDPModule):
+                with gathered(model.parameters()):
+                    yield model.to(self.args.device)
+            else:
+                yield model
+        finally:
+            self._learns_now = True
+
+
+def _names(datasets: Any) -> list[str]:
+    """Return the names of evaluation sets, if they have any."""
+    return list(datasets) if isinstance(datasets, Mapping) else []
