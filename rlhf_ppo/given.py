@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import PeftConfig
 from torch import nn
 from transformers import Trainer, TrainerCallback, get_scheduler
 from transformers.trainer_utils import IntervalStrategy
+from transformers.utils import is_peft_available
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_rows
@@ -138,8 +138,16 @@ def check_others(data_collator: Any, callbacks: Any, optimizers: Any, **adapters
             raise TypeError(f"callbacks holds {callback!r:.60}, which is no TrainerCallback")
     checked_pair(optimizers)
     for name, config in adapters.items():
-        if config is not None and not isinstance(config, PeftConfig):
+        if config is not None and not _is_peft_config(config):
             raise TypeError(f"{name} must be a peft.PeftConfig such as LoraConfig, got {type(config).__name__}")
+
+
+def _is_peft_config(value: Any) -> bool:
+    if not is_peft_available():
+        return False
+    from peft import PeftConfig
+
+    return isinstance(value, PeftConfig)
 
 
 def check_collator(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None:

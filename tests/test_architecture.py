@@ -145,6 +145,17 @@ def test_every_room_on_a_floor_exists():
     assert set().union(*FLOORS) == {room_of(path) for path in FILES} - {"__init__"}
 
 
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_optional_packages_are_imported_where_they_are_used(path):
+    statements = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {
+        (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name).partition(".")[0]
+        for node in statements
+        for alias in node.names
+    }
+    assert not names & {"deepspeed", "math_verify", "optuna", "peft", "tensorboard", "vllm", "wandb"}
+
+
 def test_there_is_no_drawer():
     assert [name for name in NAMES if re.search(r"(^|/|_)(utils?|misc|common)\.py$", name)] == []
 
