@@ -168,6 +168,7 @@ def run_update(make_trainer: Callable[..., Any], **overrides: Any) -> Update:
         "cliprange_value": 0.1,
     }
     trainer = make_trainer(RecordingTrainer, **{**values, **overrides})
+    collated.clear()  # the constructor tries the collator
     with _recorded_generation() as generated:
         trainer.train()
     return _account(trainer, snapshots, initial, collated[0], generated)

@@ -15,6 +15,7 @@ from datasets import Dataset
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.rewards import RewardFunction
 from rlhf_ppo.rewards.functions import function_name
+from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import Scorer
 from tests.conftest import make_tokenizer, prompt_rows
 from tests.faults.odd_functions import ODD, checks_arguments, right
@@ -63,13 +64,21 @@ def test_it_works(oddity: str, make_trainer: MakeTrainer, expected: dict[str, An
     assert_identical(end(trainer), expected)
 
 
+@pytest.fixture
+def no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `KeyboardInterrupt` comes from the function, and not from a terminal, as during `train()`."""
+    monkeypatch.setattr("rlhf_ppo.rewards.functions.is_main_thread_interruptible", lambda: False)
+
+
 @pytest.mark.parametrize("limit", [None, 60.0], ids=["no limit", "reward_timeout"])
 @pytest.mark.parametrize("oddity", ODD)
+@pytest.mark.usefixtures("no_ctrl_c")
 def test_each_is_scored_or_refused_by_name(oddity: str, limit: float | None) -> None:
     """Also where a thread calls the function."""
     function, outcome = ODD[oddity]
     limit = 0.5 if oddity in TIMES_OUT else limit
-    source = RewardFunction(function, make_tokenizer(), lambda: STATE, timeout=limit)
+    metrics = LoggedByFunctions().log_metric
+    source = RewardFunction(function, make_tokenizer(), lambda: STATE, log_metric=metrics, timeout=limit)
     scorer, before = Scorer([source]), (os.getcwd(), torch.get_default_dtype(), time.monotonic())
     if outcome is None:
         assert scorer(two_rows(number=[0, 1])).total.tolist() == [3.0, 1.0]
