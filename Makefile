@@ -10,7 +10,7 @@ PYTHON_BASE ?= $(shell $(find_python))
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 WORKERS ?= 2
-PYTEST := $(PYTHON) -m pytest -n $(WORKERS)
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --durations 20
 ONE_PROCESS := not learning and not slow and not distributed
 FAST := $(ONE_PROCESS) and not thorough
 
@@ -63,8 +63,8 @@ test-kills: install ## 100 kills at random moments of one process, 20 of two: ea
 test-growth: install ## 2,000 updates with everything on: memory, descriptors, threads, seconds and saves stay as they are
 	NUM_UPDATES=$(or $(NUM_UPDATES),2000) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_growth.py
 
-test-oldest: $(VENV)-oldest/installed ## The fast and thorough tests with the oldest supported transformers
-	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) -m "$(ONE_PROCESS)"
+test-oldest: $(VENV)-oldest/installed ## The fast tests with the oldest supported transformers
+	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) -m "$(FAST)"
 
 demo: install ## Train a language model, a reward model and a PPO policy from scratch, with no hub
 	$(PYTHON) examples/demo.py

@@ -41,11 +41,9 @@ def pytest_collection_finish() -> None:
 
 # Tests of whole runs, or slow; `make check` leaves them to `make test`.
 WHOLE_RUNS = {
-    "cli/test_commands.py",
     "cli/test_estimate.py",
     "cli/test_jobs.py",
     "evaluation/test_completions.py",
-    "examples/test_ppo_example.py",
     "generation/test_continuous.py",
     "generation/test_opponents.py",
     "models/test_counting.py",
@@ -60,10 +58,11 @@ WHOLE_RUNS = {
     "test_peft.py",
     "test_readme.py",
     "test_samples_and_logging.py",
-    "test_search.py",
     "test_trainer_arguments.py",
     "test_trl_tests.py",
 }
+# Files of which most tests run commands or several runs from beginning to end.
+LONG_RUNS = {"cli/test_commands.py", "examples/test_ppo_example.py", "test_search.py"}
 # Tests whose cases show one thing many times, and how many of them `make check` runs: `make test` runs all.
 CASES_IN_CHECK = {
     "cli/test_user_errors.py::test_a_mistake_is_one_sentence": 30,
@@ -92,7 +91,7 @@ CASES_IN_CHECK = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark whole runs and further cases as thorough, before `-m` chooses."""
+    """Mark whole runs and further cases as thorough, and long runs as slow, before `-m` chooses."""
     seen: Counter[str] = Counter()
     for item in items:
         name = item.nodeid.removeprefix("tests/").partition("[")[0]
@@ -100,6 +99,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_further_case = name in CASES_IN_CHECK and seen[name] > CASES_IN_CHECK[name]
         if is_further_case or name.partition("::")[0] in WHOLE_RUNS:
             item.add_marker(pytest.mark.thorough)
+        elif name.partition("::")[0] in LONG_RUNS:
+            item.add_marker(pytest.mark.slow)
 
 
 QUIET: dict[str, Any] = {
