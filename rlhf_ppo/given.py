@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, get_scheduler
 from transformers.trainer_utils import IntervalStrategy
-from transformers.utils import is_peft_available
+from transformers.utils.import_utils import is_peft_available
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import check_rows
