@@ -43,8 +43,8 @@ fast: install ## The fast tests alone
 
 check: lint fast ## Lint, types and the fast tests: a few minutes
 
-test: check ## Check, and every test that needs one process and no long run: less than ten minutes
-	$(PYTEST) -m "$(ONE_PROCESS) and thorough"
+test: lint ## Lint, types, and every test that needs one process and no long run: about ten minutes
+	$(PYTEST) -m "$(ONE_PROCESS)"
 
 test-long: install ## The learning, distributed and slow tests
 	$(PYTEST) -m "not ($(ONE_PROCESS))"
