@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -131,6 +132,12 @@ def test_links_to_files_lead_somewhere(page):
 
 
 SOURCES = [path for folder in ("rlhf_ppo", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_what_the_reference_shows_exists() -> None:
+    for page in PAGES:
+        for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE):
+            assert pkgutil.resolve_name(name), page
 
 
 def test_paths_that_are_named_exist():
