@@ -69,7 +69,8 @@ def trickle(before: bytes, byte: bytes, pause: float = 0.02) -> Act:
 def silent(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.settimeout(5)
-        connection.recv(1)  # until the other side is tired of it
+        while connection.recv(65536):  # the rest of the request, until the other side is tired of waiting
+            pass
 
 
 def reset(connection: socket.socket) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from rlhf_ppo.batch import Prompts
 from rlhf_ppo.generation.engine import call_sizes, greedy_config, sample_responses
@@ -44,6 +46,8 @@ def respond(model: Any, rows: list[list[int]], make_args: Any) -> torch.Tensor:
                                     "lfm2", "recurrent_gemma", "bloom"])  # fmt: skip
 def test_a_prompt_alone_and_beside_longer_ones_gets_the_same_greedy_response(family: str, make_args: Any) -> None:
     """Rows end at different tokens, so that some of them are dropped on the way."""
+    if family == "zamba" and Version(transformers.__version__) < Version("5.20"):
+        pytest.skip("transformers 5.17 refuses its own configuration of Zamba")
     model = tiny_model(family)
     together = respond(model, ROWS, make_args)
     for row, response in zip(ROWS, together, strict=True):
