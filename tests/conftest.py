@@ -42,13 +42,11 @@ def pytest_collection_finish() -> None:
 # Tests of whole runs, or slow; `make check` leaves them to `make test`.
 WHOLE_RUNS = {
     "cli/test_estimate.py",
-    "cli/test_jobs.py",
     "evaluation/test_completions.py",
     "generation/test_continuous.py",
     "generation/test_opponents.py",
     "models/test_counting.py",
     "reporting/test_estimate.py",
-    "rewards/test_in_training.py",
     "test_callbacks.py",
     "test_checkpoints.py",
     "test_drop_in.py",
@@ -58,11 +56,17 @@ WHOLE_RUNS = {
     "test_peft.py",
     "test_readme.py",
     "test_samples_and_logging.py",
-    "test_trainer_arguments.py",
     "test_trl_tests.py",
 }
 # Files of which most tests run commands or several runs from beginning to end.
-LONG_RUNS = {"cli/test_commands.py", "examples/test_ppo_example.py", "test_search.py"}
+LONG_RUNS = {
+    "cli/test_commands.py",
+    "cli/test_jobs.py",
+    "examples/test_ppo_example.py",
+    "rewards/test_in_training.py",
+    "test_search.py",
+    "test_trainer_arguments.py",
+}
 # Tests whose cases show one thing many times, and how many of them `make check` runs: `make test` runs all.
 CASES_IN_CHECK = {
     "cli/test_user_errors.py::test_a_mistake_is_one_sentence": 30,
