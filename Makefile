@@ -43,7 +43,7 @@ fast: install ## The fast tests alone
 
 check: lint fast ## Lint, types and the fast tests: a few minutes
 
-test: lint ## Lint, types, and every test that needs one process and no long run: about ten minutes
+test: lint ## Lint, types, and every test that needs one process and no long run
 	$(PYTEST) -m "$(ONE_PROCESS)"
 
 test-long: install ## The learning, distributed and slow tests

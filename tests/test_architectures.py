@@ -252,7 +252,8 @@ def test_composite_models_serve_in_every_role_and_load_again(family: str, make_t
     for again, trained in ((policy, first.model.policy), (value_model, first.model.value_model)):
         assert_close(again(input_ids=ids).logits, cast(Any, trained).eval()(input_ids=ids).logits)
     assert json.loads((saved / "config.json").read_text()).get("use_cache") == getattr(config, "use_cache", None)
-    assert policy.config.to_dict().keys() >= config.to_dict().keys()  # transformers 5.17 adds tokens
+    added = policy.config.to_dict().keys() ^ config.to_dict().keys()
+    assert added <= (set() if transformers.__version__ == PINNED else {"bos_token_id", "eos_token_id", "pad_token_id"})
     value_path = str(saved / "value_model")
     second = trainer(model=str(saved), value_model=value_path, reward_model=value_path)
     second.train(resume_from_checkpoint=str(saved))

@@ -7,9 +7,8 @@ import contextlib
 import functools
 import inspect
 import itertools
-import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -20,7 +19,8 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.prompts import is_conversation
 from rlhf_ppo.rewards.reading import answers_of
-from rlhf_ppo.rewards.scorer import MAX_SCORE, Refuse, ScoringBatch, refuse_by_raising
+from rlhf_ppo.rewards.returned import check_scores
+from rlhf_ppo.rewards.scorer import Refuse, ScoringBatch, refuse_by_raising
 from rlhf_ppo.rewards.waiting import (
     RewardTimeoutError,
     expiring,
@@ -270,103 +270,10 @@ def function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
-def check_scores(returned: Any, name: str, lengths: Sequence[int], refuse: Refuse = refuse_by_raising) -> Tensor:
-    """Check what a reward function returned.
-
-    Args:
-        returned: A list, a tensor, an array, or any other iterable, of one entry per row: numbers and None; or lists
-            of numbers, one per response token, and None.
-        name: The function's name, for error messages.
-        lengths: Number of tokens of each of the `B` responses.
-        refuse: What becomes of a number that is not finite, or beyond `MAX_SCORE`: NaN, if it does not raise.
-
-    Returns:
-        Scores, float32 `(B,)`, NaN for None; or rewards per token, float32 `(B, max(lengths))`, a row of NaN for None
-        and 0 behind the last token.
-
-    Raises:
-        TypeError: It is a text, one number, nothing, or holds something that is not a number.
-        ValueError: It has another length; or what `refuse` raises.
-    """
-    values = _plain(returned)
-    if isinstance(values, str | bytes | bytearray | Mapping | Set) or not isinstance(values, Iterable):
-        raise TypeError(
-            f"the reward function {name!r} returned {returned!r:.60} ({type(returned).__name__}): "
-            f"return a list of {len(lengths)} numbers, one per completion"
-        )
-    values = list(values)
-    if len(values) != len(lengths):
-        raise ValueError(
-            f"the reward function {name!r} returned {len(values)} rewards for {len(lengths)} completions: "
-            "return one per completion, None where it has none to give"
-        )
-    first = next((value for value in values if value is not None), None)
-    if isinstance(_plain(first), list | tuple):
-        return _per_token([_plain(value) for value in values], name, lengths, refuse)
-    return torch.tensor([_as_float(value, name, f"row {row}", refuse) for row, value in enumerate(values)])
-
-
-def _per_token(values: Sequence[Any], name: str, lengths: Sequence[int], refuse: Refuse) -> Tensor:
-    rewards = torch.zeros(len(lengths), max(lengths))
-    for row, (value, length) in enumerate(zip(values, lengths, strict=True)):
-        if value is None:
-            rewards[row] = math.nan
-            continue
-        if not isinstance(value, list | tuple):
-            raise TypeError(
-                f"the reward function {name!r} returned {value!r:.60} ({type(value).__name__}) for row {row}, and a "
-                "list for another: return a list for every row, of one reward per token, or a number for every row"
-            )
-        if len(value) != length:
-            raise ValueError(
-                f"the reward function {name!r} returned {len(value)} rewards for the {length} tokens of row {row}: "
-                "return one for each of completion_ids[row]"
-            )
-        if None in value:
-            raise TypeError(
-                f"the reward function {name!r} returned None for row {row}, token {list(value).index(None)}: "
-                "return 0.0 for a token without a reward, or None for the whole row"
-            )
-        numbers = [_as_float(number, name, f"row {row}, token {token}", refuse) for token, number in enumerate(value)]
-        rewards[row, :length] = torch.tensor(numbers)
-        rewards[row].masked_fill_(rewards[row].isnan().any(), math.nan)
-    return rewards
-
-
-def _plain(value: Any) -> Any:
-    """Return Python's own numbers and lists for a tensor or NumPy value."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _as_float(value: Any, name: str, place: str, refuse: Refuse) -> float:
-    if value is None:
-        return math.nan
-    number = _plain(value)
-    if not isinstance(number, int | float):
-        raise TypeError(
-            f"the reward function {name!r} returned {value!r:.60} ({type(value).__name__}) for {place}: "
-            "return a number, or None for a completion that it does not score"
-        )
-    if not abs(number) <= MAX_SCORE:  # NaN too
-        refuse(
-            f"the reward function {name!r} returned {_shown(number)} for {place}: return a finite number of at most "
-            f"{MAX_SCORE:g}, or None for a completion that it does not score"
-        )
-        return math.nan
-    return float(number)
-
-
 def _listed(function: Callable[..., Any], arguments: Mapping[str, Any], num_rows: int) -> Any:
     """Call a function, and run the code of a generator that it returns, which need not end."""
     returned = function(**arguments)
     return list(itertools.islice(returned, num_rows + 1)) if isinstance(returned, Iterator) else returned
-
-
-def _shown(number: float) -> str:
-    try:
-        return f"{number!r:.60}"
-    except ValueError:  # Python writes no integer of more than 4300 digits
-        return "an integer of thousands of digits"
 
 
 @contextlib.contextmanager

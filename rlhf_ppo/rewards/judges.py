@@ -20,7 +20,6 @@ from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TrlReward
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.functions import (
     accepted_arguments,
-    check_scores,
     finished,
     function_name,
     named_parameters,
@@ -28,6 +27,7 @@ from rlhf_ppo.rewards.functions import (
     takes_any_argument,
 )
 from rlhf_ppo.rewards.reading import Answer, shares_tokens, tokenizer_beside
+from rlhf_ppo.rewards.returned import check_scores
 from rlhf_ppo.rewards.reward_model import RewardModel
 
 Pair = tuple[Answer, Answer]

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerState
 
 from rlhf_ppo.rewards import RewardFunction, ScoringBatch
-from rlhf_ppo.rewards.functions import check_scores, function_name
+from rlhf_ppo.rewards.functions import function_name
+from rlhf_ppo.rewards.returned import check_scores
 
 PAD, EOS = 0, 1
 STATE = TrainerState(global_step=5)
