@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from pathlib import Path
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.checkpoints import history
 from tests.conftest import count_w4, prompt_rows, tiny_policy, tiny_scorer
 from tests.faults.conftest import make_saving
 
@@ -27,14 +30,28 @@ EVERY = max(4, NUM_UPDATES // 40)
 
 
 class Measures(TrainerCallback):
-    """Notes what the process holds after each save, and the seconds of CPU time that an update took since the last."""
+    """Notes what the process holds after each save, and what an update took since the last: calls, and CPU time."""
 
     def __init__(self) -> None:
         self.measured: dict[str, list[float]] = {}
-        self.spent, self.last_step = time.process_time(), 0
+        self.calls, self.spent, self.last_step = 0, time.process_time(), 0
+
+    def count(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Count a call, as a profiler does."""
+        self.calls += event in ("call", "c_call")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to count."""
+        sys.setprofile(self.count)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count no more."""
+        sys.setprofile(None)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure."""
+        sys.setprofile(None)
+        updates = state.global_step - self.last_step
         checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
         sizes = {path.name: path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()}
         gc.collect()
@@ -44,11 +61,13 @@ class Measures(TrainerCallback):
             "threads": threading.active_count(),
             "objects": len(gc.get_objects()),
             "a save (KB)": sum(sizes.values()) / 1024,
-            "seconds of an update": (time.process_time() - self.spent) / (state.global_step - self.last_step),
+            "calls of an update": self.calls / updates,
+            "seconds of an update": (time.process_time() - self.spent) / updates,
         }
         for name, value in now.items():
             self.measured.setdefault(name, []).append(value)
-        self.spent, self.last_step = time.process_time(), state.global_step
+        self.calls, self.spent, self.last_step = 0, time.process_time(), state.global_step
+        sys.setprofile(self.count)
 
 
 async def slow_length(completion_ids: list[list[int]], log_metric: Any, **columns: Any) -> list[float]:
@@ -78,7 +97,8 @@ def everything_on(output_dir: Path, measures: Measures) -> PPOTrainer:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="memory and descriptors are read from /proc")
 @pytest.mark.timeout(120 + 2 * NUM_UPDATES)
-def test_a_long_run_does_not_grow(tmp_path: Path) -> None:
+def test_a_long_run_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "NUM_KEPT", min(history.NUM_KEPT, NUM_UPDATES // 8))
     measures = Measures()
     everything_on(tmp_path, measures).train()
     quarters = {}
@@ -86,10 +106,11 @@ def test_a_long_run_does_not_grow(tmp_path: Path) -> None:
         quarter = len(values) // 4
         quarters[name] = median(values[quarter : 2 * quarter]), median(values[-quarter:])
     print(f"{NUM_UPDATES} updates, second and last quarter: {quarters}")
-    for name in ("descriptors", "threads"):
-        assert quarters[name][0] == quarters[name][1], quarters
+    for name in ("descriptors", "threads"):  # pools start a thread when they need it
+        assert quarters[name][1] - quarters[name][0] <= 2, quarters
     before, after = quarters["memory (MB)"]
     assert after - before < 8 + NUM_UPDATES / 100, quarters
-    assert quarters["seconds of an update"][1] < 1.25 * quarters["seconds of an update"][0], quarters
-    save = quarters["a save (KB)"]  # the log in it has at most a hundred entries
-    assert save[1] < (1.02 if NUM_UPDATES >= 400 else 1.15) * save[0], quarters
+    calls = quarters["calls of an update"]  # the seconds are printed only: they depend on the machine
+    assert calls[1] < 1.05 * calls[0], quarters
+    save = quarters["a save (KB)"]
+    assert save[1] < 1.02 * save[0], quarters
