@@ -19,7 +19,7 @@ from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
-from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo import PPOConfig, PPOTrainer, learning
 from rlhf_ppo.batch import Prompts, Responses
 from rlhf_ppo.distributed import on_whole_policy
 from rlhf_ppo.generation import dropping
@@ -31,12 +31,13 @@ from tests.runs import record_rollouts
 
 
 def launched_as(trainer: PPOTrainer) -> dict[str, Any]:
-    """Number of processes, launcher and ZeRO stage, as seen from inside."""
+    """Number of processes, launcher, ZeRO stage and precision, as seen from inside."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     return {
         "num_processes": trainer.accelerator.num_processes,
         "distributed_type": trainer.accelerator.distributed_type.value,
         "zero_stage": None if plugin is None else plugin.zero_stage,
+        "mixed_precision": trainer.accelerator.mixed_precision,
     }
 
 
@@ -536,21 +537,74 @@ def search(output_dir: str, models: str) -> dict[str, Any]:
     return {**launched_as(trainer), "best": best and (best.run_id, best.objective, best.hyperparameters)}
 
 
-def first_update_in_bf16(output_dir: str, models: str, adapters: bool = False) -> dict[str, Any]:
-    """One update of a single mini-batch in two micro-batches; return what the rollout and the log say."""
+def first_update_in_bf16(
+    output_dir: str, models: str, adapters: bool = False, local_batch_size: int = 4
+) -> dict[str, Any]:
+    """One SGD step of rate 1 on 8 rows in micro-batches of 2; return rollout, ratios, log and gradients."""
     reward_model = AutoModelForSequenceClassification.from_pretrained(f"{models}/reward_model")
+    torch.manual_seed(0)  # of the adapters
     trainer = make_trainer(
         output_dir, models, FixedResponses, given={"reward_model": reward_model, **(lora() if adapters else {})},
-        bf16=True, num_ppo_epochs=1, num_mini_batches=1, max_steps=1,
+        num_prompts=8, gradient_accumulation_steps=local_batch_size // 2, bf16=True, num_ppo_epochs=1,
+        num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
     )  # fmt: skip
-    rollouts = record_rollouts(trainer)
-    trainer.train()
+    rollouts, steps = record_rollouts(trainer), FirstStep()
+    trainer.add_callback(steps)
+    with recorded_ratios() as ratios:
+        trainer.train()
     rollout = rollouts[0]
     return {
         **launched_as(trainer),
-        "mixed_precision": trainer.accelerator.mixed_precision,
         "figures": {
             name: getattr(rollout, name).numpy() for name in ("logprobs", "ref_logprobs", "values", "final_values")
         },
+        "ratios": np.concatenate(ratios),
         "log": trainer.state.log_history,
+        "gradients": steps.gradients,
     }
+
+
+@contextmanager
+def recorded_ratios() -> Iterator[list[np.ndarray]]:
+    """Keep each micro-batch's ratios of probabilities, now to rollout, of its real tokens."""
+    loss, ratios = learning.clipped_policy_loss, []
+
+    def recording(logprobs: torch.Tensor, old_logprobs: torch.Tensor, *others: Any) -> Any:
+        terms = loss(logprobs, old_logprobs, *others)
+        ratios.append(terms.ratio.detach()[old_logprobs != 0].numpy())
+        return terms
+
+    with patch.object(learning, "clipped_policy_loss", recording):
+        yield ratios
+
+
+class FirstStep(TrainerCallback):
+    """Gives the gradients of the first step of SGD at rate 1: how far it moved each weight, in float32.
+
+    DeepSpeed steps inside of `backward`, where it also frees what it added up.
+    """
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, np.ndarray] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.before = exact_weights(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.gradients = {name: self.before[name] - value for name, value in exact_weights(model).items()}
+
+
+def exact_weights(model: Any) -> dict[str, np.ndarray]:
+    """What is trained, whole and as the optimizer has it, in float32; every rank calls this."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    def whole(parameter: Any) -> torch.Tensor:
+        if hasattr(parameter, "full_tensor"):
+            return parameter.full_tensor()
+        exact = safe_get_full_fp32_param(parameter)
+        return parameter if exact is None else exact
+
+    named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    return {name.removeprefix("module."): whole(value).detach().float().clone().numpy() for name, value in named}

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_ppo.checkpoints import what_is_missing
@@ -19,24 +20,32 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.parametrize("config", ["multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"])
 def test_a_killed_run_ends_like_one_that_was_not(config, models, tmp_path):
+    """In bf16, where the engine's weights are not all that must be saved; what is saved loads as it was trained.
+
+    The killed run's update before the kill is in the log too, so that two launches with one seed give the same bits.
+    """
+
     def call(name, adapters, **arguments):
         run = {"output_dir": str(tmp_path / name), "models": str(models), "adapters": adapters, **arguments}
-        return "train_with_checkpoints", run
+        return "train_with_checkpoints", {"bf16": True, **run}
 
-    whole, whole_adapters = processes.run_all(
-        config, [call("a", False), call("b", True), call("full", False, die_at=1)], last_is_killed=True
+    def run_all(*calls, **how):
+        return processes.run_all(config, calls, options=["--mixed_precision", "bf16"], **how)
+
+    whole, whole_adapters = run_all(
+        call("a", False), call("b", True), call("full", False, die_at=1), last_is_killed=True
     )
     for ranks in (whole, whole_adapters):
         assert [(rank["distributed_type"], rank["zero_stage"]) for rank in ranks] == [LAUNCHERS[config]] * 2
+        assert [rank["mixed_precision"] for rank in ranks] == ["bf16"] * 2
     assert checkpoints(tmp_path / "full") == {"checkpoint-1"}
-    (resumed,) = processes.run_all(
-        config, [call("full", False, resume=True), call("LoRA", True, die_at=1)], last_is_killed=True
-    )
+    (resumed,) = run_all(call("full", False, resume=True), call("LoRA", True, die_at=1), last_is_killed=True)
     assert checkpoints(tmp_path / "LoRA") == {"checkpoint-1"}
-    (resumed_adapters,) = processes.run_all(config, [call("LoRA", True, resume=True)])
+    (resumed_adapters,) = run_all(call("LoRA", True, resume=True))
 
     assert_same_end(resumed, whole)
     assert_same_end(resumed_adapters, whole_adapters)
+    assert_loads_as_trained(tmp_path, whole[0]["parameters"], whole_adapters[0]["parameters"])
     if config.startswith("deepspeed"):
         names = stored_by_deepspeed(tmp_path / "LoRA" / "checkpoint-1")
         frozen = {name for name in names if "lora_" not in name and "modules_to_save" not in name}
@@ -62,6 +71,20 @@ def test_checkpoints_of_which_each_rank_writes_its_shards(models, tmp_path):
     assert_same_end(resumed, whole)
     loaded = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
     np.testing.assert_allclose(loaded, saved[0]["logits"], rtol=0, atol=1e-6)
+
+
+def assert_loads_as_trained(folder, whole, adapters):
+    """The last checkpoints' policies are those of the processes, as exactly as the file's type holds them."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "a" / "checkpoint-3").state_dict()
+    saved = load_file(folder / "b" / "checkpoint-3" / "adapter_model.safetensors")
+    names = {
+        name.replace(".default.", "."): name for name in adapters if name.startswith("policy.") and "lora_" in name
+    }
+    assert len(loaded) > 20 and names.keys() == {f"policy.{name}" for name in saved}
+    for name, value in loaded.items():
+        assert torch.equal(value, torch.tensor(whole[f"policy.{name}"]).to(value.dtype)), name
+    for name, value in saved.items():
+        assert torch.equal(value, torch.tensor(adapters[names[f"policy.{name}"]]).to(value.dtype)), name
 
 
 def stored_by_deepspeed(checkpoint):
