@@ -23,8 +23,10 @@ from rlhf_ppo.termination import Stopped
 
 T = TypeVar("T")
 
-_ENGINE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What DeepSpeed casts the trained models' weights to, by accelerate's `mixed_precision`."""
+
+def product_dtype(accelerator: Accelerator) -> torch.dtype | None:
+    """Return the 16-bit type that matrices are multiplied in, and DeepSpeed's weights have; None: the weights' own."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
 
 
 def sum_over_ranks(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
@@ -141,7 +143,7 @@ def _give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
     ZeRO-3 keeps all that it trains in buffers of one type, beside which its optimizer has weights in float32. PEFT
     makes adapters in float32 over models that were loaded in 16 bits.
     """
-    if (dtype := _ENGINE_DTYPES.get(accelerator.mixed_precision)) is None:
+    if (dtype := product_dtype(accelerator)) is None:
         return
     for parameter in model.parameters():
         if parameter.requires_grad and not hasattr(parameter, "ds_id"):
@@ -235,10 +237,10 @@ def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = Fal
         for block in [part for part in model.modules() if type(part).__name__ in cast(Any, model)._no_split_modules]:
             prepare_fsdp(block, accelerator)
         return cast(nn.Module, prepare_fsdp(model, accelerator))
-    if zero_stage(accelerator) is not None and accelerator.mixed_precision in _ENGINE_DTYPES:
+    if zero_stage(accelerator) is not None and (dtype := product_dtype(accelerator)) is not None:
         for parameter in model.parameters():  # DeepSpeed leaves buffers as they are: rotary frequencies stay exact
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(_ENGINE_DTYPES[accelerator.mixed_precision])
+                parameter.data = parameter.data.to(dtype)
     if offload and accelerator.device.type != "cpu":
         cast(Any, model).offload = Offload(model, accelerator.device)
         return model

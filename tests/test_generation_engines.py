@@ -164,7 +164,8 @@ def test_each_engine_gets_what_it_needs(make_args: Any, vllm_installed: None) ->
 
 def test_continuous_batching_needs_a_whole_policy(make_args: Any) -> None:
     def sharded(**state: Any) -> Any:
-        return SimpleNamespace(state=SimpleNamespace(**state))
+        given = {"mixed_precision": "no", "device": torch.device("cpu")}
+        return SimpleNamespace(state=SimpleNamespace(**state), **given)
 
     zero3 = sharded(deepspeed_plugin=SimpleNamespace(zero_stage=3))
     continuous = {"generation_engine": "continuous"}
@@ -175,6 +176,29 @@ def test_continuous_batching_needs_a_whole_policy(make_args: Any) -> None:
     ):
         make(make_args, accelerator=zero3, ds3_gather_for_generation=False, **continuous)
     assert make(make_args, accelerator=zero3, **continuous).max_rows == 64
+
+
+def test_continuous_batching_computes_as_the_run_does_and_needs_flash_attention_on_a_gpu(
+    make_args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autocast does not reach its thread: float32 weights would be multiplied in float32, which flash refuses."""
+
+    def dtype(mixed_precision: str, device: str = "cpu") -> torch.dtype | None:
+        accelerator = SimpleNamespace(
+            state=SimpleNamespace(), mixed_precision=mixed_precision, device=torch.device(device)
+        )
+        return make(make_args, accelerator=accelerator, generation_engine="continuous").dtype
+
+    assert (dtype("no"), dtype("bf16"), dtype("fp16")) == (None, torch.bfloat16, torch.float16)
+    monkeypatch.setattr(choosing, "is_flash_attn_available", lambda **_: True)
+    assert dtype("bf16", "cuda") == torch.bfloat16
+    with pytest.raises(
+        ValueError, match=r"flash attention on a GPU, which does not compute in float32; set bf16=True"
+    ):
+        dtype("no", "cuda")
+    monkeypatch.setattr(choosing, "is_flash_attn_available", lambda **_: False)
+    with pytest.raises(ValueError, match=r"`pip install flash-attn` or .* or set generation_engine='transformers'"):
+        dtype("bf16", "cuda")
 
 
 def test_vllm_can_be_no_reference_to_compare_with(make_args: Any, vllm_installed: None) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+from transformers.modeling_flash_attention_utils import is_flash_attn_available
 
-from rlhf_ppo.distributed import gather_over_ranks, is_fsdp, zero_stage
+from rlhf_ppo.distributed import gather_over_ranks, is_fsdp, product_dtype, zero_stage
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.engine import TransformersEngine
 from rlhf_ppo.generation.opponents import Opponents
@@ -44,8 +46,8 @@ def make_engine(
         opponents: Whose responses the reward functions compare with.
 
     Raises:
-        ValueError: The engine cannot run with what shards the policy, vLLM cannot start or cannot be an opponent, or
-            the policy does not generate from the distributions of its forward pass.
+        ValueError: The engine cannot run with what shards the policy, or in float32 on a GPU, vLLM cannot start or
+            cannot be an opponent, or the policy does not generate from the distributions of its forward pass.
     """
     rows = args.local_rollout_forward_batch_size
     if args.generation_engine == "vllm":
@@ -60,7 +62,30 @@ def make_engine(
             generation_needs(policy)
         return TransformersEngine(rows, stop_strings, gather_over_ranks(accelerator))
     _check_whole(args, accelerator)
-    return ContinuousEngine(rows)
+    dtype = product_dtype(accelerator)
+    if not is_sharded(policy):
+        _check_attention(policy, dtype, accelerator.device)
+    return ContinuousEngine(rows, dtype)
+
+
+def _check_attention(policy: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Raise where flash attention, which a GPU needs for rows of many lengths, would be given float32.
+
+    Without it each token would be compared with all rows' tokens, under a mask of as many columns.
+    """
+    if device.type != "cuda":
+        return
+    computed = dtype or next(weight.dtype for weight in policy.parameters() if weight.is_floating_point())
+    if computed == torch.float32:
+        raise ValueError(
+            "generation_engine='continuous' needs flash attention on a GPU, which does not compute in float32; set "
+            "bf16=True, or generation_engine='transformers'"
+        )
+    if not is_flash_attn_available(kernels_fallback_ok=True):
+        raise ValueError(
+            "generation_engine='continuous' needs flash attention on a GPU, or each token is compared with the tokens "
+            "of all rows; `pip install flash-attn` or `pip install kernels`, or set generation_engine='transformers'"
+        )
 
 
 def _check_whole(args: PPOConfig, accelerator: Accelerator) -> None:

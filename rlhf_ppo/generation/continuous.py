@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -35,14 +36,16 @@ class ContinuousEngine:
 
     Attributes:
         max_rows: How many rows are generated from at a time; the cache holds so many.
+        dtype: What weights, arithmetic and cache are in; None leaves them in the policy's types.
     """
 
     max_rows: int
+    dtype: torch.dtype | None = None
     reads_sharded: bool = False
 
     @torch.no_grad()
     def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
-        """Generate a response to each prompt, in the type of the policy's weights: autocast does not reach it.
+        """Generate a response to each prompt; the thread that computes is not reached by autocast.
 
         The order in which rows are computed follows from the prompts and the sampled lengths alone, so the same state
         of the random number generator gives the same responses.
@@ -63,7 +66,12 @@ class ContinuousEngine:
         config = copy.deepcopy(config)
         if config.eos_token_id is None:
             config.eos_token_id = -1  # no token; what transformers makes of None, but for a warning
-        with in_eval_mode(policy), own_generation_config_hidden(policy) as model, unpacked(model):
+        with (
+            in_eval_mode(policy),
+            own_generation_config_hidden(policy) as model,
+            unpacked(model),
+            stored_as(self.dtype, policy),
+        ):
             outputs = _run(model, rows, config, cache_for(rows, cast(int, config.max_new_tokens), self.max_rows))
         return stack_rows(
             [output.generated_tokens for output in outputs],
@@ -74,6 +82,27 @@ class ContinuousEngine:
 
     def policy_changed(self) -> None:
         """Do nothing: the policy itself generates."""
+
+
+@contextmanager
+def stored_as(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
+    """Store a model's floating-point parameters in another type in the block, and have the very same ones after it.
+
+    Buffers stay as they are: rotary frequencies are exact.
+
+    Args:
+        dtype: The type, or None for the parameters' own.
+        model: The model; a parameter that is in this type already stays in place.
+    """
+    others = [value for value in model.parameters() if value.is_floating_point() and value.dtype != dtype]
+    before = [value.data for value in others] if dtype is not None else []
+    try:
+        for parameter, value in zip(others, before, strict=False):
+            parameter.data = value.to(dtype)
+        yield
+    finally:
+        for parameter, value in zip(others, before, strict=False):
+            parameter.data = value
 
 
 def cache_for(rows: Sequence[Sequence[int]], max_new_tokens: int, max_rows: int) -> ContinuousBatchingConfig:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -15,6 +17,7 @@ from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
 from rlhf_ppo.generation.sampled import Sampled, prompt_rows, stack_rows
 from rlhf_ppo.models.adapters import base_kept
 from rlhf_ppo.redaction import secrets_of, shown_address, shown_addresses, without
+from rlhf_ppo.reproducibility import isolated_rng
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
@@ -47,7 +50,7 @@ class VLLMEngine:
         Raises:
             NonFiniteLogitsError: The log-probability of a token is missing or NaN.
         """
-        if not self._is_current:
+        if not self._is_current or self._sleeps:
             with base_kept(policy):  # TRL's adapter merges, sends and unmerges
                 self.vllm.sync_weights()
             self._is_current = True
@@ -55,7 +58,8 @@ class VLLMEngine:
             setattr(self.vllm, name, value)
         if config.suppress_tokens:  # the last ones of the vocabulary
             self.vllm.generation_kwargs["allowed_token_ids"] = list(range(min(config.suppress_tokens)))
-        _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=None, num_generations=1)
+        with self._same_random_numbers():
+            _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=None, num_generations=1)
         of_sampled = [[token[0] for token in row] for row in logprobs or [()] * len(ids)]
         for row, (tokens, values) in enumerate(zip(ids, of_sampled, strict=True)):
             if len(tokens) != len(values) or any(value is None or not math.isfinite(value) for value in values):
@@ -64,6 +68,25 @@ class VLLMEngine:
                     "NaN in the policy's weights, and at the server's --logprobs-mode"
                 )
         return stack_rows(ids, of_sampled, config.pad_token_id, prompts.input_ids.device)
+
+    @property
+    def _sleeps(self) -> bool:
+        """Whether its weights are gone after each call; TRL's `generate` would send them by itself."""
+        return self.vllm.mode == "colocate" and self.vllm.enable_sleep_mode
+
+    @contextmanager
+    def _same_random_numbers(self) -> Iterator[None]:
+        """Let the ranks that are one vLLM together draw the same numbers in the block, and their own ones after it.
+
+        Each of them samples every row of the group, from the process's generators, and goes on with what it sampled.
+        """
+        if self.vllm.mode != "colocate" or self.vllm.tensor_parallel_size == 1:
+            yield
+            return
+        seeds: list[Any] = [None] * self.vllm.tensor_parallel_size
+        torch.distributed.all_gather_object(seeds, int(torch.randint(2**31, ())), group=self.vllm.tp_group)
+        with isolated_rng(seeds[0], device_specific=False):
+            yield
 
     def policy_changed(self) -> None:
         """Have the weights sent before the next response."""

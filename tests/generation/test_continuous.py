@@ -133,6 +133,27 @@ def _distribution(logits: np.ndarray, args: PPOConfig) -> np.ndarray:
     return np.where(kept, probabilities, 0) / probabilities[kept].sum()
 
 
+@pytest.mark.parametrize("make_policy", [tiny_policy, adapted_policy])
+def test_it_computes_in_the_type_that_it_is_given(make_args: MakeArgs, make_policy: Callable[[], Any]) -> None:
+    """Also of weights in two types; they are the same tensors afterwards, where a pass fails, too."""
+    policy, config = make_policy(), sampling_config(make_args(response_length=10), stop_token_id=1)
+    policy.base_model.layers[0].mlp.to(torch.bfloat16) if make_policy is tiny_policy else None
+    before = {name: (value.data_ptr(), value.dtype) for name, value in policy.named_parameters()}
+    types: list[torch.dtype] = []
+    handle = policy.get_output_embeddings().register_forward_hook(lambda *given: types.append(given[2].dtype))
+
+    torch.manual_seed(0)
+    sampled = ContinuousEngine(64, torch.bfloat16).sample(policy, prompts(*RAGGED), config)
+    handle.remove()
+
+    assert set(types) == {torch.bfloat16}
+    assert before == {name: (value.data_ptr(), value.dtype) for name, value in policy.named_parameters()}
+    for weight in policy.parameters():  # not the buffers: rotary frequencies are exact
+        weight.data = weight.data.to(torch.bfloat16)
+    expected = sample(policy, prompts(*RAGGED), config)
+    assert sampled.ids.tolist() == expected.ids.tolist() and torch.equal(_logprobs(sampled), _logprobs(expected))
+
+
 def test_each_call_reads_the_weights_as_they_are(make_args: MakeArgs) -> None:
     policy, config = scripted_policy({}), greedy_config(make_args(response_length=3), stop_token_id=None)
     assert sample(policy, prompts([4]), config).ids.tolist() == [[5, 6, 7]]
@@ -180,7 +201,8 @@ def failing_policy() -> Iterator[Any]:
 def test_a_response_that_is_missing_is_an_error_that_names_its_row(make_args: MakeArgs, failing_policy: Any) -> None:
     config = sampling_config(make_args(response_length=8), stop_token_id=29)
     with pytest.raises(RuntimeError, match=r"'continuous' gave no whole response to prompt \d of .*: out of luck; "):
-        sample(failing_policy, prompts(*RAGGED), config)
+        ContinuousEngine(64, torch.bfloat16).sample(failing_policy, prompts(*RAGGED), config)
+    assert failing_policy.dtype == torch.float32
     assert failing_policy.training
     assert sample(failing_policy, prompts(*RAGGED), config).ids.shape == (5, 8), "the next call starts afresh"
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from unittest.mock import create_autospec
+from unittest.mock import MagicMock, create_autospec
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch import Tensor
+from trl.distributed import DistributedBackend
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -45,6 +48,7 @@ def fake_generation(ids: list[list[int]], logprobs: Any) -> Any:
     """What `VLLMGeneration` is, with the same methods and arguments, giving a fixed answer."""
     fake = create_autospec(VLLMGeneration, instance=True)
     fake.generate.return_value = ([], ids, logprobs, None)
+    fake.mode, fake.enable_sleep_mode, fake.tensor_parallel_size = "colocate", False, 1
     return fake
 
 
@@ -92,6 +96,92 @@ def test_weights_are_sent_before_the_first_response_after_a_change(make_vllm_arg
     assert calls() == ["generate"]
     engine.policy_changed()
     assert calls() == ["sync_weights", "generate"]
+
+
+def test_the_ranks_of_a_group_draw_alike_and_go_on_with_numbers_of_their_own(
+    make_vllm_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank of a tensor-parallel group samples all of its rows: other numbers would be other tokens."""
+    given: list[int] = []
+
+    def gather(seeds: list[Any], own: int, group: Any) -> None:
+        """Rank 0 of the group is the first to come."""
+        assert len(seeds) == 2 and group == "the group"
+        given.append(own)
+        seeds[:] = [given[0], own]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    drawn, after = [], []
+    for rank in range(2):
+        fake = fake_generation([], None)
+        fake.tensor_parallel_size, fake.tp_group = 2, "the group"
+        fake.generate.side_effect = lambda *_, **__: ([], [torch.randint(99, (8,)).tolist()], [[[0.0]] * 8], None)
+        engine, policy, config = VLLMEngine(fake), tiny_policy(), sampling_config(make_vllm_args(), 1)
+        set_seed(rank)  # as Trainer seeds each process after vLLM has started
+        drawn.append(engine.sample(policy, prompts([4]), config).ids.tolist())
+        after.append(torch.rand(4).tolist())
+    assert drawn[0] == drawn[1]
+    assert given[0] != given[1] and after[0] != after[1]
+
+
+def test_each_call_of_a_group_draws_other_numbers(make_vllm_args: MakeArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(seeds: list[Any], own: int, group: Any) -> None:
+        seeds[:] = [own, own]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    fake = fake_generation([], None)
+    fake.tensor_parallel_size, fake.tp_group = 2, "the group"
+    fake.generate.side_effect = lambda *_, **__: ([], [torch.randint(99, (8,)).tolist()], [[[0.0]] * 8], None)
+    engine, policy, config = VLLMEngine(fake), tiny_policy(), sampling_config(make_vllm_args(), 1)
+    first, second = (engine.sample(policy, prompts([4]), config).ids.tolist() for _ in range(2))
+    assert first != second
+
+
+class SleepingVLLM:
+    """What `VLLMGeneration` does about weights when it sleeps: its `sync_weights`, and a line of its `generate`."""
+
+    mode, enable_sleep_mode, tensor_parallel_size = "colocate", True, 1
+    _llm_weights_sleeping = True
+    _iter_named_params = VLLMGeneration._iter_named_params
+    _fix_param_name_to_vllm = VLLMGeneration._fix_param_name_to_vllm
+    sync_weights = VLLMGeneration.sync_weights
+
+    def __init__(self, policy: Any) -> None:
+        self.model, self.accelerator = policy, Accelerator(cpu=True)
+        self._dist = DistributedBackend(self.accelerator)
+        self.llm, self.num_sent = MagicMock(), 0
+        self.llm.wake_up.side_effect = lambda tags: setattr(self, "num_sent", self.num_sent + 1)
+        self.generation_kwargs: dict[str, Any] = {}
+
+    def generate(self, rows: Any, images: Any, num_generations: int) -> Any:
+        if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
+            self.sync_weights()
+        self._llm_weights_sleeping = True
+        return [], [[7] for _ in rows], [[[-0.5]] for _ in rows], None
+
+
+def test_the_line_of_trl_that_sends_weights_after_a_sleep_is_the_one_above() -> None:
+    line = 'if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:'
+    for generate in (VLLMGeneration.generate, SleepingVLLM.generate):
+        lines = [text.strip() for text in inspect.getsource(generate).splitlines()]
+        assert lines[lines.index(line) + 1] == "self.sync_weights()"
+
+
+def test_a_base_under_an_adapter_stays_bit_for_bit_when_vllm_sleeps(
+    make_vllm_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two evaluations between two updates: the weights are sent again before every call."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(vllm_generation, "empty_cache", lambda: None)
+    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, lora_alpha=32)
+    policy = peft.get_peft_model(tiny_policy().bfloat16(), lora)
+    before = {name: weight.clone() for name, weight in policy.named_parameters()}
+    vllm = SleepingVLLM(policy)
+    engine = VLLMEngine(vllm)
+    for _ in range(3):
+        engine.sample(policy, prompts([4]), sampling_config(make_vllm_args(), 1))
+    assert vllm.num_sent == 3, "once a call"
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.named_parameters())
 
 
 @pytest.mark.parametrize("logprobs", [[[[-0.5], [None]]], [[[-0.5]]], [[[-0.5], [float("nan")]]], None])
