@@ -7,6 +7,7 @@ on this rank, `C` the context (prompt) length after left padding, `T` the respon
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import operator
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rlhf_ppo.algorithm.losses import importance_weights
+from rlhf_ppo.places import HostMasks, Places
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,14 @@ class Responses:
         response_mask: True on the response's real tokens, the stop token included, bool `(B, T)`.
         sampling_logprobs: Log-probabilities that the generation engine drew the response tokens with, nats, float32
             `(B, T)`, 0 outside the mask; None if it does not say them.
+        on_host: Copies of both masks on the host, where batches are cut; None until `masks` is asked for.
     """
 
     query_responses: Tensor
     attention_mask: Tensor
     response_mask: Tensor
     sampling_logprobs: Tensor | None = field(default=None, kw_only=True)
+    on_host: HostMasks | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         _check_shape("attention_mask", self.attention_mask, tuple(self.query_responses.shape))
@@ -111,8 +115,34 @@ class Responses:
         """Response ids, long `(B, T)`."""
         return self.query_responses[:, self.context_length :]
 
-    def __getitem__(self, rows: Tensor | slice) -> Self:
-        return dataclasses.replace(self, **{name: value[rows] for name, value in self._tensors().items()})
+    @property
+    def masks(self) -> HostMasks:
+        """Both masks on the host, read from the device once."""
+        if self.on_host is None:
+            object.__setattr__(self, "on_host", HostMasks.of(self.attention_mask, self.response_mask))
+        return cast(HostMasks, self.on_host)
+
+    @functools.cached_property
+    def places(self) -> Places:
+        """Where the real tokens are."""
+        return Places.from_host(self.masks, self.attention_mask.device)
+
+    @property
+    def lengths(self) -> Any:
+        """Real tokens of each row, a NumPy array `(B,)`."""
+        return self.masks.attention.sum(axis=1)
+
+    def __getitem__(self, rows: Sequence[int] | Tensor | slice) -> Self:
+        rows = cast(Any, rows).tolist() if isinstance(rows, Tensor) else rows
+        masks = HostMasks(self.masks.attention[rows], self.masks.response[rows])
+        if not isinstance(rows, slice):
+            rows = torch.tensor(rows, dtype=torch.long, device=self.attention_mask.device)
+        tensors = {name: value[rows] for name, value in self._tensors().items()}
+        return dataclasses.replace(self, on_host=masks, **tensors)
+
+    def longest_first(self) -> list[int]:
+        """Return the rows' indices in falling order of their lengths, equal ones in their own order."""
+        return (-self.lengths).argsort(kind="stable").tolist()
 
     def parts(self, max_rows: int) -> list[Self]:
         """Cut into parts of at most `max_rows` rows."""
@@ -125,14 +155,16 @@ class Responses:
 
     def trimmed(self) -> Self:
         """Drop the columns that are padding in every row, left of the prompts and right of the responses."""
-        context, length = self.context_length, int(self.response_mask.sum(dim=1).max())
-        left = padding_columns(self.attention_mask[:, :context])
+        masks, context = self.masks, self.context_length
+        length = int(masks.response.sum(axis=1).max())
+        left = int((~masks.attention[:, :context].any(axis=0)).cumprod().sum())
         columns = {
             self.query_responses.shape[1]: slice(left, context + length),
             self.responses.shape[1]: slice(length),
         }
         cut = {name: value[:, columns[value.shape[1]]] for name, value in self._tensors().items() if value.dim() == 2}
-        return dataclasses.replace(self, **cut)
+        masks = HostMasks(masks.attention[:, left : context + length], masks.response[:, :length])
+        return dataclasses.replace(self, on_host=masks, **cut)
 
     def _tensors(self) -> dict[str, Tensor]:
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
@@ -217,10 +249,10 @@ class Experience(Responses):
 
     def shuffled_minibatches(self, num_mini_batches: int, generator: torch.Generator) -> Iterator[Self]:
         """Yield `num_mini_batches` disjoint parts of equal size, drawn with `generator`, longest rows first."""
-        order = torch.randperm(len(self), generator=generator).to(self.query_responses.device)
-        lengths = self.attention_mask.sum(dim=1)
-        for rows in order.chunk(num_mini_batches):
-            yield self[rows[lengths[rows].argsort(descending=True, stable=True)]]
+        order, lengths = torch.randperm(len(self), generator=generator), self.lengths
+        for chunk in order.chunk(num_mini_batches):
+            rows = chunk.numpy()
+            yield self[rows[(-lengths[rows]).argsort(kind="stable")].tolist()]
 
     def minibatches_of_epochs(
         self, num_epochs: int, num_mini_batches: int, generator: torch.Generator
@@ -244,13 +276,13 @@ class Experience(Responses):
             is_packed: Whether the models see real tokens only.
         """
         device = self.attention_mask.device
-        lengths = cast("list[int]", cast(Any, self.attention_mask.sum(dim=1)).tolist())
+        lengths: list[int] = self.lengths.tolist()
         if max_tokens is not None:
             sizes = sizes_within(lengths, max_tokens)
             num_parts = int(gather(torch.tensor([len(sizes)], device=device)).max())
             return self.parts_of(split_until(sizes, num_parts))
         if is_packed:
-            return self[torch.tensor(dealt_evenly(lengths, max_rows), device=device)].parts(max_rows)
+            return self[dealt_evenly(lengths, max_rows)].parts(max_rows)
         return self.parts(max_rows)
 
 

@@ -98,11 +98,11 @@ def learn_in_turn(
     """
     batch = experience.query_responses, experience.attention_mask, experience.response_mask
     with forward_context():
-        of_policy = model(*batch, only="policy")
+        of_policy = model(*batch, only="policy", places=experience.places)
         policy_loss, policy_parts = policy_term(args, of_policy.logprobs, experience, num_tokens)
     backward(policy_loss)
     with forward_context():
-        of_value_model = model(*batch, only="value_model")
+        of_value_model = model(*batch, only="value_model", places=experience.places)
         value_loss, value_parts = value_term(args, of_value_model.values, experience, num_tokens)
     backward(value_loss)
     return policy_loss + value_loss, (PolicyAndValueOutput(*of_policy, *of_value_model), policy_parts, value_parts)

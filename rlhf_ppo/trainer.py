@@ -27,7 +27,7 @@ from rlhf_ppo.assembly import (
     special_tokens,
     use_one_device,
 )
-from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout, pad_right
+from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import PromptCollator, check_lengths
 from rlhf_ppo.distributed import failing_together, on_whole_policy, place_frozen
@@ -52,6 +52,7 @@ from rlhf_ppo.models.inputs import configuration_kept
 from rlhf_ppo.models.overflow import detecting_overflow
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.optimization import Optimizers
+from rlhf_ppo.passes import in_passes
 from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
     episode_columns,
@@ -318,9 +319,10 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
                 batch = ScoringBatch.of(responses, prompts, self.tokens.ended(responses))
                 self.scorer.start(batch)
             with self._timer.phase("evaluate"):
-                output = self._in_passes(responses, partial(model, with_entropy=False))
+                is_packed = self._unwrapped(model).packs_rows
+                output = self._in_passes(responses, partial(model, with_entropy=False), is_packed)
                 with self.reference.forward(model, policy) as reference:
-                    ref_output = self._in_passes(responses, reference)
+                    ref_output = self._in_passes(responses, reference, is_packed)
             with self._timer.phase("score"):
                 scores = self.score_responses(responses, prompts)
         return Rollout(
@@ -328,6 +330,7 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
             attention_mask=responses.attention_mask,
             response_mask=responses.response_mask,
             sampling_logprobs=responses.sampling_logprobs,
+            on_host=responses.on_host,
             stopped=batch.ended,
             logprobs=output[0],
             ref_logprobs=ref_output[0],
@@ -396,19 +399,16 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
             give_up_if_stopped()
         return scores
 
-    def _in_passes(self, responses: Responses, forward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Call `forward` on a few rows at a time, trimmed, and put the `(b, T')` or `(b,)` results together."""
-        outputs = []
-        for part in responses.parts(self.args.local_rollout_forward_batch_size):
+    def _in_passes(
+        self, responses: Responses, forward: Callable[..., tuple[Tensor, ...]], is_packed: bool
+    ) -> tuple[Tensor, ...]:
+        def evaluate(part: Responses) -> tuple[Tensor, ...]:
             if self.accelerator.num_processes == 1:
                 give_up_if_stopped()
             with self._autocast():
-                outputs.append(forward(part.query_responses, part.attention_mask, part.response_mask))
-        length = responses.response_mask.shape[1]
-        return tuple(
-            pad_right(list(results), length) if results[0].dim() == 2 else torch.cat(results)
-            for results in zip(*outputs, strict=True)
-        )
+                return forward(part.query_responses, part.attention_mask, part.response_mask, places=part.places)
+
+        return in_passes(responses, evaluate, self.args.local_rollout_forward_batch_size, is_packed)
 
     # ---- Advantages ----
 
@@ -440,6 +440,7 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
             query_responses=rollout.query_responses,
             attention_mask=rollout.attention_mask,
             response_mask=rollout.response_mask,
+            on_host=rollout.on_host,
             logprobs=rollout.logprobs,
             values=rollout.values,
             advantages=masked_whiten(advantages, mask, reduce_sum=self._sum),
@@ -562,7 +563,8 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
             The loss, a scalar; with `return_outputs` also `(PolicyAndValueOutput, PolicyLoss, ValueLoss)`.
         """
         num_tokens = float(inputs.loss_mask.sum()) if num_items_in_batch is None else float(num_items_in_batch)
-        output = PolicyAndValueOutput(*model(inputs.query_responses, inputs.attention_mask, inputs.response_mask))
+        batch = inputs.query_responses, inputs.attention_mask, inputs.response_mask
+        output = PolicyAndValueOutput(*model(*batch, places=inputs.places))
         policy_loss, policy_parts = policy_term(self.args, output.logprobs, inputs, num_tokens)
         value_loss, value_parts = value_term(self.args, output.values, inputs, num_tokens)
         loss = policy_loss + value_loss

@@ -24,6 +24,8 @@ FLOORS = (
         "engine_arguments",
         "inherited_arguments",
         "inherited_values",
+        "passes",
+        "places",
         "precision",
         "prompts",
         "redaction",

@@ -13,6 +13,7 @@ from rlhf_ppo.models.consistency import probe_rows, rounding
 from rlhf_ppo.models.frozen import Frozen
 from rlhf_ppo.models.inputs import backbone, hidden_states, is_sharded, probe_ids, text_config, transformers_model
 from rlhf_ppo.models.modes import in_eval_mode
+from rlhf_ppo.places import Places
 from rlhf_ppo.reproducibility import rng_kept
 
 
@@ -113,7 +114,9 @@ def _no_id_is_padding(base: Any) -> Iterator[None]:
             config.pad_token_id = pad_token_id
 
 
-def token_values(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, last: int) -> Tensor:
+def token_values(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, last: int, places: Places | None = None
+) -> Tensor:
     """Apply the scalar head to the last `last` positions.
 
     Args:
@@ -121,11 +124,12 @@ def token_values(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, la
         input_ids: Token ids, long `(B, L)`.
         attention_mask: True on real tokens, bool `(B, L)`.
         last: How many positions, counted from the right.
+        places: Where the real tokens are; None reads it from the device.
 
     Returns:
         One number per position, float32 `(B, last)`.
     """
-    states = hidden_states(model, input_ids, attention_mask)[:, -last:]
+    states = hidden_states(model, input_ids, attention_mask, places)[:, -last:]
     return _apply_head(model, states)
 
 

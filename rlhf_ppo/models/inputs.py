@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf_ppo.places import Places
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -81,7 +83,7 @@ def position_ids(attention_mask: Tensor) -> Tensor:
     return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
-def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, places: Places | None = None) -> Tensor:
     """Run the backbone once and return its last hidden states.
 
     Rows are packed where `packing.pack_rows` has proven that the model can do so, or a proof that it put off now does;
@@ -92,6 +94,7 @@ def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -
         model: Any transformers model with a backbone, or a `PeftModel` around one.
         input_ids: Token ids, long `(B, L)`.
         attention_mask: True on real tokens, bool `(B, L)`.
+        places: Where these are; None reads them from the device.
 
     Returns:
         Hidden states `(B, L, H)` in the model's dtype, 0 where the mask is False.
@@ -100,9 +103,9 @@ def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -
     if (prove := vars(body).pop(PROOF, None)) is not None:
         prove(body)
     run = run_packed if packs_rows(body) else run_padded
-    states = run(body, input_ids, attention_mask)
-    places = attention_mask.flatten().nonzero().squeeze(1)
-    scattered = states.new_zeros(attention_mask.numel(), states.shape[-1]).index_copy(0, places, states)
+    places = Places.of(attention_mask) if places is None else places
+    states = run(body, input_ids, attention_mask, places)
+    scattered = states.new_zeros(attention_mask.numel(), states.shape[-1]).index_copy(0, places.tokens, states)
     return scattered.unflatten(0, attention_mask.shape)
 
 
@@ -116,52 +119,52 @@ def uses_flash_attention(body: nn.Module) -> bool:
     return str(cast(Any, body).config._attn_implementation).startswith("flash_attention")
 
 
-def run_packed(body: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+def run_packed(body: nn.Module, input_ids: Tensor, attention_mask: Tensor, places: Places | None = None) -> Tensor:
     """Return the hidden states of all `N` real tokens, `(N, H)`, from one sequence of them.
 
     Args:
         body: A backbone for which `packs_rows` is true.
         input_ids: Token ids, long `(B, L)`.
         attention_mask: True on real tokens, bool `(B, L)`.
+        places: Where these are; None reads them from the device.
     """
-    lengths = attention_mask.sum(dim=1)
-    starts = nn.functional.pad(lengths.cumsum(dim=0, dtype=torch.int32), (1, 0))
-    longest = int(lengths.max())
+    places = Places.of(attention_mask) if places is None else places
+    # Four dimensions: transformers takes it for a finished mask and makes none of (N, N), which nobody would read.
+    own = {"attention_mask": attention_mask.new_ones(1, 1, 1, 1), "squeezed_places": places.squeezed}
     output = body(
-        input_ids=input_ids[attention_mask][None],
-        position_ids=position_ids(attention_mask)[attention_mask][None],
-        # Four dimensions: transformers takes it for a finished mask and makes none of (N, N), which nobody would read.
-        attention_mask=None if uses_flash_attention(body) else attention_mask.new_ones(1, 1, 1, 1),
-        cu_seq_lens_q=starts,
-        cu_seq_lens_k=starts,
-        max_length_q=longest,
-        max_length_k=longest,
+        input_ids=input_ids.flatten()[places.tokens][None],
+        position_ids=places.positions[None],
+        cu_seq_lens_q=places.starts,
+        cu_seq_lens_k=places.starts,
+        max_length_q=places.longest,
+        max_length_k=places.longest,
         use_cache=False,
         return_dict=True,
+        **({"attention_mask": None} if uses_flash_attention(body) else own),
     )
     return output.last_hidden_state[0]
 
 
-def run_padded(body: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+def run_padded(body: nn.Module, input_ids: Tensor, attention_mask: Tensor, places: Places | None = None) -> Tensor:
     """Return the hidden states of all `N` real tokens, `(N, H)`, from rows padded to the longest one's tokens.
 
     Args:
         body: Any backbone.
         input_ids: Token ids, long `(B, L)`.
         attention_mask: True on real tokens, bool `(B, L)`.
+        places: Where these are; None reads them from the device.
     """
-    order = (~attention_mask).to(torch.int8).argsort(dim=1, stable=True)  # real tokens first, in their own order
-    order = order[:, : int(attention_mask.sum(dim=1).max())]
-    mask = attention_mask.gather(1, order)
+    places = Places.of(attention_mask) if places is None else places
+    mask = places.squeezed_mask
     positions = {"position_ids": position_ids(mask)} if _takes(type(body), "position_ids") else {}
     output = body(
-        input_ids=input_ids.gather(1, order).masked_fill(~mask, 0),
+        input_ids=places.squeeze(input_ids),
         attention_mask=mask.long(),
         use_cache=False,
         return_dict=True,
         **positions,
     )
-    return output.last_hidden_state[mask]
+    return output.last_hidden_state.flatten(0, 1).index_select(0, places.squeezed)
 
 
 def no_split_modules(*models: nn.Module) -> list[str]:

@@ -17,6 +17,7 @@ from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
 from rlhf_ppo.models.head_factors import head_layers
 from rlhf_ppo.models.inputs import hidden_states, is_managed, is_sharded, probe_ids, text_config, transformers_model
 from rlhf_ppo.models.modes import in_eval_mode
+from rlhf_ppo.places import Places
 
 MAX_CHUNK_ELEMENTS = 2**24
 """Logits computed at once, tokens x vocabulary: 64 MiB in float32."""
@@ -42,6 +43,7 @@ def response_logprobs(
     response_mask: Tensor,
     temperature: float,
     with_entropy: bool = True,
+    places: Places | None = None,
 ) -> ResponseLogprobs:
     r"""Compute `log softmax(z_t / temperature)[y_t]` for every real response token.
 
@@ -56,18 +58,20 @@ def response_logprobs(
         response_mask: True on real response tokens, bool `(B, T)`.
         temperature: Sampling temperature, above 0.
         with_entropy: Whether to compute the entropy.
+        places: Where the real tokens are; None reads it from the device.
 
     Returns:
         Log-probabilities and entropy, both float32 `(B, T)`.
     """
-    (num_rows, width), length = query_responses.shape, response_mask.shape[1]
-    rows, columns = response_mask.nonzero(as_tuple=True)
-    tokens = rows * width + columns + (width - length)
-    states = hidden_states(policy, query_responses, attention_mask).flatten(0, 1).index_select(0, tokens - 1)
+    num_rows, length = response_mask.shape
+    places = Places.of(attention_mask, response_mask) if places is None else places
+    tokens = places.response_tokens
+    states = hidden_states(policy, query_responses, attention_mask, places).flatten(0, 1).index_select(0, tokens - 1)
     per_token = token_logprobs(policy, states, query_responses.flatten()[tokens], temperature, with_entropy)
     zeros = torch.zeros(num_rows * length, device=states.device)
-    places = rows * length + columns
-    return ResponseLogprobs(*(zeros.index_copy(0, places, each).view(num_rows, length) for each in per_token))
+    return ResponseLogprobs(
+        *(zeros.index_copy(0, places.responses, each).view(num_rows, length) for each in per_token)
+    )
 
 
 def token_logprobs(

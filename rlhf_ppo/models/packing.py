@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ def packed_sdpa(
     attention_mask: Tensor | None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    squeezed_places: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend causally within each row of a packed sequence, with transformers' attention-function signature.
@@ -54,6 +55,7 @@ def packed_sdpa(
         attention_mask: Read only where rows are not packed.
         cu_seq_lens_q: Where each of `B` rows begins and the last ends, int32 `(B + 1,)`; None where none are packed.
         max_length_q: Tokens of the longest row.
+        squeezed_places: Places of the tokens in rows padded on the right to the longest, long `(N,)`.
         kwargs: What else `sdpa_attention_forward` takes, and `sliding_window`.
 
     Returns:
@@ -61,26 +63,48 @@ def packed_sdpa(
     """
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    rows = PackedRows(cu_seq_lens_q, max_length_q, squeezed_places)
     attend = _attend_row_by_row if query.device.type == "cpu" else _attend_padded
-    return attend(module, (query, key, value), cu_seq_lens_q, max_length_q, **kwargs), None
+    return attend(module, (query, key, value), rows, **kwargs), None
+
+
+class PackedRows(NamedTuple):
+    """Where the rows of a packed sequence are.
+
+    Attributes:
+        starts: Where each of `B` rows begins and the last ends, int32 `(B + 1,)`.
+        longest: Tokens of the longest row.
+        squeezed: Places of the `N` tokens in rows padded to the longest, long `(N,)`; None where they were not told.
+    """
+
+    starts: Tensor
+    longest: int
+    squeezed: Tensor | None
+
+    def padded_places(self, num_tokens: int) -> Tensor:
+        """Return the places of `N` tokens in rows padded to the longest, long `(N,)`."""
+        if self.squeezed is not None:
+            return self.squeezed
+        starts = self.starts
+        first_places = torch.arange(len(starts) - 1, device=starts.device) * self.longest - starts[:-1]
+        places = first_places.repeat_interleave(starts.diff(), output_size=num_tokens)
+        return places + torch.arange(num_tokens, device=starts.device)
 
 
 def _attend_row_by_row(
-    module: nn.Module, states: tuple[Tensor, Tensor, Tensor], starts: Tensor, longest: int, **kwargs: Any
+    module: nn.Module, states: tuple[Tensor, Tensor, Tensor], packed: PackedRows, **kwargs: Any
 ) -> Tensor:
-    lengths = starts.diff().tolist()
+    lengths = packed.starts.diff().tolist()
     rows = zip(*(part.split(lengths, dim=2) for part in states), strict=True)
     return torch.cat([_attend(module, row, **kwargs) for row in rows], dim=1)
 
 
 def _attend_padded(
-    module: nn.Module, states: tuple[Tensor, Tensor, Tensor], starts: Tensor, longest: int, **kwargs: Any
+    module: nn.Module, states: tuple[Tensor, Tensor, Tensor], packed: PackedRows, **kwargs: Any
 ) -> Tensor:
     """Make one call for all rows, padded on the right, where causal attention lets no real token see the padding."""
-    num_rows, num_tokens = len(starts) - 1, states[0].shape[2]
-    first_places = torch.arange(num_rows, device=starts.device) * longest - starts[:-1]
-    places = first_places.repeat_interleave(starts.diff(), output_size=num_tokens)
-    places += torch.arange(num_tokens, device=starts.device)
+    num_rows, longest = len(packed.starts) - 1, packed.longest
+    places = packed.padded_places(states[0].shape[2])
 
     def pad(part: Tensor) -> Tensor:
         tokens = part[0].transpose(0, 1)

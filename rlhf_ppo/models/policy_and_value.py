@@ -13,6 +13,7 @@ from rlhf_ppo.models.heads import token_values
 from rlhf_ppo.models.inputs import backbone, no_split_modules, packs_rows, transformers_model
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 from rlhf_ppo.models.modes import recompute_in_eval_mode, set_learning
+from rlhf_ppo.places import Places
 
 
 class PolicyAndValueOutput(NamedTuple):
@@ -115,6 +116,7 @@ class PolicyAndValue(nn.Module):
         response_mask: Tensor,
         only: Literal["policy", "value_model"] | None = None,
         with_entropy: bool = True,
+        places: Places | None = None,
     ) -> PolicyAndValueOutput | ResponseLogprobs | ResponseValues:
         """Evaluate both models, or one of them, on responses.
 
@@ -124,17 +126,18 @@ class PolicyAndValue(nn.Module):
             response_mask: True on real response tokens, bool `(B, T)`.
             only: The model to run; None runs both.
             with_entropy: Whether to compute the policy's entropy.
+            places: Where the real tokens are; None reads it from the device, once for each model.
 
         Returns:
             Log-probabilities and entropy of the response tokens, and their values.
         """
         batch = query_responses, attention_mask, response_mask
         if only == "value_model":
-            return response_values(self.value_model, *batch)
-        of_policy = response_logprobs(self.policy, *batch, self.temperature, with_entropy)
+            return response_values(self.value_model, *batch, places)
+        of_policy = response_logprobs(self.policy, *batch, self.temperature, with_entropy, places)
         if only == "policy":
             return of_policy
-        return PolicyAndValueOutput(*of_policy, *response_values(self.value_model, *batch))
+        return PolicyAndValueOutput(*of_policy, *response_values(self.value_model, *batch, places))
 
     def on_policy(self, function: Callable[[nn.Module], Any]) -> Any:
         """Call `function` with the policy; FSDP registers this method to run the way it runs `forward`."""
@@ -142,7 +145,11 @@ class PolicyAndValue(nn.Module):
 
 
 def response_values(
-    value_model: nn.Module, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor
+    value_model: nn.Module,
+    query_responses: Tensor,
+    attention_mask: Tensor,
+    response_mask: Tensor,
+    places: Places | None = None,
 ) -> ResponseValues:
     """Estimate the value before each response token and after the last.
 
@@ -151,8 +158,9 @@ def response_values(
         query_responses: Token ids, long `(B, C + T)`.
         attention_mask: True on real tokens, bool `(B, C + T)`.
         response_mask: True on real response tokens, bool `(B, T)`.
+        places: Where the real tokens are; None reads it from the device.
     """
-    values = token_values(value_model, query_responses, attention_mask, last=response_mask.shape[1] + 1)
+    values = token_values(value_model, query_responses, attention_mask, response_mask.shape[1] + 1, places)
     after_last = response_mask.sum(dim=1, keepdim=True)
     return ResponseValues(values[:, :-1].masked_fill(~response_mask, 0.0), values.gather(1, after_last).squeeze(1))
 

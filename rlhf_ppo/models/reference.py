@@ -20,6 +20,7 @@ from rlhf_ppo.models.frozen import Frozen, at_work
 from rlhf_ppo.models.inputs import is_peft_model, is_sharded
 from rlhf_ppo.models.loading import low_precision_parameters
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
+from rlhf_ppo.places import Places
 
 logger = get_logger(__name__)
 
@@ -51,10 +52,12 @@ class FrozenPolicy(Frozen):
         """Call `function` with the language model; FSDP registers this method to run the way it runs `forward`."""
         return function(self.model)
 
-    def forward(self, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor) -> ResponseLogprobs:
+    def forward(
+        self, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor, places: Places | None = None
+    ) -> ResponseLogprobs:
         """Evaluate responses, without entropy; shapes as in `response_logprobs`."""
         batch = query_responses, attention_mask, response_mask
-        return response_logprobs(self.model, *batch, self.temperature, with_entropy=False)
+        return response_logprobs(self.model, *batch, self.temperature, with_entropy=False, places=places)
 
 
 class Reference:
