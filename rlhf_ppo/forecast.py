@@ -16,7 +16,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.distributed import is_fsdp, zero_stage
+from rlhf_ppo.distributed import is_fsdp, product_dtype, zero_stage
 from rlhf_ppo.models.inputs import is_sharded
 from rlhf_ppo.models.modes import as_in_learning
 from rlhf_ppo.reporting.estimate import (
@@ -35,6 +35,12 @@ NOT_COUNTED = (
     "functions, evaluation and saving"
 )
 """What the estimated time leaves out."""
+
+MEMORY_NOT_COUNTED = (
+    "not counted are the libraries' own memory, what the allocator holds in fragments, buffers of DeepSpeed, vLLM, "
+    "activations of passes without gradients, and what single operations need for a moment"
+)
+"""What the estimated memory leaves out."""
 
 
 def announce(trainer: Any) -> None:
@@ -55,11 +61,14 @@ def announce(trainer: Any) -> None:
         logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
 
 
+def half_dtype(args: PPOConfig) -> torch.dtype | None:
+    """Return the 16-bit type that arguments ask to compute in, or None for the weights' own."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+
+
 def multiplied_dtype(args: PPOConfig, policy: nn.Module) -> torch.dtype:
     """Tell in which precision the policy's matrices are multiplied: autocast's, else their own."""
-    if args.bf16 or args.fp16:
-        return torch.bfloat16 if args.bf16 else torch.float16
-    return next(weight.dtype for weight in policy.parameters() if weight.is_floating_point())
+    return half_dtype(args) or next(weight.dtype for weight in policy.parameters() if weight.is_floating_point())
 
 
 def forecast(trainer: Any) -> Estimate | None:
@@ -77,15 +86,15 @@ def forecast(trainer: Any) -> Estimate | None:
     dataset, accelerator = trainer.train_dataset, trainer.accelerator
     if isinstance(dataset, IterableDataset) or not has_length(dataset) or is_sharded(trainer.policy_model):
         return None
-    args = trainer.args
+    args, dtype = trainer.args, product_dtype(accelerator)
     return estimate_run(
         args,
         trainer.policy_model,
         trainer.value_model,
         [*([] if trainer.reference.model is None else [trainer.reference.model.model]), *trainer.reward_models],
         mean_prompt_length(dataset),
-        Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes),
-        accelerator.mixed_precision == "bf16",
+        Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes, dtype),
+        dtype,
         learns_in_turn(args, accelerator.distributed_type == DistributedType.NO) and not trainer._has_own_loss(),
     )
 
@@ -97,7 +106,7 @@ def estimate_run(
     frozen: Sequence[nn.Module],
     prompt_length: int,
     sharding: Sharding,
-    bf16: bool,
+    dtype: torch.dtype | None,
     in_turn: bool,
 ) -> Estimate:
     """Estimate the updates of a run.
@@ -108,11 +117,12 @@ def estimate_run(
         value_model: The trained value model, likewise.
         frozen: Reference and reward models that have weights of their own, the reference first.
         prompt_length: Tokens of a prompt.
-        sharding: What is spread over processes.
-        bf16: Whether passes compute in bfloat16 where autocast does.
+        sharding: What is spread over processes, in what type.
+        dtype: The 16-bit type that products are computed in, or None for the weights' own.
         in_turn: Whether policy and value model learn one after the other.
     """
     device = next(policy.parameters()).device.type
+    in_autocast = dtype is not None and sharding.stored is None
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
     how = cast("dict[str, Any] | None", args.gradient_checkpointing_kwargs)
     with as_in_learning(args.gradient_checkpointing, how, policy, value_model):
@@ -129,10 +139,12 @@ def estimate_run(
                 num_ppo_epochs=args.num_ppo_epochs,
                 recomputes=args.gradient_checkpointing,
                 in_turn=in_turn,
+                dtype=dtype,
+                copies_policy=args.generation_engine == "continuous",
             ),
             optimizer_bytes_per_parameter(optimizer_class, kwargs, args.device),
             sharding,
-            lambda: torch.autocast(device, torch.bfloat16, enabled=bf16),
+            lambda: torch.autocast(device, dtype, enabled=in_autocast),
             args.offload_frozen,
         )
 
@@ -168,7 +180,7 @@ def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_u
     return (
         f"Estimated per device: {size(estimate.peak)} of memory ({memory}), and at least {seconds:.2g} s per update, "
         f"{timedelta(seconds=round(seconds * num_updates))} for {num_updates}, if responses are of full length and "
-        f"the device does its measured {rate(flops)}FLOP/s and {rate(bandwidth)}B/s; {NOT_COUNTED}."
+        f"the device does its measured {rate(flops)}FLOP/s and {rate(bandwidth)}B/s; {NOT_COUNTED}. Of memory {MEMORY_NOT_COUNTED}."
     )
 
 

@@ -25,7 +25,7 @@ from rlhf_ppo.cli.training import (
 )
 from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.forecast import estimate_run, learns_in_turn
+from rlhf_ppo.forecast import estimate_run, half_dtype, learns_in_turn
 from rlhf_ppo.given import check_output_dir
 from rlhf_ppo.inherited_values import check_inherited, check_numbers
 from rlhf_ppo.reporting.estimate import Estimate
@@ -85,7 +85,7 @@ def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: Model
     prompt_length, num_prompts = prompts_of(args, policy, load)
     args.fill_derived(devices.count, num_prompts)
     in_turn = learns_in_turn(args, devices.engine == "")
-    found = estimate_run(args, policy, value_model, frozen, prompt_length, devices.sharding, bool(args.bf16), in_turn)
+    found = estimate_run(args, policy, value_model, frozen, prompt_length, devices.sharding, half_dtype(args), in_turn)
     show(found, args, devices, prompt_length, (script_args.device_flops, script_args.device_bandwidth))
     return found
 

@@ -23,7 +23,7 @@ from rlhf_ppo.assembly import prepare_checked
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.forecast import NOT_COUNTED, mean_prompt_length, rate, size
+from rlhf_ppo.forecast import MEMORY_NOT_COUNTED, NOT_COUNTED, half_dtype, mean_prompt_length, rate, size
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.positions import position_limit
 from rlhf_ppo.reporting.estimate import Estimate, Sharding, measure_rates
@@ -34,10 +34,10 @@ from rlhf_ppo.vocabulary import vocabulary_of
 PURPOSES = {
     "weights": "policy and value model",
     "frozen": "reference and reward models",
-    "gradients": "of what is trained",
-    "optimizer": "its state",
-    "generation": "key-value cache of one call, gathered policy",
-    "learning": "activations of one micro-batch",
+    "gradients": "of what is trained, with DDP's buckets",
+    "optimizer": "its state, with DeepSpeed's float32 weights",
+    "generation": "cache and logits of one call, policy cast or gathered",
+    "learning": "activations of one micro-batch, weights cast or gathered, head",
 }
 """What memory is for: the attributes of `Estimate`, in the order of the table."""
 
@@ -103,7 +103,7 @@ def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
         stage, is_fsdp = (config.deepspeed_config or {}).get("zero_stage"), bool(config.fsdp_config)
     count = script_args.num_devices or count
     engine = "FSDP" if is_fsdp else f"DeepSpeed ZeRO-{stage}" if stage else "DDP" if count > 1 else ""
-    return Devices(count, engine, Sharding.of(stage, is_fsdp, count))
+    return Devices(count, engine, Sharding.of(stage, is_fsdp, count, half_dtype(args)))
 
 
 def models_without_weights(
@@ -225,6 +225,7 @@ def show(
     total = timedelta(seconds=round(seconds * num_updates))
     console = Console()
     console.print(table)
+    console.print(f"Of memory {MEMORY_NOT_COUNTED}.", highlight=False, soft_wrap=True)
     console.print(
         f"One update: {args.batch_size} episodes of {prompt_length} + {args.response_length} tokens; on each device "
         f"{rate(estimate.flops)}FLOP and {rate(estimate.decoded)}B read in generation: at least {seconds:.2g} s at "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from rlhf_ppo.models.inputs import backbone
+from rlhf_ppo.models.inputs import backbone, no_split_modules
 from rlhf_ppo.models.modes import in_eval_mode
 
 _CPU_ATTENTION = {
@@ -42,6 +42,7 @@ def count_pass(
     rows: int,
     length: int,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    stored: torch.dtype | None = None,
 ) -> PassCost:
     """Count what a forward pass over `rows` full rows keeps and computes, in the model's present mode.
 
@@ -50,12 +51,13 @@ def count_pass(
         rows: Number of rows.
         length: Tokens of each.
         autocast: Makes the context of the pass.
+        stored: The type that an engine will give the floating-point parameters, or None for their own.
     """
     body = backbone(model)
     saved: dict[int, int] = {}
     kept: list[Tensor] = []  # a storage that was freed could give its address to another
     with FakeTensorMode(allow_non_fake_inputs=True), autocast():
-        state = _state_without_storage(body)
+        state = _state_without_storage(body, stored)
         own = {value.untyped_storage()._cdata for value in state.values()}
 
         def keep(value: Tensor) -> Tensor:
@@ -78,12 +80,13 @@ def count_cache_bytes(
     rows: int,
     length: int,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    stored: torch.dtype | None = None,
 ) -> int:
     """Count the key-value cache of `rows` full rows; the arguments are those of `count_pass`."""
     body = backbone(model)
     # Where activations are recomputed, training makes no cache.
     with in_eval_mode(body), FakeTensorMode(allow_non_fake_inputs=True), autocast():
-        output = _run(body, _state_without_storage(body), rows, length, use_cache=True)
+        output = _run(body, _state_without_storage(body, stored), rows, length, use_cache=True)
     return _cache_bytes(getattr(output, "past_key_values", None))
 
 
@@ -93,8 +96,44 @@ def _run(body: nn.Module, state: dict[str, Tensor], rows: int, length: int, use_
     return functional_call(body, state, kwargs=inputs)
 
 
-def _state_without_storage(body: nn.Module) -> dict[str, Tensor]:
-    return {name: _without_storage(value) for name, value in [*body.named_parameters(), *body.named_buffers()]}
+def cast_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Count what autocast keeps beside a model's trained linear layers: their weights in a 16-bit type."""
+    return sum(
+        num_elements(module.weight) * dtype.itemsize
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module.weight.requires_grad and module.weight.dtype == torch.float32
+    )
+
+
+def gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
+    """Count what each device holds of a sharded model in a pass: all outside its blocks, a block and the next one.
+
+    Args:
+        model: The model.
+        dtype: The type that parameters are gathered in, or None for their own.
+    """
+    names = no_split_modules(model)
+    blocks = [stored_bytes(part.parameters(), dtype) for part in model.modules() if type(part).__name__ in names]
+    return stored_bytes(model.parameters(), dtype) - sum(blocks) + 2 * max(blocks, default=0)
+
+
+def stored_bytes(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of parameters, each counted once.
+
+    Args:
+        parameters: The parameters, also those that ZeRO-3 has taken apart.
+        dtype: The type that floating-point ones are stored in, or None for their own.
+    """
+    return sum(num_elements(value) * _type_in(value, dtype).itemsize for value in set(parameters))
+
+
+def _type_in(value: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return value.dtype if dtype is None or not value.is_floating_point() else dtype
+
+
+def _state_without_storage(body: nn.Module, stored: torch.dtype | None) -> dict[str, Tensor]:
+    parameters = {name: _without_storage(value, stored) for name, value in body.named_parameters()}
+    return parameters | {name: _without_storage(value, None) for name, value in body.named_buffers()}
 
 
 def num_elements(parameter: Tensor) -> int:
@@ -102,9 +141,9 @@ def num_elements(parameter: Tensor) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _without_storage(value: Tensor) -> Tensor:
+def _without_storage(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     shape = getattr(value, "ds_shape", value.shape)
-    return torch.empty(shape, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
+    return torch.empty(shape, dtype=_type_in(value, dtype), device=value.device, requires_grad=value.requires_grad)
 
 
 def _cache_bytes(cache: Any) -> int:

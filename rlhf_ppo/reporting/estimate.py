@@ -6,14 +6,23 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from rlhf_ppo.models.counting import PassCost, count_cache_bytes, count_pass, num_elements
+from rlhf_ppo.models.counting import (
+    PassCost,
+    cast_bytes,
+    count_cache_bytes,
+    count_pass,
+    gathered_bytes,
+    num_elements,
+    stored_bytes,
+)
 from rlhf_ppo.models.inputs import transformers_model
 from rlhf_ppo.models.logprobs import MAX_CHUNK_ELEMENTS
+from rlhf_ppo.models.modes import in_eval_mode
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,8 @@ class Workload:
         num_ppo_epochs: Passes over the episodes with gradient.
         recomputes: Whether activations are recomputed in the backward pass.
         in_turn: Whether policy and value model run forward and backward one after the other.
+        dtype: What products are computed in, where it is not the type of the weights.
+        copies_policy: Whether what generates has the policy's weights in that type, as continuous batching has.
     """
 
     rows: int
@@ -39,6 +50,8 @@ class Workload:
     num_ppo_epochs: int
     recomputes: bool
     in_turn: bool = False
+    dtype: torch.dtype | None = None
+    copies_policy: bool = False
 
     @property
     def length(self) -> int:
@@ -48,23 +61,44 @@ class Workload:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Over how many processes each kind of memory is spread; 1 where every process holds all of it.
+    """Over how many processes each kind of memory is spread, 1 where every process holds all of it, and in what type.
 
     Attributes:
         weights: Parameters, trained or not.
         gradients: Gradients.
         optimizer: The optimizer's state.
+        stored: The 16-bit type that DeepSpeed gives all models; gradients are then float32, and beside the optimizer's
+            state there are the trained weights in float32.
+        gathered: The 16-bit type in which FSDP and ZeRO-3 put parameters together.
+        buckets: Whether gradients have a copy through which they are exchanged, as under DDP.
     """
 
     weights: int = 1
     gradients: int = 1
     optimizer: int = 1
+    stored: torch.dtype | None = None
+    gathered: torch.dtype | None = None
+    buckets: bool = False
 
     @classmethod
-    def of(cls, zero_stage: int | None, is_fsdp: bool, num_processes: int) -> Sharding:
-        """Return what DeepSpeed ZeRO (Rajbhandari et al., arXiv 1910.02054) or FSDP spread over the processes."""
+    def of(
+        cls, zero_stage: int | None, is_fsdp: bool, num_processes: int, dtype: torch.dtype | None = None
+    ) -> Sharding:
+        """Return what DeepSpeed ZeRO (Rajbhandari et al., arXiv 1910.02054), FSDP or DDP do over the processes.
+
+        Args:
+            zero_stage: DeepSpeed's, or None.
+            is_fsdp: Whether FSDP shards.
+            num_processes: How many there are.
+            dtype: The 16-bit type that is computed in, or None.
+        """
         stage = 3 if is_fsdp else zero_stage or 0
-        return cls(*(num_processes if stage >= least else 1 for least in (3, 2, 1)))
+        return cls(
+            *(num_processes if stage >= least else 1 for least in (3, 2, 1)),
+            stored=dtype if stage and not is_fsdp else None,
+            gathered=dtype if stage == 3 else None,
+            buckets=stage == 0 and num_processes > 1,
+        )
 
 
 @dataclass(frozen=True)
@@ -74,10 +108,12 @@ class Estimate:
     Attributes:
         weights: Parameters of policy and value model.
         frozen: Parameters of reference and reward models.
-        gradients: Gradients of the trained parameters.
-        optimizer: State of the optimizer.
-        generation: Key-value cache of one call, and the gathered policy where weights are sharded.
-        learning: Activations of one micro-batch, of both models or of the larger one, and the logits of one chunk.
+        gradients: Gradients of the trained parameters, and under DDP the buckets in which they are exchanged.
+        optimizer: State of the optimizer, and the float32 weights that DeepSpeed keeps beside 16-bit ones.
+        generation: Key-value cache and last logits of one call; the policy's weights in the type of products, or
+            gathered where weights are sharded.
+        learning: Activations of one micro-batch, of both models or of the larger one, with what autocast makes of
+            weights; the logits of one chunk, and the head's float32 gradient; parameters that are gathered in a pass.
         flops: Floating-point operations of one update.
         decoded: Bytes that decoding reads in one update: the policy's weights once for each token of a call.
     """
@@ -129,22 +165,43 @@ def estimate_update(
     """
     trained = [parameter for model in (policy, value_model) for parameter in model.parameters()]
     learning = [parameter for parameter in trained if parameter.requires_grad]
+    num_trained, stored = sum(map(num_elements, set(learning))), sharding.stored
+    in_passes = stored or sharding.gathered
     micro = [
-        count_pass(model, workload.rows_per_micro_batch, workload.length, autocast) for model in (policy, value_model)
+        count_pass(model, workload.rows_per_micro_batch, workload.length, autocast, in_passes)
+        for model in (policy, value_model)
     ]
-    cache = count_cache_bytes(policy, min(workload.rows_per_call, workload.rows), workload.length, autocast)
-    policy_bytes = _bytes(policy.parameters())
-    own = [_bytes(set(model.parameters()) - set(trained)) for model in frozen]
+    own = [stored_bytes(set(model.parameters()) - set(trained), stored) for model in frozen]
+    gradients = stored_bytes(learning, torch.float32 if stored else None) * (2 if sharding.buckets else 1)
     return Estimate(
-        weights=_bytes(trained) // sharding.weights,
+        weights=stored_bytes(trained, stored) // sharding.weights,
         frozen=(max(own, default=0) if offloads else sum(own)) // sharding.weights,
-        gradients=_bytes(learning) // sharding.gradients,
-        optimizer=int(optimizer_bytes * sum(map(num_elements, learning))) // sharding.optimizer,
-        generation=cache + (policy_bytes if sharding.weights > 1 else 0),
-        learning=_activations(policy, micro, workload),
+        gradients=gradients // sharding.gradients,
+        optimizer=int((optimizer_bytes + (4 if stored else 0)) * num_trained) // sharding.optimizer,
+        generation=_generation(policy, workload, sharding, autocast),
+        learning=_learning(policy, value_model, micro, workload, sharding, autocast),
         flops=_flops(policy, micro, frozen, workload, autocast),
-        decoded=policy_bytes * workload.response_length * -(-workload.rows // workload.rows_per_call),
+        decoded=stored_bytes(policy.parameters())
+        * workload.response_length
+        * -(-workload.rows // workload.rows_per_call),
     )
+
+
+def _generation(
+    policy: nn.Module,
+    workload: Workload,
+    sharding: Sharding,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> int:
+    in_passes, rows = sharding.stored or sharding.gathered, min(workload.rows_per_call, workload.rows)
+    cache = count_cache_bytes(policy, rows, workload.length, autocast, in_passes)
+    logits = 4 * rows * _vocabulary(policy)
+    if sharding.weights > 1:
+        return cache + logits + stored_bytes(policy.parameters(), in_passes)
+    if workload.dtype is None or in_passes is not None:
+        return cache + logits
+    copied = stored_bytes(policy.parameters(), workload.dtype) if workload.copies_policy else 0
+    return cache + logits + (copied or cast_bytes(policy, workload.dtype))
 
 
 def _flops(
@@ -163,11 +220,58 @@ def _flops(
     return int(workload.rows * (rollout + trained_passes * (sum(per_row) + head)))
 
 
-def _activations(policy: nn.Module, micro: Sequence[PassCost], workload: Workload) -> int:
-    vocabulary = transformers_model(policy).config.get_text_config().vocab_size
-    chunk = 4 * min(MAX_CHUNK_ELEMENTS, workload.rows_per_micro_batch * workload.response_length * vocabulary)
-    of_policy, of_value_model = (cost.saved_bytes for cost in micro)
-    return max(of_policy + chunk, of_value_model) if workload.in_turn else of_policy + chunk + of_value_model
+def _learning(
+    policy: nn.Module,
+    value_model: nn.Module,
+    micro: Sequence[PassCost],
+    workload: Workload,
+    sharding: Sharding,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> int:
+    """Count the most that a forward and backward pass hold beside weights, gradients and the optimizer's state.
+
+    Most is held at the end of the forward pass, with what autocast has made of weights; at the start of the backward
+    pass, in the head; or, where activations are recomputed, in a block's backward pass.
+    """
+    in_passes = sharding.stored or sharding.gathered
+    dtype = None if in_passes else workload.dtype
+
+    def of(model: nn.Module, cost: PassCost, head: int) -> int:
+        if not workload.recomputes:
+            return cost.saved_bytes + head
+        casts = 0 if dtype is None else cast_bytes(model, dtype)
+        return cost.saved_bytes + max(head, casts, _recomputed_bytes(model, workload, autocast, in_passes))
+
+    parts = [of(policy, micro[0], _head_bytes(policy, workload, in_passes)), of(value_model, micro[1], 0)]
+    gathered = [gathered_bytes(model, in_passes) if sharding.weights > 1 else 0 for model in (policy, value_model)]
+    return (max(parts) if workload.in_turn else sum(parts)) + sum(gathered)
+
+
+def _head_bytes(policy: nn.Module, workload: Workload, in_passes: torch.dtype | None) -> int:
+    """Count the policy's head in learning: the logits of a chunk, its float32 gradient, its weight in 16 bits."""
+    weight: torch.Tensor = cast(Any, transformers_model(policy).get_output_embeddings()).weight
+    dtype = in_passes or workload.dtype or weight.dtype
+    num_logits = workload.rows_per_micro_batch * workload.response_length * _vocabulary(policy)
+    logits = min(MAX_CHUNK_ELEMENTS, num_logits) * (6 if dtype.itemsize == 2 else 4)
+    gradient = 4 * num_elements(weight) if weight.requires_grad else 0
+    is_cast = in_passes is None and weight.dtype != dtype
+    return logits + gradient + (dtype.itemsize * num_elements(weight) if is_cast else 0)
+
+
+def _recomputed_bytes(
+    model: nn.Module,
+    workload: Workload,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    in_passes: torch.dtype | None,
+) -> int:
+    """Count what one block keeps for its backward pass: its share of a pass that recomputes nothing."""
+    with in_eval_mode(model):  # in which nothing is recomputed
+        whole = count_pass(model, workload.rows_per_micro_batch, workload.length, autocast, in_passes)
+    return whole.saved_bytes // transformers_model(model).config.get_text_config().num_hidden_layers
+
+
+def _vocabulary(policy: nn.Module) -> int:
+    return transformers_model(policy).config.get_text_config().vocab_size
 
 
 def optimizer_bytes_per_parameter(
@@ -218,7 +322,3 @@ def _best_seconds(function: Callable[[], Any], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
-
-
-def _bytes(parameters: Any) -> int:
-    return sum(num_elements(parameter) * parameter.element_size() for parameter in set(parameters))
