@@ -79,6 +79,8 @@ class DivergenceGuard:
     Attributes:
         skipped: What was left out so far.
         last_checkpoint: Where the run was last saved or resumed from.
+        left_out: Why responses of this update were left out, one reason for each of this rank's.
+        num_steps: Optimizer steps of this update that were allowed.
     """
 
     def __init__(
@@ -101,8 +103,8 @@ class DivergenceGuard:
         self._begin_update()
 
     def _begin_update(self) -> None:
-        self._left_out: list[str] = []  # why, one for each of this rank's responses
-        self._num_steps, self._cut_by = 0, None
+        self.left_out: list[str] = []
+        self.num_steps, self._cut_by = 0, None
 
     @property
     def skips(self) -> bool:
@@ -124,7 +126,7 @@ class DivergenceGuard:
         """
         if not self.skips:
             raise DivergenceError(self._told(reason, None))
-        self._left_out.append(reason)
+        self.left_out.append(reason)
 
     def checked_rollout(self, rollout: Rollout) -> Rollout:
         """Return a rollout without what is not finite: responses that are left out count as unscored.
@@ -155,7 +157,7 @@ class DivergenceGuard:
             reasons = _first_of_each_row(list(finite), of_figures)
             if not self.skips:
                 raise DivergenceError(self._told(min(reasons.values())[1], self._cause()))
-            self._left_out += [reason for row, (_, reason) in reasons.items() if counted[row]]
+            self.left_out += [reason for row, (_, reason) in reasons.items() if counted[row]]
         return without(batch, ~of_figures.all(dim=0))
 
     @contextmanager
@@ -196,14 +198,14 @@ class DivergenceGuard:
         if found is None or (found == names[-1] and self.accelerator.mixed_precision == "fp16"):
             self._count_step(has_overflowed=found is not None)
             return True
-        reason = f"{found} became not finite in optimizer step {self._num_steps + 1}"
+        reason = f"{found} became not finite in optimizer step {self.num_steps + 1}"
         if not self.skips:
             raise DivergenceError(self._told(reason, self._cause()))
         self._cut_by = reason
         return False
 
     def _count_step(self, has_overflowed: bool) -> None:
-        self._num_steps += not has_overflowed
+        self.num_steps += not has_overflowed
         self.skipped.overflows_in_a_row = self.skipped.overflows_in_a_row + 1 if has_overflowed else 0
         if self.skipped.overflows_in_a_row >= MAX_OVERFLOWS_IN_A_ROW:
             reason = f"fp16's gradients overflowed in {MAX_OVERFLOWS_IN_A_ROW} optimizer steps in a row"
@@ -218,7 +220,7 @@ class DivergenceGuard:
         Raises:
             DivergenceError: As many updates in a row as `MAX_SKIPPED_IN_A_ROW` were skipped.
         """
-        left_out, cut_by, took_steps = self._left_out, self._cut_by, self._num_steps > 0
+        left_out, cut_by, took_steps = self.left_out, self._cut_by, self.num_steps > 0
         self._begin_update()
         if not self.skips:
             return {}
@@ -240,13 +242,13 @@ class DivergenceGuard:
     @contextmanager
     def apart_from_updates(self) -> Iterator[None]:
         """Count what an evaluation leaves out to no update."""
-        kept, self._left_out = self._left_out, []
+        kept, self.left_out = self.left_out, []
         try:
             yield
-            if self.skips and self._sum_of(len(self._left_out)):
-                self._warn_of_rows(self._left_out)
+            if self.skips and self._sum_of(len(self.left_out)):
+                self._warn_of_rows(self.left_out)
         finally:
-            self._left_out = kept
+            self.left_out = kept
 
     def say_what_was_skipped(self) -> None:
         """Tell at the end of a run what was left out of it, if anything."""

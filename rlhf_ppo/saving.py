@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
-from rlhf_ppo.checkpoints.disk import naming_full_disk, remove_leftovers
+from rlhf_ppo.checkpoints.disk import UNFINISHED, naming_full_disk, remove_leftovers
 from rlhf_ppo.checkpoints.fits import (
     check_engine,
     check_fits,
@@ -27,6 +27,7 @@ from rlhf_ppo.checkpoints.fits import (
     naming,
     optimizer_name,
 )
+from rlhf_ppo.checkpoints.half_learned import half_learned_in
 from rlhf_ppo.checkpoints.history import History, last_entries
 from rlhf_ppo.checkpoints.lock import locked
 from rlhf_ppo.checkpoints.manifest import write_manifest
@@ -36,6 +37,7 @@ from rlhf_ppo.checkpoints.run import Run, check_start, continue_run, rotate, sta
 from rlhf_ppo.checkpoints.whole import (
     VALUE_MODEL_DIR,
     last_whole_checkpoint,
+    put_in_place,
     start_checkpoint,
     what_is_missing,
     what_was_changed,
@@ -43,6 +45,7 @@ from rlhf_ppo.checkpoints.whole import (
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.distributed import failing_together, gather_over_ranks, is_sharding
 from rlhf_ppo.divergence import DivergenceGuard
+from rlhf_ppo.half_learned import FinishesHalfLearned
 from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.inputs import is_peft_model
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
@@ -53,7 +56,7 @@ from rlhf_ppo.reporting.run_card import WritesRunCard
 logger = get_logger(__name__)
 
 
-class SavesPolicyAndValue(WritesRunCard, Trainer):
+class SavesPolicyAndValue(FinishesHalfLearned, WritesRunCard, Trainer):
     """Trainer of a `PolicyAndValue`: in a checkpoint the policy stands at the root, the value model below it."""
 
     args: PPOConfig
@@ -117,7 +120,8 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
         checkpoint = self._resolve_checkpoint(directory, wanted)
         check_engine(checkpoint, self.is_deepspeed_enabled, self.is_fsdp_enabled)
         step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
-        run, abandoned = continue_run(directory, checkpoint, step)
+        learned = half_learned_in(checkpoint)
+        run, abandoned = continue_run(directory, checkpoint, (step,) if learned is None else (step, learned))
         later = f"{', '.join(abandoned)}) is not taken for this run's any more: it is neither resumed from nor deleted"
         told = (
             f"Going on from {checkpoint}; what comes after it ({later}, and overwritten when its update comes again."
@@ -141,9 +145,13 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         self._guard.check_weights()
         run_directory = self._get_output_dir(trial)
-        directory = os.path.join(run_directory, f"checkpoint-{self.state.global_step}")
+        directory = os.path.join(run_directory, self._checkpoint_name())
         with naming_full_disk(directory, lambda: self._guard.last_checkpoint):
-            self._write_checkpoint(directory, model, trial)
+            written = os.path.join(run_directory, f"checkpoint-{self.state.global_step}")
+            if written != directory:  # Trainer knows one name only, which another checkpoint may have
+                written = os.path.join(run_directory, UNFINISHED, os.path.basename(written))
+            self._write_checkpoint(written, model, trial)
+            self._mark_as_whole(written, directory)
         self._guard.last_checkpoint = directory
         if self.args.push_to_hub:
             self._push_from_checkpoint(directory)
@@ -158,14 +166,19 @@ class SavesPolicyAndValue(WritesRunCard, Trainer):
                 self._begin_checkpoint(directory)
         self._writing_checkpoint = True
         try:
-            # both arguments wait for the manifest
-            with self._withholding(save_total_limit=None, push_to_hub=False), last_entries(self.state):
+            # the first two wait for the manifest
+            withheld = {"save_total_limit": None, "push_to_hub": False, "output_dir": os.path.dirname(directory)}
+            with self._withholding(**withheld), last_entries(self.state):
                 super()._save_checkpoint(model, trial)
         finally:
             self._writing_checkpoint = False
+
+    def _mark_as_whole(self, written: str, directory: str) -> None:
         self.accelerator.wait_for_everyone()  # every rank's files are there before the manifest says so
         with failing_together(self.accelerator):
             if self.args.should_save:
+                if written != directory:
+                    put_in_place(written, directory)
                 write_manifest(directory)
 
     def _begin_checkpoint(self, directory: str) -> None:

@@ -152,6 +152,7 @@ class PPOSeams(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
         self._record = record_and_compare(self, resume_from_checkpoint)
         self._progress.num_prompts = num_prompts
         self._guard.start(Skipped(**self._progress.skipped))
+        self._load_half_learned(resume_from_checkpoint)
         self._window = MetricWindow(self._progress.pending_metrics)
         self.state = PPOTrainerState.of(self.state, self._progress.episode)
         skipped = 0 if self.args.ignore_data_skip else self._progress.batches_in_epoch
@@ -171,6 +172,8 @@ class PPOSeams(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
 
     def _save_rng_state(self, output_dir: str) -> None:
         self._streams.save(output_dir)
+        if self._half_learned is not None:
+            self._half_learned.save(output_dir, self.args.process_index)
         super()._save_rng_state(output_dir)
 
     # ---- The loop's bookkeeping ----
@@ -239,6 +242,7 @@ class PPOSeams(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
             since: Time and number of episodes at the start of this call of `train`.
         """
         args, state = self.args, self.state
+        self._half_learned = None  # also where an overridden `learn` has passed it over
         self._metrics |= self._guard.finish_update()
         if not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR):
             cast(Any, self.lr_scheduler).step()

@@ -10,23 +10,25 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from rlhf_ppo.termination import EndsOnSignals, RunStopped, Stopped, end_despite_threads, say
+from rlhf_ppo.termination import BetweenMicroBatches, EndsOnSignals, RunStopped, Stopped, end_despite_threads, say
 
 
 class StopsWhole:
     """Gives a `PPOTrainer` its end after a signal.
 
-    A rollout that is given up leaves the run where the update before has left it, the random numbers included; a
-    sample table or an evaluation that is given up is made up for by the resumed run.
+    A rollout that is given up leaves the run where the update before has left it, the random numbers included.
+    Learning that is given up leaves it after the last optimizer step: the resumed run finishes it. It also makes up
+    for a sample table or an evaluation that is given up.
     """
 
     def _listen(self: Any) -> None:
         self._signals = EndsOnSignals(self._sum, self._awaited, self.accelerator.num_processes)
+        self._between = BetweenMicroBatches(self._signals, self.accelerator.num_processes, self.args.device)
         self.add_callback(self._signals)
 
     @contextmanager
     def _saved_if_stopped(self: Any, model: nn.Module, trial: Any) -> Iterator[None]:
-        """End the block where a signal wants the run to end, with a checkpoint of the last whole update."""
+        """End the block where a signal wants the run to end, with a checkpoint of what cannot be made again."""
         self._marked = self._streams.mark()
         try:
             yield
@@ -36,14 +38,15 @@ class StopsWhole:
             self._save_where_it_stopped(model, trial)
 
     def _save_where_it_stopped(self: Any, model: nn.Module, trial: Any) -> None:
-        checkpoint = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+        checkpoint = os.path.join(self._get_output_dir(trial), self._checkpoint_name())
         last = self._guard.last_checkpoint
         if last is not None and os.path.realpath(last) == os.path.realpath(checkpoint):
             return
         self._leave_evaluation()
         self._streams.go_back(self._marked)
         self._save_checkpoint(model, trial)
-        self._fire("on_save")
+        if self._half_learned is None:  # else callbacks that look for `checkpoint-<global_step>` would not find it
+            self._fire("on_save")
 
     def _leave_evaluation(self: Any) -> None:
         if self.control.should_evaluate:
@@ -92,11 +95,17 @@ class StopsWhole:
         self._finish_current_push()
         self.is_in_train = False
         number, checkpoint = self._signals.stopped, self._guard.last_checkpoint
-        done, of = self.state.global_step, self.state.max_steps
+        done, of, learned = self.state.global_step, self.state.max_steps, self._half_learned
+        where = f"after update {done} of {of}"
+        if learned is not None:
+            num_minibatches = self.args.num_ppo_epochs * self.args.num_mini_batches
+            where = (
+                f"in update {done + 1} of {of}, {learned.num_minibatches} of {num_minibatches} mini-batches learned"
+            )
         if self.is_world_process_zero():
             say(
-                f"{signal.Signals(number).name}: the run has ended after update {done} of {of}, with the checkpoint "
-                f"{checkpoint}; resume_from_checkpoint=True (--resume_from_checkpoint True) goes on from it."
+                f"{signal.Signals(number).name}: the run has ended {where}, with the checkpoint {checkpoint}; "
+                "resume_from_checkpoint=True (--resume_from_checkpoint True) goes on from it."
             )
         end_despite_threads(128 + number)
         raise RunStopped(number, checkpoint)
@@ -106,7 +115,9 @@ class StopsWhole:
         done = self.state.global_step
         if self._writing_checkpoint:
             return f"the run ends when checkpoint-{done} is written"
-        if self._timer.running == "learn":
+        if self._timer.running == "learn" and self._half_learned is not None:
+            return "the run ends with a checkpoint after the current pass of learning"
+        if self._timer.running == "learn":  # by an overridden `learn`, or of an `Experience` of the user's own
             return (
                 f"the run ends with a checkpoint when update {done + 1} is learned, whose steps cannot be taken back"
             )

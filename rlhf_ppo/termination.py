@@ -1,7 +1,8 @@
 """SIGTERM and SIGINT: the run ends with a checkpoint, and the process with it; a second signal ends it at once.
 
 Schedulers send SIGTERM before they take a machine away, Ctrl-C sends SIGINT. What a resumed run repeats exactly is
-given up: sampling, rewards, evaluation. What cannot be taken back is finished: the learning of an update, a save.
+given up: sampling, rewards, evaluation, the learning of a mini-batch. What cannot be taken back is finished: an
+optimizer step, a save.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ SAME_SIGNAL = 0.3
 
 SAME_SIGNAL_OF_RANKS = 5.0
 """The same for one of several processes, whose launcher passes its own signal on."""
+
+SECONDS_UNASKED = 2.0
+"""How long several processes may learn until they ask each other again whether one has received a signal."""
 
 SECONDS_FOR_THREADS = 5.0
 """How long a process that was told to end waits for threads that a reward function has started."""
@@ -143,19 +147,26 @@ class EndsOnSignals(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """Ask for a checkpoint and the end, on all ranks together."""
-        self.stopped = self._received_by_any(args.device)
+        self.stopped, _ = self._received_by_any(args.device)
         if self.stopped is not None:
             control.should_save = control.should_training_stop = True
 
-    def give_up_together(self, device: torch.device) -> None:
-        """Raise `Stopped` on all ranks if any has received a signal; every rank calls this."""
-        number = self._received_by_any(device)
+    def give_up_together(self, device: torch.device, figure: float = 0.0) -> float:
+        """Raise `Stopped` on all ranks if any has received a signal; every rank calls this.
+
+        Args:
+            device: Where tensors are exchanged.
+            figure: This rank's summand of what is returned, for which no exchange of its own is needed.
+        """
+        number, total = self._received_by_any(device, figure)
         if number is not None:
             raise Stopped(number)
+        return total
 
-    def _received_by_any(self, device: torch.device) -> int | None:
-        flags = self.reduce_sum(torch.tensor([float(self.received == number) for number in STOPPING], device=device))
-        return next((int(number) for number, flag in zip(STOPPING, flags, strict=True) if flag > 0), None)
+    def _received_by_any(self, device: torch.device, figure: float = 0.0) -> tuple[int | None, float]:
+        own = [*(float(self.received == number) for number in STOPPING), figure]
+        *flags, total = cast("list[float]", self.reduce_sum(torch.tensor(own, device=device)).tolist())
+        return next((int(number) for number, flag in zip(STOPPING, flags, strict=True) if flag > 0), None), total
 
     def _note(self, number: int, frame: Any) -> None:
         if self.received is None:
@@ -163,6 +174,45 @@ class EndsOnSignals(TrainerCallback):
         if self._gives_up:
             self._gives_up = False  # once: what handles `Stopped` is not to be broken off in turn
             raise Stopped(self.received)
+
+
+class BetweenMicroBatches:
+    """Lets learning be given up between two micro-batches, on all ranks before the same one.
+
+    One process looks whether a signal has come. Several ask each other, which costs an exchange, and waiting for the
+    device: before each mini-batch, whose number of tokens they exchange anyway, and within one as often as
+    `SECONDS_UNASKED` allows.
+
+    Args:
+        signals: Knows which have come.
+        num_processes: How many ranks there are.
+        device: Where tensors are exchanged.
+
+    Attributes:
+        seconds: What this rank's latest mini-batch took, its optimizer step included.
+    """
+
+    def __init__(self, signals: EndsOnSignals, num_processes: int, device: torch.device) -> None:
+        self.signals, self.num_processes, self.device = signals, num_processes, device
+        self.seconds = 0.0
+        self._latest, self._every = 0, 1
+
+    def give_up_before_minibatch(self) -> None:
+        """Raise `Stopped` if a signal has come; every rank calls this."""
+        if self.num_processes == 1:
+            self.signals.give_up_if_stopped()
+            return
+        of_each = self.seconds / (self._latest + 1)
+        of_each = self.signals.give_up_together(self.device, of_each) / self.num_processes  # the same on all ranks
+        self._every = max(1, int(SECONDS_UNASKED / of_each)) if of_each > 0 else 1
+
+    def give_up_before(self, index: int) -> None:
+        """Do the same before a micro-batch of the mini-batch; where it is not asked, nothing happens."""
+        self._latest = index
+        if self.num_processes == 1:
+            self.signals.give_up_if_stopped()
+        elif index > 0 and index % self._every == 0:
+            self.signals.give_up_together(self.device)
 
 
 class _Watcher:

@@ -61,7 +61,6 @@ from rlhf_ppo.reporting.metrics import (
     sampling_metrics,
     warn_of_unscored,
 )
-from rlhf_ppo.reproducibility import shuffling_generator
 from rlhf_ppo.rewards.functions import check_columns, check_names_of_columns
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.preference import OPPONENT_COLUMNS
@@ -216,8 +215,8 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
     ) -> TrainOutput:
         """Run PPO.
 
-        SIGTERM and SIGINT end the run with a checkpoint: sampling, rewards and evaluations are given up, the learning
-        of an update and a save are finished. A second signal ends the process at once.
+        SIGTERM and SIGINT end the run with a checkpoint: sampling, rewards, evaluations and the learning of one
+        mini-batch are given up, a save is finished. A second signal ends the process at once.
 
         Args:
             resume_from_checkpoint: A checkpoint's directory; True for the newest whole one of the run in `output_dir`;
@@ -268,11 +267,7 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
             for epoch in epochs:
                 self._fire("on_epoch_begin")
                 for prompts in self._rollout_prompts(loader, epoch, num_skipped, resume_from_checkpoint):
-                    self._fire("on_step_begin")
-                    with self._guard.explaining():
-                        rollout = self._guard.checked_rollout(self.collect_rollout(model, prompts))
-                    experience = self._guard.checked_experience(self.estimate_advantages(rollout))
-                    grad_norm = self.learn(model, experience)
+                    grad_norm = self.learn(model, self._experience(model, prompts))
                     learning_rate = self._get_learning_rate()
                     self._advance_step(learning_rate, (start, episodes_before))
                     self._sample_or_leave()
@@ -471,27 +466,25 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
     def learn(self, model: nn.Module, experience: Experience) -> float | Tensor:
         """Take `num_ppo_epochs * num_mini_batches` optimizer steps, reshuffling in every epoch.
 
+        A signal ends this between two micro-batches; a resumed run takes the steps that are left.
+
         Args:
             model: The prepared `PolicyAndValue`.
-            experience: This rank's experience.
+            experience: This rank's experience; a resumed run goes on with the one that it was learning from.
 
         Returns:
             Gradient norm of the last step taken, before clipping.
         """
-        args = self.args
         model.train()
-        grad_norm: float | Tensor = 0.0
-        statistics = UpdateStatistics()
-        generator = shuffling_generator(args.seed, self.state.global_step, args.process_index)
-        with self._timer.phase("learn"):
-            for minibatch in experience.minibatches_of_epochs(args.num_ppo_epochs, args.num_mini_batches, generator):
+        with self._learning(model, experience) as (learned, statistics), self._timer.phase("learn"):
+            for minibatch in self._minibatches(learned, statistics):
                 norm = self.update(model, minibatch, statistics)
                 if self._guard.is_update_cut:
                     break
-                grad_norm = norm
+                learned.grad_norm = norm
             self._metrics |= statistics.metrics(self._sum, self._gather)
         self._engine.policy_changed()
-        return grad_norm
+        return learned.grad_norm
 
     def update(self, model: nn.Module, minibatch: Experience, statistics: UpdateStatistics) -> float | Tensor:
         """Take one optimizer step on a mini-batch, accumulating over micro-batches.
@@ -513,6 +506,7 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
         parts = minibatch.micro_batches(max_rows, max_tokens, self._gather, self._unwrapped(model).packs_rows)
         losses: list[Tensor] = []
         for index, part in enumerate(parts):
+            self._begin_micro_batch(index)
             is_last = index == len(parts) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with self._gradient_sync(model, is_last):
@@ -520,7 +514,7 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
             statistics.add(part, *parts_of_loss)
             losses.append(loss.detach() * self.accelerator.num_processes)
             if not is_last:
-                self._fire("on_substep_end")
+                self._end_micro_batch(index)
         return self._optimizer_step(model, losses, statistics)
 
     def _has_own_loss(self) -> bool:

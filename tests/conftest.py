@@ -73,6 +73,8 @@ CASES_IN_CHECK = {
     "cli/test_user_errors.py::test_data_that_cannot_be_used": 11,
     "faults/test_divergence.py::test_what_is_not_finite_stops_the_run_before_it_is_saved": 2,
     "faults/test_divergence.py::test_what_is_not_finite_is_skipped_and_counted": 2,
+    "faults/test_half_learned.py::test_the_resumed_run_finishes_the_update": 2,
+    "faults/test_half_learned.py::test_an_update_is_finished_as_it_was_begun": 1,
     "faults/test_odd_functions.py::test_it_works": 2,
     "faults/test_odd_servers.py::test_it_ends_in_time_and_in_one_sentence": 12,
     "faults/test_odd_servers.py::test_one_repetition_mends_it": 2,

@@ -42,6 +42,7 @@ FLOORS = (
         "evaluating",
         "forecast",
         "given",
+        "half_learned",
         "ingredients",
         "learning",
         "optimization",

@@ -17,6 +17,9 @@ _SAID = re.compile(
     r"No space left|[Qq]uota exceeded|File too large|iostream error"  # by safetensors, by C++
     r"|unexpected pos \d|PytorchStreamWriter failed"  # by torch.save, whose archive is shorter than it should be
 )
+UNFINISHED = "unfinished-checkpoint"
+"""Where a checkpoint is written that is then put in place under another name than Trainer gives it."""
+
 _TEMPORARY = re.compile(r"\.tmp\w{6}|.*\.json\.tmp")  # of safetensors, of this library
 
 
@@ -50,7 +53,7 @@ def naming_full_disk(directory: str, last_whole: Callable[[], str | None]) -> It
 
 
 def remove_leftovers(directory: str | Path) -> None:
-    """Delete the temporary files that a kill has left in a directory, and in the value model's beside it.
+    """Delete what a kill has left in a directory, temporary files also in the value model's beside it.
 
     Args:
         directory: Nobody else writes there now.
@@ -59,6 +62,7 @@ def remove_leftovers(directory: str | Path) -> None:
         for path in Path(directory).glob(pattern):
             if _TEMPORARY.fullmatch(path.name) and path.is_file():
                 path.unlink(missing_ok=True)
+    shutil.rmtree(Path(directory, UNFINISHED), ignore_errors=True)
 
 
 def _is_full(error: BaseException) -> bool:

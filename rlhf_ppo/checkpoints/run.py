@@ -20,6 +20,7 @@ from rlhf_ppo.validation import check_type
 
 RUN_NAME = "ppo_run.json"
 _DELETED = "deleted-"
+_CHECKPOINT = r"checkpoint-\d+(-\d+)?"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Run:
         return self.new({name: min(last, step) for name, last in self.earlier.items()} | {self.id: step})
 
     def owns(self, other: Run, step: int) -> bool:
-        """Tell whether a checkpoint of `other` after update `step` is one of this run's."""
+        """Tell whether a checkpoint of `other` with nothing after update `step` is one of this run's."""
         return other.id == self.id or step <= self.earlier.get(other.id, -1)
 
     def save(self, directory: str | Path) -> None:
@@ -75,14 +76,24 @@ class Run:
 
 
 def numbered(output_dir: str | Path) -> list[Path]:
-    """Return the directories `checkpoint-<number>`, the highest number first."""
-    folders = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted((path for path in folders if path.is_dir()), key=step_of, reverse=True)
+    """Return the directories `checkpoint-<updates>` and `checkpoint-<updates>-<mini-batches>`, the newest first."""
+    found = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(_CHECKPOINT, path.name)]
+    return sorted((path for path in found if path.is_dir()), key=place_of, reverse=True)
 
 
-def step_of(checkpoint: Path) -> int:
-    """Return the number in the name of `checkpoint-<number>`."""
-    return int(checkpoint.name.split("-")[1])
+def place_of(checkpoint: Path) -> tuple[int, ...]:
+    """Return the numbers in a checkpoint's name: updates that are done, mini-batches of one that is half learned."""
+    return tuple(map(int, checkpoint.name.split("-")[1:]))
+
+
+def is_half_learned(checkpoint: Path) -> bool:
+    """Tell whether a checkpoint was written in the middle of learning."""
+    return len(place_of(checkpoint)) > 1
+
+
+def last_update(place: tuple[int, ...]) -> int:
+    """Return the last update of which something is in a checkpoint."""
+    return place[0] + len(place) - 1
 
 
 def was_finished(checkpoint: Path) -> bool:
@@ -111,7 +122,7 @@ def run_in(output_dir: str | Path) -> Run | None:
 def belongs(checkpoint: Path, run: Run) -> bool:
     """Tell whether a checkpoint is one of the run's, as far as its own `ppo_run.json` can be read."""
     try:
-        return run.owns(Run.load(checkpoint), step_of(checkpoint))
+        return run.owns(Run.load(checkpoint), last_update(place_of(checkpoint)))
     except ValueError:
         return False
 
@@ -119,7 +130,7 @@ def belongs(checkpoint: Path, run: Run) -> bool:
 def is_of_another(checkpoint: Path, run: Run) -> bool:
     """Tell whether a finished checkpoint says that it is not one of the run's."""
     try:
-        return was_finished(checkpoint) and not run.owns(Run.load(checkpoint), step_of(checkpoint))
+        return was_finished(checkpoint) and not run.owns(Run.load(checkpoint), last_update(place_of(checkpoint)))
     except ValueError:
         return False
 
@@ -208,7 +219,7 @@ def check_start(output_dir: str, resume_from_checkpoint: str | bool | None, over
         raise ValueError(f"resume_from_checkpoint={wanted!r} is no whole checkpoint: there is no such directory")
 
 
-def continue_run(output_dir: str, checkpoint: str, step: int) -> tuple[Run, list[str]]:
+def continue_run(output_dir: str, checkpoint: str, place: tuple[int, ...]) -> tuple[Run, list[str]]:
     """Find the run that goes on from a checkpoint.
 
     It is the checkpoint's own run, unless that has been further already, or has no name: then it is a new one that
@@ -217,7 +228,7 @@ def continue_run(output_dir: str, checkpoint: str, step: int) -> tuple[Run, list
     Args:
         output_dir: The run's directory.
         checkpoint: The directory of a whole checkpoint.
-        step: The update after which it was written.
+        place: The number of updates after which it was written, and of mini-batches of one that is half learned.
 
     Returns:
         The run, and the names of the later checkpoints that it does not take for its own.
@@ -226,12 +237,12 @@ def continue_run(output_dir: str, checkpoint: str, step: int) -> tuple[Run, list
         ValueError: `output_dir` holds the checkpoints of another run.
     """
     origin, current = Run.load(checkpoint), run_in(output_dir)
-    run = current if current is not None and current.owns(origin, step) else origin
+    run = current if current is not None and current.owns(origin, last_update(place)) else origin
     if run is not current and not os.path.samefile(os.path.dirname(os.path.abspath(checkpoint)), output_dir):
         check_unused(output_dir)
-    later = [path for path in numbered(output_dir) if step_of(path) > step and was_finished(path)]
+    later = [path for path in numbered(output_dir) if place_of(path) > place and was_finished(path)]
     abandoned = [path.name for path in later if belongs(path, run)]
-    return (run.branched(step) if abandoned or not run.id else run), abandoned
+    return (run.branched(place[0]) if abandoned or not run.id else run), abandoned
 
 
 def delete(checkpoint: Path) -> None:
@@ -249,6 +260,8 @@ def delete(checkpoint: Path) -> None:
 def rotate(output_dir: str, run: Run, limit: int | None, best: str | None, newest: str | None) -> None:
     """Delete the oldest checkpoints of a run, and of no other.
 
+    What was half learned is not counted, and deleted when the run is further, whatever the limit.
+
     Args:
         output_dir: The run's directory.
         run: The run.
@@ -256,12 +269,16 @@ def rotate(output_dir: str, run: Run, limit: int | None, best: str | None, newes
         best: The best checkpoint so far, which stays.
         newest: The newest one, which stays; None lets the best stay alone.
     """
-    if limit is None or limit <= 0:
+    own = [path for path in numbered(output_dir) if was_finished(path) and belongs(path, run)]
+    for checkpoint in filter(is_half_learned, own):
+        if newest is not None and place_of(checkpoint) < place_of(Path(newest)):
+            delete(checkpoint)
+    if limit is None or limit <= 0 or (newest is not None and is_half_learned(Path(newest))):
         return
     for leftover in Path(output_dir).glob(f"{_DELETED}checkpoint-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     kept = {os.path.realpath(path) for path in (best, newest) if path is not None}
-    own = [path for path in numbered(output_dir) if was_finished(path) and belongs(path, run)]
+    own = [path for path in own if not is_half_learned(path)]
     others = [path for path in own if os.path.realpath(path) not in kept]
     for checkpoint in others[max(0, limit - (len(own) - len(others))) :]:
         delete(checkpoint)

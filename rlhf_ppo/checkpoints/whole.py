@@ -8,6 +8,7 @@ show is checked.
 from __future__ import annotations
 
 import os
+import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from accelerate.logging import get_logger
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
+from rlhf_ppo.checkpoints.half_learned import half_learned_in
 from rlhf_ppo.checkpoints.jsonfile import read_object
 from rlhf_ppo.checkpoints.manifest import MANIFEST_NAME, what_is_damaged
 from rlhf_ppo.checkpoints.progress import Progress, check_state
@@ -35,6 +37,14 @@ def start_checkpoint(directory: str) -> None:
     os.makedirs(directory)
 
 
+def put_in_place(written: str, directory: str) -> None:
+    """Give a checkpoint that was written in a directory of its own its name."""
+    if os.path.lexists(directory):
+        delete(Path(directory))
+    os.rename(written, directory)
+    shutil.rmtree(os.path.dirname(written))
+
+
 def what_is_missing(directory: str) -> str | None:
     """Tell why nothing can be resumed from a directory, or None if it is a whole checkpoint."""
     if not _is_of_old_format(directory) and (reason := what_is_damaged(directory)) is not None:
@@ -43,6 +53,7 @@ def what_is_missing(directory: str) -> str | None:
         read_object(Path(directory, TRAINER_STATE_NAME))
         check_state(directory, Progress.load(directory))
         Run.load(directory)
+        half_learned_in(directory)
     except ValueError as error:
         return str(error)
     if not Path(directory, VALUE_MODEL_DIR).is_dir():

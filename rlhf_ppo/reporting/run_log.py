@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import TrainerState
 
 from rlhf_ppo.checkpoints.history import whole_history
 from rlhf_ppo.checkpoints.progress import PROGRESS_NAME, Progress
+from rlhf_ppo.checkpoints.run import numbered
 
 Log = Sequence[Mapping[str, Any]]
 """A log history: one mapping of metric to value for each time that Trainer logged."""
@@ -53,8 +53,8 @@ def find_state(directory: str | os.PathLike[str]) -> Path | None:
     own = Path(directory, "trainer_state.json")
     if own.is_file():
         return own
-    checkpoints = [file for file in Path(directory).glob("checkpoint-*/trainer_state.json") if _step(file) >= 0]
-    return max(checkpoints, key=_step, default=None)
+    states = (checkpoint / "trainer_state.json" for checkpoint in numbered(Path(directory)))
+    return next(filter(Path.is_file, states), None)
 
 
 def _read_state(path: Path) -> Log:
@@ -79,8 +79,3 @@ def _existing_state(path: str | os.PathLike[str]) -> Path:
             "call trainer.save_state() after training, or set save_strategy"
         )
     return found
-
-
-def _step(state_file: Path) -> int:
-    found = re.fullmatch(r"checkpoint-(\d+)", state_file.parent.name)
-    return int(found.group(1)) if found else -1

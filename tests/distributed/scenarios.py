@@ -394,10 +394,15 @@ def reward_function_fails_on_one_rank(output_dir: str, models: str, slow: bool =
 
 
 class SigtermInLearning(TrainerCallback):
-    """Sends SIGTERM to rank 1 in the second update's learning."""
+    """Sends SIGTERM to rank 1 when an event comes for the first time in an update."""
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1 and args.process_index == 1:
+    def __init__(self, event: str, step: int) -> None:
+        setattr(self, event, self._signal)
+        self.step, self.is_sent = step, False
+
+    def _signal(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and args.process_index == 1 and not self.is_sent:
+            self.is_sent = True
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -409,11 +414,11 @@ def sigterm_in_a_hanging_reward(trainer_state: Any, **columns: Any) -> list[floa
     return conftest.count_w4(**columns)
 
 
-def train_until_sigterm(output_dir: str, models: str, hangs: bool = False) -> dict[str, Any]:
-    """Rank 1 receives SIGTERM in the second of three updates: while it learns, or while its reward hangs."""
+def train_until_sigterm(output_dir: str, models: str, at: tuple[str, int] | None, **run: Any) -> dict[str, Any]:
+    """Rank 1 receives SIGTERM at an event of an update, or in the second update, where its reward hangs."""
     sigterm_in_a_hanging_reward.__name__ = conftest.count_w4.__name__
-    given = {"reward_funcs": sigterm_in_a_hanging_reward} if hangs else {"callbacks": [SigtermInLearning()]}
-    trainer = make_trainer(output_dir, models, given=given, num_ppo_epochs=1)
+    given = {"reward_funcs": sigterm_in_a_hanging_reward} if at is None else {"callbacks": [SigtermInLearning(*at)]}
+    trainer = make_trainer(output_dir, models, given=given, num_ppo_epochs=1, **run)
     code = None
     try:
         trainer.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import time
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 SECONDS = 10.0
 LASTS = "in_learning_that_lasts"
+TAKES = "in_learning_that_takes_20_seconds"
 FINISHED = {"in_the_first_update": 0, "in_learning": 3, "in_a_save": 3, "in_the_last_save": 4}
 """The update after which the run ends where that is not the second."""
 
@@ -61,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", sorted(MOMENTS.keys() - {LASTS}))
+@pytest.mark.parametrize("moment", sorted(MOMENTS.keys() - {LASTS, TAKES}))
 def test_a_signal_ends_the_run_with_a_checkpoint(
     moment: str, number: signal.Signals, start: Any, whole: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -83,12 +85,26 @@ def test_a_signal_ends_the_run_with_a_checkpoint(
     assert first.startswith(f"{number.name}: the run ends") and "A second signal ends the process at once" in first
     assert f"after update {step} of 4, with the checkpoint {checkpoint}; resume_from_checkpoint=True" in last
     assert not (output_dir / "model.safetensors").exists(), "no final model"
-    if number == signal.SIGINT:  # what is saved is the same
-        return
     resumed = make(output_dir)
     resumed.train(resume_from_checkpoint=True)
     assert resumed._initial_global_step == step
     assert_identical(end_of_run(resumed), whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_learning_is_not_waited_for(number: signal.Signals, start: Any, tmp_path: Path) -> None:
+    process = start(tmp_path / "run", TAKES)
+    before = time.monotonic()
+    os.kill(process.pid, number)
+    process.join(SECONDS)
+    seconds = time.monotonic() - before
+    process.kill()
+
+    assert process.exitcode == 128 + number and seconds < SECONDS
+    checkpoint = last_whole_checkpoint(str(tmp_path / "run"))
+    assert checkpoint is not None and re.fullmatch("checkpoint-2-[12]", os.path.basename(checkpoint))
+    said = Path(f"{tmp_path / 'run'}-stderr").read_text()
+    assert f"{number.name}: the run ends with a checkpoint after the current pass of learning" in said
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])

@@ -106,9 +106,10 @@ def run_command(output_dir: str, words: list[str]) -> None:
     main([*words, "--output_dir", output_dir])
 
 
-def make(output_dir: Path, **given: Any) -> PPOTrainer:
+def make(output_dir: Path, num_ppo_epochs: int = 1, **given: Any) -> PPOTrainer:
     """The run of which every moment is one."""
-    trainers.append(make_saving(output_dir, given={"eval_dataset": prompt_rows(2), **given}, **RUN))
+    given = {"eval_dataset": prompt_rows(2), **given}
+    trainers.append(make_saving(output_dir, given=given, **RUN, num_ppo_epochs=num_ppo_epochs))
     return trainers[-1]
 
 
@@ -240,6 +241,10 @@ def in_a_sample_table(output_dir: Path, now: Now, address: str) -> PPOTrainer:
 
 def in_learning_that_lasts(output_dir: Path, now: Now, address: str) -> PPOTrainer:
     return make(output_dir, callbacks=[At("on_optimizer_step", lambda: (now(), time.sleep(FOR_LONG)))])
+
+
+def in_learning_that_takes_20_seconds(output_dir: Path, now: Now, address: str) -> PPOTrainer:
+    return make(output_dir, callbacks=[At("on_pre_optimizer_step", lambda: (now(), time.sleep(2)))], num_ppo_epochs=10)
 
 
 MOMENTS = {name: value for name, value in list(globals().items()) if name.startswith("in_")}
