@@ -51,6 +51,7 @@ class FinishesHalfLearned:
     def _experience(self: Any, model: nn.Module, prompts: Prompts) -> Experience:
         """Return what an update learns from: a new rollout, or the one that a resumed run was learning from."""
         if self._half_learned is not None:
+            self._go_on_with(self._half_learned)
             return self._half_learned.experience
         self._fire("on_step_begin")
         with self._guard.explaining():
@@ -60,11 +61,8 @@ class FinishesHalfLearned:
     @contextmanager
     def _learning(self: Any, model: nn.Module, experience: Experience) -> Iterator[tuple[HalfLearned, Any]]:
         """Yield what is learned of an update and the statistics of it; keep both where a signal ends the learning."""
-        if self._half_learned is None:
-            learned = HalfLearned(experience, self._learns_with())
-        else:
-            learned = self._half_learned  # with its own experience: an overridden `learn` may have changed it before
-            self._go_on_with(learned)
+        # A half-learned one has its own experience: an overridden `learn` may have changed it before.
+        learned = self._half_learned or HalfLearned(experience, self._learns_with())
         self._half_learned = learned if type(learned.experience) is Experience else None  # others cannot be kept
         try:
             yield learned, UpdateStatistics(list(learned.sums))

@@ -299,6 +299,8 @@ class SavesPolicyAndValue(FinishesHalfLearned, WritesRunCard, Trainer):
         check_optimizer(self.optimizer, checkpoint)
         with naming(checkpoint, "its optimizer.pt or scheduler.pt"):
             super()._load_optimizer_and_scheduler(checkpoint)
+        if self.is_fsdp_enabled and self.state.global_step == 0 and not half_learned_in(checkpoint):
+            cast(Any, self.optimizer).state.clear()  # torch has taken an empty step to save it, which Adam counts
 
     def _load_best_model(self) -> None:
         best = cast(str, self.state.best_model_checkpoint)

@@ -98,14 +98,23 @@ def checkpoints(folder):
     return {path.name for path in folder.glob("checkpoint-*")}
 
 
-@pytest.mark.parametrize("config", ["multi_gpu", "deepspeed_zero2"])
-def test_sigterm_to_one_rank_saves_a_checkpoint_from_which_the_run_goes_on(config, models, tmp_path):
+# In the first mini-batch nothing is known of how long a micro-batch takes, and the ranks ask before each.
+IN_FIRST_MINIBATCH = {"checkpoint-0-0": ("on_substep_end", 0)}
+BETWEEN_MINIBATCHES, HANGING = {"checkpoint-1-1": ("on_optimizer_step", 1)}, {"checkpoint-1": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "moments"),
+    [
+        ("multi_gpu", IN_FIRST_MINIBATCH | BETWEEN_MINIBATCHES | HANGING),
+        ("deepspeed_zero2", IN_FIRST_MINIBATCH | BETWEEN_MINIBATCHES),
+        ("fsdp2", IN_FIRST_MINIBATCH),
+    ],
+    ids=["multi_gpu", "deepspeed_zero2", "fsdp2"],
+)
+def test_sigterm_to_one_rank_saves_a_checkpoint_from_which_the_run_goes_on(config, moments, models, tmp_path):
     """Also in the middle of learning, between mini-batches and micro-batches, and where a reward hangs on one rank."""
     run = {"models": str(models), "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    # In the first mini-batch nothing is known of how long a micro-batch takes, and the ranks ask before each.
-    moments = {"checkpoint-1-1": ("on_optimizer_step", 1), "checkpoint-0-0": ("on_substep_end", 0)}
-    moments |= {"checkpoint-1": None} if config == "multi_gpu" else {}
-
     whole, *stopped = processes.run_all(
         config,
         [

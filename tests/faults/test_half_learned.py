@@ -230,6 +230,32 @@ def test_what_a_kill_leaves_of_it_is_removed(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
+def test_what_callbacks_asked_for_is_not_forgotten(tmp_path: Path) -> None:
+    class Stops(TrainerCallback):
+        """Asks for the end in the second update's learning."""
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 1
+
+    run = tmp_path / "run"
+    assert stop(make(run, Stops(), SignalAt("optimizer_step", 3))) == "checkpoint-1-3"
+    resumed = make(run)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+
+
+def test_an_overridden_learn_may_pass_it_over(tmp_path: Path) -> None:
+    class Passes(PPOTrainer):
+        def learn(self, model: Any, experience: Experience) -> float:
+            seen.append(experience)
+            return 0.0
+
+    seen: list[Experience] = []
+    stopped_in_learning(tmp_path / "run")
+    make(tmp_path / "run", trainer_class=Passes).train(resume_from_checkpoint=True)
+    assert len(seen) == 2 and seen[0] is not seen[1]
+
+
 def test_an_experience_of_the_users_own_is_learned_to_its_end(tmp_path: Path) -> None:
     class Own(Experience):
         """Has methods that no checkpoint keeps."""

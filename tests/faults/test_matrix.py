@@ -106,6 +106,7 @@ DOCUMENTED: dict[str, dict[str, str]] = {
         "Other episodes": f"{OTHERS}test_what_cannot_go_on_is_refused",
         "Another optimizer": f"{OTHERS}test_what_cannot_go_on_is_refused",
         "Another number of processes": f"{RESUME}test_one_process_goes_on_where_two_stopped",
+        "In the middle of learning": f"{FAULTS}test_half_learned.py::test_an_update_is_finished_as_it_was_begun",
         "`overwrite_output_dir=True`": f"{OUTPUT_DIR}test_overwriting_and_resuming_contradict_each_other",
     },
     "Wrong inputs": {
