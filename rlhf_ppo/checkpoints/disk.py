@@ -62,7 +62,8 @@ def remove_leftovers(directory: str | Path) -> None:
         for path in Path(directory).glob(pattern):
             if _TEMPORARY.fullmatch(path.name) and path.is_file():
                 path.unlink(missing_ok=True)
-    shutil.rmtree(Path(directory, UNFINISHED), ignore_errors=True)
+    if (unfinished := Path(directory, UNFINISHED)).exists():
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _is_full(error: BaseException) -> bool:
