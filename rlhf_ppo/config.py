@@ -20,7 +20,7 @@ from rlhf_ppo.inherited_values import INHERITED_RANGES, check_dicts, check_inher
 from rlhf_ppo.precision import default_bf16
 from rlhf_ppo.redaction import HidesSecrets
 from rlhf_ppo.sizes import batch_sizes, run_length
-from rlhf_ppo.validation import Interval, check_range, check_type, parse_strings, parse_weights
+from rlhf_ppo.validation import Interval, check_range, check_type, own_number, parse_strings, parse_weights
 from rlhf_ppo.validation import option as _option
 
 logger = logging.get_logger(__name__)
@@ -30,7 +30,8 @@ _NOT_NEGATIVE = Interval(0, math.inf)
 _AT_LEAST_ONE = Interval(1, math.inf)
 
 RANGES: dict[str, Interval] = {
-    **dict.fromkeys(("temperature", "cliprange", "cliprange_value", "missing_eos_penalty", "score_clip"), _POSITIVE),
+    "temperature": Interval(1e-6, math.inf),  # logits divided by less are not finite
+    **dict.fromkeys(("cliprange", "cliprange_value", "missing_eos_penalty", "score_clip"), _POSITIVE),
     "reward_timeout": _POSITIVE,
     "missing_eos_score": Interval(-math.inf, math.inf),
     **dict.fromkeys(("kl_coef", "vf_coef", "top_k", "num_sample_generations", "stop_token_id"), _NOT_NEGATIVE),
@@ -277,6 +278,7 @@ class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments
         self.stop_strings = parse_strings("stop_strings", self.stop_strings)
         helps = {f.name: str(f.metadata.get("help", "")) for f in fields(self)}
         for name, annotation in _checked_annotations().items():
+            setattr(self, name, own_number(getattr(self, name)))
             check_type(name, getattr(self, name), annotation, helps[name])
         reject_unsupported(self)
         for name, interval in RANGES.items():

@@ -92,8 +92,16 @@ def check_rows(dataset: Any, name: str) -> None:
         raise ValueError(f"{name} has no rows")
     if isinstance(dataset, datasets.Dataset):
         prompt_column(dataset.column_names, name)
-    elif not isinstance(dataset[0], Mapping):
-        raise TypeError(no_row(dataset[0], 0, name))
+    else:
+        try:
+            first = dataset[0]
+        except Exception as error:  # a table of pandas has columns under its keys
+            raise TypeError(
+                f"{name} is a {type(dataset).__name__}, whose row 0 cannot be read ({error!r}): pass a list of dicts, "
+                "or datasets.Dataset.from_pandas(table)"
+            ) from error
+        if not isinstance(first, Mapping):
+            raise TypeError(no_row(first, 0, name))
 
 
 def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> int:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
+from transformers.optimization import GreedyLR
 from transformers.trainer_utils import EvalLoopOutput
 
 from rlhf_ppo.batch import Prompts
+from rlhf_ppo.evaluation.best_metric import evaluated_name, missing_best_metric
 from rlhf_ppo.given import check_datasets
 from rlhf_ppo.models.inputs import gathered
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
@@ -46,6 +48,26 @@ class EvaluatesPolicy(PPOSeams):
             check_datasets(self.args, self.train_dataset, eval_dataset)
             eval_dataset = cast(Any, self)._prepared(eval_dataset, "eval_dataset")
         return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate for a run that trains, and step a schedule that follows a metric.
+
+        Raises:
+            ValueError: The metric by which models are compared is not there; the run was saved before.
+        """
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        if (missing := missing_best_metric(self.args, metrics)) is not None:
+            if self.state.global_step > 0:
+                self.control.should_evaluate = True  # the resumed run begins with this evaluation
+                self._save_where_it_stopped(self.model_wrapped, trial)
+                missing += f"; go on with resume_from_checkpoint={self._guard.last_checkpoint!r}"
+            raise ValueError(missing)
+        follows_metric = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR)
+        if follows_metric and not skip_scheduler:
+            cast(Any, self.lr_scheduler).step(metrics[evaluated_name(self.args.metric_for_best_model or "score")])
+        return metrics
 
     @torch.no_grad()
     def evaluation_loop(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, get_scheduler
+from transformers.optimization import GreedyLR
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils.import_utils import is_peft_available
 
@@ -39,9 +41,14 @@ def check_output_dir(path: str | None) -> None:
     Raises:
         ValueError: It cannot.
     """
-    place = Path(path or ".").absolute()
-    while not place.exists():
-        place = place.parent
+    try:
+        place = Path(os.path.expanduser(path or ".")).absolute()
+        if b"\0" in str(place).encode():
+            raise ValueError("no name holds a null character")
+        missing = list(itertools.takewhile(lambda part: not part.exists(), (place, *place.parents)))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"output_dir={path!r:.80} cannot be written: {getattr(error, 'strerror', error)}") from error
+    place = missing[-1].parent if missing else place
     if not place.is_dir() or not os.access(place, os.W_OK):
         reason = "may not be written" if place.is_dir() else "is a file"
         raise ValueError(f"output_dir={path!r} cannot be written, for {str(place)!r} {reason}; name another")
@@ -60,6 +67,8 @@ def check_models(reward_model: Any, has_functions: bool, **models: Any) -> None:
         ValueError: Nothing scores responses.
     """
     for name, model in models.items():
+        if isinstance(model, type):
+            raise TypeError(f"{name} is the class {model.__name__}: pass a model, or a function that makes one")
         if not isinstance(model, _PATH) and not callable(model) and (model is not None or name == "model"):
             raise TypeError(_no_model(name, model))
     several = isinstance(reward_model, list | tuple)
@@ -97,6 +106,8 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any) -> No
     elif isinstance(eval_dataset, Mapping):
         if not eval_dataset:
             raise ValueError(f"eval_dataset={eval_dataset!r} holds no data set; pass one, or None")
+        if others := [name for name in eval_dataset if not isinstance(name, str)]:
+            raise TypeError(f"eval_dataset has a data set of the name {others[0]!r}: names must be texts")
         for name, dataset in eval_dataset.items():
             check_rows(dataset, f"eval_dataset[{name!r}]")
     else:
@@ -179,8 +190,13 @@ def check_optimization(args: PPOConfig, optimizers: Sequence[Any]) -> None:
         optimizers: What was given; nothing is made instead of it.
 
     Raises:
-        ValueError: One cannot.
+        ValueError: One cannot, or the schedule follows a metric that is never computed.
     """
+    if isinstance(optimizers[1], torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR) and args.eval_strategy == "no":
+        raise ValueError(
+            f"optimizers[1] is a {type(optimizers[1]).__name__}, which follows evaluations, but eval_strategy='no'; "
+            "set eval_strategy to 'steps' or 'epoch'"
+        )
     if optimizers[0] is None and args.optim_target_modules is None:  # else it needs the model
         try:
             Trainer.get_optimizer_cls_and_kwargs(args)

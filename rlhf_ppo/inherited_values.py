@@ -16,8 +16,10 @@ from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch.utils.checkpoint
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
+from transformers.integrations import integration_utils
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_pt_utils import AcceleratorConfig
 
@@ -59,6 +61,20 @@ _INSTEAD: dict[str, Any] = {
     "torch_compile_mode": Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None,
 }
 """The texts that are read, where it says that any are."""
+
+
+def _pip(*packages: str) -> str:
+    return f"`pip install {' '.join(packages)}`, or report to 'none'"
+
+
+_PACKAGES: dict[str, str] = {
+    "azure_ml": _pip("azureml-sdk"),
+    "comet_ml": _pip("comet-ml"),
+    "dagshub": _pip("dagshub", "mlflow"),
+    "flyte": _pip("flytekit"),
+    "kubeflow": "Kubeflow's trainer sets KUBEFLOW_TRAINER_SERVER_URL; elsewhere report to 'none'",
+}
+"""How to get what a tracker needs, where that is not the package of its name."""
 
 _FILES = ("accelerator_config", "fsdp_config")
 
@@ -122,21 +138,30 @@ def _problems(args: TrainingArguments) -> Iterator[tuple[str, str]]:
         yield "max_steps", "must be at least 1; -1 leaves the length of the run to total_episodes or num_train_epochs"
     if args.save_strategy == "steps" and args.save_steps <= 0:
         yield "save_steps", "must be greater than 0; save_strategy='no' saves nothing"
+    for which in ("logging", "eval"):
+        if getattr(args, f"{which}_strategy") == "steps" and getattr(args, f"{which}_steps") == 0:
+            yield f"{which}_steps", f"must be greater than 0; {which}_strategy='no' leaves it out"
     if args.output_dir is not None and not os.fspath(args.output_dir).strip():
         yield "output_dir", "names no directory"
+    yield from _trackers(args)
     yield from _names_of_nothing(args)
     yield from _needing_evaluation(args)
     yield from _needing_workers(args)
 
 
-def _names_of_nothing(args: TrainingArguments) -> Iterator[tuple[str, str]]:
+def _trackers(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     if not {*trackers} <= {*INTEGRATION_TO_CALLBACK, "all", "none"}:
         yield "report_to", f"must be 'none', 'all' or some of {[*INTEGRATION_TO_CALLBACK]}"
+    for name in (name for name in trackers if not _is_there(name)):
+        yield "report_to", f"has {name!r}, which is not here: {_PACKAGES.get(name, _pip(name))}"
+
+
+def _names_of_nothing(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     if args.ddp_backend in ("nccl", "gloo") and not {"RANK", "LOCAL_RANK"} & os.environ.keys():
         yield "ddp_backend", "needs a run of several processes: start it with `accelerate launch`, or leave it None"
-    if args.push_to_hub and args.hub_model_id is not None and args.hub_model_id.count("/") > 1:
-        yield "hub_model_id", "must be 'name' or 'organization/name'"
+    if args.push_to_hub and args.hub_model_id is not None and not _is_repository(args.hub_model_id):
+        yield "hub_model_id", "must be 'name' or 'organization/name', of letters, digits, '-', '_' and '.'"
     if args.metric_for_best_model == "":
         yield "metric_for_best_model", "names no metric; leave it None for 'score'"
     if args.torch_compile_backend is not None and args.torch_compile_backend not in _compile_backends():
@@ -153,6 +178,20 @@ def _names_of_nothing(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     known = {item.name for item in fields(AcceleratorConfig)}
     if unknown := [key for key in _as_dict(config) if key not in known]:
         yield "accelerator_config", f"has {unknown}, but may have {sorted(known)} only"
+
+
+def _is_repository(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _is_there(tracker: str) -> bool:
+    """Tell whether a tracker can be reported to, as Trainer's callbacks ask; of others nothing is imported."""
+    package = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}.get(tracker, tracker)
+    return getattr(integration_utils, f"is_{package}_available", lambda: True)()
 
 
 def _compile_backends() -> list[str]:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -168,7 +168,7 @@ class SavesPolicyAndValue(FinishesHalfLearned, WritesRunCard, Trainer):
         try:
             # the first two wait for the manifest
             withheld = {"save_total_limit": None, "push_to_hub": False, "output_dir": os.path.dirname(directory)}
-            with self._withholding(**withheld), last_entries(self.state):
+            with self._withholding(**withheld), last_entries(self.state), self._failing_in_saving():
                 super()._save_checkpoint(model, trial)
         finally:
             self._writing_checkpoint = False
@@ -180,6 +180,11 @@ class SavesPolicyAndValue(FinishesHalfLearned, WritesRunCard, Trainer):
                 if written != directory:
                     put_in_place(written, directory)
                 write_manifest(directory)
+
+    def _failing_in_saving(self) -> AbstractContextManager[None]:
+        """Raise an error of one rank on all; not under engines, whose ranks wait for each other while they save."""
+        is_plain = not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        return failing_together(self.accelerator) if is_plain else nullcontext()
 
     def _begin_checkpoint(self, directory: str) -> None:
         """Write what this package adds to a checkpoint, into an empty directory."""
@@ -246,7 +251,8 @@ class SavesPolicyAndValue(FinishesHalfLearned, WritesRunCard, Trainer):
             self._guard.check_weights(together=is_sharding(self.accelerator))
             if self.args.should_save:
                 remove_leftovers(directory)
-        with naming_full_disk(directory, lambda: self._guard.last_checkpoint):
+        together = self._failing_in_saving() if self._writing_checkpoint else nullcontext()
+        with naming_full_disk(directory, lambda: self._guard.last_checkpoint), together:
             self._save_whole_model(output_dir, _internal_call)
         if not _internal_call and self.is_world_process_zero() and not self.args.disable_tqdm:
             print(where_results_are(directory, cast(str, self.args.output_dir)))

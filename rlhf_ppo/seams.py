@@ -25,6 +25,7 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.batch import Prompts
+from rlhf_ppo.checkpoints.disk import naming_full_disk
 from rlhf_ppo.checkpoints.fits import check_same_split, naming
 from rlhf_ppo.checkpoints.history import whole_history
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
@@ -361,12 +362,21 @@ class PPOSeams(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
         """Log, and add the PPO metrics of the updates since the last training log.
 
         Args:
-            logs: What Trainer logs; `loss` among it marks a training log.
+            logs: What Trainer logs; `loss` among it marks a training log, which every rank writes.
             start_time: When training started.
+
+        Raises:
+            DiskFullError: There is no room for what is logged or printed.
         """
-        if "loss" in logs:
+        of_training = "loss" in logs
+        if of_training:
             logs.update(self._window.drain())
-        super().log(logs, start_time)
+        with failing_together(self.accelerator) if of_training else nullcontext(), self._naming_full_log():
+            super().log(logs, start_time)
+
+    def _naming_full_log(self) -> AbstractContextManager[None]:
+        directory = cast(str, self.args.output_dir)
+        return naming_full_disk(directory, lambda: self._guard.last_checkpoint, "what is logged or printed")
 
 
 def num_processes(args: PPOConfig) -> int:

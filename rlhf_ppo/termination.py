@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl
 
+from rlhf_ppo.relaying import told_to_all_ranks
+
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 SAME_SIGNAL = 0.3
@@ -71,6 +73,12 @@ def give_up_if_stopped() -> None:
     """Raise `Stopped` if a signal has come; called from time to time by what can be given up."""
     for listener in _listening:
         listener.give_up_if_stopped()
+
+
+def give_up_together(device: torch.device) -> None:
+    """Raise `Stopped` on all ranks if any of them has received a signal; where every rank calls this in step."""
+    for listener in _listening:
+        listener.give_up_together(device)
 
 
 @contextmanager
@@ -124,7 +132,8 @@ class EndsOnSignals(TrainerCallback):
             previous = {number: signal.signal(number, self._note) for number in heard}
             _listening.append(self)
             try:
-                yield
+                with told_to_all_ranks(lambda: self.received):
+                    yield
             finally:
                 _listening.remove(self)
                 for number, handler in previous.items():

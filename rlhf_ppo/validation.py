@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import types
 from dataclasses import field
 from numbers import Integral, Real
@@ -31,7 +32,9 @@ class Interval(NamedTuple):
     open_high: bool = False
 
     def holds(self, value: float) -> bool:
-        """Return whether `value` is finite and lies inside."""
+        """Return whether `value` is finite, as a float too, and lies inside."""
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            return False
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
         return math.isfinite(value) and above and below
@@ -39,9 +42,10 @@ class Interval(NamedTuple):
     def __str__(self) -> str:
         if self.low == -math.inf and self.high == math.inf:
             return "finite"
+        low, high = (str(end) if isinstance(end, int) else f"{end:g}" for end in (self.low, self.high))
         if self.high == math.inf:
-            return f"finite and {'greater than' if self.open_low else 'at least'} {self.low:g}"
-        return f"in {'(' if self.open_low else '['}{self.low:g}, {self.high:g}{')' if self.open_high else ']'}"
+            return f"finite and {'greater than' if self.open_low else 'at least'} {low}"
+        return f"in {'(' if self.open_low else '['}{low}, {high}{')' if self.open_high else ']'}"
 
 
 def check_range(name: str, value: float | None, interval: Interval, meaning: str) -> None:
@@ -57,7 +61,21 @@ def check_range(name: str, value: float | None, interval: Interval, meaning: str
         ValueError: It is outside, infinite or NaN.
     """
     if value is not None and not interval.holds(value):
-        raise ValueError(f"{name}={value!r} must be {interval}. {name}: {meaning}")
+        told = "a whole number of more than 40 digits" if _is_huge(value) else repr(value)
+        raise ValueError(f"{name}={told} must be {interval}. {name}: {meaning}")
+
+
+def _is_huge(value: float) -> bool:
+    return isinstance(value, int) and abs(value) >= 10**40
+
+
+def own_number(value: Any) -> Any:
+    """Return NumPy's numbers, fractions and their like as Python's own, which JSON can hold; all else as it is."""
+    if type(value) in (bool, int, float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
 
 
 def check_type(name: str, value: Any, annotation: Any, meaning: str) -> None:
@@ -123,6 +141,10 @@ def parse_weights(name: str, value: Any) -> Any:
                 f"{name}={given!r} cannot be read; write numbers, a JSON list such as '[1.0, 0.5]', or a JSON object "
                 """such as '{"length": 0.5}'"""
             )
+    if isinstance(value, list):
+        value = [own_number(weight) for weight in value]
+    if isinstance(value, dict):
+        value = {key: own_number(weight) for key, weight in value.items()}
     if isinstance(value, list | dict):
         weights = value.values() if isinstance(value, dict) else value
         if not value or not all(math.isfinite(weight) for weight in weights if isinstance(weight, Real)):

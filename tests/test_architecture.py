@@ -29,6 +29,7 @@ FLOORS = (
         "precision",
         "prompts",
         "redaction",
+        "relaying",
         "reproducibility",
         "schedules",
         "sizes",

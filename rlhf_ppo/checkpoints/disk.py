@@ -28,12 +28,13 @@ class DiskFullError(OSError):
 
 
 @contextmanager
-def naming_full_disk(directory: str, last_whole: Callable[[], str | None]) -> Iterator[None]:
+def naming_full_disk(directory: str, last_whole: Callable[[], str | None], what: str | None = None) -> Iterator[None]:
     """Tell of a full disk, or a quota, in a sentence; each library says something else.
 
     Args:
         directory: What is written into.
         last_whole: Returns the newest whole checkpoint, or None.
+        what: What is written, if not the directory, which is else said to be not whole.
 
     Raises:
         DiskFullError: The disk is full.
@@ -41,13 +42,14 @@ def naming_full_disk(directory: str, last_whole: Callable[[], str | None]) -> It
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if not _is_full(error):
+        if isinstance(error, DiskFullError) or not _is_full(error):
             raise
         whole = last_whole()
         kept = "there is no checkpoint to go on from" if whole is None else f"{whole} is whole"
         going_on = "start again" if whole is None else "go on with resume_from_checkpoint=True"
+        place = f"{directory}, which is not whole" if what is None else what
         raise DiskFullError(
-            f"no space is left for {directory}, which is not whole ({_free(directory)}; the error was: {error}). "
+            f"no space is left for {place} ({_free(directory)}; the error was: {error}). "
             f"{kept[0].upper()}{kept[1:]}: make room, and {going_on}"
         ) from error
 

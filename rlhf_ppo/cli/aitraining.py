@@ -19,18 +19,26 @@ class AutoTrainProject:
         params: The parameters.
         backend: Where to train: only "local".
         process: Accepted as in AITraining; columns always get the names that the trainer reads.
+        resume_from_checkpoint: A checkpoint of the run in the project's directory from which it goes on, True for its
+            newest whole one; None or False starts a new run.
 
     Raises:
         TypeError: `params` are no `LLMTrainingParams`, or an argument has the wrong type.
         ValueError: There is no such backend, or an argument is out of its range.
     """
 
-    def __init__(self, params: LLMTrainingParams, backend: str = "local", process: bool = False) -> None:
+    def __init__(
+        self,
+        params: LLMTrainingParams,
+        backend: str = "local",
+        process: bool = False,
+        resume_from_checkpoint: str | bool | None = None,
+    ) -> None:
         if not isinstance(params, LLMTrainingParams):
             raise TypeError(f"params must be LLMTrainingParams, got {type(params).__name__}")
         if backend != "local":
             raise ValueError(f"backend={backend!r} is not available here: train on this machine with backend='local'")
-        self.job = make_job(params)
+        self.job = make_job(params, resume_from_checkpoint)
         if PartialState().is_main_process:
             print_job(self.job)
 

@@ -15,6 +15,7 @@ from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.sources import choose_split, load_splits
 from rlhf_ppo.cli.training import load_tokenizer
+from rlhf_ppo.config import RANGES
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.prompts import PromptEncoder
 from rlhf_ppo.rewards.builtin import response_texts
@@ -58,7 +59,7 @@ class EvalArguments:
         for name in ("num_prompts", "max_new_tokens", "batch_size"):
             check_range(name, getattr(self, name), Interval(1, math.inf), helps[name])
         check_range("seed", self.seed, Interval(0, 2**32 - 1), helps["seed"])
-        check_range("temperature", self.temperature, Interval(0, math.inf, open_low=True), helps["temperature"])
+        check_range("temperature", self.temperature, RANGES["temperature"], helps["temperature"])
         for one, other in (("opponent", "opponent_column"), ("judge_model", "judge")):
             if (getattr(self, one) is None) == (getattr(self, other) is None):
                 raise ValueError(

@@ -14,7 +14,7 @@ from rich.table import Table
 from transformers import Trainer, TrainingArguments
 from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.checkpoints.run import finished_in
+from rlhf_ppo.checkpoints.run import check_start, finished_in, wanted_checkpoint
 from rlhf_ppo.cli import mapping
 from rlhf_ppo.cli.params import LLMTrainingParams
 from rlhf_ppo.cli.rows import fill_update, load_rows, settle_warmup
@@ -67,8 +67,12 @@ class Job:
     rewards: Rewards | None = None
 
 
-def make_job(params: LLMTrainingParams) -> Job:
+def make_job(params: LLMTrainingParams, resume_from_checkpoint: str | bool | None = None) -> Job:
     """Resolve the parameters: nothing is loaded, everything that can be checked is.
+
+    Args:
+        params: The parameters.
+        resume_from_checkpoint: Where the run goes on; see `AutoTrainProject`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -82,6 +86,8 @@ def make_job(params: LLMTrainingParams) -> Job:
         config, arguments = RewardArguments, mapping.reward_arguments(params)
     else:
         config, arguments = SFTArguments, mapping.sft_arguments(params)
+    if resume_from_checkpoint is not None:
+        arguments["resume_from_checkpoint"] = resume_from_checkpoint
     with mapping.explaining():
         args: Any = config(**arguments)
     return Job(params, arguments, args, mapping.model_arguments(params), rewards)
@@ -96,12 +102,8 @@ def build_trainer(job: Job) -> Trainer:
     if job.params.token is not None:
         os.environ.setdefault("HF_TOKEN", job.params.token)  # for models and data that need it
     check_output_dir(job.args.output_dir)
-    if isinstance(job.args, PPOConfig) and (found := finished_in(cast(str, job.args.output_dir))):
-        raise ValueError(
-            f"project_name={job.params.project_name!r} holds the checkpoints of another run ({found}): delete them, "
-            "or choose another project_name"
-        )
     args: Any = job.args
+    _check_start(job)
     train_dataset, eval_dataset = load_rows(job.params)
     if job.rewards is None:
         make = reward_trainer if job.params.trainer == "reward" else sft_trainer
@@ -119,6 +121,19 @@ def build_trainer(job: Job) -> Trainer:
         ref_model=job.params.model_ref,
         reward_funcs=job.rewards.functions or None,
     )
+
+
+def _check_start(job: Job) -> None:
+    """Check that there is a run to go on with, or no checkpoint of another in the project's directory."""
+    directory = cast(str, job.args.output_dir)
+    resumed = wanted_checkpoint(job.args.resume_from_checkpoint)
+    if resumed is not False:
+        check_start(directory, resumed, overwrite=False)
+    elif isinstance(job.args, PPOConfig) and (found := finished_in(directory)):
+        raise ValueError(
+            f"project_name={job.params.project_name!r} holds the checkpoints of another run ({found}): go on with it "
+            "by --resume-from-checkpoint True, delete them, or choose another project_name"
+        )
 
 
 def run_job(job: Job, trainer: Trainer) -> Trainer:

@@ -24,6 +24,9 @@ class LLMCommand:
 
     train: bool = field(default=True, metadata={"help": "Train; the default."})
     dry_run: bool = field(default=False, metadata={"help": "Print the resolved configuration and exit."})
+    resume_from_checkpoint: str | None = field(
+        default=None, metadata={"help": "Go on with the run in project_name: True, or one of its checkpoints."}
+    )
     backend: str = field(default="local", metadata={"help": "Where to train; only here: local."})
     deploy: bool = field(default=False, metadata={"help": "Not available here."})
     inference: bool = field(default=False, metadata={"help": "Not available here; see `rlhf-ppo eval`."})
@@ -60,7 +63,8 @@ def llm(argv: Sequence[str] | None = None) -> Trainer | None:
     parser: Any = PPOArgumentParser((LLMCommand, LLMTrainingParams), prog="rlhf-ppo llm", usage=usage)  # pyright: ignore[reportArgumentType]
     with user_errors(parser.prog):
         command, params = parser.parse_args_into_dataclasses(argv)
-        project = AutoTrainProject(params, backend=command.backend, process=True)
+        resumed = command.resume_from_checkpoint
+        project = AutoTrainProject(params, backend=command.backend, process=True, resume_from_checkpoint=resumed)
         if command.dry_run:
             return None
         trainer = project.build()

@@ -63,8 +63,13 @@ MODEL: dict[str, str] = {
 """Parameter: the argument of TRL's `ModelConfig` that takes its value as it is."""
 
 
-PATHS: dict[str, str] = {"model": "sft_model_path", "rl_reward_model_path": "reward_model", "model_ref": "ref_model"}
-"""Parameter: what errors of PPO call the model at its path."""
+OTHERS: dict[str, str] = {
+    "model": "sft_model_path",
+    "rl_reward_model_path": "reward_model",
+    "model_ref": "ref_model",
+    "log": "report_to",
+}
+"""Parameter: what errors call that which it gives in another form."""
 
 
 def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
@@ -145,7 +150,7 @@ def explaining() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        set_by = {new: old for table in (TRAINING, PPO, MODEL, PATHS) for old, new in table.items()}
+        set_by = {new: old for table in (TRAINING, PPO, MODEL, OTHERS) for old, new in table.items()}
         flags = [f"{new} is --{old.replace('_', '-')}" for new, old in set_by.items() if f"{new}=" in str(error)]
         if not flags:
             raise

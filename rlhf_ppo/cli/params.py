@@ -199,7 +199,7 @@ class LLMTrainingParams:
     sample_top_p: float = _absent(1.0, _SAMPLE)
     manual_checkpoint_control: bool = _absent(False, "use save_strategy and save_steps")
     save_state_every_n_steps: int = _absent(0, "use save_strategy=steps and save_steps")
-    load_state_from: str | None = _absent(None, "give the checkpoint's directory as model, or resume `rlhf-ppo train`")
+    load_state_from: str | None = _absent(None, "--resume-from-checkpoint goes on with the run in project_name")
     inference_prompts: str | None = _absent(None, _GENERATE)
     inference_max_tokens: int = _absent(256, _GENERATE)
     inference_temperature: float = _absent(1.0, _GENERATE)

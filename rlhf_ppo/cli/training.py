@@ -27,6 +27,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.utils import get_peft_config
 
 from rlhf_ppo.checkpoints.disk import DiskFullError
+from rlhf_ppo.checkpoints.run import wanted_checkpoint
 from rlhf_ppo.cli.checks import check_columns
 from rlhf_ppo.cli.errors import fail, user_errors
 from rlhf_ppo.cli.quantization import quantization_options
@@ -238,7 +239,7 @@ def train_and_save(
     args.dataloader_pin_memory &= args.device.type != "cpu"  # or torch warns of what nobody asked for
     if isinstance(trainer, PPOTrainer):
         trainer.dataset_name = dataset_name
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=wanted_checkpoint(args.resume_from_checkpoint))
     trainer.save_model(args.output_dir, _internal_call=True)  # uploaded below, with its card
     trainer.save_state()
     cast(Any, trainer).create_model_card(dataset_name=dataset_name)

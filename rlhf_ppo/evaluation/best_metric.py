@@ -1,4 +1,4 @@
-"""The metric that models are compared by, looked for among those of evaluation before anything is trained."""
+"""The metric that models are compared by, looked for before training, or at the latest in the first evaluation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SPEED = ("runtime", "samples_per_second", "steps_per_second")
 def check_best_metric(
     args: PPOConfig, names: Sequence[str], functions: Iterable[Callable[..., Any]], eval_dataset: Any
 ) -> None:
-    """Check `metric_for_best_model` where something compares models by it.
+    """Check `metric_for_best_model`, which Trainer looks for in every evaluation of a run.
 
     Reward functions may log metrics of any name. Where one names `log_metric`, in its signature or its code, what
-    evaluation gives is known only after the first one.
+    evaluation gives is known only after the first one: `missing_best_metric` looks there.
 
     Args:
         args: The arguments.
@@ -30,7 +30,8 @@ def check_best_metric(
     Raises:
         ValueError: Evaluation gives no such metric.
     """
-    if not args.compares_models() or args.metric_for_best_model is None or any(map(_may_log, functions)):
+    evaluates = args.eval_strategy != "no" or args.eval_on_start
+    if not evaluates or args.metric_for_best_model is None or any(map(_may_log, functions)):
         return
     parts = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else [""]
     rewards = [f"rewards/{name}/{what}" for name in names for what in ("mean", "std")]
@@ -40,6 +41,31 @@ def check_best_metric(
             f"metric_for_best_model={args.metric_for_best_model!r} is no metric of evaluation, which gives {known}; "
             "a reward function that logs another one must name log_metric in its signature"
         )
+
+
+def missing_best_metric(args: PPOConfig, metrics: Mapping[str, float]) -> str | None:
+    """Say what is wrong where an evaluation did not give the metric by which models are compared.
+
+    Args:
+        args: The arguments.
+        metrics: What the evaluation gave.
+
+    Returns:
+        A sentence, or None if the metric is there, or none is wanted.
+    """
+    wanted = args.metric_for_best_model
+    if wanted is None or evaluated_name(wanted) in metrics:
+        return None
+    known = [name.removeprefix("eval_") for name in metrics if name.startswith("eval_")]
+    return (
+        f"metric_for_best_model={wanted!r} is none of the metrics that the evaluation gave, {known}: name one of "
+        "them, or let a reward function log it, log_metric(name, value), in evaluations too"
+    )
+
+
+def evaluated_name(metric: str) -> str:
+    """Return the name that a metric has among those of an evaluation."""
+    return f"eval_{metric.removeprefix('eval_')}"
 
 
 def _may_log(function: Callable[..., Any]) -> bool:

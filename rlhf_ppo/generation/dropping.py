@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from rlhf_ppo.generation.inversion import by_inversion
 from rlhf_ppo.generation.nonfinite import ChecksLogits
 from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
-from rlhf_ppo.termination import give_up_if_stopped
+from rlhf_ppo.termination import give_up_if_stopped, give_up_together
 
 SHARE_LEFT = 0.75
 """Share of a batch's rows that must still be unfinished for it to go on as it is."""
@@ -25,6 +27,23 @@ class IsGivenUp(StoppingCriteria):
         """Tell that no row is to end, bool `(B,)`."""
         give_up_if_stopped()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+@contextmanager
+def given_up_together(model: nn.Module) -> Iterator[None]:
+    """Raise `Stopped` on all ranks before the same token, where every forward pass of a model is one of all ranks.
+
+    `generate` goes on calling the model on ranks that are through, but no stopping criterion.
+    """
+
+    def ask(module: nn.Module, arguments: Any) -> None:
+        give_up_together(next(model.parameters()).device)
+
+    hook = model.register_forward_pre_hook(ask, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class FewAreLeft(StoppingCriteria):
@@ -70,8 +89,7 @@ def generate_dropping(
         attention_mask: 1 on real tokens, long `(B, C)`.
         config: How to sample; its `eos_token_id` is one token or None.
         stop_strings: Texts that end a row too, or None.
-        synced_gpus: Whether every forward pass is one of all ranks: all rows then stay until the last has ended on
-            every rank, which `generate` sees to in one call.
+        synced_gpus: Whether every forward pass is one of all ranks: all rows then stay until the last has ended.
         keeps_cache: Whether the unfinished rows' part of the cache can be kept; else their tokens are read again.
 
     Returns:
@@ -79,7 +97,7 @@ def generate_dropping(
 
     Raises:
         NonFiniteLogitsError: There are logits that are NaN or infinite.
-        Stopped: A signal has come; not where every forward pass is one of all ranks.
+        Stopped: A signal has come, to this rank or with `synced_gpus` to any.
     """
     num_rows, prompt_length = input_ids.shape
     longest = prompt_length + cast(int, config.max_new_tokens)
@@ -92,15 +110,17 @@ def generate_dropping(
     cache: dict[str, Any] = {}
     while len(rows) and input_ids.shape[1] < longest:
         few_are_left = FewAreLeft(cast("int | None", config.eos_token_id), strings, int(share_left * len(rows)))
-        output = model.generate(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            generation_config=_with(how, max_new_tokens=longest - input_ids.shape[1], return_dict_in_generate=True),
-            logits_processor=LogitsProcessorList([checks, *processors]),
-            stopping_criteria=StoppingCriteriaList([few_are_left] if synced_gpus else [few_are_left, IsGivenUp()]),
-            synced_gpus=synced_gpus,
-            **cache,
-        )
+        length = longest - input_ids.shape[1]
+        with given_up_together(model) if synced_gpus else nullcontext():
+            output = model.generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                generation_config=_with(how, max_new_tokens=length, return_dict_in_generate=True),
+                logits_processor=LogitsProcessorList([checks, *processors]),
+                stopping_criteria=StoppingCriteriaList([few_are_left] if synced_gpus else [few_are_left, IsGivenUp()]),
+                synced_gpus=synced_gpus,
+                **cache,
+            )
         checks.check()
         sampled = output.sequences
         result[rows, : sampled.shape[1] - prompt_length] = sampled[:, prompt_length:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from rlhf_ppo.generation.sampled import Sampled, prompt_rows, stack_rows
 from rlhf_ppo.models.adapters import base_kept
 from rlhf_ppo.redaction import secrets_of, shown_address, shown_addresses, without
 from rlhf_ppo.reproducibility import isolated_rng
+from rlhf_ppo.termination import may_be_given_up
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
@@ -28,12 +29,14 @@ class VLLMEngine:
 
     Args:
         vllm: TRL's `VLLMGeneration`.
+        can_be_left: Whether a signal may break off a call: of a server by one process. A colocated engine would keep
+            what it had begun, and several processes wait for the one that asks the server.
     """
 
     reads_sharded = True
 
-    def __init__(self, vllm: Any) -> None:
-        self.vllm = vllm
+    def __init__(self, vllm: Any, can_be_left: bool = False) -> None:
+        self.vllm, self.can_be_left = vllm, can_be_left
         self._is_current = False
 
     def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
@@ -49,6 +52,7 @@ class VLLMEngine:
 
         Raises:
             NonFiniteLogitsError: The log-probability of a token is missing or NaN.
+            Stopped: A signal has come, and the call can be left.
         """
         if not self._is_current or self._sleeps:
             with base_kept(policy):  # TRL's adapter merges, sends and unmerges
@@ -58,7 +62,7 @@ class VLLMEngine:
             setattr(self.vllm, name, value)
         if config.suppress_tokens:  # the last ones of the vocabulary
             self.vllm.generation_kwargs["allowed_token_ids"] = list(range(min(config.suppress_tokens)))
-        with self._same_random_numbers():
+        with self._same_random_numbers(), may_be_given_up() if self.can_be_left else nullcontext():
             _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=None, num_generations=1)
         of_sampled = [[token[0] for token in row] for row in logprobs or [()] * len(ids)]
         for row, (tokens, values) in enumerate(zip(ids, of_sampled, strict=True)):
@@ -155,7 +159,7 @@ def start_vllm(
     )
     if args.vllm_mode == "server" and args.importance_sampling_correction and accelerator.is_main_process:
         _check_logprobs_mode(vllm)
-    return VLLMEngine(vllm)
+    return VLLMEngine(vllm, can_be_left=args.vllm_mode == "server" and accelerator.num_processes == 1)
 
 
 def _without_address(make: Callable[..., Any], address: str | None) -> Callable[..., Any]:

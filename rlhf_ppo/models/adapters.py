@@ -73,7 +73,8 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
 
     _check_config(policy, peft_config, "model", "peft_config")
     before = None if is_sharded(policy) else probe(policy, probe_ids(policy))
-    adapted = get_peft_model(cast(Any, policy), peft_config, adapter_name=name or "default")
+    with _naming("peft_config"):
+        adapted = get_peft_model(cast(Any, policy), peft_config, adapter_name=name or "default")
     check_adapter(adapted, "model")
     if base_serves_others:
         _check_base_stays(adapted, peft_config, before)
@@ -101,7 +102,8 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
     name = next(name for name, module in value_model.named_modules() if module is head)
     modules = {name, *(getattr(peft_config, "modules_to_save", None) or ())}
     config = dataclasses.replace(peft_config, modules_to_save=sorted(modules), task_type="SEQ_CLS")
-    adapted = get_peft_model(cast(Any, value_model), config)
+    with _naming("value_peft_config"):
+        adapted = get_peft_model(cast(Any, value_model), config)
     check_adapter(adapted, "value_model")
     return adapted
 
@@ -218,11 +220,25 @@ def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) 
         )
     if peft_config.is_prompt_learning:
         raise ValueError(f"{argument} is a {type(peft_config).__name__}: {PROMPT_LEARNING}")
+    if argument == "peft_config" and peft_config.task_type not in (None, "CAUSAL_LM"):
+        raise ValueError(
+            f"peft_config has task_type={str(peft_config.task_type)!r}, as which the policy would be saved; leave it "
+            "out, or set 'CAUSAL_LM'"
+        )
     if argument == "value_peft_config" and not hasattr(peft_config, "modules_to_save"):
         raise ValueError(
             f"{argument} is a {type(peft_config).__name__}, which has no modules_to_save, so that the head would not "
             "be trained; pass a config such as LoraConfig"
         )
+
+
+@contextmanager
+def _naming(argument: str) -> Iterator[None]:
+    """Name the argument in what PEFT says of a configuration that does not fit the model."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{argument} does not fit the model: {error}") from error
 
 
 def _check_base_stays(adapted: Any, peft_config: Any, before: Tensor | None) -> None:

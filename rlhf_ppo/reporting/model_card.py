@@ -95,7 +95,7 @@ def model_card(
         dataset: Hub name or path of the prompts.
         reward_sources: Names of the reward models and functions.
         hyperparameters: Name to value, see `hyperparameters`.
-        metrics: Name to final value, see `final_metrics`.
+        metrics: Name to final value, see `FinalMetrics`.
         versions: Package to version, see `installed_versions`.
         tags: Tags beside `TAGS`.
         library_name: The library that loads the model: `"transformers"`, or `"peft"` for an adapter.
@@ -141,18 +141,33 @@ def hyperparameters(args: Any) -> dict[str, Any]:
     return {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
 
 
-def final_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Take the last logged value of every metric that says something about the policy.
+class FinalMetrics:
+    """Knows the last logged values of a run's metrics; of its log, which only grows, it reads each entry once."""
 
-    Args:
-        log_history: `trainer.state.log_history`.
+    def __init__(self) -> None:
+        self._log: Sequence[Mapping[str, Any]] = ()
+        self._num_read = 0
+        self._last: dict[str, float] = {}
 
-    Returns:
-        Name to value, in alphabetical order, without timings and counters.
-    """
-    last = {name: value for entry in log_history for name, value in entry.items()}
-    chosen = [name for name in last if name.startswith(_RESULTS) and not name.endswith(_BOOKKEEPING)]
-    return {name: last[name] for name in sorted(chosen)}
+    def of(self, log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Take the last logged value of every metric that says something about the policy.
+
+        Args:
+            log_history: `trainer.state.log_history`; of another list than before all is read.
+
+        Returns:
+            Name to value, in alphabetical order, without timings and counters.
+        """
+        if log_history is not self._log:
+            self._log, self._num_read, self._last = log_history, 0, {}
+        for entry in log_history[self._num_read :]:
+            self._last.update((name, value) for name, value in entry.items() if _is_result(name))
+        self._num_read = len(log_history)
+        return dict(sorted(self._last.items()))
+
+
+def _is_result(name: str) -> bool:
+    return name.startswith(_RESULTS) and not name.endswith(_BOOKKEEPING)
 
 
 def installed_versions() -> dict[str, str]:

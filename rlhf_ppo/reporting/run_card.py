@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ppo.models.inputs import is_peft_model, transformers_model
-from rlhf_ppo.reporting.model_card import final_metrics, hyperparameters, installed_versions, model_card
+from rlhf_ppo.reporting.model_card import FinalMetrics, hyperparameters, installed_versions, model_card
 
 
 class WritesRunCard:
@@ -17,6 +17,10 @@ class WritesRunCard:
     """
 
     dataset_name: str | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._final_metrics = FinalMetrics()
+        super().__init__(*args, **kwargs)
 
     def create_model_card(
         self: Any,
@@ -51,7 +55,7 @@ class WritesRunCard:
             dataset=dataset_name or dataset or self.dataset_name,
             reward_sources=_reward_names(self),
             hyperparameters=hyperparameters(self.args),
-            metrics=final_metrics(self.state.log_history),
+            metrics=self._final_metrics.of(self.state.log_history),
             versions=installed_versions(),
             tags=[tags] if isinstance(tags, str) else tags or [],
             library_name="peft" if is_peft_model(self.policy_model) else "transformers",

@@ -252,6 +252,11 @@ def accepted_arguments(function: Callable[..., Any], offered: Mapping[str, Any],
     Raises:
         ValueError: It requires something else.
     """
+    if unnamed := _only_by_position(function):
+        raise TypeError(
+            f"the reward function {name!r} takes {unnamed} only by position, but rewards are called by name; pass a "
+            "function of completions, prompts, ..., **kwargs"
+        )
     named = named_parameters(function)
     required = {key for key, parameter in named.items() if parameter.default is parameter.empty}
     missing = sorted(required - offered.keys())
@@ -321,6 +326,15 @@ def named_parameters(function: Callable[..., Any]) -> dict[str, inspect.Paramete
     """Return the parameters that may be passed by name."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {parameter.name: parameter for parameter in _parameters(function) or () if parameter.kind in kinds}
+
+
+def _only_by_position(function: Callable[..., Any]) -> list[str]:
+    """Name the parameters that a call must give, and cannot by their names."""
+    return [
+        parameter.name
+        for parameter in _parameters(function) or ()
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty
+    ]
 
 
 def called_code(function: Callable[..., Any]) -> types.CodeType | None:

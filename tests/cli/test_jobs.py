@@ -306,6 +306,22 @@ def test_a_reward_function_may_have_aitrainings_signature(workshop):
     assert job.rewards.functions[0](prompts=["a ", "b "], completions=["x", "y"]) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("trainer", ["ppo --model-ref base --rl-max-new-tokens 4", "sft"])
+def test_a_run_goes_on_where_it_stopped(trainer, workshop):
+    options = f"--train --trainer {trainer} --model base --data-path prompts.jsonl --log none --save-strategy steps"
+    options += " --save-steps 1 --max-samples 16 --project-name run"
+    first = llm(shlex.split(f"{options} --epochs 1"))
+    assert first is not None
+    with pytest.raises(SystemExit):
+        llm(shlex.split(f"{options} --epochs 2 --resume-from-checkpoint elsewhere"))
+    resumed = llm(shlex.split(f"{options} --epochs 2 --resume-from-checkpoint True"))
+
+    assert resumed is not None and resumed.state.global_step == 2 * first.state.global_step
+    logged = [entry["step"] for entry in resumed.state.log_history if "loss" in entry]
+    assert logged == sorted(set(logged)), "the log goes on too"
+    assert resumed._initial_global_step == first.state.global_step
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -428,22 +428,28 @@ def train_until_sigterm(output_dir: str, models: str, at: tuple[str, int] | None
 
 
 class DiskIsFullAfter(TrainerCallback):
-    """After the checkpoint of `step` no file of one rank may grow beyond a few bytes."""
+    """After the checkpoint of `step` no file of one rank may grow beyond a few bytes, its output's perhaps neither."""
 
-    def __init__(self, step: int, rank: int) -> None:
-        self.step, self.rank = step, rank
+    def __init__(self, step: int, rank: int, prints: bool) -> None:
+        self.step, self.rank, self.prints = step, rank, prints
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.process_index == self.rank and self.prints:
+            print("logged", flush=True)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step and args.process_index == self.rank:
+            if not self.prints:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 
 
-def train_until_the_disk_is_full(output_dir: str, models: str, rank: int) -> str:
-    """One rank cannot write its part of the second checkpoint; return each rank's error."""
+def train_until_the_disk_is_full(output_dir: str, models: str, rank: int, prints: bool = False) -> str:
+    """One rank has no room for its part of the second checkpoint, or for its output; return each rank's error."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         trainer = make_trainer(
-            output_dir, models, given={"callbacks": [DiskIsFullAfter(1, rank)]}, num_ppo_epochs=1,
+            output_dir, models, given={"callbacks": [DiskIsFullAfter(1, rank, prints)]}, num_ppo_epochs=1,
             save_strategy="steps", save_steps=1,
         )  # fmt: skip
         trainer.train()

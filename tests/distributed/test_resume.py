@@ -136,16 +136,38 @@ def test_sigterm_to_one_rank_saves_a_checkpoint_from_which_the_run_goes_on(confi
         assert_same_end(ranks, whole)
 
 
-@pytest.mark.parametrize(("config", "rank"), [("multi_gpu", 0), ("deepspeed_zero2", 1)])
-def test_one_ranks_full_disk_ends_all_and_leaves_the_previous_checkpoint(config, rank, models, tmp_path):
-    run = {"output_dir": str(tmp_path), "models": str(models), "rank": rank}
-    errors = processes.run(config, "train_until_the_disk_is_full", timeout=60, **run)
+IS_FULL = "DiskFullError: no space is left for {} .*the error was: .*/checkpoint-1 is whole: make room, and go on with"
 
-    assert "no error" not in errors
-    said = "DiskFullError: no space is left for .*/checkpoint-2, .*/checkpoint-1 is whole"
-    assert re.search(f"{said}|File too large", errors[rank])  # the latter where it has to print first
-    whole = [folder for folder in checkpoints(tmp_path) if what_is_missing(str(tmp_path / folder)) is None]
-    assert whole == ["checkpoint-1"]
+
+def whole_checkpoints(run):
+    return [folder for folder in checkpoints(run) if what_is_missing(str(run / folder)) is None]
+
+
+def test_one_ranks_full_disk_ends_all_and_leaves_the_previous_checkpoint(models, tmp_path):
+    """Where the checkpoint has no room, and where what rank 0 prints before it has none: all say the same."""
+    names = ("prints", "saves")
+    calls = [
+        ("train_until_the_disk_is_full",
+         {"output_dir": str(tmp_path / name), "models": str(models), "rank": 0, "prints": name == "prints"})
+        for name in names
+    ]  # fmt: skip
+    printing, saving = processes.run_all("multi_gpu", calls, timeout=90)
+
+    for error in printing:
+        assert re.search(IS_FULL.format("what is logged or printed"), error), printing
+    for error in saving:
+        assert re.search(IS_FULL.format(".*/saves/checkpoint-2, which is not whole"), error), saving
+    assert [whole_checkpoints(tmp_path / name) for name in names] == [["checkpoint-1"]] * 2
+
+
+def test_one_ranks_full_disk_under_an_engine_is_said_by_that_rank(models, tmp_path):
+    """The other one waits for it in the engine's own saving, until its launcher or the lost connection ends it."""
+    run = {"output_dir": str(tmp_path), "models": str(models), "rank": 1}
+    errors = processes.run("deepspeed_zero2", "train_until_the_disk_is_full", timeout=60, **run)
+
+    assert errors[0] != "no error"
+    assert re.search(IS_FULL.format(".*/checkpoint-2, which is not whole"), errors[1]), errors
+    assert whole_checkpoints(tmp_path) == ["checkpoint-1"]
 
 
 @pytest.mark.parametrize("config", ["multi_gpu", "fsdp2"])

@@ -222,7 +222,7 @@ ODD: dict[str, tuple[Function, Outcome]] = {
     "nested too deeply": (returning(lambda scores: [[[1.0]] * int(score) for score in scores]),
                           (TypeError, "row 0, token 0: return a number")),
     "list and number": (returning(lambda scores: [[1.0] * int(scores[0]), 1.0]), (TypeError, "a list for another")),
-    "only by position": (only_by_position, (TypeError, "positional")),
+    "only by position": (only_by_position, (TypeError, "only by position")),
     "a column that is not there": (wants_a_column, (ValueError, r"requires the arguments \['gold'\]")),
     "logs a text as metric": (logs_text, (ValueError, "could not convert string to float: 'long'")),
 }  # fmt: skip

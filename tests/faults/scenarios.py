@@ -91,6 +91,35 @@ def outcome(wrong: str | None = None, **arguments: Any) -> dict[str, Any] | str:
         return f"{type(error).__name__}: {error}"
 
 
+def stopped_in_generation(output_dir: str, models: str, **arguments: Any) -> dict[str, Any]:
+    """Rank 1 receives SIGTERM at the fifth token of the second update, of which each takes a fifth of a second.
+
+    Returns:
+        The exit code, the update after which the run ended, the seconds from the signal to the end, and how many
+        tokens the second update came to.
+    """
+    trainer = make_trainer(output_dir, models, response_length=40, stop_token=None, num_ppo_epochs=1, **arguments)
+    tokens, begun = 0, 0.0
+
+    def slow(module: Any, given: Any) -> None:
+        nonlocal tokens, begun
+        if trainer.state.global_step == AT - 1 and trainer._timer.running == "generate":
+            tokens += 1
+            time.sleep(0.2)
+            if tokens == 5:
+                begun = time.monotonic()
+                if trainer.args.process_index == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.policy_model.register_forward_pre_hook(slow)
+    code: Any = None
+    try:
+        trainer.train()
+    except SystemExit as error:
+        code = error.code
+    return {"code": code, "step": trainer.state.global_step, "seconds": time.monotonic() - begun, "tokens": tokens}
+
+
 class Bomb:
     """Writes a file when it is unpickled."""
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from transformers import TrainerCallback
 
 from rlhf_ppo.checkpoints import last_whole_checkpoint
 from rlhf_ppo.checkpoints.disk import DiskFullError, naming_full_disk, remove_leftovers
@@ -72,6 +73,20 @@ def test_a_first_checkpoint_and_a_final_model_without_room(tmp_path: Path, capsy
         trainer.save_model(str(tmp_path / "elsewhere"))
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"it: error: no space is left for {tmp_path}/elsewhere, which is not whole")
+
+
+def test_no_room_for_what_is_printed_or_logged_is_said_too(tmp_path: Path) -> None:
+    class Prints(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = tmp_path / "run"
+    said = (
+        f"no space is left for what is logged or printed .* MB free.*No space left.*{run}/checkpoint-1 is whole: make"
+    )
+    with pytest.raises(DiskFullError, match=said):
+        make_saving(run, given={"callbacks": [Prints()]}).train()
 
 
 def torch_save(directory: Path) -> None:

@@ -14,6 +14,7 @@ DAMAGE, DIVERGENCE, OUTPUT_DIR = (f"{FAULTS}test_{name}.py::" for name in ("dama
 OTHERS, TWO, KILL = (f"{FAULTS}test_{name}.py::" for name in ("something_else", "two_processes", "kill"))
 CHECKPOINTS, RESUME = "tests/test_checkpoints.py::", "tests/distributed/test_resume.py::"
 FUNCTIONS, SERVERS, SIGNALS = (f"{FAULTS}test_{name}.py::" for name in ("odd_functions", "odd_servers", "signals"))
+DISK = f"{FAULTS}test_full_disk.py::"
 WRONG, BAD = f"{FAULTS}test_wrong_inputs.py::", "tests/test_bad_input.py::"
 ARGUMENTS = "tests/test_trainer_arguments.py::"
 
@@ -95,6 +96,13 @@ DOCUMENTED: dict[str, dict[str, str]] = {
         "A server does not answer": f"{SERVERS}test_it_ends_in_time_and_in_one_sentence",
         "A server answers with": f"{SERVERS}test_it_ends_in_time_and_in_one_sentence",
     },
+    "A full disk": {
+        "No space, or a quota": f"{DISK}test_a_checkpoint_without_room_names_itself_and_the_one_that_is_whole",
+        "The same on one of": f"{RESUME}test_one_ranks_full_disk_ends_all_and_leaves_the_previous_checkpoint",
+        "No space for what is logged": f"{DISK}test_no_room_for_what_is_printed_or_logged_is_said_too",
+        "No space for the final": f"{DISK}test_a_first_checkpoint_and_a_final_model_without_room",
+        "A kill while a model": f"{DISK}test_what_a_killed_save_leaves_is_deleted_by_the_next_save_and_the_next_run",
+    },
     "Resuming with something else": {
         "More updates": f"{OTHERS}test_more_prompts_are_trained_on",
         "Not more updates": f"{OTHERS}test_a_change_is_said_with_what_is_in_force",
@@ -114,6 +122,9 @@ DOCUMENTED: dict[str, dict[str, str]] = {
         "Arguments that cannot": f"{WRONG}test_a_combination_that_cannot_be_is_refused",
         "Something else than": f"{WRONG}test_something_else_is_refused_before_a_model_is_loaded",
         "An optimizer, a schedule": f"{WRONG}test_what_cannot_be_given_is_refused_before_a_model_is_loaded",
+        "A tracker that is not": f"{WRONG}test_a_tracker_that_is_not_installed_is_refused_with_what_to_install",
+        "A `metric_for_best_model`": f"{FAULTS}test_best_metric.py::"
+        "test_it_is_said_at_the_first_evaluation_and_the_run_goes_on",
         "A prompt that says nothing": f"{WRONG}test_what_the_models_must_tell_is_refused_at_construction",
         "A column named like": f"{WRONG}test_what_the_models_must_tell_is_refused_at_construction",
         "A reward function that requires": f"{BAD}test_columns_that_reward_functions_require_are_missed_first",

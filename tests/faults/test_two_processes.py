@@ -117,6 +117,12 @@ def test_both_stop_for_what_is_not_finite_on_one(wrong: str, ran: dict[str, Any]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
+def test_both_raise_the_same_of_what_is_not_finite_on_one(wrong: str, ran: dict[str, Any]) -> None:
+    first, second = ran[f"stop {wrong}"]
+    assert first == second and first.startswith("DivergenceError: ")
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_both_skip_what_is_not_finite_on_one(wrong: str, ran: dict[str, Any]) -> None:
     given = ran[f"skip {wrong}"]
     if wrong == "weight":  # which nothing can leave out
@@ -178,3 +184,22 @@ def test_a_kill_in_the_middle_of_a_save_costs_nothing(ran: dict[str, Any]) -> No
 
 def test_what_is_refused_leaves_the_runs_note_as_it_was(ran: dict[str, Any]) -> None:
     assert not (ran["folder"] / "locked" / RUN_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "most"),
+    [
+        ("multi_gpu", {}, 12),  # each samples on its own, and looks twice a second for what the other has received
+        ("deepspeed_zero3", {}, 12),
+        ("deepspeed_zero3", {"ds3_gather_for_generation": False}, 6),  # all sample in step
+        ("fsdp2", {}, 12),
+    ],
+)
+def test_a_signal_to_one_ends_generation_on_both(
+    config: str, arguments: dict[str, Any], most: int, models: Path, tmp_path: Path
+) -> None:
+    run = {"output_dir": str(tmp_path / "run"), "models": str(models), **arguments}
+    (ended,) = processes.run_all(config, [("tests.faults.scenarios.stopped_in_generation", run)])
+    for rank in ended:
+        assert (rank["code"], rank["step"]) == (143, 1) and rank["tokens"] <= most and rank["seconds"] < 10, ended
+    assert checkpoints(tmp_path / "run") == {"checkpoint-1": None}

@@ -7,22 +7,35 @@ value that is accepted although it looks wrong stands in a table here, with the 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import math
+import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
-NAN, INF, HUGE = math.nan, math.inf, 10**12
+NAN, INF, HUGE, BEYOND = math.nan, math.inf, 10**12, 10**400
 NOTHING = object()
+
+PACKAGES = {
+    *("azureml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flytekit", "mlflow", "neptune"),
+    *("swanlab", "tensorboard", "tensorboardX", "trackio", "wandb"),
+}
+"""What trackers need."""
 
 # ---- Arguments ----
 
@@ -39,7 +52,7 @@ def wrong_values(name: str) -> list[Any]:
     if bool in kinds and not {int, float, str} & kinds:
         wrong += ["yes", 2, "", 1.0]
     if {int, float} & kinds:
-        wrong += ["3x", "5", NAN, INF, -INF, -3, -7, -1e30, True, [1], HUGE]
+        wrong += ["3x", "5", NAN, INF, -INF, -3, -7, -1e30, True, [1], HUGE, torch.tensor(3), BEYOND]
     if int in kinds:
         wrong += [1.5]
     if str in kinds:
@@ -104,7 +117,8 @@ def test_a_wrong_value_is_refused_by_name(name: str, tmp_path: Any) -> None:
         if name in SAID_BY_TRANSFORMERS and value in ("no_such", "nowhere.json", {"no_such_key": 1}):
             assert SAID_BY_TRANSFORMERS[name] in said.lower()
         else:
-            assert f"{name}={'' if name == 'hub_token' else repr(value)}" in said
+            told = "" if name == "hub_token" else repr(value)
+            assert f"{name}={told}" in said or (value is BEYOND and f"{name}=a whole number of more" in said)
 
 
 def test_the_table_is_large_and_what_it_lists_is_tried() -> None:
@@ -121,6 +135,11 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "best saves without evaluation": ({"save_strategy": "best"}, "save_strategy='best' compares"),
     "plateau without evaluation": ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "compares evaluations"),
     "saves at no step": ({"save_strategy": "steps", "save_steps": 0}, "save_steps=0 must be greater than 0"),
+    "logs at no step": ({"logging_steps": 0}, "logging_steps=0 must be greater than 0; logging_strategy='no'"),
+    "evaluations at no step": ({"eval_strategy": "steps", "eval_steps": 0}, "eval_steps=0 must be greater than 0"),
+    "a repository without a name": ({"push_to_hub": True, "hub_model_id": ""}, "hub_model_id='' must be 'name'"),
+    "a temperature that overflows": ({"temperature": 1e-320}, "temperature=1e-320 must be finite and at least 1e-06"),
+    "a seed beyond NumPy's": ({"seed": 2**32}, r"seed=4294967296 must be in \[0, 4294967295\]"),
     "steps that are none": ({"max_steps": 0}, "max_steps=0 must be at least 1; -1"),
     "prefetching nobody": ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor=2 needs worker"),
     "persistent nobody": ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers=True needs worker"),
@@ -142,6 +161,27 @@ def test_a_combination_that_cannot_be_is_refused(case: str, tmp_path: Any, monke
     given, said = COMBINATIONS[case]
     with pytest.raises(ValueError, match=said):
         PPOConfig(**{**QUIET, "output_dir": str(tmp_path), **given})
+
+
+@pytest.mark.parametrize("tracker", INTEGRATION_TO_CALLBACK)
+def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(
+    tracker: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packages are those that Trainer's callback asks for, after the models were loaded."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name.partition(".")[0] in PACKAGES else found(name)
+    )
+    monkeypatch.delenv("KUBEFLOW_TRAINER_SERVER_URL", raising=False)
+    with pytest.raises((RuntimeError, ImportError, ValueError)) as theirs:
+        INTEGRATION_TO_CALLBACK[tracker]()
+    needed = re.search(r"pip install ([\w-]+)|(KUBEFLOW_TRAINER_SERVER_URL)|requires (tensorboard)", str(theirs.value))
+    for given in (tracker, ["none", tracker]):
+        with pytest.raises(ValueError) as ours:
+            PPOConfig(**{**QUIET, "output_dir": str(tmp_path), "report_to": given})
+        said = str(ours.value)
+        assert said.startswith(f"report_to={given!r} has {tracker!r}, which is not here: ")
+        assert needed is not None and needed[needed.lastindex or 0] in said and "report to 'none'" in said
 
 
 # ---- What the trainer is given ----
@@ -206,9 +246,20 @@ def texts(**columns: Any) -> Dataset:
     return Dataset.from_dict({"prompt": TEXTS, **columns})
 
 
+def following() -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
 GIVEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "rows that are texts": (lambda: {"train_dataset": ["w1"] * 8}, "row 0 of train_dataset is 'w1'"),
     "evaluation rows that are none": (lambda: {"eval_dataset": [None] * 8}, "row 0 of eval_dataset is None"),
+    "a table of pandas": (
+        lambda: {"train_dataset": pd.DataFrame({"prompt": TEXTS})}, "train_dataset is a DataFrame, whose row 0 cannot"
+    ),
+    "an evaluation set with a number for a name": (lambda: {"eval_dataset": {1: prompt_rows(4)}}, "of the name 1"),
+    "a class as a model": (lambda: {"model": NoCallback}, "model is the class NoCallback: pass a model"),
+    "a class as a reference": (lambda: {"ref_model": NoCallback}, "ref_model is the class NoCallback"),
     "no evaluation sets": (lambda: {"eval_dataset": {}}, "eval_dataset={} holds no data set"),
     "an evaluation set that is none": (lambda: {"eval_dataset": {"a": None}}, r"eval_dataset\['a'\] is a NoneType"),
     "evaluation of nothing": (lambda: {"eval_strategy": "steps", "eval_steps": 1}, "eval_strategy='steps' evaluates"),
@@ -223,9 +274,13 @@ GIVEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "callbacks that are none": (lambda: {"callbacks": [NoCallback]}, "callbacks holds .*NoCallback.*no Train"),
     "a class as a reward": (lambda: {"reward_funcs": NoCallback}, "reward_funcs holds the class NoCallback"),
     "a directory below a file": (lambda: {"output_dir": f"{__file__}/run"}, "output_dir=.*is a file"),
+    "a directory of a name too long": (lambda: {"output_dir": "x" * 300}, "output_dir='xxx.*cannot be written"),
+    "a directory of no name": (lambda: {"output_dir": "a\0b"}, "output_dir='a.x00b' cannot be written: no name"),
+    "a directory of half a character": (lambda: {"output_dir": "\udcff"}, "output_dir='.udcff' cannot be written"),
     "more episodes than prompts": (
         lambda: {"per_device_train_batch_size": HUGE}, "fewer than the 1000000000000 of one batch"
     ),
+    "a schedule that follows evaluations without any": (lambda: {"optimizers": following()}, "eval_strategy='no'"),
     "settings of the optimizer that cannot be read": (
         lambda: {"optim_args": "no_such"}, "optim_args='no_such' cannot be used"
     ),
@@ -285,11 +340,24 @@ WITH_MODELS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
             "policy_answers",
         )
     },
+    "an adapter of no module": (
+        lambda: {"peft_config": LoraConfig(target_modules=["no_such"])}, "^peft_config does not fit .*'no_such'"
+    ),
+    "a value adapter of no module": (
+        lambda: {"value_peft_config": LoraConfig(target_modules=["no_such"])}, "^value_peft_config does not fit"
+    ),
+    "an adapter of a classifier": (
+        lambda: {"peft_config": LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"])},
+        "peft_config has task_type='SEQ_CLS'",
+    ),
     "a stop token beyond the vocabulary": (
         lambda: {"stop_token": None, "stop_token_id": 10**6}, "the stop token 1000000 lies outside .*set stop_token_id"
     ),
     "a metric that evaluation does not give": (
         lambda: {**BEST, "metric_for_best_model": "scores"}, r"metric_for_best_model='scores' is no metric .*\['score'"
+    ),
+    "such a metric without a comparison": (
+        lambda: {**BEST, "load_best_model_at_end": False, "metric_for_best_model": "scores"}, "='scores' is no metric"
     ),
     "a metric of no evaluation set": (
         lambda: {**BEST, "eval_dataset": {"a": prompt_rows(4)}}, r"metric_for_best_model='score' .*\['a_score'"
@@ -336,6 +404,16 @@ def test_a_language_model_is_no_reward_model_by_its_path_either(models: Any, tmp
     make_tokenizer().save_pretrained(tmp_path / "writer")
     with pytest.raises(ValueError, match=r"reward_model='.*writer' is no reward model: score.weight of .* random"):
         construct(tmp_path, **models, reward_model=str(tmp_path / "writer"), reward_funcs=None)
+
+
+def test_numbers_of_every_library_are_numbers(tmp_path: Any) -> None:
+    """NumPy's and fractions are, as Python's own, which checkpoints can hold; a tensor is none."""
+    given = {"learning_rate": np.float32(0.5), "seed": np.int64(3), "gamma": Fraction(1, 2), "save_steps": np.int32(7)}
+    args = PPOConfig(**{**QUIET, "output_dir": str(tmp_path), **given, "reward_weights": [np.float16(0.25)]})
+    for name, value in given.items():
+        kept = getattr(args, name)
+        assert kept == value and type(kept) in (int, float), name
+    assert args.reward_weights == [0.25] and type(args.reward_weights[0]) is float
 
 
 def test_an_argument_of_no_name_is_answered_with_one_that_is_near() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,12 +27,14 @@ class NotesPhases(PPOTrainer):
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        path = Path(str(self.args.output_dir), "phase.txt")
+        directory, before = Path(str(self.args.output_dir)), time.monotonic()
         if self.is_world_process_zero():
-            path.write_text(name)
+            (directory / "phase.txt").write_text(name)
         yield
         if self.is_world_process_zero():
-            path.write_text("update")
+            with (directory / "seconds.txt").open("a") as file:
+                file.write(f"{name}:{time.monotonic() - before}\n")
+            (directory / "phase.txt").write_text("update")
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self._phase("evaluation"):

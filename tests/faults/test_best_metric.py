@@ -1,0 +1,68 @@
+"""A metric to compare models by that is missed costs nothing of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_ppo.checkpoints import last_whole_checkpoint
+from tests.conftest import prompt_rows
+from tests.faults.conftest import make_saving
+from tests.runs import assert_identical, parameters
+
+RUN: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+
+
+def logs(completion_ids: Any, log_metric: Any, **columns: Any) -> list[float]:
+    """Logs a metric of its own, which nobody knows before it is called."""
+    log_metric("mine", float(len(completion_ids)))
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def make(output_dir: Path, **arguments: Any) -> Any:
+    return make_saving(output_dir, given={"reward_funcs": logs, "eval_dataset": prompt_rows(4)}, **RUN, **arguments)
+
+
+def test_it_is_said_at_the_first_evaluation_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ValueError) as error:
+        make(run, metric_for_best_model="yours").train()
+    said = str(error.value)
+    assert "metric_for_best_model='yours' is none of the metrics that the evaluation gave, ['score'" in said
+    assert "'mine'" in said and f"go on with resume_from_checkpoint='{run}/checkpoint-1'" in said
+    assert last_whole_checkpoint(str(run)) == f"{run}/checkpoint-1"
+    with pytest.raises(ValueError, match=r"metric_for_best_model='his' .*resume_from_checkpoint='.*checkpoint-1'"):
+        make(run, metric_for_best_model="his").train(resume_from_checkpoint=True)
+
+    resumed, whole = make(run, metric_for_best_model="mine"), make(tmp_path / "whole", metric_for_best_model="mine")
+    resumed.train(resume_from_checkpoint=True)
+    whole.train()
+    assert resumed.state.best_metric == whole.state.best_metric == 4.0
+    assert_identical(parameters(resumed), parameters(whole))
+
+
+def test_it_is_said_before_the_first_update_with_eval_on_start(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run", metric_for_best_model="yours", eval_on_start=True)
+    with pytest.raises(ValueError, match="metric_for_best_model='yours' is none of the metrics"):
+        trainer.train()
+    assert trainer.state.global_step == 0 and not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_schedule_that_is_given_follows_the_score(tmp_path: Path) -> None:
+    from torch.optim import SGD
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+    trainer = make_saving(
+        tmp_path / "run", eval_strategy="steps", eval_steps=1,
+        given={
+            "eval_dataset": prompt_rows(4), "reward_funcs": logs,
+            "optimizers": (
+                lambda named: SGD([parameter for _, parameter in named], lr=1e-7),
+                lambda optimizer, num_updates: ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5),
+            ),
+        },
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.5e-7  # the second evaluation's score is the first's

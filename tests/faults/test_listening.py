@@ -1,0 +1,115 @@
+"""Which signals are heard, by whom, and what becomes of one that another rank has received."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from rlhf_ppo import relaying
+from rlhf_ppo.termination import EndsOnSignals, Stopped, give_up_together, may_be_given_up
+
+
+@pytest.fixture
+def ends() -> EndsOnSignals:
+    return EndsOnSignals(lambda flags: flags, awaited=lambda: "it ends")
+
+
+def test_a_signal_that_is_ignored_stays_ignored(ends: EndsOnSignals) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ends.listening():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
+        assert ends.received is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_in_another_thread_signals_stay_the_programs(ends: EndsOnSignals) -> None:
+    seen: list[bool] = []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def listen() -> None:
+        with ends.listening():
+            seen.append(signal.getsignal(signal.SIGTERM) == before)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert seen == [True]
+
+
+def test_a_second_signal_ends_c_code_that_never_comes_back(ends: EndsOnSignals) -> None:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        mutex = ctypes.create_string_buffer(128)
+        with ends.listening():
+            for _ in range(2):  # no signal interrupts the second wait
+                ctypes.CDLL(None).pthread_mutex_lock(mutex)
+        os._exit(0)
+    time.sleep(0.3)
+    os.kill(child, signal.SIGTERM)
+    time.sleep(0.5)
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM
+
+
+# ---- Other ranks ----
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What the ranks share, as if there were others, and the name under which the next run tells of its signal."""
+    monkeypatch.setattr(relaying, "SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(relaying, "_sessions", iter([7, 8]))
+    shared = HashStore()
+    monkeypatch.setattr(relaying, "_store", lambda: shared)
+    yield shared
+
+
+def test_what_another_rank_has_received_breaks_off_a_wait_here(ends: EndsOnSignals, store: Any) -> None:
+    threading.Timer(0.1, store.set, ["rlhf_ppo/signal/7", str(int(signal.SIGTERM))]).start()
+    before = time.monotonic()
+    with ends.listening(), pytest.raises(Stopped), may_be_given_up():
+        time.sleep(20)
+    assert ends.received == signal.SIGTERM and time.monotonic() - before < 5
+
+
+def test_the_others_are_told(ends: EndsOnSignals, store: Any) -> None:
+    with ends.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+    assert store.check(["rlhf_ppo/signal/7"]) and int(store.get("rlhf_ppo/signal/7")) == signal.SIGINT
+
+
+def test_after_a_run_its_signals_are_nobodys(ends: EndsOnSignals, store: Any) -> None:
+    with ends.listening():
+        pass
+    store.set("rlhf_ppo/signal/7", str(int(signal.SIGTERM)))
+    with ends.listening():
+        time.sleep(0.2)
+    assert ends.received is None
+
+
+def test_ranks_that_sample_in_step_leave_together() -> None:
+    """This rank has received nothing; the sum over all says that another has."""
+    device = torch.device("cpu")
+    other = EndsOnSignals(lambda flags: flags + torch.tensor([0.0, 1.0]), awaited=lambda: "it ends")
+    with other.listening(), pytest.raises(Stopped) as stopped:
+        give_up_together(device)
+    assert stopped.value.number == signal.SIGINT
+    give_up_together(device)  # outside of a run nobody asks
