@@ -108,7 +108,7 @@ def test_after_a_run_its_signals_are_nobodys(ends: EndsOnSignals, store: Any) ->
 def test_ranks_that_sample_in_step_leave_together() -> None:
     """This rank has received nothing; the sum over all says that another has."""
     device = torch.device("cpu")
-    other = EndsOnSignals(lambda flags: flags + torch.tensor([0.0, 1.0]), awaited=lambda: "it ends")
+    other = EndsOnSignals(lambda flags: flags.index_fill(0, torch.tensor([1]), 1.0), awaited=lambda: "it ends")
     with other.listening(), pytest.raises(Stopped) as stopped:
         give_up_together(device)
     assert stopped.value.number == signal.SIGINT
