@@ -10,7 +10,7 @@ PYTHON_BASE ?= $(shell $(find_python))
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 WORKERS ?= 2
-PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --durations 20
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal --durations 20
 ONE_PROCESS := not learning and not slow and not distributed
 FAST := $(ONE_PROCESS) and not thorough
 
@@ -51,8 +51,8 @@ test-long: install ## The learning, distributed and slow tests
 
 test-all: test test-long ## Everything
 
-test-learning: install ## Training runs that must reach a reward
-	$(PYTEST) -m learning
+test-learning: install ## Training runs that must reach a reward, each with three seeds
+	NUM_SEEDS=3 $(PYTEST) -m learning
 
 test-distributed: install ## Runs with several processes
 	$(PYTEST) -m distributed

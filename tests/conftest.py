@@ -97,7 +97,7 @@ CASES_IN_CHECK = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark whole runs and further cases as thorough, and long runs as slow, before `-m` chooses."""
+    """Mark whole runs and further cases as thorough, long runs as slow, before `-m` chooses; put the longest first."""
     seen: Counter[str] = Counter()
     for item in items:
         name = item.nodeid.removeprefix("tests/").partition("[")[0]
@@ -107,6 +107,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.thorough)
         elif name.partition("::")[0] in LONG_RUNS:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("learning") is None)
 
 
 QUIET: dict[str, Any] = {

@@ -8,6 +8,7 @@ same run ends at a KL of hundreds, telling "friend friend friend": each friend p
 """
 
 import math
+import os
 import re
 import statistics
 from pathlib import Path
@@ -36,6 +37,8 @@ OPENINGS = (
     "It was raining, and {} lost a toy.",
 )
 NUM_UPDATES, NUM_EPISODES, NUM_HELD_OUT, KL_COEF = 20, 64, 128, 0.05
+NUM_SEEDS = int(os.environ.get("NUM_SEEDS", "1"))
+"""`make test-learning` trains with three."""
 
 
 class Vader:
@@ -103,12 +106,13 @@ def baseline(make_trainer):
 @pytest.mark.learning
 @pytest.mark.timeout(1800)
 def test_stories_get_happier_at_a_bounded_kl_with_every_seed(make_trainer, baseline):
-    """A run that learned nothing would end within the baseline's spread; each of three must end six of them above.
+    """A run that learned nothing would end within the baseline's spread; each must end six of them above.
 
-    Measured: baseline 0.37 with a spread of 0.027, after training 0.67 to 0.70 at a KL of 4.3 to 4.7 (bound: 12.6).
+    Measured with three seeds: baseline 0.37 with a spread of 0.027, after training 0.67 to 0.70 at a KL of 4.3 to 4.7
+    (bound: 12.6).
     """
     mean, spread = statistics.mean(baseline), statistics.stdev(baseline)
-    for seed in range(3):
+    for seed in range(NUM_SEEDS):
         trainer = make_trainer(seed)
         trainer.train()
         after = trainer.evaluate()
