@@ -29,6 +29,12 @@ def product_dtype(accelerator: Accelerator) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
 
 
+def autocast_dtype(accelerator: Accelerator) -> torch.dtype | None:
+    """Return the 16-bit type that autocast casts to; None without it, as under DeepSpeed and FSDP, which store so."""
+    stores = zero_stage(accelerator) is not None or is_fsdp(accelerator)
+    return None if stores else product_dtype(accelerator)
+
+
 def sum_over_ranks(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
     """Return a function that adds a small tensor up over all ranks, the same result on each.
 

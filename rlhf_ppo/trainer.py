@@ -30,7 +30,7 @@ from rlhf_ppo.assembly import (
 from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data import PromptCollator, check_lengths
-from rlhf_ppo.distributed import failing_together, on_whole_policy, place_frozen
+from rlhf_ppo.distributed import autocast_dtype, failing_together, on_whole_policy, place_frozen
 from rlhf_ppo.evaluating import EvaluatesPolicy
 from rlhf_ppo.evaluation.best_metric import check_best_metric
 from rlhf_ppo.forecast import announce
@@ -51,6 +51,7 @@ from rlhf_ppo.learning import LossParts, can_learn_in_turn, learn_in_turn, polic
 from rlhf_ppo.models.inputs import configuration_kept
 from rlhf_ppo.models.overflow import detecting_overflow
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
+from rlhf_ppo.models.storing import store_frozen
 from rlhf_ppo.optimization import Optimizers
 from rlhf_ppo.passes import in_passes
 from rlhf_ppo.reporting.metrics import (
@@ -172,15 +173,17 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
-        announce(self)
-        if self.reference.model is not None:
-            self.reference.model = place_frozen(self.reference.model, self.accelerator, args.offload_frozen)
         self._make_engine_and_scorer(models)
         self._check_data(data_collator)
         self._listen()
 
     def _make_engine_and_scorer(self, models: Models) -> None:
         args, tokens, functions = self._config, self.tokens, self._functions
+        frozen = [reward.scorer for reward in models.rewards] + [self.reference.model]
+        store_frozen([self.model, *frozen], autocast_dtype(self.accelerator))
+        announce(self)
+        if self.reference.model is not None:
+            self.reference.model = place_frozen(self.reference.model, self.accelerator, args.offload_frozen)
         self._opponents = opponents = Opponents.of(functions, self._tokenizer, tokens.ended)
         stops = (tokens.stop, tokens.stop_strings)
         self._engine = make_engine(args, models.policy, self.accelerator, self._tokenizer, *stops, opponents)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlhf_ppo.models.inputs import is_zero_hook
+from rlhf_ppo.models.stored_linear import StoredLinear
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ def head_layers(head: nn.Module, states: Tensor) -> HeadLayers | None:
         return _lora_layers(cast(Any, head), states)
     # Not `head.weight`: outside the layer's own forward pass ZeRO-3 would gather it, for the whole model's.
     weight = next(head.parameters(recurse=False), None)
-    if type(head) is not nn.Linear or _is_observed(head) or isinstance(weight, DTensor):
+    if type(head) not in (nn.Linear, StoredLinear) or _is_observed(head) or isinstance(weight, DTensor):
         return None
     return HeadLayers((states,), (head,))
 
