@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 _WAITING = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.equal)
+_MOVING_NOTHING = (aten.empty, aten.empty_like, aten.new_empty, aten._unsafe_view)
 _COPIES_TO_HOST = ("tolist", "cpu")
 _HERE = str(Path(__file__))
 
@@ -118,9 +119,10 @@ class Moves(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if func.is_view or not made or func.overloadpacket in (aten.empty, aten.empty_like, aten.new_empty):
+        if func.is_view or not made or func.overloadpacket in _MOVING_NOTHING:
             return result
-        moved = sum(map(_bytes, given)) + sum(map(_bytes, made))
+        read = made if func.overloadpacket is aten.embedding else given  # of a table, the rows that are chosen
+        moved = sum(map(_bytes, read)) + sum(map(_bytes, made))
         self.bytes[str(func.overloadpacket)] += moved
         if func.overloadpacket is aten._to_copy and given[0].is_floating_point() and given[0].dtype != made[0].dtype:
             self.casts += 1

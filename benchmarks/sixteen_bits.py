@@ -88,7 +88,7 @@ def trainer_over(folder: str, layers: int, width: int, vocabulary: int, **change
     )
 
 
-def decoding(rows: int = 32, context: int = 256, layers: int = 2, width: int = 256) -> list[Figure]:
+def decoding(rows: int = 32, context: int = 512, layers: int = 2, width: int = 512) -> list[Figure]:
     """Count one step of decoding: the forward pass of the last token of three."""
     from rlhf_ppo.batch import Prompts
     from rlhf_ppo.generation.engine import sampling_config

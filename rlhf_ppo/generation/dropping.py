@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from rlhf_ppo.generation.inversion import by_inversion
 from rlhf_ppo.generation.nonfinite import ChecksLogits
@@ -80,6 +80,7 @@ def generate_dropping(
     stop_strings: StopStrings | None = None,
     synced_gpus: bool = False,
     keeps_cache: bool = True,
+    make_cache: Callable[[], Cache | None] = lambda: None,
 ) -> Tensor:
     """Generate, going on with the unfinished rows and their key-value cache alone whenever a quarter have ended.
 
@@ -91,6 +92,7 @@ def generate_dropping(
         stop_strings: Texts that end a row too, or None.
         synced_gpus: Whether every forward pass is one of all ranks: all rows then stay until the last has ended.
         keeps_cache: Whether the unfinished rows' part of the cache can be kept; else their tokens are read again.
+        make_cache: Makes the cache of the first call, or None, which leaves it to `generate`.
 
     Returns:
         Sampled ids, long `(B, T)` with `T <= max_new_tokens`; `pad_token_id` follows a row's end.
@@ -107,7 +109,7 @@ def generate_dropping(
     share_left = 0.0 if synced_gpus else SHARE_LEFT
     how, processors = by_inversion(config, input_ids.device)
     checks = ChecksLogits()
-    cache: dict[str, Any] = {}
+    cache = _as_argument(make_cache())
     while len(rows) and input_ids.shape[1] < longest:
         few_are_left = FewAreLeft(cast("int | None", config.eos_token_id), strings, int(share_left * len(rows)))
         length = longest - input_ids.shape[1]
@@ -129,8 +131,12 @@ def generate_dropping(
             (attention_mask, attention_mask.new_ones(len(rows), sampled.shape[1] - input_ids.shape[1])), dim=1
         )[left]
         rows, input_ids = rows[left], sampled[left]
-        cache = rows_of_cache(output, left) if keeps_cache else {}
+        cache = rows_of_cache(output, left) if keeps_cache else _as_argument(make_cache())
     return result[:, : max(1, sampled.shape[1] - prompt_length)]
+
+
+def _as_argument(cache: Cache | None) -> dict[str, Any]:
+    return {} if cache is None else {"past_key_values": cache}
 
 
 def _with(config: GenerationConfig, **changes: Any) -> GenerationConfig:

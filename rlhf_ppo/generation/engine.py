@@ -15,7 +15,7 @@ from rlhf_ppo.generation.dropping import generate_dropping
 from rlhf_ppo.generation.hiding import own_generation_config_hidden
 from rlhf_ppo.generation.sampled import Sampled
 from rlhf_ppo.generation.stopping import StopStrings
-from rlhf_ppo.generation.trying import generation_needs
+from rlhf_ppo.generation.trying import cache_maker, generation_needs
 from rlhf_ppo.models.inputs import gathers_in_passes
 from rlhf_ppo.models.modes import in_eval_mode
 
@@ -96,7 +96,7 @@ def sample_responses(
     """
     lengths, longest_first = prompts.attention_mask.sum(dim=1).sort(descending=True, stable=True)
     in_step = gathers_in_passes(policy)
-    needs = generation_needs(policy)
+    needs, make_cache = generation_needs(policy), cache_maker(policy)
     max_rows = 1 if needs.one_by_one else rows_per_call
     sizes = call_sizes(cast(Any, lengths).tolist(), cast(int, config.max_new_tokens), max_rows, needs.equal_lengths)
     if in_step and gather is not None:
@@ -104,7 +104,7 @@ def sample_responses(
     # Activation checkpointing, active in training mode, forbids the KV cache.
     with in_eval_mode(policy), own_generation_config_hidden(policy) as model:
         parts = [
-            _sample_part(model, prompts, rows, config, stop_strings, in_step, needs.keeps_cache)
+            _sample_part(model, prompts, rows, config, stop_strings, in_step, needs.keeps_cache, make_cache)
             for rows in longest_first.split(sizes)
         ]
     return pad_right(parts, padding_value=cast(int, config.pad_token_id))[longest_first.argsort()]

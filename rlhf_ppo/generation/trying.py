@@ -6,13 +6,15 @@ distributions, alone or beside longer prompts, also after the rows that have end
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import Cache, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from rlhf_ppo.generation.cache import roomy_cache
 from rlhf_ppo.generation.dropping import rows_of_cache
 from rlhf_ppo.generation.hiding import own_generation_config_hidden
 from rlhf_ppo.models.consistency import deviation, rounding
@@ -24,7 +26,7 @@ from rlhf_ppo.reproducibility import rng_kept
 _PROMPTS = (3, 7)
 """Tokens of the prompts; the shorter one is generated from alone and beside the longer one."""
 _NEW_TOKENS = 4
-_FOUND = "generation_needs"
+_FOUND, _ROOMY = "generation_needs", "takes_roomy_cache"
 
 
 class GenerationNeeds(NamedTuple):
@@ -70,6 +72,39 @@ def generation_needs(policy: nn.Module) -> GenerationNeeds:
     return found
 
 
+@torch.no_grad()
+def cache_maker(policy: nn.Module) -> Callable[[], Cache | None]:
+    """Return what makes a cache for the policy's `generate`: with room where that gives the same logits, else None.
+
+    Tried once for each model and each type that autocast casts to.
+
+    Args:
+        policy: A causal language model, or a `PeftModel` around one.
+    """
+    model = transformers_model(policy)
+    device = next(policy.parameters()).device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    tried = vars(model).setdefault(_ROOMY, {})
+    if dtype not in tried:
+        with in_eval_mode(policy), rng_kept(), own_generation_config_hidden(policy):
+            tried[dtype] = _gives_the_same_with_room(policy)
+    return functools.partial(roomy_cache, model) if tried[dtype] else lambda: None
+
+
+def _gives_the_same_with_room(policy: nn.Module) -> bool:
+    cache = roomy_cache(transformers_model(policy))
+    if cache is None:
+        return False
+    prompts = _prompts(policy)
+    expected = _by_generation(policy, *prompts)
+    if expected.device.type != "cpu":  # kernels of an accelerator may add up in any order
+        return _agree(lambda: _by_generation(policy, *prompts, past_key_values=cache), expected)
+    try:
+        return torch.equal(_by_generation(policy, *prompts, past_key_values=cache), expected)
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
+        return False
+
+
 def _find_out(policy: nn.Module) -> GenerationNeeds:
     ids, mask, forced = _prompts(policy)
     expected = _by_forward_pass(policy, ids, mask, forced)
@@ -109,8 +144,8 @@ def _by_forward_pass(policy: nn.Module, ids: Tensor, mask: Tensor, forced: Tenso
     return logits(policy, states[:, -forced.shape[1] - 1 : -1])
 
 
-def _by_generation(policy: nn.Module, ids: Tensor, mask: Tensor, forced: Tensor) -> Tensor:
-    return torch.stack(_generate(policy, ids, mask, forced).logits, dim=1).float()
+def _by_generation(policy: nn.Module, ids: Tensor, mask: Tensor, forced: Tensor, **cache: Any) -> Tensor:
+    return torch.stack(_generate(policy, ids, mask, forced, **cache).logits, dim=1).float()
 
 
 def _dropping_the_first(policy: nn.Module, ids: Tensor, forced: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from rlhf_ppo.generation.engine import (
     sample_responses,
     sampling_config,
 )
-from rlhf_ppo.generation.trying import generation_needs
+from rlhf_ppo.generation.trying import cache_maker, generation_needs
 from tests import oracles
 from tests.conftest import tiny_policy
 from tests.oracles import Llama
@@ -56,7 +56,7 @@ def scripted_policy(script: dict[int, int]) -> Any:
 
 def count_calls(model: Any) -> list[int]:
     calls: list[int] = []
-    generation_needs(model)  # which calls it too
+    generation_needs(model), cache_maker(model)  # which call it too
     model.register_forward_hook(lambda *_: calls.append(1))
     return calls
 
@@ -106,7 +106,7 @@ def test_parts_are_generated_apart_and_padded_to_one_width(make_args: MakeArgs) 
 
 def test_prompts_of_similar_length_are_generated_from_together(make_args: MakeArgs) -> None:
     policy = scripted_policy({})
-    generation_needs(policy)  # which calls it too
+    generation_needs(policy), cache_maker(policy)  # which call it too
     widths: list[int] = []
     policy.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -145,7 +145,7 @@ def test_it_samples_in_eval_mode_with_the_cache_and_restores_the_mode(make_args:
     policy = tiny_policy(attention_dropout=0.5)
     policy.gradient_checkpointing_enable()
     policy.train(training)
-    generation_needs(policy)  # which calls it too
+    generation_needs(policy), cache_maker(policy)  # which call it too
     lengths: list[int] = []
     policy.model.register_forward_hook(lambda module, _, output: lengths.append(output.last_hidden_state.shape[1]))
     modes: list[bool] = []
