@@ -476,9 +476,7 @@ def test_skip_memory_metrics_false_measures_memory(make_trainer: MakeTrainer) ->
 
 
 @pytest.mark.slow
-def test_torch_compile_compiles_and_changes_little(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_compile_compiles_and_changes_little(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._dynamo.config.recompile_limit", 1)  # further shapes run as they are, which is faster
 
     def run(**overrides: Any) -> PPOTrainer:

@@ -102,8 +102,11 @@ def roomy_cache(model: Any) -> DynamicCache | None:
     Args:
         model: A transformers model.
     """
-    own = getattr(type(model), "_prepare_cache_for_generation", None)
-    if own is not GenerationMixin._prepare_cache_for_generation or not model._supports_default_dynamic_cache():
+    name = "_prepare_cache_for_generation"
+    if (
+        getattr(type(model), name, None) is not getattr(GenerationMixin, name)
+        or not model._supports_default_dynamic_cache()
+    ):
         return None
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     if cache.layer_class_to_replicate is DynamicLayer:
