@@ -108,8 +108,7 @@ def generate_dropping(
     strings = None if stop_strings is None else StopsAtStrings(stop_strings, prompt_length)
     share_left = 0.0 if synced_gpus else SHARE_LEFT
     how, processors = by_inversion(config, input_ids.device)
-    checks = ChecksLogits()
-    cache = _as_argument(make_cache())
+    checks, cache = ChecksLogits(), _as_argument(make_cache())
     while len(rows) and input_ids.shape[1] < longest:
         few_are_left = FewAreLeft(cast("int | None", config.eos_token_id), strings, int(share_left * len(rows)))
         length = longest - input_ids.shape[1]
