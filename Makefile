@@ -22,7 +22,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 check test test-long test-learning test-distributed test-kills test-growth test-oldest fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-long test-learning test-distributed test-kills test-growth test-oldest demo bench bench-gpu docs clean
+.PHONY: help install format lint fast check test test-long test-learning test-distributed test-kills test-growth test-gpu test-oldest demo bench bench-gpu docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -63,6 +63,9 @@ test-kills: install ## 100 kills at random moments of one process, 20 of two: ea
 test-growth: install ## 2,000 updates with everything on: memory, descriptors, threads, seconds and saves stay as they are
 	NUM_UPDATES=$(or $(NUM_UPDATES),2000) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_growth.py
 
+test-gpu: install ## Every path that needs a GPU, on this machine's: within 10 minutes, with the reason of each skip
+	REQUIRE_GPU=1 timeout 600 $(PYTHON) -m pytest -p no:cacheprovider --tb=short --durations 10 tests/gpu
+
 test-oldest: $(VENV)-oldest/installed ## The fast tests with the oldest supported transformers
 	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) -m "$(FAST)"
 
@@ -72,8 +75,8 @@ demo: install ## Train a language model, a reward model and a PPO policy from sc
 bench: install $(VENV)-trl/installed ## Measure against TRL 1.12; writes into benchmarks/RESULTS.md
 	$(PYTHON) benchmarks/compare.py --trl-python $(VENV)-trl/bin/python --device cpu
 
-bench-gpu: install $(VENV)-trl/installed ## The same on a GPU
-	$(PYTHON) benchmarks/compare.py --trl-python $(VENV)-trl/bin/python --device cuda
+bench-gpu: install $(VENV)-trl/installed ## The same on a GPU, within 10 minutes; what there is no time for is said
+	$(PYTHON) benchmarks/compare.py --trl-python $(VENV)-trl/bin/python --device cuda --minutes 9
 
 docs: $(VENV)/installed-docs ## Build the documentation into site/
 	$(PYTHON) -m mkdocs build --strict

@@ -60,11 +60,13 @@ def matrices(model: dict[str, Any]) -> list[tuple[int, int]]:
         model: Arguments of the models' configuration, with `H` hidden and `F` inner numbers.
 
     Returns:
-        Of a Llama `4 H^2` of attention and `3 H F` of its gated MLP; of a GPT-NeoX `3 H^2 + H^2` and `2 H F`.
+        Of a Llama `2 H^2 + 2 H K` of attention, with `K` numbers of its heads of keys, and `3 H F` of its MLP; of
+        a GPT-NeoX `3 H^2 + H^2` and `2 H F`.
     """
     width, inner = model["hidden_size"], model["intermediate_size"]
+    keys = width * model.get("num_key_value_heads", 1) // model.get("num_attention_heads", 1)
     return {
-        "llama": [(width, width)] * 4 + [(width, inner)] * 2 + [(inner, width)],
+        "llama": [(width, width)] * 2 + [(width, keys)] * 2 + [(width, inner)] * 2 + [(inner, width)],
         "gpt_neox": [(width, 3 * width), (width, width), (width, inner), (inner, width)],
     }[model["model_type"]]
 
@@ -118,6 +120,7 @@ def update_flops(
     responses: torch.Tensor,
     num_ppo_epochs: int,
     lora_rank: int | None = None,
+    scorer: dict[str, Any] | None = None,
 ) -> tuple[float, float]:
     """Count the useful FLOPs of one PPO update.
 
@@ -132,6 +135,7 @@ def update_flops(
         responses: Tokens of each response, `(B,)`.
         num_ppo_epochs: Passes over the batch.
         lora_rank: Rank of the policy's adapters; None if its weights are trained.
+        scorer: Value and reward model, where they are of another configuration.
 
     Returns:
         Of the whole update and of its learning phase. Generation, policy, reference, value and reward model each run
@@ -140,10 +144,12 @@ def update_flops(
     """
     forward = forward_flops(model, prompts, responses, lora_rank)
     body = forward.layers + forward.attention
+    other = forward if scorer is None else forward_flops(scorer, prompts, responses)
+    scoring = other.layers + other.attention
     frozen = 0.0 if lora_rank is None else forward.layers + forward.head
     policy = 3 * (body + forward.head + forward.adapters) - frozen
-    learning = num_ppo_epochs * (policy + 3 * body)
-    return 5 * body + 3 * forward.head + learning, learning
+    learning = num_ppo_epochs * (policy + 3 * scoring)
+    return 3 * body + 2 * scoring + 3 * forward.head + learning, learning
 
 
 def decoded_bytes(model: dict[str, Any], num_steps: int, dtype: torch.dtype = torch.float32) -> float:

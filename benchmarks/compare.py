@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
+import time
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -22,13 +24,21 @@ FOLDER = Path(__file__).parent
 COLUMNS = ("workload", "threads", "s/update", "faster", "CPU s/update", "faster", *PHASES, "MB", "TRL's", "ratio",
            "of the bound", "learning")  # fmt: skip
 LONGEST_COMPLAINT = 200
+LEFT_OUT = "left out, its time was up"
+"""What is said of a process that did not end within its workload's share of `--minutes`."""
 
 Results = dict[str, list[dict[str, Any]]]
 """What `measure` printed, by trainer."""
 
 
 def measurements(
-    pythons: dict[str, str], workload: str, threads: int, rounds: int, updates: int, device: str = "cpu"
+    pythons: dict[str, str],
+    workload: str,
+    threads: int,
+    rounds: int,
+    updates: int,
+    device: str = "cpu",
+    deadline: float = math.inf,
 ) -> tuple[Results, dict[str, str]]:
     """Measure a workload with both trainers, one process each, in turn.
 
@@ -39,21 +49,31 @@ def measurements(
         rounds: Processes of each trainer.
         updates: Updates of each process, the first of which is not measured.
         device: `cpu` or `cuda`.
+        deadline: The time of `time.monotonic` after which no process starts or goes on.
 
     Returns:
-        What the processes printed, by trainer; and by trainer the complaint of a process that failed, after which it
-        is not started again.
+        What the processes printed, by trainer; and by trainer the complaint of a process that failed or that there was
+        no time for, after which it is not started again.
     """
     results: Results = {trainer: [] for trainer in pythons}
     failures: dict[str, str] = {}
     paths = {"PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": str(threads)}
+    if WORKLOADS[workload].autocast:
+        paths["ACCELERATE_MIXED_PRECISION"] = "bf16"
     for _ in range(rounds):
         for trainer, python in pythons.items():
             if trainer in failures:
                 continue
             command = [python, str(FOLDER / "measure.py"), trainer, workload]
             options = [f"--threads={threads}", f"--updates={updates}", f"--device={device}"]
-            run = subprocess.run(command + options, env=os.environ | paths, capture_output=True, text=True)
+            try:
+                run = subprocess.run(
+                    command + options, env=os.environ | paths, capture_output=True, text=True,
+                    timeout=None if deadline == math.inf else max(0.0, deadline - time.monotonic()),
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                failures[trainer] = LEFT_OUT
+                continue
             if run.returncode == 0:
                 results[trainer].append(json.loads(run.stdout.splitlines()[-1]))
             else:
@@ -142,11 +162,18 @@ def bounds(workload: Workload, runs: list[dict[str, Any]], rates: tuple[float, f
     seconds = []
     for lengths in (update for run in runs for update in run["lengths"]):
         prompts, responses = (torch.tensor(side) for side in lengths)
-        flops, learning = update_flops(workload.model, prompts, responses, workload.num_ppo_epochs, workload.lora_rank)
-        decoding = decoded_bytes(workload.model, int(responses.max()), workload.dtype) / rates[1]
+        flops, learning = update_flops(
+            workload.model, prompts, responses, workload.num_ppo_epochs, workload.lora_rank, workload.scorer
+        )
+        decoding = decoded_bytes(workload.model, int(responses.max()), multiplied(workload)) / rates[1]
         seconds.append((flops / rates[0] + decoding, learning / rates[0]))
     whole, learning = zip(*seconds, strict=True)
     return median(whole), median(learning)
+
+
+def multiplied(workload: Workload) -> torch.dtype:
+    """Give the type of the weights that products read."""
+    return torch.bfloat16 if workload.autocast else workload.dtype
 
 
 def utilization(name: str, runs: list[dict[str, Any]], gpu: str) -> str:
@@ -193,13 +220,20 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=DEFAULTS, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="by default those of the device")
     parser.add_argument("--threads", nargs="+", type=int, help="by default 1 and 2; on a GPU 1")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, help="by default 2; on a GPU 1")
     parser.add_argument("--updates", type=int, default=4)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="within which to end; workloads share them, and what there is no time for is left out, which is said",
+    )
     parser.add_argument("--output", type=Path, default=FOLDER / "RESULTS.md")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
     given.workloads = given.workloads or DEFAULTS[given.device]
+    given.rounds = given.rounds or (2 if given.device == "cpu" else 1)
     given.threads = given.threads or ([1, 2] if given.device == "cpu" else [1])
     if given.device == "cuda" and len(given.threads) > 1:
         parser.error(f"--threads {given.threads}: on a GPU give one number")
@@ -244,12 +278,16 @@ def main() -> None:
     """Read the command line, measure, print and write the table."""
     given = command_line()
     pythons = {"ours": sys.executable, "trl": given.trl_python}
-    rows, notes = [], []
+    rows, notes, start = [], [], time.monotonic()
+    num_runs = len(given.threads) * len(given.workloads)
     for threads in given.threads:
         torch.set_num_threads(threads)
         for name in given.workloads:
-            results, failures = measurements(pythons, name, threads, given.rounds, given.updates, given.device)
-            dtype = WORKLOADS[name].dtype
+            deadline = start + 60 * given.minutes * (len(rows) + 1) / num_runs
+            results, failures = measurements(
+                pythons, name, threads, given.rounds, given.updates, given.device, deadline
+            )
+            dtype = multiplied(WORKLOADS[name])
             rates = matmul_rate(dtype, given.device), bandwidth(dtype, given.device)
             rows.append(row(name, threads, results, rates, given.device, failures))
             print(*rows[-1], sep=" | ", flush=True)

@@ -2,11 +2,12 @@
 
 Imports nothing of either, so that it runs in both environments.
 
-Both trainers compute in the models' own dtype, with `bf16=False`. TRL's PPO example leaves `bf16=True`, the default,
-and loads its models with `--dtype`, float32 if nothing is said. But TRL 1.12's PPO makes an Accelerator of its own,
-which with transformers 5 is not told of `bf16=True`: it would multiply float32 weights in float32, where ours would in
-bfloat16. Models stored in bfloat16 are what both do alike in all phases. (Only speed and memory are compared: so
-stored, most of an update is rounded away at a small learning rate, and our trainer warns of that.)
+On a CPU both trainers compute in the models' own dtype, with `bf16=False`. On a GPU they do what users get: float32
+weights and bf16 arithmetic. TRL 1.12's PPO makes an Accelerator of its own, which with transformers 5 is not told of
+`bf16=True`; `ACCELERATE_MIXED_PRECISION=bf16`, which `compare.py` sets, tells both.
+
+The *pythia* workloads have models stored in bfloat16 instead, without autocast. (Only speed and memory are compared:
+so stored, most of an update is rounded away at a small learning rate, and our trainer warns of that.)
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Workload:
         dtype: What the models' weights are stored and multiplied in.
         lora_rank: Rank of the policy's adapter on all linear layers below the head; None trains its weights. The value
             model's are always trained.
+        autocast: Whether products are computed in bfloat16.
+        scorer: Arguments of the configuration of value and reward model, where it is another one than the policy's.
     """
 
     model: dict[str, Any]
@@ -60,6 +63,8 @@ class Workload:
     rollout_batch_size: int | None = None
     dtype: torch.dtype = torch.float32
     lora_rank: int | None = None
+    autocast: bool = False
+    scorer: dict[str, Any] | None = None
 
 
 def llama(layers: int, width: int, vocabulary: int) -> dict[str, Any]:
@@ -77,6 +82,12 @@ def llama(layers: int, width: int, vocabulary: int) -> dict[str, Any]:
         "eos_token_id": STOP,
         "tie_word_embeddings": False,
     }
+
+
+def grouped(layers: int, width: int, heads: int, inner: int, vocabulary: int = 50304) -> dict[str, Any]:
+    """Describe a Llama with four query heads for each head of keys and values."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads // 4, "intermediate_size": inner}
+    return {**llama(layers, width, vocabulary), **sizes, "max_position_embeddings": 2048}
 
 
 def pythia(layers: int, width: int, heads: int, vocabulary: int = 50304) -> dict[str, Any]:
@@ -102,13 +113,27 @@ def tldr(model: dict[str, Any]) -> Workload:
     return Workload(model, (200, 400), 53, 30, batch_size=64, micro_batch_size=16, dtype=torch.bfloat16)
 
 
+def as_users_run(model: dict[str, Any], **changes: Any) -> Workload:
+    """Ask what *long-prompt* asks of float32 weights with products in bfloat16."""
+    return replace(tldr(model), dtype=torch.float32, autocast=True, **changes)
+
+
 ON_CPU = {
     "vocab-heavy": Workload(llama(6, 128, 50304), (16, 16), 48),
     "ragged": Workload(llama(6, 256, 4096), (8, 96), 96, mean_length=40),
     "long-prompt": Workload(llama(6, 256, 4096), (200, 400), 53, mean_length=30),
     "long-prompt-50k": Workload(llama(6, 128, 50304), (200, 400), 53, mean_length=30),
 }
+LLAMA_1B = grouped(16, 2048, 32, 5632)
 ON_GPU = {
+    "llama-160m": as_users_run(grouped(12, 768, 12, 2048)),
+    "llama-410m": as_users_run(grouped(24, 1024, 16, 2816)),
+    "llama-1b": as_users_run(LLAMA_1B, micro_batch_size=8),
+    "llama-8b-lora": replace(
+        tldr(grouped(32, 4096, 32, 14336, 128256)), autocast=True, lora_rank=16, micro_batch_size=4, scorer=LLAMA_1B
+    ),
+}
+IN_BF16 = {
     "pythia-160m": tldr(pythia(12, 768, 12)),
     "pythia-410m": tldr(pythia(24, 1024, 16)),
     "pythia-410m-512": replace(tldr(pythia(24, 1024, 16)), batch_size=512, rollout_batch_size=64),
@@ -120,9 +145,19 @@ TINY_PYTHIA = replace(TINY, model=pythia(1, 32, 2, vocabulary=64), dtype=torch.b
 WORKLOADS = {
     **ON_CPU,
     **ON_GPU,
+    **IN_BF16,
     "tiny": TINY,
     "tiny-pythia": TINY_PYTHIA,
     "tiny-lora": replace(TINY_PYTHIA, lora_rank=4),
+    "tiny-llama": replace(TINY, model=grouped(1, 32, 4, 48, 64), autocast=True),
+    "tiny-8b-lora": replace(
+        TINY,
+        model=grouped(1, 32, 4, 48, 64),
+        dtype=torch.bfloat16,
+        autocast=True,
+        lora_rank=4,
+        scorer=grouped(1, 16, 4, 24, 64),
+    ),
 }
 DEFAULTS = {"cpu": list(ON_CPU), "cuda": list(ON_GPU)}
 """The workloads that are measured on a device where none are named."""
@@ -149,7 +184,7 @@ def make_models(workload: Workload, device: str = "cpu") -> dict[str, Any]:
         for seed, name in enumerate(("value_model", "reward_model"), start=1):
             torch.manual_seed(seed)
             scorers[name] = AutoModelForSequenceClassification.from_config(
-                AutoConfig.for_model(**workload.model, num_labels=1), dtype=workload.dtype
+                AutoConfig.for_model(**(workload.scorer or workload.model), num_labels=1), dtype=workload.dtype
             )
     if workload.lora_rank is not None:
         return {"model": policy, "ref_model": None, "peft_config": adapter(workload.lora_rank), **scorers}
@@ -204,7 +239,7 @@ def make_tokenizer(workload: Workload) -> PreTrainedTokenizerFast:
 
 
 def hyper_parameters(workload: Workload, num_updates: int, output_dir: str, device: str = "cpu") -> dict[str, Any]:
-    """Give the arguments that both PPOConfigs know."""
+    """Give the arguments that both PPOConfigs know; `bf16` on a CPU, where TRL refuses it, is for ours alone."""
     return {
         "output_dir": output_dir,
         "per_device_train_batch_size": workload.micro_batch_size,
@@ -223,7 +258,7 @@ def hyper_parameters(workload: Workload, num_updates: int, output_dir: str, devi
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": device == "cpu",
-        "bf16": False,
+        "bf16": workload.autocast,
         "gradient_checkpointing": False,
         "seed": 1,
     }

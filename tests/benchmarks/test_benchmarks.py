@@ -116,7 +116,48 @@ def test_the_gpu_workloads_have_the_sizes_of_pythia(name: str, num_parameters: i
         kinds = {(parameter.dtype, parameter.device.type) for parameter in models[role].parameters()}
         assert kinds == {(torch.bfloat16, "meta")}
         assert {buffer.device.type for buffer in models[role].buffers()} == {"meta"}
-    assert name in DEFAULTS["cuda"] and name not in DEFAULTS["cpu"]
+    assert name not in DEFAULTS["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama-160m", 0.15), ("llama-410m", 0.37), ("llama-1b", 0.93), ("llama-8b-lora", 8.03)]
+)
+def test_the_default_gpu_workloads_are_what_users_run(name: str, billions: float) -> None:
+    """float32 weights and products in bfloat16, with grouped heads; 8 billion weights fit in bfloat16 under LoRA."""
+    from bound import matrices
+    from workloads import DEFAULTS, WORKLOADS, hyper_parameters, make_models
+
+    workload = WORKLOADS[name]
+    models = make_models(workload, "meta")
+    num_parameters = sum(parameter.numel() for parameter in models["model"].parameters())
+    assert num_parameters == pytest.approx(billions * 1e9, rel=0.02)
+    layers = workload.model["num_hidden_layers"] * sum(
+        inputs * outputs for inputs, outputs in matrices(workload.model)
+    )
+    ends = 2 * workload.model["hidden_size"] * workload.model["vocab_size"]
+    assert num_parameters == pytest.approx(layers + ends, rel=1e-3), "what the bound counts is what there is"
+    assert workload.model["num_attention_heads"] == 4 * workload.model["num_key_value_heads"]
+    assert {parameter.dtype for parameter in models["model"].parameters()} == {workload.dtype}
+    assert workload.dtype == (torch.bfloat16 if "8b" in name else torch.float32)
+    assert name in DEFAULTS["cuda"] and hyper_parameters(workload, 2, "there", "cuda")["bf16"]
+
+
+def test_a_process_that_there_is_no_time_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import compare
+
+    monkeypatch.setattr(compare, "FOLDER", Path("/nowhere"))
+    slow = {"ours": "/bin/sleep", "trl": "/bin/sleep"}
+    monkeypatch.setattr(compare.subprocess, "run", lambda command, timeout, **_: sleep(command, timeout))
+    given: list[float] = []
+
+    def sleep(command: list[str], timeout: float) -> Any:
+        given.append(timeout)
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    results, failures = compare.measurements(slow, "tiny-llama", 1, 2, 3, deadline=compare.time.monotonic() + 5)
+    assert results == {"ours": [], "trl": []} and failures == dict.fromkeys(slow, compare.LEFT_OUT)
+    assert len(given) == 2 and max(given) <= 5
+    assert compare.row("tiny-llama", 1, results, (1.0, 1.0), failures=failures)[0].count("left out") == 2
 
 
 def test_arguments_follow_the_device_and_the_workload() -> None:
@@ -142,6 +183,21 @@ def test_the_tiny_pythia_is_trained_in_bfloat16() -> None:
         pairs = list(zip(models[name].parameters(), before[name].parameters(), strict=True))
         assert any(not torch.equal(now, then) for now, then in pairs) == changes, name
         assert {now.dtype for now, _ in pairs} == {torch.bfloat16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-8b-lora"])
+def test_what_is_measured_on_a_gpu_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default path, small on a CPU, and the other value model of the large workload."""
+    from compare import row
+    from measure import measure
+    from workloads import WORKLOADS
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    measured = measure("ours", WORKLOADS[name], 2)
+    assert len(measured["updates"]) == len(measured["lengths"]) == 1
+    cells = row(name, 1, {"ours": [measured], "trl": []}, (1e12, 1e12))
+    assert cells[0] == name and cells[-1].endswith("%")
 
 
 @pytest.mark.slow

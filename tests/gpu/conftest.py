@@ -1,0 +1,100 @@
+"""What tests on a GPU share. On a machine without one the same tests run small on the CPU, where the CPU can.
+
+A test says with `@pytest.mark.needs(...)` what it cannot do without, and is skipped for that reason alone.
+`REQUIRE_GPU=1`, as `make test-gpu` sets it, makes a machine without a GPU an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from rlhf_ppo import PPOTrainer
+
+REASONS = {
+    "cuda": "needs a GPU that torch finds",
+    "two GPUs": "needs two GPUs: a tensor-parallel group, or NCCL between processes",
+    "vllm": "needs vLLM: pip install trl[vllm]",
+    "flash": "needs flash attention: pip install kernels, or flash-attn",
+    "bitsandbytes": "needs bitsandbytes: pip install bitsandbytes",
+}
+"""What a test may need, and what its skip says."""
+
+
+def found() -> set[str]:
+    """What this machine has of `REASONS`."""
+    from transformers.modeling_flash_attention_utils import is_flash_attn_available
+
+    gpus = torch.cuda.device_count()
+    return {
+        *(["cuda"] if gpus else []),
+        *(["two GPUs"] if gpus > 1 else []),
+        *(name for name in ("vllm", "bitsandbytes") if importlib.util.find_spec(name)),
+        *(["flash"] if is_flash_attn_available(kernels_fallback_ok=True) else []),
+    }
+
+
+def missing(item: pytest.Item, there: set[str]) -> list[str]:
+    """What a test needs and a machine lacks, in the order of `REASONS`."""
+    needed = {name for mark in item.iter_markers("needs") for name in mark.args}
+    assert needed <= REASONS.keys(), f"{item.name} needs {needed - REASONS.keys()}, which no machine is asked for"
+    return [name for name in REASONS if name in needed - there]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(session: Any, items: list[pytest.Item]) -> None:
+    """Skip each test for the first thing that it lacks; these are whole runs, which `make check` leaves out."""
+    session.of_gpu = [item for item in items if "gpu" in item.path.parts]  # before `-m` chooses
+    here = found()
+    if os.environ.get("REQUIRE_GPU") == "1" and "cuda" not in here:
+        raise pytest.UsageError("REQUIRE_GPU=1, but torch finds no GPU")
+    for item in session.of_gpu:
+        item.add_marker(pytest.mark.thorough)
+        if lacks := missing(item, here):
+            item.add_marker(pytest.mark.skip(reason=REASONS[lacks[0]]))
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the tests run here."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def small_config(**overrides: Any) -> LlamaConfig:
+    """A Llama of two layers with grouped heads of 64, which flash attention can."""
+    values = {
+        "vocab_size": 32, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "pad_token_id": 0,
+        "eos_token_id": 1, "bos_token_id": 2, "num_labels": 1,
+    }  # fmt: skip
+    return LlamaConfig(**{**values, **overrides})
+
+
+def small_policy(**overrides: Any) -> LlamaForCausalLM:
+    """A policy of that size."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(small_config(**overrides))
+
+
+MakeTrainer = Callable[..., PPOTrainer]
+
+
+@pytest.fixture
+def make_device_trainer(make_trainer: MakeTrainer, device: str) -> MakeTrainer:
+    """Factory of trainers on the device with the default of its users: float32 weights, bf16 arithmetic."""
+
+    def make(**overrides: Any) -> PPOTrainer:
+        torch.manual_seed(1)
+        values: dict[str, Any] = {
+            "use_cpu": device == "cpu", "bf16": True, "model": small_policy(),
+            "value_model": LlamaForSequenceClassification(small_config()), "total_episodes": None, "max_steps": 2,
+        }  # fmt: skip
+        return make_trainer(**{**values, **overrides})
+
+    return make

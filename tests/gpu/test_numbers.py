@@ -1,0 +1,86 @@
+"""Kernels that only a GPU has: what they compute is what float64 says, and what learning starts from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_ppo.models.logprobs import token_logprobs
+from tests.gpu.conftest import MakeTrainer, small_policy
+from tests.runs import QUICK, record_rollouts
+
+
+@pytest.mark.parametrize(
+    "attention",
+    ["sdpa", pytest.param("flash_attention_2", marks=pytest.mark.needs("cuda", "flash"))],
+)
+def test_rows_stay_packed_in_bf16_and_the_ratio_starts_at_1(make_device_trainer: MakeTrainer, attention: str) -> None:
+    """On a GPU `sdpa` is variable-length attention where torch has it; what packs is tried at construction."""
+    trainer = make_device_trainer(
+        **QUICK | {"total_episodes": None}, model=small_policy(attn_implementation=attention)
+    )
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert trainer._unwrapped(trainer.model).packs_rows
+    assert first["objective/kl"] == pytest.approx(0, abs=1e-6)
+    assert first["val/ratio"] == pytest.approx(1, abs=1e-3)
+
+
+def test_the_fused_head_under_autocast_is_that_of_float64(device: str) -> None:
+    """Log-probabilities, and the gradient of the head, within the rounding of inputs to bf16."""
+    policy = small_policy(vocab_size=4096).to(device)
+    head = policy.lm_head
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(96, 128, generator=generator).bfloat16().float().to(device).requires_grad_()
+    targets = torch.randint(4096, (96,), generator=generator).to(device)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(4096, 128, generator=generator).bfloat16())  # nothing rounds but the products
+    with torch.autocast(device, torch.bfloat16):
+        logprobs, _ = token_logprobs(policy, states, targets, temperature=1.0)
+    logprobs.sum().backward()
+
+    exact = states.detach().double().requires_grad_()
+    weight = head.weight.detach().double().requires_grad_()
+    expected = (exact @ weight.T).log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)
+    expected.sum().backward()
+    assert logprobs.dtype == torch.float32
+    for ours, theirs, bound in (
+        (logprobs, expected, 2**-8), (states.grad, exact.grad, 2**-6), (head.weight.grad, weight.grad, 2**-6),
+    ):  # fmt: skip
+        assert ours is not None and theirs is not None
+        assert (ours.double() - theirs).norm() <= bound * theirs.norm()
+
+
+def test_log_probabilities_and_values_of_a_rollout_are_float32(make_device_trainer: MakeTrainer) -> None:
+    trainer = make_device_trainer(max_steps=1)
+    rollouts = record_rollouts(trainer)
+    trainer.train()
+    for name in ("logprobs", "ref_logprobs", "values"):
+        values = getattr(rollouts[0], name)
+        numbers = values[values != 0].cpu().numpy()
+        assert values.dtype == torch.float32
+        assert ((numbers.view("uint32") & 0xFFFF) != 0).mean() > 0.9, f"{name}: more than 8 bits of mantissa"
+
+
+@pytest.mark.needs("cuda")
+def test_fp16_scales_its_losses(make_device_trainer: MakeTrainer) -> None:
+    trainer = make_device_trainer(bf16=False, fp16=True, max_steps=4)
+    trainer.train()
+    scaler: Any = trainer.accelerator.scaler
+    assert scaler.get_scale() > 1
+    assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
+
+
+def test_full_determinism_gives_the_same_bits_with_every_sampling_option(
+    make_device_trainer: MakeTrainer, determinism_restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`top_p` needs `cumsum`, which has no deterministic version on a GPU."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    ends = []
+    for _ in range(2):
+        trainer = make_device_trainer(full_determinism=True, top_k=20, top_p=0.9, max_steps=1)
+        trainer.train()
+        ends.append([weight.detach().clone() for weight in trainer.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
