@@ -46,7 +46,8 @@ class FinishesHalfLearned:
         self._half_learned = loaded
 
     def _learns_with(self: Any) -> dict[str, int]:
-        return {name: getattr(self.args, name) for name in ("num_ppo_epochs", "num_mini_batches", "seed")}
+        learned_by = {name: getattr(self.args, name) for name in ("num_ppo_epochs", "num_mini_batches", "seed")}
+        return learned_by | {"the number of prompts": self._progress.num_prompts}
 
     def _experience(self: Any, model: nn.Module, prompts: Prompts) -> Experience:
         """Return what an update learns from: a new rollout, or the one that a resumed run was learning from."""

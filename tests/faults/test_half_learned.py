@@ -181,6 +181,16 @@ def test_an_update_is_finished_as_it_was_begun(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.thorough
+def test_another_number_of_prompts_is_an_error(tmp_path: Path) -> None:
+    stopped_in_learning(tmp_path / "run")
+    resumed = make(tmp_path / "run")
+    resumed.train_dataset = resumed.train_dataset.select(range(6))
+
+    with pytest.raises(ValueError, match="the number of prompts was 8 and is 6 now"):
+        resumed.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.thorough
 def test_another_number_of_processes_is_an_error(tmp_path: Path) -> None:
     checkpoint = stopped_in_learning(tmp_path / "run")
     state = json.loads((checkpoint / "ppo_state.json").read_text())
