@@ -143,6 +143,8 @@ def _problems(args: TrainingArguments) -> Iterator[tuple[str, str]]:
             yield f"{which}_steps", f"must be greater than 0; {which}_strategy='no' leaves it out"
     if args.output_dir is not None and not os.fspath(args.output_dir).strip():
         yield "output_dir", "names no directory"
+    if args.output_dir is not None and os.path.expanduser(args.output_dir).startswith("~"):
+        yield "output_dir", "names nobody who has a home directory here"
     yield from _trackers(args)
     yield from _names_of_nothing(args)
     yield from _needing_evaluation(args)

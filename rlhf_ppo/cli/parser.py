@@ -48,6 +48,8 @@ class PPOArgumentParser(CommandParser, TrlParser):
     def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
         """Parse the command line, over the values of the YAML file after `--config`."""
         words = [part for word in (sys.argv[1:] if args is None else args) for part in _apart(word)]
+        if words.count("--config") > 1:
+            self.error("argument --config: given twice; one file holds all")
         if "--config" in words:
             position = words.index("--config")
             if position + 1 == len(words):
@@ -57,6 +59,10 @@ class PPOArgumentParser(CommandParser, TrlParser):
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
         """Take defaults from the YAML file, and explain options that are not there."""
+        names = [name.replace("-", "_") for name in kwargs]  # as on the command line
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"the key {', '.join(twice)} stands twice in --config")
+        kwargs = dict(zip(names, kwargs.values(), strict=True))
         reject_removed(kwargs)
         for action in self._actions:
             if action.choices is not None and kwargs.get(action.dest) not in (None, *action.choices):

@@ -2,8 +2,9 @@
 
 # TrlParser reads the annotations, so they are not postponed.
 import csv
+import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +73,7 @@ def load_splits(
         return datasets.load_dataset(path, name=config, streaming=streaming)
     except DatasetGenerationError as error:
         raise ValueError(f"{argument}={name!r}: it cannot be read: {_cause(error)}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, IndexError) as error:  # the last of a name without a last part
         raise ValueError(
             f"{argument}={name!r} is neither a file nor a directory with data here, nor did the hub give it: "
             f"{_cause(error)}"
@@ -139,12 +140,30 @@ def _check_text(path: str, name: str, argument: str, streaming: bool) -> None:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             columns = next(csv.reader(file), []) if path.endswith(".csv") else []
+            if path.endswith(".jsonl"):
+                _check_objects(file, path, name, argument, streaming)
             while not streaming and file.read(2**20):
                 pass
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{argument}={name!r}: it cannot be read: {path} is no UTF-8 text: {error}") from error
     if twice := sorted({column for column in columns if columns.count(column) > 1}):
         raise ValueError(f"{argument}={name!r}: the column {', '.join(twice)!r} stands twice in {path}; rename one")
+
+
+def _check_objects(lines: Iterable[str], path: str, name: str, argument: str, streaming: bool) -> None:
+    """Check that each line holds a JSON object, as far as its first character tells; `null` would end the process.
+
+    A file that is one list, whatever its ending, is left to the library that reads it.
+    """
+    for number, line in enumerate(itertools.islice(lines, 1 if streaming else None), start=1):
+        start = line.lstrip()[:1]
+        if number == 1 and start == "[":
+            return
+        if start not in ("{", ""):
+            raise ValueError(
+                f'{argument}={name!r}: line {number} of {path} is no JSON object, such as {{"prompt": "..."}}: '
+                f"{line.strip()[:60]!r}"
+            )
 
 
 def _builder(path: str, argument: str) -> str:

@@ -48,6 +48,7 @@ def workshop(tmp_path_factory):
         write("few.jsonl", [row] * 2)
         write("questions.jsonl", [{"question": "w4"}] * 12)
         write("numbers.jsonl", [{"prompt": 4, "text": 4, "chosen": 4, "rejected": 4}] * 12)
+        write("nulls.jsonl", [row] * 12 + [None])
         Path("empty.jsonl").touch()
         Path("twice.csv").write_text("prompt,text,prompt\nw4,w5,w6\n")
         Path("latin.jsonl").write_bytes('{"prompt": "caf\u00e9", "text": "caf\u00e9"}\n'.encode("latin-1") * 12)
@@ -63,6 +64,8 @@ def workshop(tmp_path_factory):
         Path("broken.yaml").write_text("learning_rate: [1\n")
         Path("list.yaml").write_text("- learning_rate\n")
         Path("twice.yaml").write_text("seed: 1\nlearning_rate: 1e-5\nseed: 2\n")
+        Path("dashes.yaml").write_text("save_steps: 1\nsave-steps: 2\n")
+        Path("dashed.yaml").write_text("save-steps: -3\n")
         Path("unknown.yaml").write_text("learning_rte: 1e-5\n")
         Path("wrong.yaml").write_text("learning_rate: fast\n")
         Path("choice.yaml").write_text("dtype: float7\n")
@@ -113,6 +116,7 @@ DATA = {
     "nowhere/at-all": "{}='nowhere/at-all' is neither a file nor a directory with data here, nor did the hub give it",
     "bare": "{}='bare' is neither a file nor a directory with data",
     "empty.jsonl": "{}='empty.jsonl': it has no rows",
+    "nulls.jsonl": "{}='nulls.jsonl': line 13 of nulls.jsonl is no JSON object, such as",
     "torn.jsonl": "{}='torn.jsonl': it cannot be read: ",
     "torn.parquet": "{}='torn.parquet': it cannot be read: ",
     "binary.csv": "{}='binary.csv': it cannot be read: ",
@@ -175,6 +179,9 @@ MISTAKES = [
     ("train", f"{RUN} --config=broken.yaml", "--config 'broken.yaml' cannot be read as YAML"),
     ("train", f"{RUN} --config list.yaml", "--config 'list.yaml' must hold options"),
     ("train", f"{RUN} --config twice.yaml", "the key seed stands twice"),
+    ("train", f"{RUN} --config list.yaml --config twice.yaml", "argument --config: given twice"),
+    ("train", f"{RUN} --config dashes.yaml", "the key save_steps stands twice in --config"),
+    ("train", f"{RUN} --config dashed.yaml", "save_steps=-3 must be"),
     ("train", f"{RUN} --config unknown.yaml", "no option --learning_rte; did you mean --lea"),
     ("train", f"{RUN} --config wrong.yaml", "--learning_rate"),
     ("train", f"{RUN} --config choice.yaml", "dtype='float7' in --config must be one of"),
@@ -185,6 +192,7 @@ MISTAKES = [
     ("train", f"{RUN} --dataset_test_split dev", "dataset_test_split='dev', but the data set"),
     ("train", f"{PPO} --dataset_name few.jsonl", "the training set has 2 prompts, fewer than the 4"),
     ("train", f"{PPO}", "dataset_name is not set"),
+    ("train", f"{PPO} --dataset_name /", "dataset_name='/' is neither a file nor a directory with data"),
     ("train", f"{RUN} --sft_model_path nowhere/at-all", "sft_model_path='nowhere/at-all' could"),
     ("train", f"{RUN} --sft_model_path bare", "sft_model_path='bare' is a directory without a"),
     ("train", f"{RUN} --sft_model_path torn", "sft_model_path='torn' could not be loaded: its w"),

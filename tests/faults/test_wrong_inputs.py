@@ -140,6 +140,7 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a repository without a name": ({"push_to_hub": True, "hub_model_id": ""}, "hub_model_id='' must be 'name'"),
     "a temperature that overflows": ({"temperature": 1e-320}, "temperature=1e-320 must be finite and at least 1e-06"),
     "a seed beyond NumPy's": ({"seed": 2**32}, r"seed=4294967296 must be in \[0, 4294967295\]"),
+    "a home of nobody": ({"output_dir": "~nobody_at_all/run"}, "output_dir='~nobody_at_all/run' names nobody who has"),
     "steps that are none": ({"max_steps": 0}, "max_steps=0 must be at least 1; -1"),
     "prefetching nobody": ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor=2 needs worker"),
     "persistent nobody": ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers=True needs worker"),
