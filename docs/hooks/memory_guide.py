@@ -1,0 +1,176 @@
+"""Write docs/memory.md from the estimate that a run starts with: `python docs/hooks/memory_guide.py`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_ppo.forecast import MEMORY_NOT_COUNTED
+from rlhf_ppo.models.counting import PassCost, stored_bytes
+from rlhf_ppo.models.inputs import backbone
+from rlhf_ppo.models.modes import as_in_learning
+from rlhf_ppo.reporting import estimate as estimates
+from rlhf_ppo.reporting.estimate import Estimate, Sharding, Workload, estimate_update
+
+PAGE = Path(__file__).parents[1] / "memory.md"
+SIZES = {  # of Qwen2.5 0.5B, Llama 3.2 1B and 3B, Llama 3.1 8B
+    "0.5B": ("qwen2", 896, 24, 14, 2, 4864, 151936, True),
+    "1B": ("llama", 2048, 16, 32, 8, 8192, 128256, True),
+    "3B": ("llama", 3072, 28, 24, 8, 8192, 128256, True),
+    "8B": ("llama", 4096, 32, 32, 8, 14336, 128256, False),
+}
+WORKLOAD = Workload(
+    rows=64, rows_per_call=64, rows_per_micro_batch=4, prompt_length=512, response_length=512, num_ppo_epochs=4,
+    recomputes=True, dtype=torch.bfloat16,
+)  # fmt: skip
+ENGINES = {  # by the accelerate configuration: stage of ZeRO, whether FSDP shards
+    "single_gpu": (None, False),
+    "deepspeed_zero2": (2, False),
+    "deepspeed_zero3": (3, False),
+    "fsdp2": (None, True),
+}
+NUMBERS = (2, 4, 8)
+ADAM = 8.0
+"""Bytes of Adam's state for each weight."""
+
+
+def models_of(size: str, lora: bool) -> tuple[nn.Module, nn.Module, list[nn.Module]]:
+    """Make policy, value model and frozen models without storage; LoRA has its bases in bfloat16, and no reference."""
+    kind, width, layers, heads, keys, inner, vocabulary, tied = SIZES[size]
+    config = AutoConfig.for_model(
+        kind, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=keys,
+        intermediate_size=inner, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=4096,
+        pad_token_id=0, num_labels=1,
+    )  # fmt: skip
+    dtype = torch.bfloat16 if lora else torch.float32
+    with FakeTensorMode():
+        policy: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        value_model: Any = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        if not lora:
+            reference = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
+            return policy, value_model, [reference]
+    adapters = [LoraConfig(r=16, target_modules="all-linear", task_type=kind) for kind in ("CAUSAL_LM", "SEQ_CLS")]
+    return get_peft_model(policy, adapters[0]), get_peft_model(value_model, adapters[1]), []
+
+
+def remembering(count: Callable[..., Any]) -> Callable[..., Any]:
+    """Count each pass once, as engines differ in what they make of it, and over two layers: all others are alike."""
+
+    @functools.cache
+    def counted(model: nn.Module, rows: int, length: int, enabled: bool, stored: Any, training: bool) -> Any:
+        autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled)
+        body: Any = backbone(model)
+        layers, found = body.layers, []
+        for number in (1, 2):
+            body.layers = layers[:number]
+            found.append(count(model, rows, length, autocast, stored))
+        body.layers = layers
+        return extrapolated(*found, len(layers))
+
+    def remembered(model: nn.Module, rows: int, length: int, autocast: Any, stored: Any = None) -> Any:
+        training = any(module.training for module in model.modules())
+        return counted(model, rows, length, autocast()._enabled, stored, training)
+
+    return remembered
+
+
+def extrapolated(one: Any, two: Any, number: int) -> Any:
+    """Return the cost of so many layers, given that of one and of two."""
+    if isinstance(one, int):
+        return one + (number - 1) * (two - one)
+    return PassCost(*(extrapolated(*pair, number) for pair in zip(astuple(one), astuple(two), strict=True)))
+
+
+def gigabytes(size: str) -> Iterator[tuple[str, list[float | None]]]:
+    """Yield each way to train with its GB per GPU: one GPU, then each engine on each number; None: refused."""
+    for lora in (False, True):
+        policy, value_model, frozen = models_of(size, lora)
+        with as_in_learning(True, None, policy, value_model):
+            found = {
+                name: [estimated(policy, value_model, frozen, engine, number) for number in numbers_of(name)]
+                for name, engine in ENGINES.items()
+            }
+        yield ("LoRA" if lora else "all weights"), [each.peak / 1e9 for column in found.values() for each in column]
+        if lora:
+            base = [weight for weight in backbone(value_model).parameters() if not weight.requires_grad]
+            shared = stored_bytes(base)
+            peaks = [
+                None if name in ("deepspeed_zero3", "fsdp2") else (each.peak - shared) / 1e9
+                for name, column in found.items()
+                for each in column
+            ]
+            yield "LoRA over one base", peaks
+
+
+def numbers_of(engine: str) -> tuple[int, ...]:
+    """The numbers of GPUs of an engine's columns."""
+    return (1,) if engine == "single_gpu" else NUMBERS
+
+
+def estimated(
+    policy: nn.Module, value_model: nn.Module, frozen: list[nn.Module], engine: tuple[int | None, bool], number: int
+) -> Estimate:
+    """Estimate a run on so many GPUs."""
+    sharding = Sharding.of(*engine, number, torch.bfloat16)
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, sharding.stored is None)
+    workload = replace(WORKLOAD, in_turn=number == 1)
+    return estimate_update(policy, value_model, frozen, workload, ADAM, sharding, autocast)
+
+
+def page(sizes: Iterable[str] = SIZES) -> str:
+    """Write the page, with the rows of these models."""
+    columns = ["1 GPU", *(f"{name} x{n}" for name in ("ZeRO-2", "ZeRO-3", "FSDP2") for n in NUMBERS)]
+    head = [["size", "trained", *columns], ["---"] * (2 + len(columns))]
+    remember = {name: remembering(getattr(estimates, name)) for name in ("count_pass", "count_cache_bytes")}
+    with patch.multiple(estimates, **remember):
+        rows = [
+            [size, way, *("-" if value is None else f"{value:.0f}" for value in values)]
+            for size in sizes
+            for way, values in gigabytes(size)
+        ]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in (*head, *rows))
+    return TEXT.format(table=table, not_counted=MEMORY_NOT_COUNTED)
+
+
+TEXT = """# How much memory
+
+GB (10^9 bytes) on each GPU, as estimated by the line with which a run starts. `python
+docs/hooks/memory_guide.py` wrote this page.
+
+{table}
+
+*All weights*: policy and value model are trained in float32 with bf16 arithmetic, beside a frozen reference.
+*LoRA*: adapters of rank 16 on all linear layers of both, over bases in bfloat16; the reference is the policy
+without its adapter. *LoRA over one base*: `share_base_model`, which ZeRO-3 and FSDP refuse. The reward is a
+function; a reward model of the same size costs as much as the reference, in the type that it is loaded in.
+The shapes are those of Qwen2.5 0.5B, Llama 3.2 1B and 3B and Llama 3.1 8B.
+
+Prompts and responses of 512 tokens, 64 episodes on each GPU and update, generated at once, learned from in
+micro-batches of 4; gradient checkpointing; AdamW. Of memory {not_counted}: leave a fifth free. None of this
+was measured on a GPU.
+
+| column | accelerate configuration |
+| --- | --- |
+| 1 GPU | `accelerate_configs/single_gpu.yaml` |
+| ZeRO-2 | `accelerate_configs/deepspeed_zero2.yaml`, with `--num_processes` of `accelerate launch` |
+| ZeRO-3 | `accelerate_configs/deepspeed_zero3.yaml`; `deepspeed_zero3_offload.yaml` uses the CPU, too |
+| FSDP2 | `accelerate_configs/fsdp2.yaml` |
+
+What does not fit: smaller micro-batches (`per_device_train_batch_size`, or `max_tokens_per_micro_batch`),
+fewer rows in generation (`local_rollout_forward_batch_size`), `offload_frozen`, an 8-bit optimizer (`optim`).
+`rlhf-ppo estimate` says the same of your own models, lengths and engine ([Command line](command-line.md)).
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
