@@ -10,6 +10,7 @@ from rlhf_ppo.validation import Interval
 from rlhf_ppo.validation import option as _option
 
 ENGINE_RANGES: dict[str, Interval] = {
+    "generation_batch_size": Interval(1, math.inf),
     "importance_sampling_clip_max": Interval(0, math.inf, open_low=True),
     "vllm_server_port": Interval(1, 65535),
     "vllm_group_port": Interval(1, 65535),
@@ -32,6 +33,11 @@ class EngineArguments:
         "transformers",
         "What generates responses: 'transformers', its `generate`; 'continuous', its continuous batching, where a new "
         "prompt takes the place of each response that ends; 'vllm', through TRL.",
+    )
+    generation_batch_size: int | None = _option(
+        None,
+        "Rows that are generated from at once, on each process. None: the whole local batch with 'vllm' and, where "
+        "its cache fits by the estimate, on a GPU; elsewhere local_rollout_forward_batch_size.",
     )
     importance_sampling_correction: bool = _option(
         True,

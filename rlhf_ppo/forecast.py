@@ -30,6 +30,9 @@ from rlhf_ppo.reporting.estimate import (
 
 logger = logging.get_logger(__name__)
 
+_SHARE_OF_MEMORY = 0.9
+"""Of a device's memory, what the estimate may fill."""
+
 NOT_COUNTED = (
     "not counted is what each call costs however little it computes, most of the time of small models, nor reward "
     "functions, evaluation and saving"
@@ -99,6 +102,35 @@ def forecast(trainer: Any) -> Estimate | None:
     )
 
 
+def generation_rows(trainer: Any) -> int:
+    """Return how many rows are generated from at once, on this process.
+
+    What `args.generation_batch_size` says; else on a GPU the whole local batch, halved until its cache fits beside
+    what the estimate has for the models, but no fewer than `args.local_rollout_forward_batch_size`. That many on other
+    devices: which random number a row gets depends on the rows beside it.
+
+    Args:
+        trainer: A `PPOTrainer` whose models are not yet placed by an engine.
+    """
+    args = trainer.args
+    least, most = args.local_rollout_forward_batch_size, cast(int, args.local_batch_size)
+    if args.generation_batch_size is not None or args.device.type != "cuda" or most <= least:
+        return args.generation_batch_size or least
+    try:
+        estimate = forecast(trainer)
+    except Exception as error:
+        logger.warning(f"generation_batch_size is {least}: no estimate of memory ({type(error).__name__}: {error})")
+        estimate = None
+    if estimate is None:
+        return least
+    memory = _SHARE_OF_MEMORY * torch.cuda.get_device_properties(args.device).total_memory
+    room = memory - estimate.weights - estimate.frozen - estimate.gradients - estimate.optimizer
+    rows = most
+    while rows > least and estimate.generation * rows > room * least:
+        rows = -(-rows // 2)
+    return max(rows, least)
+
+
 def estimate_run(
     args: PPOConfig,
     policy: nn.Module,
@@ -132,7 +164,7 @@ def estimate_run(
             frozen,
             Workload(
                 rows=cast(int, args.local_batch_size),
-                rows_per_call=args.local_rollout_forward_batch_size,
+                rows_per_call=args.generation_batch_size or args.local_rollout_forward_batch_size,
                 rows_per_micro_batch=_rows_per_micro_batch(args, prompt_length + args.response_length),
                 prompt_length=prompt_length,
                 response_length=args.response_length,

@@ -33,7 +33,7 @@ from rlhf_ppo.data import PromptCollator, check_lengths
 from rlhf_ppo.distributed import autocast_dtype, failing_together, on_whole_policy, place_frozen
 from rlhf_ppo.evaluating import EvaluatesPolicy
 from rlhf_ppo.evaluation.best_metric import check_best_metric
-from rlhf_ppo.forecast import announce
+from rlhf_ppo.forecast import announce, generation_rows
 from rlhf_ppo.generation.choosing import make_engine
 from rlhf_ppo.generation.engine import sampling_config
 from rlhf_ppo.generation.nonfinite import naming_the_model
@@ -182,11 +182,13 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
         frozen = [reward.scorer for reward in models.rewards] + [self.reference.model]
         store_frozen([self.model, *frozen], autocast_dtype(self.accelerator))
         announce(self)
+        rows = generation_rows(self)
         if self.reference.model is not None:
             self.reference.model = place_frozen(self.reference.model, self.accelerator, args.offload_frozen)
         self._opponents = opponents = Opponents.of(functions, self._tokenizer, tokens.ended)
         stops = (tokens.stop, tokens.stop_strings)
-        self._engine = make_engine(args, models.policy, self.accelerator, self._tokenizer, *stops, opponents)
+        given = (args, models.policy, self.accelerator, self._tokenizer, *stops, opponents)
+        self._engine = make_engine(*given, rows)
         surroundings = (self.accelerator, self._get_state, self._logged, self._guard.refuse)
         self.scorer = make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
 

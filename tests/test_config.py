@@ -62,6 +62,7 @@ CASES = [
         ([], [""], ["a", ""], "", ["\ufffd"], [1], ["a", None], 3, {"a": "b"}, "[]", '[""]', ["[]"], True),
     ),
     Case("local_rollout_forward_batch_size", 64, "2", 2, (*COUNT, None)),
+    Case("generation_batch_size", None, "2", 2, COUNT),
     Case("ds3_gather_for_generation", True, "false", False, ("no", None)),
     Case("num_sample_generations", 10, "0", 0, (-1, 1.5, None)),
     Case(

@@ -32,6 +32,7 @@ def make_engine(
     stop_token_id: int | None,
     stop_strings: StopStrings | None,
     opponents: Opponents,
+    rows: int | None = None,
 ) -> GenerationEngine:
     """Make the engine that `args.generation_engine` names.
 
@@ -44,12 +45,14 @@ def make_engine(
         stop_strings: Texts that end a row too, or None. Only transformers' `generate` stops at these; the others'
             responses are cut there afterwards, which gives the same responses for more work.
         opponents: Whose responses the reward functions compare with.
+        rows: How many rows are generated from at once; None: `args.local_rollout_forward_batch_size`. vLLM goes by the
+            arguments.
 
     Raises:
         ValueError: The engine cannot run with what shards the policy, or in float32 on a GPU, vLLM cannot start or
             cannot be an opponent, or the policy does not generate from the distributions of its forward pass.
     """
-    rows = args.local_rollout_forward_batch_size
+    rows = args.local_rollout_forward_batch_size if rows is None else rows
     if args.generation_engine == "vllm":
         if others := [kind for kind in opponents.kinds if kind != "self"]:
             raise ValueError(

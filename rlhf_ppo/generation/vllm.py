@@ -119,7 +119,7 @@ def start_vllm(
     """Start a colocated vLLM, or connect to a server.
 
     Args:
-        args: Gives the `vllm_*` arguments, `response_length` and `local_rollout_forward_batch_size`.
+        args: Gives the `vllm_*` arguments, `response_length` and `generation_batch_size`, or the local batch's size.
         policy: The policy that is trained.
         accelerator: Knows the processes.
         tokenizer: The policy's tokenizer.
@@ -135,6 +135,7 @@ def start_vllm(
             "vllm_mode='colocate' loads the model from a directory or the hub, but the policy was made in memory; "
             "save_pretrained it and load it from there"
         )
+    rows = args.generation_batch_size or args.local_batch_size or args.local_rollout_forward_batch_size
     make: Any = _without_address(VLLMGeneration, args.vllm_server_base_url)
     vllm: Any = make(
         model=policy,
@@ -149,7 +150,7 @@ def start_vllm(
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         gpu_memory_utilization=args.vllm_gpu_memory_utilization,
         max_model_length=args.vllm_max_model_length,
-        max_num_seqs=args.local_rollout_forward_batch_size * args.vllm_tensor_parallel_size,
+        max_num_seqs=rows * args.vllm_tensor_parallel_size,
         enable_sleep_mode=args.vllm_enable_sleep_mode,
         model_impl=args.vllm_model_impl,
         max_completion_length=args.response_length,

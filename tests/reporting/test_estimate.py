@@ -344,3 +344,32 @@ def test_what_cannot_be_counted_or_measured_can_still_be_trained(
     make_trainer(disable_tqdm=False)
     assert "Estimated" not in capsys.readouterr().out
     assert warnings == ["No estimate of memory and time: RuntimeError: no such kernel"]
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "memory", "rows"),
+    [
+        (None, "cpu", 10**12, 8),
+        (None, "cuda", 10**12, 64),
+        (None, "cuda", 1330 / 0.9, 32),
+        (None, "cuda", 100, 8),
+        (24, "cuda", 100, 24),
+        (3, "cpu", 10**12, 3),
+    ],
+)
+def test_the_whole_batch_is_generated_at_once_where_its_cache_fits(
+    given: int | None, device: str, memory: float, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row takes 10 bytes, the models 1000."""
+    from rlhf_ppo import forecast as forecasting
+
+    parts = {"weights": 400, "frozen": 300, "gradients": 200, "optimizer": 100, "generation": 80}
+    monkeypatch.setattr(forecasting, "forecast", lambda trainer: SimpleNamespace(**parts))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+    args = SimpleNamespace(
+        generation_batch_size=given,
+        device=torch.device(device),
+        local_rollout_forward_batch_size=8,
+        local_batch_size=64,
+    )
+    assert forecasting.generation_rows(SimpleNamespace(args=args)) == rows
