@@ -5,9 +5,10 @@ Logits exist for one chunk of tokens at a time, forward and backward; the gradie
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -191,10 +192,16 @@ class _Logits:
     def of(self, rows: slice, buffer: Tensor | None) -> Tensor:
         """Compute float32 `(n, V)`, in the memory of the chunk before where that is possible."""
         states = [states[rows].to(self.dtype) for states in self.states]
-        if buffer is not None and len(buffer) >= len(states[0]) and self.dtype == torch.float32:
-            logits = torch.mm(states[0], self.weights[0].t(), out=buffer[: len(states[0])])
+        num_rows, weight = len(states[0]), self.weights[0].t()
+        has_room = buffer is not None and len(buffer) >= num_rows
+        if self.dtype == torch.float32 and has_room:
+            logits = torch.mm(states[0], weight, out=cast(Tensor, buffer)[:num_rows])
+        elif self.dtype != torch.float32 and multiplies_into_float32(states[0].device.type, self.dtype):
+            shape = num_rows, self.vocabulary
+            out = cast(Tensor, buffer)[:num_rows] if has_room else states[0].new_empty(shape, dtype=torch.float32)
+            logits = torch.mm(states[0], weight, out_dtype=torch.float32, out=out)  # pyright: ignore
         else:
-            logits = torch.mm(states[0], self.weights[0].t()).float()
+            logits = torch.mm(states[0], weight).float()
         for extra, weight in zip(states[1:], self.weights[1:], strict=True):
             logits += extra @ weight.t()
         if self.bias is not None:
@@ -218,6 +225,24 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)  # pyright: ignore
     else:
         total.addmm_(left.float(), right.float())
+
+
+@functools.cache
+def multiplies_into_float32(device: str, dtype: torch.dtype) -> bool:
+    """Tell whether a device gives products of 16-bit matrices as they are added up, in float32, without rounding them.
+
+    Args:
+        device: Its type; no CPU does.
+        dtype: The matrices' type.
+    """
+    if device == "cpu":
+        return False
+    ones = torch.ones(8, 8, device=device, dtype=dtype)
+    try:
+        torch.mm(ones, ones, out_dtype=torch.float32, out=ones.float())  # pyright: ignore
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _compute_dtype(states: Tensor) -> torch.dtype:

@@ -19,8 +19,9 @@ from rlhf_ppo.models.inputs import hidden_states, is_managed, is_sharded, probe_
 from rlhf_ppo.models.modes import in_eval_mode
 from rlhf_ppo.places import Places
 
-MAX_CHUNK_ELEMENTS = 2**24
-"""Logits computed at once, tokens x vocabulary: 64 MiB in float32."""
+MAX_CHUNK_ELEMENTS, MAX_CHUNK_ELEMENTS_ON_GPU = 2**24, 2**27
+"""Logits computed at once, tokens x vocabulary: 64 and 512 MiB in float32. Each chunk reads the head's weight, and in
+the backward pass reads and writes its gradient."""
 
 
 class ResponseLogprobs(NamedTuple):
@@ -93,14 +94,21 @@ def token_logprobs(
     if head is None:
         return _logprobs_of_called_head(policy, states, targets, temperature, with_entropy)
     scaling = logit_scaling(policy, temperature)
-    return head.apply(lambda factors: fused_logprobs(factors, targets, scaling, MAX_CHUNK_ELEMENTS, with_entropy))
+    return head.apply(
+        lambda factors: fused_logprobs(factors, targets, scaling, max_chunk_elements(states), with_entropy)
+    )
+
+
+def max_chunk_elements(states: Tensor) -> int:
+    """Return how many logits are computed at once where the states are."""
+    return MAX_CHUNK_ELEMENTS_ON_GPU if states.device.type == "cuda" else MAX_CHUNK_ELEMENTS
 
 
 def _logprobs_of_called_head(
     policy: nn.Module, states: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """Do what `token_logprobs` does with a head that can only be called, leaving the gradients to autograd."""
-    chunk = max(1, MAX_CHUNK_ELEMENTS // text_config(policy).vocab_size)
+    chunk = max(1, max_chunk_elements(states) // text_config(policy).vocab_size)
     num_chunks = _same_on_all_ranks(policy, math.ceil(len(states) / chunk))
     recompute = torch.is_grad_enabled() and num_chunks > 1
 

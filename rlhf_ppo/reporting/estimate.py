@@ -21,7 +21,7 @@ from rlhf_ppo.models.counting import (
     stored_bytes,
 )
 from rlhf_ppo.models.inputs import transformers_model
-from rlhf_ppo.models.logprobs import MAX_CHUNK_ELEMENTS
+from rlhf_ppo.models.logprobs import max_chunk_elements
 from rlhf_ppo.models.modes import in_eval_mode
 
 
@@ -252,7 +252,7 @@ def _head_bytes(policy: nn.Module, workload: Workload, in_passes: torch.dtype | 
     weight: torch.Tensor = cast(Any, transformers_model(policy).get_output_embeddings()).weight
     dtype = in_passes or workload.dtype or weight.dtype
     num_logits = workload.rows_per_micro_batch * workload.response_length * _vocabulary(policy)
-    logits = min(MAX_CHUNK_ELEMENTS, num_logits) * (6 if dtype.itemsize == 2 else 4)
+    logits = min(max_chunk_elements(weight), num_logits) * (6 if dtype.itemsize == 2 else 4)
     gradient = 4 * num_elements(weight) if weight.requires_grad else 0
     is_cast = in_passes is None and weight.dtype != dtype
     return logits + gradient + (dtype.itemsize * num_elements(weight) if is_cast else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -306,3 +307,31 @@ def test_heads_that_are_called() -> None:
     heads = [hooked, patched, own, adapted(use_dora=True)[1], adapted(lora_bias=True)[1]]
     assert [head_layers(head, states) for head in heads] == [None] * 5
     assert head_layers(nn.Linear(32, 8), states) is not None
+
+
+def test_products_are_not_rounded_where_a_device_can_give_them_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in of CUDA's `torch.mm(..., out_dtype=torch.float32, out=...)`; a CPU rounds products of 16 bits."""
+    tensors, targets = inputs(has_bias=False, has_adapter=False)
+    states, weight = (tensors[name].bfloat16() for name in ("states", "weight"))
+    exactly = exact({"states": states.double(), "weight": weight.double()}, targets, LogitScaling())[0]
+
+    def error(elements: int) -> float:
+        ours = fused_logprobs(HeadFactors((states,), (weight,), None), targets, LogitScaling(), elements)[0]
+        return float((ours - exactly).abs().max())
+
+    rounded, product, outs = error(4 * VOCABULARY), torch.mm, []
+
+    def mm(left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
+        outs.append(out.data_ptr())
+        return out.copy_(product(left.to(out_dtype), right.to(out_dtype)))
+
+    monkeypatch.setattr(fused_module, "multiplies_into_float32", lambda device, dtype: True)
+    monkeypatch.setattr(torch, "mm", mm)
+    assert rounded > 1e-3 and error(4 * VOCABULARY) < 1e-5
+    assert len(outs) == 4 and len(set(outs)) == 1, "every chunk is in the memory of the first"
+
+
+def test_a_cpu_has_no_such_products_and_chunks_go_by_the_device() -> None:
+    assert not fused_module.multiplies_into_float32("cpu", torch.bfloat16)
+    assert logprobs.max_chunk_elements(torch.ones(2)) == 2**24
+    assert logprobs.max_chunk_elements(SimpleNamespace(device=torch.device("cuda"))) == 2**27  # pyright: ignore
