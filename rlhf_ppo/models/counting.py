@@ -82,12 +82,13 @@ def count_cache_bytes(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     stored: torch.dtype | None = None,
 ) -> int:
-    """Count the key-value cache of `rows` full rows; the arguments are those of `count_pass`."""
-    body = backbone(model)
+    """Count the key-value cache of `rows` full rows, under autocast in its type; arguments: those of `count_pass`."""
+    body, device = backbone(model), next(model.parameters()).device.type
     # Where activations are recomputed, training makes no cache.
     with in_eval_mode(body), FakeTensorMode(allow_non_fake_inputs=True), autocast():
         output = _run(body, _state_without_storage(body, stored), rows, length, use_cache=True)
-    return _cache_bytes(getattr(output, "past_key_values", None))
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return _cache_bytes(getattr(output, "past_key_values", None), dtype)
 
 
 def _run(body: nn.Module, state: dict[str, Tensor], rows: int, length: int, use_cache: bool) -> Any:
@@ -146,9 +147,11 @@ def _without_storage(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.empty(shape, dtype=_type_in(value, dtype), device=value.device, requires_grad=value.requires_grad)
 
 
-def _cache_bytes(cache: Any) -> int:
+def _cache_bytes(cache: Any, dtype: torch.dtype | None) -> int:
     storages = {
         value.untyped_storage()._cdata: value.untyped_storage().nbytes()
+        // value.dtype.itemsize
+        * _type_in(value, dtype).itemsize
         for layer in getattr(cache, "layers", ())
         for value in vars(layer).values()
         if isinstance(value, Tensor) and value.is_floating_point()
