@@ -1,189 +1,98 @@
-"""Count on a CPU, under bf16's autocast, what an accelerator would wait for and move: no time is measured.
+"""Measure on a CPU what bf16 leaves of the numbers that PPO learns from, in two processes under DDP, ZeRO-2 and FSDP2.
 
-*decoding*: one step of LoRA's policy over a cache, with its casts, and the bytes that its operations read and write,
-against the ideal: each weight is read once in 16 bits, the cache once, and one token is written to it. *learning*: how
-often the host waits for its device, per micro-batch. *head*: the bytes of one pass of the head forward and backward.
+`python -m benchmarks.sixteen_bits`, in the folder above, prints a table:
+
+- *beyond bf16*: share of the first rollout's log-probabilities that 8 bits of mantissa could not hold. 0: rounded.
+- *abs(logprob - ref)*: mean over its tokens; a policy that has not learned is its reference, so it should be 0.
+- *gradient*: relative difference, in the Frobenius norm over all weights, between the gradient of 64 rows in 16
+  micro-batches on each rank and in one. What is left is the rounding of single products; sums in bf16 add to it.
+- *value*: root mean square error of values near 5, against float64 on the same hidden states. In one process.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-from typing import Any, NamedTuple
-from unittest import mock
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from counters import Moves, waits
-from datasets import Dataset
-from workloads import Workload, make_tokenizer
+from transformers import AutoModelForSequenceClassification
 
-DTYPE = torch.bfloat16
+from rlhf_ppo.models import heads
+from tests.conftest import tiny_policy, tiny_scorer
+from tests.distributed import processes, scenarios
+from tests.runs import record_rollouts
 
-
-class Figure(NamedTuple):
-    """One line of the table.
-
-    Attributes:
-        what: What was counted.
-        count: How many.
-        ideal: How many there must be at least; None where it is 0.
-    """
-
-    what: str
-    count: float
-    ideal: float | None = None
+ENGINES = {"DDP": "multi_gpu", "ZeRO-2": "deepspeed_zero2", "FSDP2": "fsdp2"}
+ROWS = 32
+"""Of each rank."""
 
 
-def llama(layers: int, width: int, vocabulary: int, kind: Any, **changes: Any) -> Any:
-    """Make a Llama with grouped heads, half as many keys as queries."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        pad_token_id=0,
-        max_position_embeddings=4096,
-        **changes,
-    )
-    torch.manual_seed(0)
-    return kind(config)
-
-
-def trainer_over(folder: str, layers: int, width: int, vocabulary: int, **changes: Any) -> Any:
-    """Make a trainer in bf16 over a policy with LoRA."""
-    from peft import LoraConfig
-    from transformers import LlamaForCausalLM, LlamaForSequenceClassification
-
-    from rlhf_ppo import PPOConfig, PPOTrainer
-
-    args: dict[str, Any] = {
-        "bf16": True,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "output_dir": folder,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "num_sample_generations": 0,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_ppo_epochs": 2,
-        "total_episodes": 8,
-        "response_length": 8,
+def first_update(output_dir: str, models: str, micro_batch: int) -> dict[str, Any]:
+    """Take one SGD step of rate 1 in bf16; return the rollout's log-probabilities and the gradients."""
+    reward_model = AutoModelForSequenceClassification.from_pretrained(f"{models}/reward_model")
+    trainer = scenarios.make_trainer(
+        output_dir, models, scenarios.FixedResponses, num_prompts=2 * ROWS, given={"reward_model": reward_model},
+        per_device_train_batch_size=micro_batch, gradient_accumulation_steps=ROWS // micro_batch, bf16=True,
+        num_ppo_epochs=1, num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
+    )  # fmt: skip
+    rollouts, steps = record_rollouts(trainer), scenarios.FirstStep()
+    trainer.add_callback(steps)
+    trainer.train()
+    mask = rollouts[0].response_mask
+    logprobs, ref_logprobs = (rollouts[0].logprobs[mask].float(), rollouts[0].ref_logprobs[mask].float())
+    return {
+        **scenarios.launched_as(trainer),
+        "logprobs": logprobs.numpy(),
+        "ref_logprobs": ref_logprobs.numpy(),
+        "gradients": steps.gradients,
     }
-    rows = [{"input_ids": [3 + (row + index) % 29 for index in range(2 + row % 5)]} for row in range(16)]
-    return PPOTrainer(
-        args=PPOConfig(**args | changes),
-        processing_class=make_tokenizer(Workload({"vocab_size": 64}, (2, 6), 8)),
-        model=llama(layers, width, vocabulary, LlamaForCausalLM),
-        value_model=llama(1, 32, vocabulary, LlamaForSequenceClassification, num_labels=1),
-        reward_funcs=lambda completion_ids, **_: [float(len(set(ids))) for ids in completion_ids],
-        train_dataset=Dataset.from_list(rows),
-        peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
 
 
-def decoding(rows: int = 32, context: int = 512, layers: int = 2, width: int = 512) -> list[Figure]:
-    """Count one step of decoding: the forward pass of the last token of three."""
-    from rlhf_ppo.batch import Prompts
-    from rlhf_ppo.generation.engine import sampling_config
-
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_over(folder, layers, width, 2048, response_length=3)
-        policy = trainer.policy_model.eval()
-        mask = torch.ones(rows, context, dtype=torch.bool)
-        mask[0, : context // 2] = False
-        prompts = Prompts(torch.ones_like(mask, dtype=torch.long), mask, {})
-        counters: list[Moves] = []
-        model = policy.get_base_model()
-        forward = model.forward
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            with Moves() as counter:
-                output = forward(*args, **kwargs)
-            counters.append(counter)
-            cache.append(output.past_key_values)
-            return output
-
-        cache: list[Any] = []
-        with mock.patch.object(model, "forward", counted):
-            trainer.generate_responses(policy, prompts, sampling_config(trainer.args, None))
-    step, heads = counters[-1], model.config.num_key_value_heads * (width // 8)
-    tokens = rows * (context + 2)
-    embedded = model.get_input_embeddings().weight.numel()
-    weights = 2 * (sum(value.numel() for value in policy.parameters()) - embedded)
-    ideal = weights + 2 * layers * 2 * heads * (tokens + rows)
-    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache[-1].layers)
-    return [
-        Figure("decoding: casts per token", step.casts),
-        Figure("decoding: bytes of casts per token", step.cast_bytes),
-        Figure("decoding: bytes per token", step.total, ideal),
-        Figure("decoding: bytes of the cache", kept, 2 * layers * 2 * heads * tokens),
-        Figure("decoding: bytes of the policy", sum(value.nbytes for value in policy.parameters())),
+def of_engine(config: str, models: Path, folder: Path) -> tuple[float, float, float]:
+    """Measure one engine; see the module's text for the three figures."""
+    run = {"output_dir": str(folder), "models": str(models)}
+    calls = [("benchmarks.sixteen_bits.first_update", {**run, "micro_batch": size}) for size in (2, ROWS)]
+    many, one = (ranks[0] for ranks in processes.run_all(config, calls, options=["--mixed_precision", "bf16"]))
+    assert (many["num_processes"], many["mixed_precision"]) == (2, "bf16")
+    logprobs, ref_logprobs = many["logprobs"], many["ref_logprobs"]
+    squares = [
+        (np.sum((many["gradients"][name] - value) ** 2), np.sum(value**2)) for name, value in one["gradients"].items()
     ]
+    difference, size = np.sqrt(np.sum(squares, axis=0))
+    beyond = np.mean((logprobs.view(np.uint32) & 0xFFFF) != 0)
+    return float(beyond), float(np.abs(logprobs - ref_logprobs).mean()), float(difference / size)
 
 
-def learning() -> list[Figure]:
-    """Count the host's waits while a trainer learns, attending to packed rows as an accelerator does."""
-    from rlhf_ppo.models import packing
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(packing, "_attend_row_by_row", packing._attend_padded),
-    ):
-        trainer = trainer_over(folder, 1, 64, 2048)
-        learn, backpropagate, counted, parts = trainer.learn, trainer._backpropagate, [], []
-
-        def counting(*args: Any) -> Any:
-            with waits() as counter:
-                result = learn(*args)
-            counted.append(counter.total)
-            return result
-
-        def noting(*args: Any) -> Any:
-            parts.append(1)
-            return backpropagate(*args)
-
-        trainer.learn, trainer._backpropagate = counting, noting
-        trainer.train()
-    return [Figure("learning: waits of the host per micro-batch", sum(counted) / len(parts))]
-
-
-def head(tokens: int = 592, width: int = 64, vocabulary: int = 2048) -> list[Figure]:
-    """Count a pass of the head forward and backward, in as many chunks as 8192 tokens of a vocabulary of 152k have."""
-    from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
-    from rlhf_ppo.models.head_factors import HeadFactors
-
-    figures = []
-    for name, elements in (("2^24 logits", tokens // 74 * vocabulary), ("2^27 logits", tokens // 9 * vocabulary)):
-        states, weight = (torch.randn(n, width, dtype=DTYPE).requires_grad_() for n in (tokens, vocabulary))
-        factors, targets = HeadFactors((states,), (weight,), None), torch.zeros(tokens, dtype=torch.long)
-        with Moves() as counter:
-            logprobs, _ = fused_logprobs(factors, targets, LogitScaling(), elements, with_entropy=False)
-            logprobs.sum().backward()
-        figures.append(Figure(f"head: bytes of all operations, chunks of {name}", counter.total))
-    return figures
-
-
-PARTS = {"decoding": decoding, "learning": learning, "head": head}
+@torch.no_grad()
+def error_of_values() -> float:
+    """Return the root mean square error of values near 5 under autocast."""
+    model = tiny_scorer(hidden_size=64, num_attention_heads=4)
+    ids = torch.randint(3, 32, (16, 24), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with torch.autocast("cpu", torch.bfloat16):
+        states = heads.hidden_states(model, ids, mask)
+        flat = states.float().flatten(0, 1)
+        model.score.weight[:] = torch.linalg.lstsq(flat, torch.full((len(flat), 1), 5.0)).solution.T
+        values = heads.token_values(model, ids, mask, ids.shape[1])
+    exact = states.double() @ model.score.weight.double()[0]
+    assert 4 < float(exact.mean()) < 6
+    return float((values.double() - exact).square().mean().sqrt())
 
 
 def main() -> None:
-    """Count and print a table."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
-    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {list(PARTS)}")
-    arguments = parser.parse_args()
-    table = [["counted", "here", "ideal", "times"], ["---"] * 4]
-    for part in arguments.parts:
-        for what, count, ideal in PARTS[part]():
-            times = "" if ideal is None else f"{count / ideal:.2f}"
-            table.append([what, f"{count:,.4g}", "" if ideal is None else f"{ideal:,.4g}", times])
-    print("\n".join(f"| {' | '.join(line)} |" for line in table))
+    """Measure and print."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tiny_policy().save_pretrained(folder / "policy")
+        tiny_scorer(seed=2).save_pretrained(folder / "value_model")
+        tiny_scorer(seed=5).save_pretrained(folder / "reward_model")
+        print("| engine | beyond bf16 | abs(logprob - ref) | gradient |\n| --- | --- | --- | --- |")
+        for engine, config in ENGINES.items():
+            beyond, distance, difference = of_engine(config, folder, folder / config)
+            print(f"| {engine} | {beyond:.0%} | {distance:.2g} | {difference:.2g} |", flush=True)
+    print(f"\nvalue: {error_of_values():.2g}")
 
 
 if __name__ == "__main__":
