@@ -97,7 +97,7 @@ def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
     if path is not None:
         try:
             config: Any = load_config_from_file(path)
-        except (OSError, ValueError, TypeError, KeyError, YAMLError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, YAMLError) as error:  # of an empty one
             raise ValueError(f"accelerate_config={path!r} is no configuration of accelerate: {error}") from error
         count = config.num_processes
         stage, is_fsdp = (config.deepspeed_config or {}).get("zero_stage"), bool(config.fsdp_config)

@@ -105,7 +105,9 @@ def evaluate(argv: Sequence[str] | None = None) -> WinRate:
     parser: Any = PPOArgumentParser(EvalArguments, prog="rlhf-ppo eval")  # pyright: ignore[reportArgumentType]
     with user_errors(parser.prog):
         (args,) = parser.parse_args_and_config(argv)
-        judge = as_judge(resolve_reward(args.judge)) if args.judge else RewardModelJudge(str(args.judge_model))
+        judge = (
+            as_judge(resolve_reward(args.judge)) if args.judge is not None else RewardModelJudge(str(args.judge_model))
+        )
         rows = _rows(args)
         if isinstance(judge, RewardModelJudge):
             judge.model  # noqa: B018  a wrong path is an error before anything is sampled

@@ -233,6 +233,9 @@ class LLMTrainingParams:
                 raise ValueError(f"{_flag(option.name, value)} is not available here: {UNAVAILABLE[option.name]}")
         for name in ("batch_size", "gradient_accumulation", "rl_mini_batch_size", "max_samples"):
             check_range(name, getattr(self, name), Interval(1, math.inf), f"--{name.replace('_', '-')}")
+        check_range("warmup_ratio", self.warmup_ratio, Interval(0, 1, open_high=True), "--warmup-ratio")
+        if self.block_size < 1 and self.block_size != -1:
+            raise ValueError(f"{_flag('block_size', self.block_size)} must be at least 1, or -1")
         choices = {"chat_template": ("tokenizer", None), "padding": ("left", "right", None)}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

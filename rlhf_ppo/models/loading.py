@@ -251,6 +251,19 @@ def low_precision_parameters(model: nn.Module) -> list[str]:
     ]
 
 
+def _language_model(path: str | os.PathLike[str], given: str, settings: dict[str, Any]) -> Any:
+    """Load a language model, unless its head is not there, which transformers would fill with random numbers."""
+    loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **settings)
+    head = loaded.get_output_embeddings()
+    names = {f"{name}.weight" for name, module in loaded.named_modules() if module is head and head is not None}
+    if random := sorted(names & {*info["missing_keys"]}):
+        raise ValueError(
+            f"{given} is no language model: {random[0]} of {type(loaded).__name__} is not in it and would be random; "
+            "pass a directory or name of a model that was saved with its head"
+        )
+    return loaded
+
+
 def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str, **kwargs: Any) -> Any:
     """Call `auto_class.from_pretrained`, in float32 unless told otherwise, and put an adapter over its base.
 
@@ -275,6 +288,8 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     if is_adapter_directory(path):
         return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
     try:
+        if auto_class is AutoModelForCausalLM:
+            return _language_model(path, given, {"dtype": torch.float32, **kwargs})
         return auto_class.from_pretrained(path, **{"dtype": torch.float32, **kwargs})
     except torch.OutOfMemoryError:
         raise
@@ -288,6 +303,8 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     except ImportError as error:  # of what its quantization needs
         raise ValueError(f"{given} needs a package that is not installed: {error}") from error
     except (ValueError, RuntimeError) as error:  # another kind of model, or another number of labels
+        if str(error).startswith(given):
+            raise
         labels = ", ".join(f"{name}={value}" for name, value in kwargs.items() if name == "num_labels")
         raise ValueError(
             f"{given} cannot be loaded with {auto_class.__name__}.from_pretrained({labels}): {error!s:.600}"

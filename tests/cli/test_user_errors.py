@@ -62,6 +62,7 @@ def workshop(tmp_path_factory):
         Path("notes.xlsx").touch()
         Path("file").touch()
         Path("broken.yaml").write_text("learning_rate: [1\n")
+        Path("list.json").write_text("[1]")
         Path("list.yaml").write_text("- learning_rate\n")
         Path("twice.yaml").write_text("seed: 1\nlearning_rate: 1e-5\nseed: 2\n")
         Path("dashes.yaml").write_text("save_steps: 1\nsave-steps: 2\n")
@@ -167,6 +168,8 @@ MISTAKES = [
     ("train", f"{RUN} --report_to nobody", "nobody"),
     ("train", f"{RUN} --report_to comet_ml", "`pip install comet-ml`, or report to 'none'"),
     ("train", f"{RUN} --deepspeed nowhere.json", "deepspeed='nowhere.json' cannot be"),
+    ("train", f"{RUN} --sft_model_path scorer", "sft_model_path='scorer' is no language model: lm_head.weight"),
+    ("train", f"{RUN} --deepspeed list.json", "deepspeed='list.json' cannot be read as JSON: it holds no object"),
     ("train", f"{RUN} --deepspeed file", "deepspeed='file' cannot be read as JSON"),
     ("train", f"{RUN} --fsdp no_such_way", "no_such_way"),
     ("train", f"{RUN} --optim no_such_optimizer", "no_such_optimizer"),
@@ -299,6 +302,9 @@ MISTAKES = [
     ("llm", f"{LLM} --push-to-hub", "--push-to-hub needs --username and --token"),
     ("llm", f"{LLM} --rl-reward-fn '{DOWN}' --rl-max-new-tokens 4 --project-name out", "the endpoint"),
     ("llm", f"{LLM} --lr nan", "(learning_rate is --lr)"),
+    ("llm", f"{LLM} --warmup-ratio 2", "warmup_ratio=2.0 must be in [0, 1)"),
+    ("llm", f"{LLM} --block-size 0", "--block-size 0 must be at least 1, or -1"),
+    ("llm", f"{LLM} --model scorer", "sft_model_path='scorer' is no language model: lm_head.weight"),
     ("llm", f"{LLM} --epochs -1", "(num_train_epochs is --epochs)"),
     ("llm", f"{LLM} --batch-size 0", "batch_size=0 must be"),
     ("llm", f"{LLM} --seed -1", "seed=-1 must be in [0, "),
@@ -323,6 +329,8 @@ MISTAKES = [
     ("eval", f"{EVAL} --opponent torn", "opponent='torn'"),
     ("eval", f"{EVAL} --judge lenght", "'lenght', which names no reward"),
     ("eval", f"{EVAL} --judge '{DOWN}'", "the endpoint http://127.0.0.1:9/score"),
+    ("eval", f"{EVAL} --judge ''", "reward_funcs holds ''"),
+    ("eval", f"{EVAL} --model scorer", "model='scorer' is no language model"),
     ("eval", f"{EVAL} --split dev", "split='dev', but the data set has only"),
     ("eval", "--model base --opponent-column missing --judge length --dataset_name rows.jsonl", "missing"),
     ("eval", "--model base --opponent other --judge_model other --dataset_name rows.jsonl", "no reward model"),
@@ -346,6 +354,8 @@ MISTAKES = [
     ("plot", "run --metric objective/kl", "unrecognized arguments: --metric"),
     ("estimate", f"{RUN} --num_devices 0", "num_devices=0 must be"),
     ("estimate", f"{RUN} --accelerate_config nowhere.yaml", "accelerate_config='nowhere.yaml'"),
+    ("estimate", f"{RUN} --accelerate_config list.yaml", "accelerate_config='list.yaml' is no configuration"),
+    ("estimate", f"{RUN} --accelerate_config file", "accelerate_config='file' is no configuration"),
     ("estimate", f"{RUN} --accelerate_config broken.yaml", "accelerate_config='broken.yaml'"),
     ("estimate", f"{RUN} --sft_model_path bare", "sft_model_path='bare' is a directory without a model"),
     ("estimate", f"{RUN} --learnin_rate 1", "there is no option --learnin_rate"),
