@@ -61,7 +61,7 @@ class EvaluatesPolicy(PPOSeams):
         if (missing := missing_best_metric(self.args, metrics)) is not None:
             if self.state.global_step > 0:
                 self.control.should_evaluate = True  # the resumed run begins with this evaluation
-                self._save_where_it_stopped(self.model_wrapped, trial)
+                self._save_where_it_stopped(cast(torch.nn.Module, self.model_wrapped), trial)
                 missing += f"; go on with resume_from_checkpoint={self._guard.last_checkpoint!r}"
             raise ValueError(missing)
         follows_metric = isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR)

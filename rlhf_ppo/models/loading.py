@@ -253,7 +253,8 @@ def low_precision_parameters(model: nn.Module) -> list[str]:
 
 def _language_model(path: str | os.PathLike[str], given: str, settings: dict[str, Any]) -> Any:
     """Load a language model, unless its head is not there, which transformers would fill with random numbers."""
-    loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **settings)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    loaded, info = load(path, output_loading_info=True, **settings)
     head = loaded.get_output_embeddings()
     names = {f"{name}.weight" for name, module in loaded.named_modules() if module is head and head is not None}
     if random := sorted(names & {*info["missing_keys"]}):
