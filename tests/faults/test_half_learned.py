@@ -7,6 +7,7 @@ import math
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -52,17 +53,20 @@ class Notes(TrainerCallback):
 
 
 class SignalAt(TrainerCallback):
-    """Sends a signal to this process at the `count`th time that an event comes in an update."""
+    """Sends a signal at the `count`th time that an event comes in an update; waits some seconds."""
 
-    def __init__(self, event: str, count: int, step: int = 1, number: int = signal.SIGTERM) -> None:
+    def __init__(
+        self, event: str, count: int, step: int = 1, number: int = signal.SIGTERM, seconds: float = 0
+    ) -> None:
         setattr(self, f"on_{event}", self._signal)
-        self.left, self.step, self.number = count, step, number
+        self.left, self.step, self.number, self.seconds = count, step, number, seconds
 
     def _signal(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             self.left -= 1
             if self.left == 0:
                 os.kill(os.getpid(), self.number)
+                time.sleep(self.seconds)
 
 
 def nan_in_the_second_update(completion_ids: Any, trainer_state: Any, log_metric: Any, **columns: Any) -> list[float]:
@@ -160,7 +164,7 @@ def test_no_micro_batch_begins_after_the_signal(tmp_path: Path, capfd: pytest.Ca
             return super()._backpropagate(*args)
 
     run = tmp_path / "run"
-    stop(make(run, SignalAt("substep_end", 2), trainer_class=Counting, save_strategy="no"))
+    stop(make(run, SignalAt("substep_end", 2, seconds=0.5), trainer_class=Counting, save_strategy="no"))
 
     assert begun == [False] * (8 + 3) and checkpoints(run) == ["checkpoint-1-1"]
     said = capfd.readouterr().err
