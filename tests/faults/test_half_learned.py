@@ -184,7 +184,7 @@ def test_an_update_is_finished_as_it_was_begun(name: str, tmp_path: Path) -> Non
     make(tmp_path / "run", **{name: 1}).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_another_number_of_prompts_is_an_error(tmp_path: Path) -> None:
     stopped_in_learning(tmp_path / "run")
     resumed = make(tmp_path / "run")
@@ -194,7 +194,7 @@ def test_another_number_of_prompts_is_an_error(tmp_path: Path) -> None:
         resumed.train(resume_from_checkpoint=True)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_another_number_of_processes_is_an_error(tmp_path: Path) -> None:
     checkpoint = stopped_in_learning(tmp_path / "run")
     state = json.loads((checkpoint / "ppo_state.json").read_text())
@@ -205,7 +205,7 @@ def test_another_number_of_processes_is_an_error(tmp_path: Path) -> None:
         make(tmp_path / "run").train(resume_from_checkpoint=True)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_holds_something_else_is_skipped_or_refused(
     whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,7 +229,7 @@ def test_what_holds_something_else_is_skipped_or_refused(
     assert_identical(end_of_run(resumed), whole[0])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_that_goes_on_from_before_gives_it_up(tmp_path: Path) -> None:
     checkpoint = stopped_in_learning(tmp_path / "run")
     stop(make(tmp_path / "run", SignalAt("step_begin", 1)), resume_from_checkpoint=str(tmp_path / "run/checkpoint-1"))
@@ -238,7 +238,7 @@ def test_a_run_that_goes_on_from_before_gives_it_up(tmp_path: Path) -> None:
     assert last_whole_checkpoint(str(tmp_path / "run")) == str(tmp_path / "run" / "checkpoint-1")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_a_kill_leaves_of_it_is_removed(tmp_path: Path) -> None:
     with patch.object(saving, "put_in_place", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         stopped_in_learning(tmp_path / "run")
@@ -248,7 +248,7 @@ def test_what_a_kill_leaves_of_it_is_removed(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_callbacks_asked_for_is_not_forgotten(tmp_path: Path) -> None:
     class Stops(TrainerCallback):
         """Asks for the end in the second update's learning."""
@@ -263,7 +263,7 @@ def test_what_callbacks_asked_for_is_not_forgotten(tmp_path: Path) -> None:
     assert resumed.state.global_step == 2
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_overridden_learn_may_pass_it_over(tmp_path: Path) -> None:
     class Passes(PPOTrainer):
         def learn(self, model: Any, experience: Experience) -> float:
@@ -276,7 +276,7 @@ def test_an_overridden_learn_may_pass_it_over(tmp_path: Path) -> None:
     assert len(seen) == 2 and seen[0] is not seen[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_experience_of_the_users_own_is_learned_to_its_end(tmp_path: Path) -> None:
     class Own(Experience):
         """Has methods that no checkpoint keeps."""

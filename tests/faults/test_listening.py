@@ -91,9 +91,9 @@ def test_what_another_rank_has_received_breaks_off_a_wait_here(ends: EndsOnSigna
 
 def test_the_others_are_told(ends: EndsOnSignals, store: Any) -> None:
     with ends.listening():
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)
-    assert store.check(["rlhf_ppo/signal/7"]) and int(store.get("rlhf_ppo/signal/7")) == signal.SIGINT
+    assert store.check(["rlhf_ppo/signal/7"]) and int(store.get("rlhf_ppo/signal/7")) == signal.SIGTERM
 
 
 def test_after_a_run_its_signals_are_nobodys(ends: EndsOnSignals, store: Any) -> None:

@@ -213,6 +213,7 @@ def test_where_activations_are_recomputed_one_block_has_all_of_its_own() -> None
     assert found == sum(recomputed) + max(in_head, kept[0] // 2) + kept[1] // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "least"),
     [
