@@ -190,13 +190,13 @@ def test_continuous_batching_computes_as_the_run_does_and_needs_flash_attention_
         return make(make_args, accelerator=accelerator, generation_engine="continuous").dtype
 
     assert (dtype("no"), dtype("bf16"), dtype("fp16")) == (None, torch.bfloat16, torch.float16)
-    monkeypatch.setattr(choosing, "is_flash_attn_available", lambda **_: True)
+    monkeypatch.setattr(choosing, "has_flash_attention", lambda: True)
     assert dtype("bf16", "cuda") == torch.bfloat16
     with pytest.raises(
         ValueError, match=r"flash attention on a GPU, which does not compute in float32; set bf16=True"
     ):
         dtype("no", "cuda")
-    monkeypatch.setattr(choosing, "is_flash_attn_available", lambda **_: False)
+    monkeypatch.setattr(choosing, "has_flash_attention", lambda: False)
     with pytest.raises(ValueError, match=r"`pip install flash-attn` or .* or set generation_engine='transformers'"):
         dtype("bf16", "cuda")
 

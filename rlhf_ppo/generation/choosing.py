@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_flash_attention_utils import is_flash_attn_available
+from transformers.utils.import_utils import is_kernels_available
 
 from rlhf_ppo.distributed import gather_over_ranks, is_fsdp, product_dtype, zero_stage
 from rlhf_ppo.generation.continuous import ContinuousEngine
@@ -84,11 +85,16 @@ def _check_attention(policy: nn.Module, dtype: torch.dtype | None, device: torch
             "generation_engine='continuous' needs flash attention on a GPU, which does not compute in float32; set "
             "bf16=True, or generation_engine='transformers'"
         )
-    if not is_flash_attn_available(kernels_fallback_ok=True):
+    if not has_flash_attention():
         raise ValueError(
             "generation_engine='continuous' needs flash attention on a GPU, or each token is compared with the tokens "
             "of all rows; `pip install flash-attn` or `pip install kernels`, or set generation_engine='transformers'"
         )
+
+
+def has_flash_attention() -> bool:
+    """Tell whether transformers finds flash attention here, or `kernels`, which it then fetches it with."""
+    return is_flash_attn_available() or is_kernels_available()
 
 
 def _check_whole(args: PPOConfig, accelerator: Accelerator) -> None:

@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.generation.choosing import has_flash_attention
 
 REASONS = {
     "cuda": "needs a GPU that torch finds",
@@ -29,14 +30,12 @@ REASONS = {
 
 def found() -> set[str]:
     """What this machine has of `REASONS`."""
-    from transformers.modeling_flash_attention_utils import is_flash_attn_available
-
     gpus = torch.cuda.device_count()
     return {
         *(["cuda"] if gpus else []),
         *(["two GPUs"] if gpus > 1 else []),
         *(name for name in ("vllm", "bitsandbytes") if importlib.util.find_spec(name)),
-        *(["flash"] if is_flash_attn_available(kernels_fallback_ok=True) else []),
+        *(["flash"] if has_flash_attention() else []),
     }
 
 
