@@ -46,17 +46,18 @@ MEMORY_NOT_COUNTED = (
 """What the estimated memory leaves out."""
 
 
-def announce(trainer: Any) -> None:
+def announce(trainer: Any, num_generated: int) -> None:
     """Print the estimate, in the main process and where progress is shown.
 
     Args:
         trainer: A `PPOTrainer` whose models are not yet placed by an engine.
+        num_generated: Rows that are generated from at once.
     """
     args = trainer.args
     if args.disable_tqdm or not trainer.is_world_process_zero():
         return
     try:
-        estimate = forecast(trainer)
+        estimate = forecast(trainer, num_generated)
         if estimate is not None:
             dtype = multiplied_dtype(args, trainer.policy_model)
             print(describe(estimate, args.device, dtype, cast(int, args.num_total_batches)))
@@ -74,13 +75,14 @@ def multiplied_dtype(args: PPOConfig, policy: nn.Module) -> torch.dtype:
     return half_dtype(args) or next(weight.dtype for weight in policy.parameters() if weight.is_floating_point())
 
 
-def forecast(trainer: Any) -> Estimate | None:
+def forecast(trainer: Any, num_generated: int | None = None) -> Estimate | None:
     """Estimate the updates of a trainer whose models are not yet placed by an engine.
 
     Prompts count with the mean length of the training set, responses with `response_length`.
 
     Args:
         trainer: The `PPOTrainer`.
+        num_generated: Rows that are generated from at once; None for what the arguments say.
 
     Returns:
         The estimate, or None where it cannot be made: for a stream, whose lengths are not known, and for models whose
@@ -99,6 +101,7 @@ def forecast(trainer: Any) -> Estimate | None:
         Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes, dtype),
         dtype,
         learns_in_turn(args, accelerator.distributed_type == DistributedType.NO) and not trainer._has_own_loss(),
+        num_generated,
     )
 
 
@@ -140,6 +143,7 @@ def estimate_run(
     sharding: Sharding,
     dtype: torch.dtype | None,
     in_turn: bool,
+    num_generated: int | None = None,
 ) -> Estimate:
     """Estimate the updates of a run.
 
@@ -152,6 +156,7 @@ def estimate_run(
         sharding: What is spread over processes, in what type.
         dtype: The 16-bit type that products are computed in, or None for the weights' own.
         in_turn: Whether policy and value model learn one after the other.
+        num_generated: Rows that are generated from at once; None for what the arguments say.
     """
     device = next(policy.parameters()).device.type
     in_autocast = dtype is not None and sharding.stored is None
@@ -164,7 +169,7 @@ def estimate_run(
             frozen,
             Workload(
                 rows=cast(int, args.local_batch_size),
-                rows_per_call=args.generation_batch_size or args.local_rollout_forward_batch_size,
+                rows_per_call=num_generated or args.generation_batch_size or args.local_rollout_forward_batch_size,
                 rows_per_micro_batch=_rows_per_micro_batch(args, prompt_length + args.response_length),
                 prompt_length=prompt_length,
                 response_length=args.response_length,

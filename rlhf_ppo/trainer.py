@@ -181,8 +181,8 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
         args, tokens, functions = self._config, self.tokens, self._functions
         frozen = [reward.scorer for reward in models.rewards] + [self.reference.model]
         store_frozen([self.model, *frozen], autocast_dtype(self.accelerator))
-        announce(self)
         rows = generation_rows(self)
+        announce(self, rows)
         if self.reference.model is not None:
             self.reference.model = place_frozen(self.reference.model, self.accelerator, args.offload_frozen)
         self._opponents = opponents = Opponents.of(functions, self._tokenizer, tokens.ended)

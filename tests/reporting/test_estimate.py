@@ -373,3 +373,12 @@ def test_the_whole_batch_is_generated_at_once_where_its_cache_fits(
         local_batch_size=64,
     )
     assert forecasting.generation_rows(SimpleNamespace(args=args)) == rows
+
+
+def test_the_line_counts_the_rows_that_are_generated_from(make_trainer, monkeypatch):
+    told = []
+    monkeypatch.setattr("rlhf_ppo.trainer.generation_rows", lambda trainer: 3)
+    monkeypatch.setattr("rlhf_ppo.forecast.describe", lambda estimate, *_: told.append(estimate))
+    trainer = make_trainer(disable_tqdm=False, local_rollout_forward_batch_size=1)
+
+    assert told == [forecast(trainer, 3)] and told[0].generation > forecast(trainer).generation
