@@ -37,14 +37,31 @@ def gae(
     Returns:
         `(advantages, returns)`, not whitened, float32 `(B, T)`, 0 outside the mask.
     """
-    rewards, values = zero_outside(rewards, response_mask), zero_outside(values, response_mask)
-    next_value = torch.zeros_like(values[:, 0]) if bootstrap_values is None else bootstrap_values.float()
-    next_advantage = torch.zeros_like(next_value)
-    advantages = torch.zeros_like(values)
-    for t in reversed(range(values.shape[1])):
-        real = response_mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = torch.where(real, delta + gamma * lam * next_advantage, 0.0)
-        next_advantage = torch.where(real, advantages[:, t], next_advantage)
-        next_value = torch.where(real, values[:, t], next_value)
-    return advantages, advantages + values
+    places = response_mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)  # real tokens first, in order
+    real = response_mask.gather(1, places)
+    rewards = zero_outside(rewards, response_mask).gather(1, places)
+    values = zero_outside(values, response_mask).gather(1, places)
+    deltas = rewards + gamma * _next_values(values, real, bootstrap_values) - values
+    advantages = _discounted_sums(deltas, gamma * lam)
+    tokens = places.argsort(dim=1)
+    return advantages.gather(1, tokens), (advantages + values).gather(1, tokens)
+
+
+def _next_values(values: Tensor, real: Tensor, bootstrap_values: Tensor | None) -> Tensor:
+    """Shift values, 0 outside the mask of real tokens, which come first in their rows, by one token."""
+    next_values = values.roll(-1, dims=1)
+    next_values[:, -1] = 0.0
+    if bootstrap_values is None:
+        return next_values
+    is_last = real.clone()
+    is_last[:, :-1] &= ~real[:, 1:]
+    return torch.where(is_last, bootstrap_values.float()[:, None], next_values)
+
+
+def _discounted_sums(terms: Tensor, discount: float) -> Tensor:
+    """Return `y_t = x_t + discount y_{t+1}`, summed on the host: on a GPU each step would wait for its launches."""
+    sums = terms.T.cpu().clone(memory_format=torch.contiguous_format)
+    steps = sums.unbind()
+    for step, following in zip(steps[-2::-1], steps[:0:-1], strict=True):
+        step += discount * following
+    return sums.to(terms.device).T

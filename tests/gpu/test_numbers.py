@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.models.logprobs import token_logprobs
 from tests.gpu.conftest import MakeTrainer, small_policy
 from tests.runs import QUICK, record_rollouts
@@ -84,3 +86,26 @@ def test_full_determinism_gives_the_same_bits_with_every_sampling_option(
         trainer.train()
         ends.append([weight.detach().clone() for weight in trainer.model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+def test_advantages_are_summed_up_on_the_host(device: str) -> None:
+    """A loop over tokens on the device would launch kernels of a few numbers each, in turn."""
+
+    class OnDevice(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            self.count += not func.is_view and isinstance(result, torch.Tensor) and result.device.type == "cuda"
+            return result
+
+    counts = []
+    for length in (20, 400):
+        rewards, values = torch.randn(2, 3, length)
+        mask = torch.arange(length) < torch.tensor([[length], [7], [1]])
+        with OnDevice() as operations:
+            ours = gae(rewards.to(device), values.to(device), mask.to(device), gamma=0.9, lam=0.9)
+        counts.append(operations.count)
+        expected = gae(rewards, values, mask, gamma=0.9, lam=0.9)
+        assert all(torch.allclose(one.cpu(), other, atol=1e-5) for one, other in zip(ours, expected, strict=True))
+    assert counts[0] == counts[1]
