@@ -26,6 +26,7 @@ from rlhf_ppo.models.inputs import (
     uses_flash_attention,
 )
 from rlhf_ppo.models.modes import in_eval_mode
+from rlhf_ppo.models.varlen import attend_varlen
 
 PACKED = "packed_sdpa"
 """Name of the attention under which transformers' models run packed rows; it is `sdpa` for all other calls."""
@@ -63,6 +64,9 @@ def packed_sdpa(
     """
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    attended = attend_varlen((query, key, value), cu_seq_lens_q, max_length_q, **kwargs)
+    if attended is not None:
+        return attended, None
     rows = PackedRows(cu_seq_lens_q, max_length_q, squeezed_places)
     attend = _attend_row_by_row if query.device.type == "cpu" else _attend_padded
     return attend(module, (query, key, value), rows, **kwargs), None

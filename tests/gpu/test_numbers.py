@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.models.logprobs import token_logprobs
+from rlhf_ppo.models.packing import PackedRows, _attend_row_by_row
+from rlhf_ppo.models.varlen import attend_varlen
 from tests.gpu.conftest import MakeTrainer, small_policy
 from tests.runs import QUICK, record_rollouts
 
@@ -28,6 +30,30 @@ def test_rows_stay_packed_in_bf16_and_the_ratio_starts_at_1(make_device_trainer:
     assert trainer._unwrapped(trainer.model).packs_rows
     assert first["objective/kl"] == pytest.approx(0, abs=1e-6)
     assert first["val/ratio"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.needs("cuda")
+@pytest.mark.parametrize("window", [None, 3, 40])
+def test_packed_rows_take_pytorch_s_kernels_for_rows_of_any_lengths(window: int | None) -> None:
+    """Grouped heads, another scale, a window: what each row gives in float64, and gradients, to bf16."""
+    starts = torch.tensor([0, 1, 131, 200], dtype=torch.int32, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    states: Any = tuple(
+        torch.randn(1, 200, heads, 64, generator=generator, device="cuda").bfloat16().transpose(1, 2).requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    exact: Any = tuple(part.detach().double().requires_grad_() for part in states)
+    attended = attend_varlen(states, starts, 130, scaling=0.2, sliding_window=window)
+    assert attended is not None, "a GPU without these kernels, or a window that they do not know"
+    module: Any = torch.nn.Module()
+    module.num_key_value_groups = 2
+    expected = _attend_row_by_row(module, exact, PackedRows(starts, 130, None), scaling=0.2, sliding_window=window)
+    weights = torch.randn(expected.shape, generator=generator, device="cuda", dtype=torch.float64)
+    (attended * weights.bfloat16()).sum().backward()
+    (expected * weights).sum().backward()
+    gradients = [(one.grad, other.grad) for one, other in zip(states, exact, strict=True)]
+    for ours, theirs in ((attended, expected), *gradients):
+        assert (ours.double() - theirs).norm() <= 2**-6 * theirs.norm()
 
 
 def test_the_fused_head_under_autocast_is_that_of_float64(device: str) -> None:

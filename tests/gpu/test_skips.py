@@ -12,6 +12,10 @@ from tests.gpu.conftest import REASONS, found, missing
 FOLDER = Path(__file__).parent
 NOT_ON_A_CPU = {
     "test_rows_stay_packed_in_bf16_and_the_ratio_starts_at_1[flash_attention_2]": ["cuda", "flash"],
+    **{
+        f"test_packed_rows_take_pytorch_s_kernels_for_rows_of_any_lengths[{window}]": ["cuda"]
+        for window in (None, 3, 40)
+    },
     "test_fp16_scales_its_losses": ["cuda"],
     "test_a_compiled_run_learns_what_a_plain_one_does": ["cuda"],
     "test_the_estimate_is_near_the_measured_peak": ["cuda"],
