@@ -17,11 +17,11 @@ import torch
 from workloads import STOP, TEMPERATURE, WORKLOADS, make_models, make_prompts
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.batch import Prompts
-from rlhf_ppo.data import PromptCollator
+from rlhf_ppo.data.datasets import PromptCollator
+from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine
-from rlhf_ppo.generation.engine import TransformersEngine, sampling_config
 from rlhf_ppo.generation.sequences import response_mask
+from rlhf_ppo.generation.transformers_engine import TransformersEngine, sampling_config
 
 
 def tokens_per_second(engine: Any, policy: Any, prompts: Prompts, args: PPOConfig) -> float:

@@ -90,8 +90,8 @@ def trainer_over(folder: str, layers: int, width: int, vocabulary: int, **change
 
 def decoding(rows: int = 32, context: int = 512, layers: int = 2, width: int = 512) -> list[Figure]:
     """Count one step of decoding: the forward pass of the last token of three."""
-    from rlhf_ppo.batch import Prompts
-    from rlhf_ppo.generation.engine import sampling_config
+    from rlhf_ppo.data.prompts import Prompts
+    from rlhf_ppo.generation.transformers_engine import sampling_config
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_over(folder, layers, width, 2048, response_length=3)

@@ -49,7 +49,7 @@ from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.quantization import quantization_options
 from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, load_splits
 from rlhf_ppo.cli.training import running, scored_ppo_trainer, train_and_save
-from rlhf_ppo.given import check_output_dir
+from rlhf_ppo.training.checks import check_output_dir
 
 if __name__ == "__main__":
     parser = PPOArgumentParser((PPOScriptArguments, PPOConfig, ModelConfig))  # pyright: ignore[reportArgumentType]

@@ -3,9 +3,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rlhf_ppo.compat.moved import find_moved_modules
+
 if TYPE_CHECKING:
+    from rlhf_ppo.compat.trl import batch_generation, forward, generate
     from rlhf_ppo.config import PPOConfig
-    from rlhf_ppo.generation.helpers import batch_generation, forward, generate
     from rlhf_ppo.generation.sequences import truncate_response
     from rlhf_ppo.trainer import PPOTrainer
 
@@ -16,11 +18,13 @@ __all__ = ["PPOConfig", "PPOTrainer", "batch_generation", "forward", "generate",
 _MODULES = {
     "PPOConfig": "rlhf_ppo.config",
     "PPOTrainer": "rlhf_ppo.trainer",
-    "batch_generation": "rlhf_ppo.generation.helpers",
-    "forward": "rlhf_ppo.generation.helpers",
-    "generate": "rlhf_ppo.generation.helpers",
+    "batch_generation": "rlhf_ppo.compat.trl",
+    "forward": "rlhf_ppo.compat.trl",
+    "generate": "rlhf_ppo.compat.trl",
     "truncate_response": "rlhf_ppo.generation.sequences",
 }
+
+find_moved_modules()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,44 +16,30 @@ from transformers.trainer_utils import TrainOutput
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import explained_variance
 from rlhf_ppo.algorithm.masked import masked_whiten
+from rlhf_ppo.algorithm.moments import ScoreMoments
 from rlhf_ppo.algorithm.penalties import kl_estimate, token_rewards
-from rlhf_ppo.assembly import (
-    ModelOrPath,
-    Models,
-    assemble_models,
-    longest_sequence,
-    make_scorer,
-    prepare_checked,
-    special_tokens,
-    use_one_device,
-)
-from rlhf_ppo.batch import Experience, Prompts, Responses, Rollout
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data import PromptCollator, check_lengths
-from rlhf_ppo.distributed import autocast_dtype, failing_together, on_whole_policy, place_frozen
-from rlhf_ppo.evaluating import EvaluatesPolicy
+from rlhf_ppo.data.datasets import PromptCollator
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.lengths import check_lengths
+from rlhf_ppo.data.passes import in_passes
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.estimate.run import announce, generation_rows
 from rlhf_ppo.evaluation.best_metric import check_best_metric
-from rlhf_ppo.forecast import announce, generation_rows
 from rlhf_ppo.generation.choosing import make_engine
-from rlhf_ppo.generation.engine import sampling_config
 from rlhf_ppo.generation.nonfinite import naming_the_model
 from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.sequences import join_responses
-from rlhf_ppo.given import (
-    check_arguments,
-    check_collator,
-    check_datasets,
-    check_models,
-    check_optimization,
-    check_others,
-)
-from rlhf_ppo.learning import LossParts, can_learn_in_turn, learn_in_turn, policy_term, value_term
-from rlhf_ppo.models.inputs import configuration_kept
+from rlhf_ppo.generation.transformers_engine import sampling_config
 from rlhf_ppo.models.overflow import detecting_overflow
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.models.storing import store_frozen
-from rlhf_ppo.optimization import Optimizers
-from rlhf_ppo.passes import in_passes
+from rlhf_ppo.models.unwrapping import configuration_kept
+from rlhf_ppo.models.vocabulary import shared_vocabulary
+from rlhf_ppo.processes.engines import autocast_dtype
+from rlhf_ppo.processes.failing import failing_together
+from rlhf_ppo.processes.signals import give_up_if_stopped
 from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
     episode_columns,
@@ -68,11 +54,31 @@ from rlhf_ppo.rewards.preference import OPPONENT_COLUMNS
 from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
-from rlhf_ppo.rewards.shaping import ScoreMoments, shape_scores, whole_scores
-from rlhf_ppo.samples import PrintsSamples
-from rlhf_ppo.seams import length, num_processes
-from rlhf_ppo.termination import give_up_if_stopped
-from rlhf_ppo.vocabulary import shared_vocabulary
+from rlhf_ppo.rewards.shaping import shape_scores, whole_scores
+from rlhf_ppo.training.checks import (
+    check_arguments,
+    check_collator,
+    check_datasets,
+    check_models,
+    check_optimization,
+    check_others,
+)
+from rlhf_ppo.training.construction import (
+    ModelOrPath,
+    Models,
+    assemble_models,
+    longest_sequence,
+    make_scorer,
+    prepare_checked,
+    special_tokens,
+    use_one_device,
+)
+from rlhf_ppo.training.evaluating import EvaluatesPolicy
+from rlhf_ppo.training.hooks import length, num_processes
+from rlhf_ppo.training.learning import LossParts, can_learn_in_turn, learn_in_turn, policy_term, value_term
+from rlhf_ppo.training.optimization import Optimizers
+from rlhf_ppo.training.samples import PrintsSamples
+from rlhf_ppo.training.sharding import on_whole_policy, place_frozen
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -550,7 +556,7 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
         """Compute `policy loss + vf_coef * value loss` of a micro-batch.
 
         Where nothing wraps the models and this method is not overridden, training takes the two terms' backward
-        passes one after the other instead (`rlhf_ppo.learning.learn_in_turn`), which needs less memory.
+        passes one after the other instead (`rlhf_ppo.training.learning.learn_in_turn`), which needs less memory.
 
         Args:
             model: The `PolicyAndValue`.

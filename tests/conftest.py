@@ -43,15 +43,15 @@ def pytest_collection_finish() -> None:
 WHOLE_RUNS = {
     "cli/test_estimate.py",
     "evaluation/test_completions.py",
-    "models/test_counting.py",
-    "reporting/test_estimate.py",
-    "test_checkpoints.py",
-    "test_evaluate.py",
-    "test_hub.py",
-    "test_peft.py",
+    "estimate/test_counting.py",
+    "estimate/test_update.py",
+    "training/test_checkpoints.py",
+    "training/test_evaluate.py",
+    "reporting/test_hub.py",
+    "models/test_peft.py",
     "test_readme.py",
-    "test_samples_and_logging.py",
-    "test_trl_tests.py",
+    "training/test_samples_and_logging.py",
+    "compat/test_trl_tests.py",
 }
 # Files of which most tests run commands or several runs from beginning to end.
 LONG_RUNS = {
@@ -61,11 +61,11 @@ LONG_RUNS = {
     "generation/test_continuous.py",
     "generation/test_opponents.py",
     "rewards/test_in_training.py",
-    "test_callbacks.py",
-    "test_drop_in.py",
-    "test_one_base.py",
-    "test_search.py",
-    "test_trainer_arguments.py",
+    "training/test_callbacks.py",
+    "compat/test_drop_in.py",
+    "models/test_one_base.py",
+    "training/test_search.py",
+    "training/test_trainer_arguments.py",
 }
 # Tests whose cases show one thing many times, and how many of them `make check` runs: `make test` runs all.
 CASES_IN_CHECK = {
@@ -81,17 +81,17 @@ CASES_IN_CHECK = {
     "faults/test_output_dir.py::test_without_a_legible_note_it_is_the_newest_checkpoints_run": 2,
     "faults/test_something_else.py::test_a_change_is_said_with_what_is_in_force": 3,
     "faults/test_something_else.py::test_what_cannot_go_on_is_refused": 2,
-    "generation/test_engine.py::test_what_is_stored_with_the_model_changes_nothing": 1,
+    "generation/test_transformers_engine.py::test_what_is_stored_with_the_model_changes_nothing": 1,
     "models/test_reference.py::test_kl_starts_at_zero_and_the_reference_stays_while_the_policy_moves": 1,
     "test_first_update.py::test_gradients_of_the_whole_loss_equal_finite_differences": 1,
     "test_first_update.py::test_ratio_starts_at_one_and_kl_at_zero": 3,
     "test_first_update.py::test_samples_and_numbers_are_those_of_the_plain_setup": 2,
     "test_first_update.py::test_the_first_update_equals_numpy": 4,
-    "test_micro_batches.py::test_optimizer_steps_are_epochs_times_mini_batches": 4,
-    "test_resume.py::test_resumed_run_equals_one_that_never_stopped": 2,
-    "test_resume.py::test_run_stopped_by_a_callback_goes_on_where_it_stopped": 1,
-    "test_train_data_forms.py::test_reward_functions_get_the_columns_of_the_very_row": 1,
-    "test_train_data_forms.py::test_the_form_of_the_prompts_changes_nothing": 2,
+    "data/test_micro_batches.py::test_optimizer_steps_are_epochs_times_mini_batches": 4,
+    "training/test_resume.py::test_resumed_run_equals_one_that_never_stopped": 2,
+    "training/test_resume.py::test_run_stopped_by_a_callback_goes_on_where_it_stopped": 1,
+    "data/test_train_data_forms.py::test_reward_functions_get_the_columns_of_the_very_row": 1,
+    "data/test_train_data_forms.py::test_the_form_of_the_prompts_changes_nothing": 2,
 }
 
 

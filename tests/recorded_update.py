@@ -20,9 +20,11 @@ from numpy.testing import assert_allclose
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.batch import Experience, Prompts, Rollout
-from rlhf_ppo.data import PromptCollator
-from rlhf_ppo.generation import engine
+from rlhf_ppo.data.datasets import PromptCollator
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.generation import transformers_engine as engine
 from tests import oracles
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.oracles import Episode, Estimates, Llama, Settings, Step

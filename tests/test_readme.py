@@ -22,9 +22,9 @@ from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.cli.estimate import EstimateArguments
 from rlhf_ppo.cli.evaluate import EvalArguments
 from rlhf_ppo.cli.llm import LLMCommand
-from rlhf_ppo.cli.params import LLMTrainingParams
 from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.sources import PPOScriptArguments
+from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 

@@ -15,12 +15,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_ppo.forecast import MEMORY_NOT_COUNTED
-from rlhf_ppo.models.counting import PassCost, stored_bytes
-from rlhf_ppo.models.inputs import backbone
+from rlhf_ppo.estimate import update as estimates
+from rlhf_ppo.estimate.counting import PassCost, stored_bytes
+from rlhf_ppo.estimate.run import MEMORY_NOT_COUNTED
+from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_update
 from rlhf_ppo.models.modes import as_in_learning
-from rlhf_ppo.reporting import estimate as estimates
-from rlhf_ppo.reporting.estimate import Estimate, Sharding, Workload, estimate_update
+from rlhf_ppo.models.unwrapping import backbone
 
 PAGE = Path(__file__).parents[1] / "memory.md"
 SIZES = {  # of Qwen2.5 0.5B, Llama 3.2 1B and 3B, Llama 3.1 8B

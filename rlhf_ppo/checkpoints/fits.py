@@ -16,8 +16,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlhf_ppo.checkpoints.progress import Progress
 from rlhf_ppo.checkpoints.record import load_record
 from rlhf_ppo.models.adapters import adapter_directory
-from rlhf_ppo.models.inputs import is_peft_model
-from rlhf_ppo.reproducibility import rng_kept
+from rlhf_ppo.models.unwrapping import is_peft_model
+from rlhf_ppo.processes.random_numbers import rng_kept
 
 
 @contextmanager

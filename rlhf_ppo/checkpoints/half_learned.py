@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_ppo.batch import Experience
-from rlhf_ppo.validation import check_type
+from rlhf_ppo.config.validation import check_type
+from rlhf_ppo.data.experience import Experience
 
 _EXPERIENCE, _SUMS, _VALUES = "experience.", "sums", "values"
 

@@ -15,7 +15,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
-from rlhf_ppo.validation import Interval, check_range, check_type
+from rlhf_ppo.config.validation import Interval, check_range, check_type
 
 PROGRESS_NAME = "ppo_state.json"
 _COUNT = Interval(0, math.inf)

@@ -18,8 +18,8 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
-from rlhf_ppo.redaction import is_secret
-from rlhf_ppo.reproducibility import isolated_rng
+from rlhf_ppo.config.redaction import is_secret
+from rlhf_ppo.processes.random_numbers import isolated_rng
 
 RECORD_NAME = "ppo_arguments.json"
 

@@ -16,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
 from rlhf_ppo.checkpoints.manifest import MANIFEST_NAME
-from rlhf_ppo.validation import check_type
+from rlhf_ppo.config.validation import check_type
 
 RUN_NAME = "ppo_run.json"
 _DELETED = "deleted-"

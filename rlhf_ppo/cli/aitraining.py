@@ -5,9 +5,9 @@ from __future__ import annotations
 from accelerate import PartialState
 from transformers import Trainer
 
-from rlhf_ppo.cli import mapping
 from rlhf_ppo.cli.jobs import build_trainer, make_job, print_job, run_job
-from rlhf_ppo.cli.params import LLMTrainingParams
+from rlhf_ppo.compat import mapping
+from rlhf_ppo.compat.params import LLMTrainingParams
 
 __all__ = ["AutoTrainProject", "LLMTrainingParams"]
 

@@ -25,11 +25,11 @@ from rlhf_ppo.cli.training import (
 )
 from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.forecast import estimate_run, half_dtype, learns_in_turn
-from rlhf_ppo.given import check_output_dir
-from rlhf_ppo.inherited_values import check_inherited, check_numbers
-from rlhf_ppo.reporting.estimate import Estimate
+from rlhf_ppo.config.inherited_values import check_inherited, check_numbers
+from rlhf_ppo.estimate.run import estimate_run, half_dtype, learns_in_turn
+from rlhf_ppo.estimate.update import Estimate
 from rlhf_ppo.trainer import PPOTrainer
+from rlhf_ppo.training.checks import check_output_dir
 
 
 def train(argv: Sequence[str] | None = None) -> PPOTrainer:

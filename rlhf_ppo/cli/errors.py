@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from rlhf_ppo.redaction import shown_addresses
+from rlhf_ppo.config.redaction import shown_addresses
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -19,17 +19,17 @@ from trl.trainer.model_config import ModelConfig
 from trl.trainer.utils import get_peft_config
 from yaml import YAMLError
 
-from rlhf_ppo.assembly import prepare_checked
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.forecast import MEMORY_NOT_COUNTED, NOT_COUNTED, half_dtype, mean_prompt_length, rate, size
+from rlhf_ppo.config.validation import Interval, check_range
+from rlhf_ppo.estimate.run import MEMORY_NOT_COUNTED, NOT_COUNTED, half_dtype, mean_prompt_length, rate, size
+from rlhf_ppo.estimate.update import Estimate, Sharding, measure_rates
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.positions import position_limit
-from rlhf_ppo.reporting.estimate import Estimate, Sharding, measure_rates
+from rlhf_ppo.models.vocabulary import vocabulary_of
 from rlhf_ppo.rewards.reading import shares_tokens, tokenizer_beside
-from rlhf_ppo.validation import Interval, check_range
-from rlhf_ppo.vocabulary import vocabulary_of
+from rlhf_ppo.training.construction import prepare_checked
 
 PURPOSES = {
     "weights": "policy and value model",

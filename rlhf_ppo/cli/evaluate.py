@@ -16,14 +16,14 @@ from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.sources import choose_split, load_splits
 from rlhf_ppo.cli.training import load_tokenizer
 from rlhf_ppo.config import RANGES
+from rlhf_ppo.config.validation import Interval, check_range
+from rlhf_ppo.data.encoding import PromptEncoder
 from rlhf_ppo.models.loading import load_pretrained
-from rlhf_ppo.prompts import PromptEncoder
 from rlhf_ppo.rewards.builtin import response_texts
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from rlhf_ppo.rewards.preference import PreferenceReward
 from rlhf_ppo.rewards.reading import Answer
 from rlhf_ppo.rewards.resolve import resolve_reward
-from rlhf_ppo.validation import Interval, check_range
 
 
 @dataclass

@@ -15,19 +15,19 @@ from transformers import Trainer, TrainingArguments
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.checkpoints.run import check_start, finished_in, wanted_checkpoint
-from rlhf_ppo.cli import mapping
-from rlhf_ppo.cli.params import LLMTrainingParams
 from rlhf_ppo.cli.rows import fill_update, load_rows, settle_warmup
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import ppo_trainer, reward_trainer, sft_trainer, train_and_save
 from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
+from rlhf_ppo.compat import mapping
+from rlhf_ppo.compat.environments import REWARD_MODEL, make_environment
+from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.given import check_output_dir
-from rlhf_ppo.redaction import shown
+from rlhf_ppo.config.redaction import shown
 from rlhf_ppo.rewards.builtin import Custom
-from rlhf_ppo.rewards.environments import REWARD_MODEL, make_environment
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.resolve import resolve_reward
+from rlhf_ppo.training.checks import check_output_dir
 
 JUDGES = {"judge", "preference_model", "human_feedback_fn"}
 """Where a preference environment's config names its judge; without one it is the reward model."""

@@ -9,9 +9,9 @@ from transformers import Trainer
 
 from rlhf_ppo.cli.aitraining import AutoTrainProject
 from rlhf_ppo.cli.errors import user_errors
-from rlhf_ppo.cli.params import LLMTrainingParams
 from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.training import running
+from rlhf_ppo.compat.params import LLMTrainingParams
 
 
 @dataclass

@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from rlhf_ppo.cli.errors import fail
-from rlhf_ppo.redaction import hide_in
+from rlhf_ppo.config.redaction import hide_in
 
 COMMANDS = {
     "llm": ("rlhf_ppo.cli.llm", "AITraining's command line: --train --trainer ppo|reward|sft ..."),

@@ -9,9 +9,9 @@ import yaml
 from trl.scripts.utils import TrlParser
 
 from rlhf_ppo.cli.errors import CommandParser, left_over
-from rlhf_ppo.inherited_arguments import reject_removed
-from rlhf_ppo.redaction import hide_in
-from rlhf_ppo.validation import check_json_file
+from rlhf_ppo.config.inherited import reject_removed
+from rlhf_ppo.config.redaction import hide_in
+from rlhf_ppo.config.validation import check_json_file
 
 
 class PPOArgumentParser(CommandParser, TrlParser):

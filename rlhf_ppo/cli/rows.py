@@ -7,8 +7,8 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from rlhf_ppo.cli.params import LLMTrainingParams
 from rlhf_ppo.cli.sources import choose_split, load_splits
+from rlhf_ppo.compat.params import LLMTrainingParams
 
 logger = logging.get_logger(__name__)
 

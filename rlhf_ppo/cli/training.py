@@ -36,9 +36,9 @@ from rlhf_ppo.cli.trackers import settle_trackers
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.loading import load_classifier, load_pretrained
+from rlhf_ppo.processes.signals import say
 from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.rewards.waiting import RewardTimeoutError
-from rlhf_ppo.termination import say
 from rlhf_ppo.trainer import PPOTrainer
 
 logger = logging.get_logger(__name__)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
 
-from rlhf_ppo.precision import default_bf16
-from rlhf_ppo.redaction import HidesSecrets
+from rlhf_ppo.config.precision import default_bf16
+from rlhf_ppo.config.redaction import HidesSecrets
 
 
 @dataclass(repr=False)

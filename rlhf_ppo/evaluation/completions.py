@@ -19,7 +19,8 @@ from rlhf_ppo.reporting.results import SAMPLES_DIR
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
 
-    from rlhf_ppo.batch import Prompts, Responses
+    from rlhf_ppo.data.prompts import Prompts
+    from rlhf_ppo.data.rollout import Responses
     from rlhf_ppo.rewards.scorer import Scores
 
 

@@ -11,15 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_flash_attention_utils import is_flash_attn_available
 from transformers.utils.import_utils import is_kernels_available
 
-from rlhf_ppo.distributed import gather_over_ranks, is_fsdp, product_dtype, zero_stage
 from rlhf_ppo.generation.continuous import ContinuousEngine
-from rlhf_ppo.generation.engine import TransformersEngine
 from rlhf_ppo.generation.opponents import Opponents
-from rlhf_ppo.generation.sampled import GenerationEngine
+from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.stopping import StopStrings
+from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.generation.trying import generation_needs
 from rlhf_ppo.generation.vllm import start_vllm
-from rlhf_ppo.models.inputs import is_sharded
+from rlhf_ppo.models.sharded import is_sharded
+from rlhf_ppo.processes.collectives import gather_over_ranks
+from rlhf_ppo.processes.engines import is_fsdp, product_dtype, zero_stage
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig

@@ -15,13 +15,13 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from rlhf_ppo.batch import Prompts
+from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.hiding import own_generation_config_hidden
 from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
-from rlhf_ppo.generation.sampled import Sampled, prompt_rows, stack_rows
+from rlhf_ppo.generation.protocol import Sampled, prompt_rows, stack_rows
 from rlhf_ppo.models.modes import in_eval_mode
 from rlhf_ppo.models.packing import unpacked
-from rlhf_ppo.termination import give_up_if_stopped
+from rlhf_ppo.processes.signals import give_up_if_stopped
 
 _MAX_PREFILL_TOKENS = 512
 """Prompt tokens read in one pass; longer prompts are read in several. The attention mask grows with it."""

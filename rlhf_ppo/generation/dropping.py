@@ -14,7 +14,7 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingC
 from rlhf_ppo.generation.inversion import by_inversion
 from rlhf_ppo.generation.nonfinite import ChecksLogits
 from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
-from rlhf_ppo.termination import give_up_if_stopped, give_up_together
+from rlhf_ppo.processes.signals import give_up_if_stopped, give_up_together
 
 SHARE_LEFT = 0.75
 """Share of a batch's rows that must still be unfinished for it to go on as it is."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 from transformers import GenerationConfig
 
-from rlhf_ppo.models.inputs import transformers_model
+from rlhf_ppo.models.unwrapping import transformers_model
 
 
 @contextmanager

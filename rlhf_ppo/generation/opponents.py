@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_ppo.batch import Prompts, Responses
-from rlhf_ppo.reproducibility import isolated_rng, upcoming_seed
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.processes.random_numbers import isolated_rng, upcoming_seed
 from rlhf_ppo.rewards.preference import OPPONENT_COLUMNS, opponent_of
 
 

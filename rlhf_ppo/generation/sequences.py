@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_ppo.batch import Prompts, Responses
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation.stopping import StopStrings
 
 

@@ -18,10 +18,11 @@ from rlhf_ppo.generation.cache import roomy_cache
 from rlhf_ppo.generation.dropping import rows_of_cache
 from rlhf_ppo.generation.hiding import own_generation_config_hidden
 from rlhf_ppo.models.consistency import deviation, rounding
-from rlhf_ppo.models.inputs import hidden_states, text_config, transformers_model
 from rlhf_ppo.models.logprobs import logits
 from rlhf_ppo.models.modes import in_eval_mode
-from rlhf_ppo.reproducibility import rng_kept
+from rlhf_ppo.models.passes import hidden_states
+from rlhf_ppo.models.unwrapping import text_config, transformers_model
+from rlhf_ppo.processes.random_numbers import rng_kept
 
 _PROMPTS = (3, 7)
 """Tokens of the prompts; the shorter one is generated from alone and beside the longer one."""

@@ -12,13 +12,13 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from rlhf_ppo.batch import Prompts
+from rlhf_ppo.config.redaction import secrets_of, shown_address, shown_addresses, without
+from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
-from rlhf_ppo.generation.sampled import Sampled, prompt_rows, stack_rows
+from rlhf_ppo.generation.protocol import Sampled, prompt_rows, stack_rows
 from rlhf_ppo.models.adapters import base_kept
-from rlhf_ppo.redaction import secrets_of, shown_address, shown_addresses, without
-from rlhf_ppo.reproducibility import isolated_rng
-from rlhf_ppo.termination import may_be_given_up
+from rlhf_ppo.processes.random_numbers import isolated_rng
+from rlhf_ppo.processes.signals import may_be_given_up
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig

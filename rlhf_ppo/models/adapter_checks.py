@@ -10,8 +10,9 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 
-from rlhf_ppo.models.inputs import is_peft_model, is_sharded, probe_ids, transformers_model
 from rlhf_ppo.models.modes import in_eval_mode
+from rlhf_ppo.models.sharded import is_sharded
+from rlhf_ppo.models.unwrapping import is_peft_model, probe_ids, transformers_model
 
 logger = get_logger(__name__)
 

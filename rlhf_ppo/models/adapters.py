@@ -20,7 +20,9 @@ from rlhf_ppo.models.adapter_checks import (
     probe_tokens,
 )
 from rlhf_ppo.models.heads import scalar_head
-from rlhf_ppo.models.inputs import backbone, hidden_states, is_peft_model, is_sharded, probe_ids, transformers_model
+from rlhf_ppo.models.passes import hidden_states
+from rlhf_ppo.models.sharded import is_sharded
+from rlhf_ppo.models.unwrapping import backbone, is_peft_model, probe_ids, transformers_model
 
 
 def is_adapter_directory(path: str | os.PathLike[str]) -> bool:

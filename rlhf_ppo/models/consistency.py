@@ -13,9 +13,11 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from rlhf_ppo.models.inputs import backbone, is_sharded, run_padded, text_config, transformers_model
 from rlhf_ppo.models.modes import as_in_learning, in_eval_mode
-from rlhf_ppo.reproducibility import rng_kept
+from rlhf_ppo.models.passes import run_padded
+from rlhf_ppo.models.sharded import is_sharded
+from rlhf_ppo.models.unwrapping import backbone, text_config, transformers_model
+from rlhf_ppo.processes.random_numbers import rng_kept
 
 logger = get_logger(__name__)
 

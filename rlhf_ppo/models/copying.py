@@ -8,7 +8,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from rlhf_ppo.models.inputs import gathered, is_sharded, transformers_model
+from rlhf_ppo.models.sharded import gathered, is_sharded
+from rlhf_ppo.models.unwrapping import transformers_model
 
 
 def copy_model(model: nn.Module) -> nn.Module:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rlhf_ppo.models.inputs import no_split_modules, transformers_model
 from rlhf_ppo.models.packing import pack_rows
+from rlhf_ppo.models.unwrapping import no_split_modules, transformers_model
 
 
 class Offload:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rlhf_ppo.models.inputs import is_zero_hook
+from rlhf_ppo.models.sharded import is_zero_hook
 from rlhf_ppo.models.stored_linear import StoredLinear
 
 T = TypeVar("T")

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf_ppo.data.places import Places
 from rlhf_ppo.models.consistency import probe_rows, rounding
 from rlhf_ppo.models.frozen import Frozen
-from rlhf_ppo.models.inputs import backbone, hidden_states, is_sharded, probe_ids, text_config, transformers_model
 from rlhf_ppo.models.modes import in_eval_mode
-from rlhf_ppo.places import Places
-from rlhf_ppo.reproducibility import rng_kept
+from rlhf_ppo.models.passes import hidden_states
+from rlhf_ppo.models.sharded import is_sharded
+from rlhf_ppo.models.unwrapping import backbone, probe_ids, text_config, transformers_model
+from rlhf_ppo.processes.random_numbers import rng_kept
 
 
 class FrozenScorer(Frozen):

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rlhf_ppo.models.inputs import backbone, gathered, is_sharded, probe_ids, transformers_model
 from rlhf_ppo.models.modes import in_eval_mode
+from rlhf_ppo.models.sharded import gathered, is_sharded
+from rlhf_ppo.models.unwrapping import backbone, probe_ids, transformers_model
 
 
 def num_labels(model: nn.Module) -> int:

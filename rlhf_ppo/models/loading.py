@@ -16,15 +16,10 @@ from rlhf_ppo.models.adapter_checks import adapter_kind
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory, load_adapter
 from rlhf_ppo.models.copying import copy_model, copy_weights
 from rlhf_ppo.models.heads import check_one_label, reads_last_token, scalar_head
-from rlhf_ppo.models.inputs import (
-    backbone,
-    gathered,
-    is_peft_model,
-    is_sharded,
-    transformers_model,
-)
 from rlhf_ppo.models.labels import keep_label, label_index, num_labels
 from rlhf_ppo.models.packing import pack_rows
+from rlhf_ppo.models.sharded import gathered, is_sharded
+from rlhf_ppo.models.unwrapping import backbone, is_peft_model, transformers_model
 
 
 def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.Module:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rlhf_ppo.data.places import Places
 from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
 from rlhf_ppo.models.head_factors import head_layers
-from rlhf_ppo.models.inputs import hidden_states, is_managed, is_sharded, probe_ids, text_config, transformers_model
 from rlhf_ppo.models.modes import in_eval_mode
-from rlhf_ppo.places import Places
+from rlhf_ppo.models.passes import hidden_states
+from rlhf_ppo.models.sharded import is_managed, is_sharded
+from rlhf_ppo.models.unwrapping import probe_ids, text_config, transformers_model
 
 MAX_CHUNK_ELEMENTS, MAX_CHUNK_ELEMENTS_ON_GPU = 2**24, 2**27
 """Logits computed at once, tokens x vocabulary: 64 and 512 MiB in float32. Each chunk reads the head's weight, and in

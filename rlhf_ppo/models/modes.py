@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf_ppo.models.inputs import transformers_model
+from rlhf_ppo.models.unwrapping import transformers_model
 
 _CHECKPOINT = "_gradient_checkpointing_func"
 """Where transformers keeps the function that recomputes a module's activations."""

@@ -15,17 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhf_ppo.models.inputs import (
-    PACKS,
-    PROOF,
-    backbone,
-    is_sharded,
-    run_packed,
-    run_padded,
-    transformers_model,
-    uses_flash_attention,
-)
 from rlhf_ppo.models.modes import in_eval_mode
+from rlhf_ppo.models.passes import PACKS, PROOF, run_packed, run_padded, uses_flash_attention
+from rlhf_ppo.models.sharded import is_sharded
+from rlhf_ppo.models.unwrapping import backbone, transformers_model
 from rlhf_ppo.models.varlen import attend_varlen
 
 PACKED = "packed_sdpa"

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from rlhf_ppo.data.places import Places
 from rlhf_ppo.models.heads import token_values
-from rlhf_ppo.models.inputs import backbone, no_split_modules, packs_rows, transformers_model
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 from rlhf_ppo.models.modes import recompute_in_eval_mode, set_learning
-from rlhf_ppo.places import Places
+from rlhf_ppo.models.passes import packs_rows
+from rlhf_ppo.models.unwrapping import backbone, no_split_modules, transformers_model
 
 
 class PolicyAndValueOutput(NamedTuple):

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-from rlhf_ppo.models.inputs import text_config, transformers_model
-
-
-class PositionLimit(NamedTuple):
-    """A longest sequence.
-
-    Attributes:
-        tokens: Number of tokens.
-        reason: What sets the limit, for error messages.
-    """
-
-    tokens: int
-    reason: str
+from rlhf_ppo.data.lengths import PositionLimit, smallest
+from rlhf_ppo.models.unwrapping import text_config, transformers_model
 
 
 def position_limit(model: nn.Module) -> PositionLimit | None:
@@ -46,11 +35,6 @@ def positions(model: nn.Module) -> int | None:
     """Return the tokens of `position_limit`."""
     limit = position_limit(model)
     return None if limit is None else limit.tokens
-
-
-def smallest(limits: Iterable[PositionLimit | None]) -> PositionLimit | None:
-    """Return the limit with the fewest tokens, or None if there is none."""
-    return min((limit for limit in limits if limit is not None), key=lambda limit: limit.tokens, default=None)
 
 
 def _changing_ropes(config: Any) -> Iterable[tuple[str, int]]:

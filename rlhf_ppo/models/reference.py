@@ -13,14 +13,15 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 from trl.trainer.utils import use_adapter
 
+from rlhf_ppo.data.places import Places
 from rlhf_ppo.models.adapter_checks import adapter_kind, moved, probe, probe_tokens
 from rlhf_ppo.models.adapters import adapter_state
 from rlhf_ppo.models.copying import copy_model
 from rlhf_ppo.models.frozen import Frozen, at_work
-from rlhf_ppo.models.inputs import is_peft_model, is_sharded
 from rlhf_ppo.models.loading import low_precision_parameters
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
-from rlhf_ppo.places import Places
+from rlhf_ppo.models.sharded import is_sharded
+from rlhf_ppo.models.unwrapping import is_peft_model
 
 logger = get_logger(__name__)
 

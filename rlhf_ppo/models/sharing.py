@@ -16,8 +16,8 @@ from torch import nn
 from rlhf_ppo.models.adapter_checks import adapter_kind
 from rlhf_ppo.models.adapters import add_value_adapter, copy_adapter
 from rlhf_ppo.models.heads import scalar_head
-from rlhf_ppo.models.inputs import backbone, is_peft_model, transformers_model
 from rlhf_ppo.models.loading import empty_classifier
+from rlhf_ppo.models.unwrapping import backbone, is_peft_model, transformers_model
 
 
 def value_model_over(policy: nn.Module, value_model: nn.Module | None, peft_config: Any) -> nn.Module:

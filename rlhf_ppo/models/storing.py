@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from rlhf_ppo.models.frozen import Frozen
 from rlhf_ppo.models.heads import FrozenScorer, scalar_head
-from rlhf_ppo.models.inputs import is_peft_model, transformers_model
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.stored_linear import StoredLinear
+from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 
 logger = get_logger(__name__)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl
 from rlhf_ppo.algorithm.masked import ReduceSum
-from rlhf_ppo.batch import Experience, Rollout
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 
 logger = get_logger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from rlhf_ppo.redaction import shown_addresses
+from rlhf_ppo.config.redaction import shown_addresses
 
 TAGS = ("rlhf_ppo", "ppo")
 """The tags of every card."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhf_ppo.models.inputs import is_peft_model, transformers_model
+from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.model_card import FinalMetrics, hyperparameters, installed_versions, model_card
 
 

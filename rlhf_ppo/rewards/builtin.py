@@ -26,7 +26,7 @@ from typing import Any, ClassVar, cast
 
 from transformers.utils import logging
 
-from rlhf_ppo.redaction import shown
+from rlhf_ppo.config.redaction import shown
 from rlhf_ppo.rewards import answers
 from rlhf_ppo.rewards.reading import Answer
 

@@ -27,9 +27,9 @@ from typing import Any
 
 from transformers.utils import logging
 
-from rlhf_ppo.redaction import secrets_of, shown_address, shown_addresses, without
+from rlhf_ppo.config.redaction import secrets_of, shown_address, shown_addresses, without
+from rlhf_ppo.config.validation import Interval, check_range, check_type
 from rlhf_ppo.rewards.posting import TooLargeError, post
-from rlhf_ppo.validation import Interval, check_range, check_type
 
 logger = logging.get_logger(__name__)
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from rlhf_ppo.prompts import is_conversation
+from rlhf_ppo.data.encoding import is_conversation
+from rlhf_ppo.processes.signals import Stopped, is_main_thread_interruptible, may_be_given_up
 from rlhf_ppo.rewards.reading import answers_of
 from rlhf_ppo.rewards.returned import check_scores
 from rlhf_ppo.rewards.scorer import Refuse, ScoringBatch, refuse_by_raising
@@ -28,7 +29,6 @@ from rlhf_ppo.rewards.waiting import (
     leave_event_loop,
     on_event_loop,
 )
-from rlhf_ppo.termination import Stopped, is_main_thread_interruptible, may_be_given_up
 
 # The trainer's own arguments, which would take the place of columns of their names.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "policy_answers")

@@ -12,10 +12,10 @@ from typing import Any, Protocol, cast
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, TrainerState
 
+from rlhf_ppo.data.encoding import is_conversation
 from rlhf_ppo.models.heads import FrozenScorer, check_classifier
 from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.models.positions import positions
-from rlhf_ppo.prompts import is_conversation
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TrlReward
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.functions import (

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rlhf_ppo.data.encoding import is_conversation
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
-from rlhf_ppo.prompts import is_conversation
 from rlhf_ppo.rewards.scorer import ScoringBatch
 
 

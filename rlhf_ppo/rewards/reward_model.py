@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_ppo.batch import pad_right
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.rollout import pad_right
 from rlhf_ppo.models.frozen import at_work
-from rlhf_ppo.models.inputs import transformers_model
 from rlhf_ppo.models.loading import load_reward_model
+from rlhf_ppo.models.unwrapping import transformers_model
 from rlhf_ppo.rewards.reading import Answer, answers_of, reward_model_ids, shares_tokens, tokenizer_beside
 from rlhf_ppo.rewards.scorer import MAX_SCORE, Refuse, ScoringBatch, refuse_by_raising
 

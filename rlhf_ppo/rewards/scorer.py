@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rlhf_ppo.batch import Prompts, Responses
-from rlhf_ppo.termination import may_be_given_up
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.processes.signals import may_be_given_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_ppo.redaction import shown
+from rlhf_ppo.config.redaction import shown
 
 _CALL = re.compile(r"(?P<place>[^()]+)\((?P<settings>.*)\)\s*", re.DOTALL)
 _WORDS = {"true": True, "false": False, "null": None}

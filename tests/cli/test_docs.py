@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_ppo.cli.main import main
-from rlhf_ppo.cli.params import UNAVAILABLE, LLMTrainingParams
+from rlhf_ppo.compat.params import UNAVAILABLE, LLMTrainingParams
 from tests.conftest import make_tokenizer, tiny_policy
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()

@@ -12,9 +12,9 @@ import pytest
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import commands, main
 from rlhf_ppo.cli.estimate import Devices, EstimateArguments, devices_of
-from rlhf_ppo.forecast import size
-from rlhf_ppo.models.counting import gathered_bytes
-from rlhf_ppo.reporting.estimate import Estimate, Sharding
+from rlhf_ppo.estimate.counting import gathered_bytes
+from rlhf_ppo.estimate.run import size
+from rlhf_ppo.estimate.update import Estimate, Sharding
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
@@ -45,7 +45,7 @@ def estimate(*options: str) -> Estimate:
 def starting_line(monkeypatch: pytest.MonkeyPatch, capsys: Any, *options: str) -> dict[str, str]:
     """The figures that the same run prints before it trains."""
     monkeypatch.setattr(commands, "train_and_save", lambda *_, **__: None)
-    monkeypatch.setattr("rlhf_ppo.forecast.measure_rates", lambda *_: (1e6, 1e6))
+    monkeypatch.setattr("rlhf_ppo.estimate.run.measure_rates", lambda *_: (1e6, 1e6))
     commands.train([*OPTIONS, *options])
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Estimated per device")]
     peak, parts = re.findall(r"device: (.*?) of memory \((.*?)\)", line)[0]

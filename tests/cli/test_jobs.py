@@ -15,10 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.cli import jobs, mapping
+from rlhf_ppo.cli import jobs
 from rlhf_ppo.cli.aitraining import AutoTrainProject
 from rlhf_ppo.cli.llm import llm
-from rlhf_ppo.cli.params import LLMTrainingParams
+from rlhf_ppo.compat import mapping
+from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.rewards.scorer import ScoringBatch
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 

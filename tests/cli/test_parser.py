@@ -8,7 +8,7 @@ from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.inherited_arguments import REMOVED
+from rlhf_ppo.config.inherited import REMOVED
 
 DOCUMENTED = """
     --dataset_name trl-internal-testing/descriptiveness-sentiment-trl-style --dataset_train_split descriptiveness

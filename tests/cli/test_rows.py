@@ -10,8 +10,8 @@ import pytest
 from datasets import Dataset
 
 from rlhf_ppo.cli import rows
-from rlhf_ppo.cli.params import LLMTrainingParams
 from rlhf_ppo.cli.rows import fill_update, load_rows, settle_warmup, wanted_columns
+from rlhf_ppo.compat.params import LLMTrainingParams
 
 
 def params(trainer: str, **given: object) -> LLMTrainingParams:

@@ -19,13 +19,15 @@ from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
-from rlhf_ppo import PPOConfig, PPOTrainer, learning
-from rlhf_ppo.batch import Prompts, Responses
-from rlhf_ppo.distributed import on_whole_policy
+from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation import dropping
 from rlhf_ppo.generation.sequences import join_responses
 from rlhf_ppo.models import logprobs
 from rlhf_ppo.rewards.preference import PreferenceReward
+from rlhf_ppo.training import learning
+from rlhf_ppo.training.sharding import on_whole_policy
 from tests import conftest
 from tests.runs import record_rollouts
 

@@ -17,9 +17,10 @@ from unittest.mock import patch
 import torch
 from accelerate import PartialState
 
-from rlhf_ppo import PPOTrainer, saving
+from rlhf_ppo import PPOTrainer
 from rlhf_ppo.checkpoints.manifest import write_manifest
-from rlhf_ppo.streams import Streams
+from rlhf_ppo.processes.streams import Streams
+from rlhf_ppo.training import saving
 from tests import conftest
 from tests.distributed.scenarios import make_trainer, train_with_checkpoints
 

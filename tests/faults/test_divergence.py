@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.divergence import MAX_SKIPPED_IN_A_ROW, DivergenceError
 from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
 from rlhf_ppo.rewards.scorer import MAX_SCORE
+from rlhf_ppo.training.divergence import MAX_SKIPPED_IN_A_ROW, DivergenceError
 from tests.conftest import count_w4, prompt_rows, tiny_scorer
 from tests.runs import QUICK, assert_identical, die_and_resume, end_of_run, parameters
 

@@ -20,11 +20,12 @@ from safetensors.torch import save_file
 from torch.nn import functional
 from transformers import TrainerCallback
 
-from rlhf_ppo import PPOTrainer, saving
-from rlhf_ppo.batch import Experience
+from rlhf_ppo import PPOTrainer
 from rlhf_ppo.checkpoints import last_whole_checkpoint, what_is_missing
 from rlhf_ppo.checkpoints.manifest import write_manifest
-from rlhf_ppo.termination import BetweenMicroBatches, RunStopped
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.processes.signals import BetweenMicroBatches, RunStopped
+from rlhf_ppo.training import saving
 from tests.faults import conftest
 from tests.faults.conftest import make_saving
 from tests.runs import assert_identical, end_of_run

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from rlhf_ppo import relaying
-from rlhf_ppo.termination import EndsOnSignals, Stopped, give_up_together, may_be_given_up
+from rlhf_ppo.processes import relaying
+from rlhf_ppo.processes.signals import EndsOnSignals, Stopped, give_up_together, may_be_given_up
 
 
 @pytest.fixture

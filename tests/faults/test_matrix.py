@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[2]
 FAULTS = "tests/faults/"
 DAMAGE, DIVERGENCE, OUTPUT_DIR = (f"{FAULTS}test_{name}.py::" for name in ("damage", "divergence", "output_dir"))
 OTHERS, TWO, KILL = (f"{FAULTS}test_{name}.py::" for name in ("something_else", "two_processes", "kill"))
-CHECKPOINTS, RESUME = "tests/test_checkpoints.py::", "tests/distributed/test_resume.py::"
+CHECKPOINTS, RESUME = "tests/training/test_checkpoints.py::", "tests/distributed/test_resume.py::"
 FUNCTIONS, SERVERS, SIGNALS = (f"{FAULTS}test_{name}.py::" for name in ("odd_functions", "odd_servers", "signals"))
 DISK = f"{FAULTS}test_full_disk.py::"
-WRONG, BAD = f"{FAULTS}test_wrong_inputs.py::", "tests/test_bad_input.py::"
-ARGUMENTS = "tests/test_trainer_arguments.py::"
+WRONG, BAD = f"{FAULTS}test_wrong_inputs.py::", "tests/training/test_bad_input.py::"
+ARGUMENTS = "tests/training/test_trainer_arguments.py::"
 
 MATRIX: dict[str, tuple[str, str]] = {
     "kill": (

@@ -13,8 +13,8 @@ from rlhf_ppo.generation import cache as caching
 from rlhf_ppo.generation.cache import RoomyLayer, RoomySlidingLayer, roomy_cache
 from rlhf_ppo.generation.dropping import generate_dropping
 from rlhf_ppo.generation.trying import cache_maker
-from tests.architectures import tiny_model
 from tests.generation.test_dropping import given_rows, greedy, model_of
+from tests.models.architectures import tiny_model
 
 LAYERS = {"all": (DynamicLayer, RoomyLayer, ()), "window": (DynamicSlidingWindowLayer, RoomySlidingLayer, (5,))}
 

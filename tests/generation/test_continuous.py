@@ -15,12 +15,12 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.batch import Prompts
+from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine, cache_for
-from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
-from rlhf_ppo.generation.sampled import Sampled
+from rlhf_ppo.generation.protocol import Sampled
+from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses, sampling_config
 from tests.conftest import tiny_policy
-from tests.generation.test_engine import prompts, scripted_policy
+from tests.generation.test_transformers_engine import prompts, scripted_policy
 
 MakeArgs = Callable[..., PPOConfig]
 

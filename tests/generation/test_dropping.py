@@ -16,7 +16,7 @@ from rlhf_ppo.generation.dropping import generate_dropping
 from rlhf_ppo.generation.sequences import response_mask
 from rlhf_ppo.generation.stopping import StopStrings
 from tests.conftest import make_tokenizer, tiny_policy
-from tests.generation.test_engine import prompts, scripted_policy
+from tests.generation.test_transformers_engine import prompts, scripted_policy
 
 STOP, NUM_TOKENS = 1, 24
 ARCHITECTURES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.reproducibility import upcoming_seed
+from rlhf_ppo.processes.random_numbers import upcoming_seed
 from rlhf_ppo.rewards.preference import OPPONENT_COLUMNS, PreferenceReward
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
 from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run

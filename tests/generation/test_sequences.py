@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_ppo.batch import Prompts
+from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.sequences import contains_token, join_responses, response_mask, truncate_response
 
 PAD = 99

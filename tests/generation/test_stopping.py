@@ -15,11 +15,11 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.generation import dropping
-from rlhf_ppo.generation.engine import greedy_config, sample_responses, sampling_config
 from rlhf_ppo.generation.sequences import ended, join_responses
 from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
+from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses, sampling_config
 from tests.conftest import make_tokenizer, tiny_policy
-from tests.generation.test_engine import count_calls, prompts, scripted_policy
+from tests.generation.test_transformers_engine import count_calls, prompts, scripted_policy
 from tests.runs import record_rollouts
 
 MakeArgs = Callable[..., PPOConfig]

@@ -9,13 +9,13 @@ import torch
 import transformers
 from packaging.version import Version
 
-from rlhf_ppo.batch import Prompts
-from rlhf_ppo.generation.engine import call_sizes, greedy_config, sample_responses
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.generation.transformers_engine import call_sizes, greedy_config, sample_responses
 from rlhf_ppo.generation.trying import GenerationNeeds, generation_needs
-from rlhf_ppo.models.inputs import hidden_states
 from rlhf_ppo.models.logprobs import logits
-from tests.architectures import tiny_model
+from rlhf_ppo.models.passes import hidden_states
 from tests.conftest import tiny_policy
+from tests.models.architectures import tiny_model
 
 NEEDS = {
     "rwkv": GenerationNeeds(one_by_one=True),  # its cached state mixes up rows

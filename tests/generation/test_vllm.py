@@ -23,12 +23,13 @@ from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from rlhf_ppo import PPOConfig, engine_arguments
-from rlhf_ppo.generation.engine import greedy_config, sampling_config
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.config import engines as engine_arguments
+from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.generation.vllm import VLLMEngine, start_vllm
-from rlhf_ppo.termination import EndsOnSignals, Stopped
+from rlhf_ppo.processes.signals import EndsOnSignals, Stopped
 from tests.conftest import make_tokenizer, tiny_policy
-from tests.generation.test_engine import prompts
+from tests.generation.test_transformers_engine import prompts
 
 MakeArgs = Callable[..., PPOConfig]
 

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from rlhf_ppo.forecast import forecast
+from rlhf_ppo.estimate.run import forecast
 from tests.conftest import count_w4
 from tests.gpu.conftest import MakeTrainer, small_policy
 

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.rewards.environments import make_environment
+from rlhf_ppo.compat.environments import make_environment
 from tests.conftest import QUIET
 from tests.learning.test_stories import HELD_OUT_HEROES, HEROES, NUM_SEEDS, Vader, prompts
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlhf_ppo.models.consistency import check_consistent
-from tests.architectures import tiny_model
 from tests.conftest import tiny_policy
+from tests.models.architectures import tiny_model
 
 RECOMPUTING: Any = SimpleNamespace(gradient_checkpointing=True, gradient_checkpointing_kwargs=None)
 

@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-from rlhf_ppo.distributed import place_frozen
 from rlhf_ppo.models.frozen import Frozen, Offload, at_work
+from rlhf_ppo.training.sharding import place_frozen
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.runs import assert_identical, history, parameters
 
@@ -60,8 +60,8 @@ def test_weights_are_lent_for_the_time_of_a_context() -> None:
 
 @pytest.mark.parametrize(("device", "stays_home"), [("cuda", True), ("cpu", False)])
 def test_only_an_accelerator_borrows(device: str, stays_home: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_ppo.distributed.zero_stage", lambda _: None)
-    monkeypatch.setattr("rlhf_ppo.distributed.is_fsdp", lambda _: False)
+    monkeypatch.setattr("rlhf_ppo.processes.engines.zero_stage", lambda _: None)
+    monkeypatch.setattr("rlhf_ppo.processes.engines.is_fsdp", lambda _: False)
     accelerator: Any = SimpleNamespace(device=torch.device(device))
     placed = place_frozen(Frozen(tiny_scorer()), accelerator, offload=True)
     assert (placed.offload is not None) == stays_home

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_ppo.models.heads import check_one_label, last_token_score, reads_last_token, scalar_head, token_values
-from rlhf_ppo.models.inputs import hidden_states
 from rlhf_ppo.models.loading import load_scalar_model
+from rlhf_ppo.models.passes import hidden_states
 from tests import oracles
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.oracles import Llama

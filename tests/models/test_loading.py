@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from rlhf_ppo.models.heads import last_token_score, reads_last_token, token_values
-from rlhf_ppo.models.inputs import backbone, hidden_states
 from rlhf_ppo.models.loading import (
     check_value_model,
     load_policy,
@@ -30,7 +29,9 @@ from rlhf_ppo.models.loading import (
     make_value_model,
     prepare_trainable,
 )
+from rlhf_ppo.models.passes import hidden_states
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.unwrapping import backbone
 from tests.conftest import tiny_config, tiny_policy, tiny_scorer
 
 IDS = torch.arange(1, 31).view(3, 10)

@@ -9,11 +9,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from rlhf_ppo.models.inputs import hidden_states
 from rlhf_ppo.models.modes import as_in_learning, in_eval_mode
+from rlhf_ppo.models.passes import hidden_states
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from tests.architectures import tiny_model
 from tests.conftest import tiny_policy, tiny_scorer
+from tests.models.architectures import tiny_model
 
 RATES: dict[str, dict[str, Any]] = {
     "llama": {"attention_dropout": 0.5},

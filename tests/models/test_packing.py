@@ -21,11 +21,12 @@ from transformers import (
 )
 
 from rlhf_ppo.models import packing
-from rlhf_ppo.models.inputs import backbone, hidden_states, packs_rows, run_packed
 from rlhf_ppo.models.modes import recompute_in_eval_mode, set_learning
 from rlhf_ppo.models.packing import PACKED, pack_rows, packed_sdpa, unpacked
-from tests.architectures import tiny_model
+from rlhf_ppo.models.passes import hidden_states, packs_rows, run_packed
+from rlhf_ppo.models.unwrapping import backbone
 from tests.conftest import tiny_policy
+from tests.models.architectures import tiny_model
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
                          "intermediate_size": 24, "initializer_range": 0.3, "pad_token_id": 0}  # fmt: skip

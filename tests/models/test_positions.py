@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.models.inputs import hidden_states
+from rlhf_ppo.models.passes import hidden_states
 from rlhf_ppo.models.positions import position_limit, positions
-from tests.architectures import tiny_model
 from tests.conftest import tiny_policy, tiny_scorer
+from tests.models.architectures import tiny_model
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [4.0, 40.0], "rope_theta": 10000.0,
             "original_max_position_embeddings": 16}  # fmt: skip

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from rlhf_ppo.models import varlen
-from rlhf_ppo.models.inputs import hidden_states
 from rlhf_ppo.models.logprobs import response_logprobs
 from rlhf_ppo.models.packing import pack_rows
+from rlhf_ppo.models.passes import hidden_states
 from tests.models.test_packing import PACKING, ROWS, alone, gradients, model_of, padded
 
 CALLS: list[inspect.BoundArguments] = []

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.rewards.environments import make_environment
+from rlhf_ppo.compat.environments import make_environment
 from tests.conftest import QUIET, tiny_config, tiny_scorer
 from tests.runs import record_rollouts
 

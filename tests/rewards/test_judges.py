@@ -11,10 +11,11 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rlhf_ppo.batch import Prompts, Responses
 from rlhf_ppo.cli.evaluate import WinRate, evaluate
+from rlhf_ppo.compat.environments import make_environment
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.models.heads import FrozenScorer
-from rlhf_ppo.rewards.environments import make_environment
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.rewards.local_server import says, url

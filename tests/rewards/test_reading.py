@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.batch import Prompts, Responses
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.rewards import RewardModel, ScoringBatch
 from rlhf_ppo.rewards.reading import answers_of, reward_model_ids, shares_tokens, tokenizer_beside

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.batch import Rollout
-from rlhf_ppo.rewards.shaping import ScoreMoments, shape_scores, whole_scores
+from rlhf_ppo.algorithm.moments import ScoreMoments
+from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.rewards.shaping import shape_scores, whole_scores
 
 NAN = float("nan")
 

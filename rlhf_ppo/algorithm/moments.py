@@ -1,0 +1,57 @@
+"""Mean and spread of all scores of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ScoreMoments:
+    """Mean and spread of all scores of a run, updated batch by batch (Chan et al., 1979, *Updating formulae*).
+
+    Attributes:
+        count: Number of scores.
+        mean: Their mean.
+        squares: Sum of their squared distances from the mean.
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def including(self, scores: Tensor, reduce_sum: Callable[[Tensor], Tensor]) -> Self:
+        """Return the moments with a batch added.
+
+            d = mean_batch - mean        mean' = mean + d n_batch / n'        S' = S + S_batch + d^2 n n_batch / n'
+
+        Args:
+            scores: This rank's scores, `(N,)`; may be empty.
+            reduce_sum: Sums over all ranks, each of which makes the same call.
+        """
+        scores = scores.float()
+        sums = torch.stack((torch.tensor(float(len(scores)), device=scores.device), scores.sum()))
+        added, total = (float(value) for value in reduce_sum(sums))
+        if added == 0:
+            return self
+        mean, count = total / added, self.count + added
+        squares = float(reduce_sum((scores - mean).square().sum()))
+        distance = mean - self.mean
+        return dataclasses.replace(
+            self,
+            count=count,
+            mean=self.mean + distance * added / count,
+            squares=self.squares + squares + distance**2 * self.count * added / count,
+        )
+
+    @property
+    def std(self) -> float:
+        """Their unbiased standard deviation; 1 where there is none to divide by."""
+        deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+        return deviation if deviation > 0 else 1.0

@@ -1,0 +1,310 @@
+"""AITraining's `LLMTrainingParams`: every option of `aitraining llm`, with its name and default."""
+
+# HfArgumentParser reads the annotations, so they are not postponed.
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_type_hints
+
+from rlhf_ppo.config.redaction import shown
+from rlhf_ppo.config.validation import Interval, check_range, check_type
+
+TRAINERS = ("ppo", "reward", "sft")
+"""The trainers that are here."""
+
+ENVIRONMENTS = ("text_generation", "multi_objective", "preference_comparison")
+"""The values of `rl_env_type`."""
+
+_NOT_HERE = "Not available here: "
+_SWEEP = "search with PPOTrainer.hyperparameter_search (Optuna) from Python, as docs/usage.md shows"
+_TRL_DPO = "use TRL's DPOTrainer"
+_DISTILL = "use TRL's GKDTrainer"
+_CONVERT = "write the data set with the columns prompt, text, messages, or prompt, chosen and rejected"
+_LOOP = "subclass PPOTrainer, whose steps are methods"
+_SAMPLE = "PPO prints ten tables of greedy samples; num_sample_generations of `rlhf-ppo train` sets how many"
+_METRICS = "pass reward functions with weight 0, which are logged as rewards/<name>/mean"
+_GENERATE = "load the model with transformers' text-generation pipeline, or compare two models with `rlhf-ppo eval`"
+_WANDB = "set W&B's environment variables: WANDB_API_KEY, WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_ID"
+_COLUMNS = "name the columns with prompt_text_column, text_column and rejected_text_column"
+
+
+def _option(default: Any, help: str, **argparse: Any) -> Any:
+    return field(default=default, metadata={"help": help, **argparse})
+
+
+def _absent(default: Any, instead: str) -> Any:
+    return field(default=default, metadata={"help": _NOT_HERE + instead})
+
+
+@dataclass
+class LLMTrainingParams:
+    """The parameters of one training run, under AITraining's names.
+
+    Options whose help begins with "Not available here" exist so that scripts that pass their default go on working;
+    any other value is an error that says what to use instead.
+
+    Raises:
+        TypeError: A parameter has the wrong type.
+        ValueError: A parameter is not available here, does not belong to the trainer, or contradicts another.
+    """
+
+    # --- What and where ---
+    model: str = _option("google/gemma-3-270m", "Directory or hub name of the model to train.")
+    project_name: str = _option("project-name", "Directory of the result, and the repository's name on the hub.")
+    trainer: str = _option("default", "One of ppo, reward, sft.")
+    data_path: str = _option("data", "A .jsonl, .json, .csv or .parquet file, a directory, or a hub name.")
+    train_split: str = _option("train", "Split to train on.")
+    valid_split: str | None = _option(None, "Split to evaluate on, and to choose the best model by.")
+    max_samples: int | None = _option(None, "Use the first rows only, that many.")
+    text_column: str = _option("text", "Column with the text (sft), the prompt (ppo) or the better response (reward).")
+    prompt_text_column: str | None = _option(None, "Column with the prompt (ppo, reward).")
+    rejected_text_column: str | None = _option(None, "Column with the worse response (reward).")
+    chat_template: str | None = _option(
+        None, "`tokenizer` or `none`: conversations take the tokenizer's own template, texts none."
+    )
+    block_size: int = _option(
+        -1, "Longest text in tokens (sft, reward; -1: 1024); PPO drops prompts longer than half of it (-1: none)."
+    )
+    model_max_length: int = _option(
+        2048, "Longest text, or prompt and response together, in tokens; 2048: what the model can take."
+    )
+    padding: str | None = _option("right", "Padding side of the saved tokenizer; it changes no number.")
+
+    # --- Optimization ---
+    lr: float = _option(3e-5, "Learning rate.")
+    epochs: int = _option(1, "Passes over the data.")
+    batch_size: int = _option(2, "Rows per device and step.")
+    gradient_accumulation: int = _option(4, "Steps whose gradients are summed; in PPO, part of the rollout's size.")
+    warmup_ratio: float = _option(0.1, "Share of the steps in which the learning rate rises.")
+    optimizer: str = _option("adamw_torch", "Optimizer, by its name in transformers.")
+    scheduler: str = _option("linear", "Learning-rate schedule, by its name in transformers.")
+    weight_decay: float = _option(0.0, "Weight decay.")
+    max_grad_norm: float = _option(1.0, "Gradients are clipped to this norm.")
+    mixed_precision: Literal["fp16", "bf16"] | None = _option(None, "fp16 or bf16; None computes in 32 bits.")
+    auto_find_batch_size: bool = _option(False, "Halve the batch size when memory runs out (not with ppo).")
+    disable_gradient_checkpointing: bool = _option(False, "Keep activations in memory: faster, more memory.")
+    use_flash_attention_2: bool = _option(False, "Short for attn_implementation=flash_attention_2.")
+    attn_implementation: str | None = _option(None, "Attention: eager, sdpa, flash_attention_2, ...")
+    packing: bool | None = _option(None, "Put several short texts into one row (sft).", nargs="?", const=True)
+    seed: int = _option(42, "Seed of everything random.")
+
+    # --- Adapters ---
+    peft: bool = _option(False, "Train LoRA adapters instead of all weights.")
+    quantization: Literal["int4", "int8"] | None = _option(None, "Load the base model in 4 or 8 bits (with peft).")
+    target_modules: str | None = _option("all-linear", "Modules that get adapters, separated by commas.")
+    merge_adapter: bool = _option(True, "Save the merged model instead of the adapter.")
+    lora_r: int = _option(16, "Rank of the adapters.")
+    lora_alpha: int = _option(32, "Scale of the adapters, times 1/lora_r.")
+    lora_dropout: float = _option(0.05, "Dropout in the adapters; PPO switches it off.")
+
+    # --- Logs, checkpoints, hub ---
+    log: str = _option("wandb", "Tracker: wandb, tensorboard, none, ...; wandb is none where it is not installed.")
+    logging_steps: int = _option(-1, "Steps between two logs; -1: 1 in PPO, where a step is an update, 10 otherwise.")
+    eval_strategy: str = _option("epoch", "When to evaluate on valid_split: epoch, steps or no.")
+    save_strategy: str = _option("epoch", "When to save a checkpoint: epoch, steps or no.")
+    save_steps: int = _option(500, "Steps between two checkpoints, with save_strategy=steps.")
+    save_total_limit: int = _option(1, "Number of checkpoints to keep.")
+    push_to_hub: bool = _option(False, "Upload the result to <username>/<project_name>.")
+    username: str | None = _option(None, "Owner of the repository on the hub.")
+    token: str | None = _option(None, "Access token of the hub.")
+
+    # --- PPO ---
+    model_ref: str | None = _option(None, "Model that the KL penalty compares with; None: the model as it starts.")
+    rl_gamma: float = _option(0.99, "Discount factor per token.")
+    rl_gae_lambda: float = _option(0.95, "Lambda of generalized advantage estimation.")
+    rl_kl_coef: float = _option(0.1, "Coefficient of the KL penalty.")
+    rl_value_loss_coef: float = _option(1.0, "Weight of the value loss.")
+    rl_clip_range: float = _option(0.2, "How far the importance ratio may leave 1.")
+    rl_value_clip_range: float = _option(0.2, "How far a value may leave the rollout's estimate.")
+    rl_reward_model_path: str | None = _option(None, "Reward model; this or model_ref must be given.")
+    rl_reward_fn: str | None = _option(
+        None, "A reward's name, package.module.function, file.py:function or an URL; `default` without reward model."
+    )
+    rl_multi_objective: bool = _option(False, "Short for rl_env_type=multi_objective.")
+    rl_reward_weights: dict[str, Any] | str | None = _option(  # noqa: RUF009 (a new field object)
+        None, "Weights of the rewards by name, as JSON; reward_model is one."
+    )
+    rl_env_type: str | None = _option(None, "One of text_generation, multi_objective, preference_comparison.")
+    rl_env_config: dict[str, Any] | str | None = _option(  # noqa: RUF009 (a new field object)
+        None, "Settings of the environment, as JSON."
+    )
+    rl_num_ppo_epochs: int = _option(4, "Passes over each rollout.")
+    rl_chunk_size: int = _option(128, "Rows per forward pass in the rollout.")
+    rl_mini_batch_size: int = _option(8, "Episodes per optimizer step and device; at most those of one update.")
+    rl_optimize_device_cache: bool = _option(True, "Empty the accelerator's cache after every update.")
+    rl_max_new_tokens: int = _option(128, "Longest response, in tokens.")
+    rl_top_k: int = _option(50, "Sample from the k most likely tokens; 0: from all.")
+    rl_top_p: float = _option(1.0, "Sample from the most likely tokens whose probabilities sum to p.")
+    rl_temperature: float = _option(1.0, "Sampling temperature.")
+
+    # --- What AITraining has besides ---
+    add_eos_token: bool = _absent(True, "TRL's trainers end every text with EOS, PPO's prompts never end with it")
+    dpo_beta: float = _absent(0.1, _TRL_DPO)
+    max_prompt_length: int = _absent(128, "PPO drops prompts that are longer than half of block_size")
+    max_completion_length: int | None = _absent(None, "use rl_max_new_tokens (ppo) or block_size")
+    auto_convert_dataset: bool = _absent(False, _CONVERT)
+    use_sharegpt_mapping: bool = _absent(False, _CONVERT)
+    sharegpt_mapping_enabled: bool = _absent(False, _CONVERT)
+    suggested_chat_template: str | None = _absent(None, "save the tokenizer with the chat template that you want")
+    column_mapping: str | None = _absent(None, _COLUMNS)
+    runtime_mapping: str | None = _absent(None, _COLUMNS)
+    map_eos_token: bool = _absent(False, "set eos_token in the tokenizer's directory")
+    conversation_extension: int = _absent(1, _CONVERT)
+    apply_chat_template: bool = _absent(True, "give texts instead of conversations, to which no template is applied")
+    unsloth: bool = _absent(False, "use peft and quantization")
+    distributed_backend: str | None = _absent(
+        None, "start with `accelerate launch --config_file accelerate_configs/<engine>.yaml -m rlhf_ppo llm ...`"
+    )
+    use_distillation: bool = _absent(False, _DISTILL)
+    teacher_model: str | None = _absent(None, _DISTILL)
+    teacher_prompt_template: str | None = _absent(None, _DISTILL)
+    student_prompt_template: str | None = _absent("{input}", _DISTILL)
+    distill_temperature: float = _absent(3.0, _DISTILL)
+    distill_alpha: float = _absent(0.7, _DISTILL)
+    distill_max_teacher_length: int = _absent(512, _DISTILL)
+    use_sweep: bool = _absent(False, _SWEEP)
+    sweep_backend: str | None = _absent("optuna", _SWEEP)
+    sweep_n_trials: int = _absent(10, _SWEEP)
+    sweep_metric: str | None = _absent("eval_loss", _SWEEP)
+    sweep_direction: str | None = _absent("minimize", _SWEEP)
+    sweep_params: str | None = _absent(None, _SWEEP)
+    wandb_sweep: bool = _absent(False, _SWEEP)
+    wandb_sweep_project: str | None = _absent(None, _WANDB)
+    wandb_sweep_entity: str | None = _absent(None, _WANDB)
+    wandb_sweep_id: str | None = _absent(None, _SWEEP)
+    wandb_run_id: str | None = _absent(None, _WANDB)
+    wandb_token: str | None = _absent(None, _WANDB)
+    wandb_visualizer: bool = _absent(False, "look at the run on W&B's site, or plot it with `rlhf-ppo plot`")
+    use_enhanced_eval: bool = _absent(False, _METRICS)
+    eval_metrics: str | None = _absent("perplexity", _METRICS)
+    eval_dataset_path: str | None = _absent(None, "put the rows into a split of data_path and name it in valid_split")
+    eval_batch_size: int = _absent(8, "evaluation takes batch_size rows at a time")
+    eval_save_predictions: bool = _absent(False, "PPO saves the responses that it prints in _samples of the project")
+    eval_benchmark: str | None = _absent(None, "run EleutherAI's lm-evaluation-harness on the saved model")
+    chat_format: str | None = _absent(None, "save the tokenizer with the chat template that you want")
+    token_weights: str | None = _absent(None, "TRL's assistant_only_loss of `rlhf-ppo sft` leaves out other speakers")
+    custom_loss: str | None = _absent(None, _LOOP)
+    custom_loss_weights: str | None = _absent(None, _LOOP)
+    custom_metrics: str | None = _absent(None, _METRICS)
+    use_forward_backward: bool = _absent(False, _LOOP)
+    forward_backward_loss_fn: str | None = _absent(None, _LOOP)
+    forward_backward_custom_fn: str | None = _absent(None, _LOOP)
+    gradient_accumulation_steps: int = _absent(1, "use gradient_accumulation")
+    manual_optimizer_control: bool = _absent(False, _LOOP)
+    optimizer_step_frequency: int = _absent(1, "use gradient_accumulation, or rl_mini_batch_size with ppo")
+    grad_clip_value: float | None = _absent(1.0, "use max_grad_norm")
+    sample_every_n_steps: int = _absent(0, _SAMPLE)
+    sample_prompts: str | None = _absent(None, _SAMPLE)
+    sample_temperature: float = _absent(1.0, _SAMPLE)
+    sample_top_k: int = _absent(50, _SAMPLE)
+    sample_top_p: float = _absent(1.0, _SAMPLE)
+    manual_checkpoint_control: bool = _absent(False, "use save_strategy and save_steps")
+    save_state_every_n_steps: int = _absent(0, "use save_strategy=steps and save_steps")
+    load_state_from: str | None = _absent(None, "--resume-from-checkpoint goes on with the run in project_name")
+    inference_prompts: str | None = _absent(None, _GENERATE)
+    inference_max_tokens: int = _absent(256, _GENERATE)
+    inference_temperature: float = _absent(1.0, _GENERATE)
+    inference_top_p: float = _absent(1.0, _GENERATE)
+    inference_top_k: int = _absent(50, _GENERATE)
+    inference_output: str | None = _absent(None, _GENERATE)
+
+    def __repr__(self) -> str:
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={shown(value, name)!r}' for name, value in values.items())})"
+        )
+
+    def __post_init__(self) -> None:
+        """Check the parameters one by one, then those that need or exclude each other."""
+        self.chat_template = None if self.chat_template == "none" else self.chat_template
+        self._check_each()
+        if self.trainer not in TRAINERS:
+            raise ValueError(f"trainer={self.trainer!r} must be one of {list(TRAINERS)}; TRL has trainers for others")
+        self._check_trainer()
+        self._check_adapters_and_hub()
+        if self.trainer == "ppo":
+            self._check_ppo()
+
+    def _check_each(self) -> None:
+        hints = get_type_hints(type(self))
+        for option in fields(self):
+            value, help = getattr(self, option.name), option.metadata["help"]
+            check_type(option.name, value, hints[option.name], help)
+            if option.name in UNAVAILABLE and value != option.default:
+                raise ValueError(f"{_flag(option.name, value)} is not available here: {UNAVAILABLE[option.name]}")
+        for name in ("batch_size", "gradient_accumulation", "rl_mini_batch_size", "max_samples"):
+            check_range(name, getattr(self, name), Interval(1, math.inf), f"--{name.replace('_', '-')}")
+        check_range("warmup_ratio", self.warmup_ratio, Interval(0, 1, open_high=True), "--warmup-ratio")
+        if self.block_size < 1 and self.block_size != -1:
+            raise ValueError(f"{_flag('block_size', self.block_size)} must be at least 1, or -1")
+        choices = {"chat_template": ("tokenizer", None), "padding": ("left", "right", None)}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{_flag(name, getattr(self, name))} must be one of {list(allowed)}; "
+                    "another chat template is saved with the tokenizer"
+                )
+
+    def _check_trainer(self) -> None:
+        for option in fields(self):
+            value, trainers = getattr(self, option.name), used_by(option.name)
+            if self.trainer not in trainers and value != option.default:
+                raise ValueError(
+                    f"{_flag(option.name, value)} has no meaning for trainer={self.trainer!r}, only for "
+                    f"{' and '.join(trainers)}; leave it out"
+                )
+
+    def _check_adapters_and_hub(self) -> None:
+        if self.quantization is not None and not self.peft:
+            raise ValueError(
+                f"{_flag('quantization', self.quantization)} needs adapters, for quantized weights are not trained; "
+                "add --peft"
+            )
+        if self.push_to_hub and (self.username is None or self.token is None):
+            raise ValueError("--push-to-hub needs --username and --token")
+
+    def _check_ppo(self) -> None:
+        if self.rl_reward_model_path is None and self.model_ref is None:
+            raise ValueError(
+                "rl_reward_model_path=None and model_ref=None: give --rl-reward-model-path, a model trained with "
+                "--trainer reward, or --model-ref, the model to stay close to, with --rl-reward-fn for the reward"
+            )
+        if self.rl_env_type is not None and self.rl_env_type not in ENVIRONMENTS:
+            raise ValueError(f"{_flag('rl_env_type', self.rl_env_type)} must be one of {list(ENVIRONMENTS)}")
+        if self.rl_multi_objective and self.rl_env_type not in ("multi_objective", None):
+            raise ValueError(
+                f"--rl-multi-objective contradicts {_flag('rl_env_type', self.rl_env_type)}; leave one of them out"
+            )
+        if self.rl_env_config is not None and self.environment is None:
+            raise ValueError(
+                f"{_flag('rl_env_config', self.rl_env_config)} needs --rl-env-type, one of {list(ENVIRONMENTS)}"
+            )
+
+    @property
+    def environment(self) -> str | None:
+        """The environment's type: `rl_env_type`, or "multi_objective" where only `rl_multi_objective` says so."""
+        return "multi_objective" if self.rl_multi_objective else self.rl_env_type
+
+
+UNAVAILABLE: dict[str, str] = {
+    option.name: option.metadata["help"].removeprefix(_NOT_HERE)
+    for option in fields(LLMTrainingParams)
+    if option.metadata["help"].startswith(_NOT_HERE)
+}
+"""AITraining's options that are not here, and what to use instead."""
+
+_USED_BY: dict[str, tuple[str, ...]] = {
+    "model_ref": ("ppo",),
+    "prompt_text_column": ("ppo", "reward"),
+    "rejected_text_column": ("reward",),
+    "packing": ("sft",),
+    "auto_find_batch_size": ("reward", "sft"),
+}
+
+
+def used_by(name: str) -> tuple[str, ...]:
+    """Return the trainers that an option belongs to."""
+    return ("ppo",) if name.startswith("rl_") else _USED_BY.get(name, TRAINERS)
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name.replace('_', '-')} {shown(value, name)}"

@@ -1,0 +1,127 @@
+"""The helper functions of TRL's documented PPO contract, with the same argument names.
+
+The trainer itself carries explicit masks. These functions take padded ids, as their contract says, and read the mask
+off `ids != pad_token_id` unless one is passed: pass it when PAD is also a real token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.utils.generic import ModelOutput
+
+from rlhf_ppo.data.rollout import pad_right
+from rlhf_ppo.models.passes import position_ids
+
+
+def generate(
+    lm_backbone: nn.Module,
+    queries: Tensor,
+    pad_token_id: int,
+    generation_config: GenerationConfig,
+    attention_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generate responses, in a way that padding tokens do not affect.
+
+    Args:
+        lm_backbone: A causal language model.
+        queries: Prompt ids, long `(B, C)`, left-padded.
+        pad_token_id: The padding token.
+        generation_config: How to sample.
+        attention_mask: True on real tokens `(B, C)`; `queries != pad_token_id` when None.
+
+    Returns:
+        Prompts with their responses, long `(B, C + T)`, and the processed scores that each token was sampled from,
+        `(B, T, V)`.
+    """
+    mask = (queries != pad_token_id) if attention_mask is None else attention_mask.bool()
+    output = cast(Any, lm_backbone).generate(
+        input_ids=queries.masked_fill(~mask, 0),
+        attention_mask=mask.long(),
+        generation_config=generation_config,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    return torch.cat((queries, output.sequences[:, queries.shape[1] :]), dim=1), torch.stack(output.scores, dim=1)
+
+
+def _also_called(name: str, other: str, position: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let an argument be given by another name too."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if other in kwargs:
+                if name in kwargs or len(args) > position:
+                    raise TypeError(f"{function.__name__}: {other} and {name} are one argument; give one of them")
+                kwargs[name] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+@_also_called("local_rollout_forward_batch_size", "batch_size", position=2)
+@torch.no_grad()
+def batch_generation(
+    model: nn.Module,
+    queries: Tensor,
+    local_rollout_forward_batch_size: int,
+    pad_token_id: int,
+    generation_config: GenerationConfig,
+) -> tuple[Tensor, Tensor]:
+    """Generate for many prompts, a part at a time.
+
+    Args:
+        model: A causal language model.
+        queries: Prompt ids, long `(B, C)`, left-padded.
+        local_rollout_forward_batch_size: Prompts per part; also called `batch_size`.
+        pad_token_id: The padding token; fills shorter parts on the right.
+        generation_config: How to sample.
+
+    Returns:
+        Prompts with their responses, long `(B, C + T)`, and scores `(B, T, V)`, 0 where a part was shorter.
+
+    Raises:
+        TypeError: The number of prompts per part is given by both of its names, or by none.
+        ValueError: It is below 1.
+    """
+    if local_rollout_forward_batch_size < 1:
+        raise ValueError(f"local_rollout_forward_batch_size={local_rollout_forward_batch_size}: it must be at least 1")
+    parts = [
+        generate(model, part, pad_token_id, generation_config)
+        for part in queries.split(local_rollout_forward_batch_size)
+    ]
+    longest = max(scores.shape[1] for _, scores in parts)
+    scores = [nn.functional.pad(scores, (0, 0, 0, longest - scores.shape[1])) for _, scores in parts]
+    return pad_right([ids for ids, _ in parts], padding_value=pad_token_id), torch.cat(scores)
+
+
+def forward(
+    model: nn.Module, query_responses: Tensor, pad_token_id: int, attention_mask: Tensor | None = None
+) -> ModelOutput:
+    """Run a model over padded ids with explicit positions.
+
+    Args:
+        model: A transformers model.
+        query_responses: Token ids, long `(B, L)`.
+        pad_token_id: The padding token; may lie outside the vocabulary.
+        attention_mask: True on real tokens `(B, L)`; `query_responses != pad_token_id` when None.
+
+    Returns:
+        The model's output, hidden states included.
+    """
+    mask = (query_responses != pad_token_id) if attention_mask is None else attention_mask.bool()
+    return model(
+        input_ids=query_responses.masked_fill(~mask, 0),
+        attention_mask=mask.long(),
+        position_ids=position_ids(mask),
+        return_dict=True,
+        output_hidden_states=True,
+    )

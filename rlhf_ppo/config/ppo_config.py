@@ -1,0 +1,359 @@
+"""PPOConfig: every number of a PPO run, checked before anything is loaded."""
+
+# The fields that replace some of TrainingArguments' (a property, or types without None) do so on purpose.
+# pyright: reportIncompatibleVariableOverride=false, reportIncompatibleMethodOverride=false
+
+import functools
+import inspect
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_type_hints
+
+import torch
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from rlhf_ppo.config.engines import ENGINE_RANGES, EngineArguments
+from rlhf_ppo.config.inherited import REJECTED, RejectsRemoved, reject_unsupported
+from rlhf_ppo.config.inherited_values import INHERITED_RANGES, check_dicts, check_inherited, inherited_types
+from rlhf_ppo.config.precision import default_bf16
+from rlhf_ppo.config.redaction import HidesSecrets
+from rlhf_ppo.config.sizes import batch_sizes, run_length
+from rlhf_ppo.config.validation import Interval, check_range, check_type, own_number, parse_strings, parse_weights
+from rlhf_ppo.config.validation import option as _option
+
+logger = logging.get_logger(__name__)
+
+_POSITIVE = Interval(0, math.inf, open_low=True)
+_NOT_NEGATIVE = Interval(0, math.inf)
+_AT_LEAST_ONE = Interval(1, math.inf)
+
+RANGES: dict[str, Interval] = {
+    "temperature": Interval(1e-6, math.inf),  # logits divided by less are not finite
+    **dict.fromkeys(("cliprange", "cliprange_value", "missing_eos_penalty", "score_clip"), _POSITIVE),
+    "reward_timeout": _POSITIVE,
+    "missing_eos_score": Interval(-math.inf, math.inf),
+    **dict.fromkeys(("kl_coef", "vf_coef", "top_k", "num_sample_generations", "stop_token_id"), _NOT_NEGATIVE),
+    **dict.fromkeys(("response_length", "num_ppo_epochs", "num_mini_batches", "total_episodes"), _AT_LEAST_ONE),
+    **dict.fromkeys(("local_rollout_forward_batch_size", "max_prompt_length", "dataset_num_proc"), _AT_LEAST_ONE),
+    "max_tokens_per_micro_batch": _AT_LEAST_ONE,
+    **dict.fromkeys(("gamma", "lam", "min_p"), Interval(0, 1)),
+    "top_p": Interval(0, 1, open_low=True),
+    "warmup_ratio": Interval(0, 1, open_high=True),
+    **ENGINE_RANGES,
+    **INHERITED_RANGES,
+}
+"""The values that a number may have."""
+
+
+@dataclass(repr=False)  # HidesSecrets' own hides tokens
+class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments):
+    """Arguments of `PPOTrainer`: those of `transformers.TrainingArguments` and PPO's own.
+
+    Each field's `help` is its documentation; `HfArgumentParser` and `TrlParser` can set all of them. Unlike in
+    `TrainingArguments`, `learning_rate` is 3e-6, `logging_steps` 10, `gradient_checkpointing` and
+    `dataloader_drop_last` are True, `bf16` is True where the device can do it, and the best model is that of the
+    highest "score".
+
+    One step of the trainer is one PPO update, on `batch_size` episodes. The fields whose help begins with "Derived"
+    are None until the trainer calls `fill_derived`; `world_size` is a property in TrainingArguments, a field here.
+
+    Inherited arguments that PPO cannot honour are errors, as are those that `TrainingArguments` no longer has: see
+    `rlhf_ppo.config.inherited`.
+
+    Raises:
+        TypeError: An argument has the wrong type, or is one that `TrainingArguments` no longer has.
+        ValueError: An argument is out of its range, contradicts another or cannot be honoured.
+    """
+
+    # --- Inherited, with other defaults ---
+    learning_rate: float = _option(3e-6, "Initial learning rate of the optimizer.")
+    logging_steps: float = _option(
+        10, "Log every that many PPO updates; below 1 it is a share of all updates, such as 0.1."
+    )
+    gradient_checkpointing: bool = _option(
+        True, "Recompute activations in the backward pass: less memory for one more forward pass."
+    )
+    bf16: bool | None = _option(
+        None,
+        "Compute in bfloat16 (mixed precision). If not set: True unless fp16 is set or there is no accelerator that "
+        "can do it.",
+        nargs="?",
+        const=True,
+    )
+    dataloader_drop_last: bool = _option(True, "Leave out the last, smaller batch of an epoch; False is an error.")
+    warmup_ratio: float | None = _option(
+        None, "Share of all updates with a linear warm-up of the learning rate; the same as warmup_steps below 1."
+    )
+
+    # --- Experiment, models, data ---
+    exp_name: str = _option("ppo_config", "Name of the experiment; run_name is <exp_name>__<seed> if not set.")
+    overwrite_output_dir: bool = _option(
+        False,
+        "Delete the checkpoints in output_dir when training starts. Otherwise a directory that holds any is an error "
+        "unless resume_from_checkpoint goes on from one; other files in it are no obstacle and stay.",
+    )
+    sft_model_path: str = _option(
+        "EleutherAI/pythia-160m", "Path of the SFT model: policy and reference at the start."
+    )
+    reward_model_path: str = _option("EleutherAI/pythia-160m", "Path of the reward model.")
+    model_adapter_name: str | None = _option(None, "Name of the PEFT adapter to train, if there are several.")
+    ref_adapter_name: str | None = _option(None, "Name of the PEFT adapter that is the reference.")
+    share_base_model: bool = _option(
+        False,
+        "Hold the base of a LoRA policy once: for the value model too, which gets an adapter of its own, and for "
+        "reward models that are adapters over it.",
+    )
+    offload_frozen: bool = _option(
+        False,
+        "Keep the weights of reference and reward models on the CPU, and bring them to the device for each use only.",
+    )
+    dataset_num_proc: int | None = _option(None, "Number of processes that tokenize the data set.")
+    max_prompt_length: int | None = _option(
+        None, "Longest prompt, in tokens: longer ones are dropped. None: no limit."
+    )
+
+    # --- Rollout ---
+    total_episodes: int | None = _option(
+        None, "Number of episodes of the whole run. If not set: num_train_epochs times the number of prompts."
+    )
+    response_length: int = _option(53, "Longest response, in tokens.")
+    temperature: float = _option(0.7, "Sampling temperature; logits are divided by it in every log-probability.")
+    top_k: int = _option(0, "Sample from the k most likely tokens only; 0: from all.")
+    top_p: float = _option(1.0, "Sample from the most likely tokens whose probabilities sum to p; 1: from all.")
+    min_p: float | None = _option(
+        None, "Sample only tokens at least this many times as likely as the likeliest one; None: from all."
+    )
+    stop_token: Literal["eos"] | None = _option(
+        None, "'eos': the tokenizer's EOS token ends a response. For another token use stop_token_id instead."
+    )
+    stop_token_id: int | None = _option(None, "Id of the token that ends a response; not together with stop_token.")
+    stop_strings: list[str] | None = _option(  # noqa: RUF009 (a new field object)
+        None,
+        "Texts that end a response as the stop token does, after the token that completes one: several values, or a "
+        """JSON list such as '["Question:", "###"]'. Looked for in the response only, not in the prompt.""",
+    )
+    local_rollout_forward_batch_size: int = _option(
+        64, "Rows per forward pass without gradient in the rollout, on each process."
+    )
+    ds3_gather_for_generation: bool = _option(
+        True,
+        "With DeepSpeed ZeRO-3, gather the policy's weights for generation: faster, but the whole policy must fit on "
+        "one device.",
+    )
+    num_sample_generations: int = _option(10, "How many tables of samples to print, evenly over the run; 0: none.")
+
+    # --- Reward ---
+    # HfArgumentParser reads the second of several types from the command line.
+    reward_weights: list[float] | str | dict[str, float] | None = _option(  # noqa: RUF009 (a new field object)
+        None,
+        "Weight of each reward: numbers, the reward models' first, then those of reward_funcs in their order; or a "
+        "dict by name, in which a reward model is 'reward_model' and a function has its own name; or either as JSON "
+        "text. None: all 1.",
+        nargs="+",
+    )
+    reward_head: list[str] | str | None = _option(  # noqa: RUF009 (a new field object)
+        None,
+        "Label, by name or position, that a reward model with several labels scores with: one for all reward models, "
+        "or one for each.",
+        nargs="+",
+    )
+    reward_timeout: float | None = _option(
+        None,
+        "Seconds that one call of a reward function, or of a server with all its repetitions, may take; then the run "
+        "ends with an error. Functions run in threads then, not in the main one; one that hangs is left behind. None: "
+        "no limit.",
+    )
+    score_scaling: bool = _option(
+        False, "Divide scores by the standard deviation of all scores of the run so far, of all processes."
+    )
+    score_clip: float | None = _option(
+        None,
+        "Clip the summed score to [-score_clip, score_clip], after score_scaling and before missing_eos_penalty or "
+        "missing_eos_score; must be positive.",
+    )
+    missing_eos_penalty: float | None = _option(
+        None, "Subtracted from the score of a response that has neither stop token nor stop string; must be positive."
+    )
+    missing_eos_score: float | None = _option(
+        None,
+        "Replaces the score of a response that has neither stop token nor stop string, such as -1 (the EOS trick of "
+        "arXiv 2403.17031); not together with missing_eos_penalty.",
+    )
+    bootstrap_truncated: bool = _option(
+        False,
+        "Let a response that was cut by response_length, without stop token or string, end with the value estimate at "
+        "the cut instead of 0.",
+    )
+    kl_coef: float = _option(0.05, "Coefficient of the per-token KL penalty, in reward per nat.")
+    kl_estimator: Literal["k1", "k3"] = _option(
+        "k1",
+        "KL estimator (http://joschu.net/blog/kl-approx.html): 'k1', the log-ratio, or 'k3', of lower variance; both "
+        "are unbiased. 'k2' is biased and only logged (policy/approxkl_avg).",
+    )
+    whiten_rewards: bool = _option(False, "Scale the token rewards to variance 1, their mean kept.")
+
+    # --- Optimization ---
+    num_ppo_epochs: int = _option(4, "Passes over each rollout.")
+    num_mini_batches: int = _option(1, "Mini-batches, and so optimizer steps, per pass.")
+    max_tokens_per_micro_batch: int | None = _option(
+        None,
+        "Cut mini-batches into forward and backward passes of as many whole episodes as fit into this many tokens, "
+        "prompts included, instead of per_device_train_batch_size episodes; a longer episode has a pass to itself.",
+    )
+    gamma: float = _option(1.0, "Discount factor per token.")
+    lam: float = _option(0.95, "Lambda of generalized advantage estimation.")
+    cliprange: float = _option(0.2, "How far the importance ratio may leave 1 before its gain is clipped.")
+    cliprange_value: float = _option(0.2, "How far a value may leave the rollout's estimate before it is clipped.")
+    vf_coef: float = _option(0.1, "Weight of the value loss.")
+    on_divergence: Literal["stop", "skip"] = _option(
+        "stop",
+        "What happens when a score, log-probability, KL, value, loss or gradient is not finite: 'stop' ends the run, "
+        "naming the cause and the last good checkpoint; 'skip' leaves out the response, or the rest of the update, "
+        "counts that in guard/*, and stops after five skipped updates in a row.",
+    )
+
+    # --- Derived: None until fill_derived ---
+    world_size: int | None = _option(None, "Derived: number of processes.")
+    local_batch_size: int | None = _option(
+        None, "Derived: episodes per update and process: per_device_train_batch_size x gradient_accumulation_steps."
+    )
+    micro_batch_size: int | None = _option(None, "Derived: per_device_train_batch_size x world_size.")
+    batch_size: int | None = _option(None, "Derived: episodes per update: local_batch_size x world_size.")
+    local_mini_batch_size: int | None = _option(None, "Derived: local_batch_size / num_mini_batches.")
+    mini_batch_size: int | None = _option(None, "Derived: batch_size / num_mini_batches.")
+    num_total_batches: int | None = _option(None, "Derived: number of PPO updates: total_episodes / batch_size.")
+
+    def __post_init__(self) -> None:
+        """Settle the defaults that depend on other fields, validate, and let TrainingArguments set up the devices."""
+        self._filled: dict[str, Any] = {}
+        if self.bf16 is None:
+            self.bf16 = default_bf16(self)
+        self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
+        if self.warmup_ratio is not None and self.warmup_steps == 0:
+            self.warmup_steps = self.warmup_ratio
+        if self.metric_for_best_model is None and self.compares_models():
+            self.metric_for_best_model = "score"
+        self.validate()
+        self._mirror_checkpointing()
+        world_size = self.world_size
+        super().__post_init__()
+        self.world_size = world_size
+        self.validate()  # again: TrainingArguments has read accelerator_config
+
+    def _mirror_checkpointing(self) -> None:
+        """Pass `gradient_checkpointing` on under its new name, where there is one and the user did not set it."""
+        for old, new in (
+            ("gradient_checkpointing", "activation_checkpointing"),
+            ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+        ):
+            if getattr(self, new, False) is None:
+                setattr(self, new, getattr(self, old))
+
+    def compares_models(self) -> bool:
+        """Tell whether anything goes by `metric_for_best_model`."""
+        by_metric = self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        return self.load_best_model_at_end or self.save_strategy == "best" or by_metric
+
+    @functools.cached_property
+    def _setup_devices(self) -> torch.device:
+        """Set up the devices; right afterwards TrainingArguments reads the world size for DeepSpeed."""
+        device = super()._setup_devices
+        self.world_size = self._num_processes()
+        return device
+
+    def _num_processes(self) -> int:
+        state: Any = self.distributed_state
+        return 1 if state is None else state.num_processes
+
+    def validate(self) -> None:
+        """Check every field's type and range, and those that exclude each other.
+
+        Raises:
+            TypeError: A field has the wrong type.
+            ValueError: A field is out of its range, contradicts another or cannot be honoured.
+        """
+        self.reward_weights = parse_weights("reward_weights", self.reward_weights)
+        self.stop_strings = parse_strings("stop_strings", self.stop_strings)
+        helps = {f.name: str(f.metadata.get("help", "")) for f in fields(self)}
+        for name, annotation in _checked_annotations().items():
+            setattr(self, name, own_number(getattr(self, name)))
+            check_type(name, getattr(self, name), annotation, helps[name])
+        reject_unsupported(self)
+        for name, interval in RANGES.items():
+            check_range(name, getattr(self, name), interval, helps[name])
+        check_dicts(self)
+        check_inherited(self)
+        if self.stop_token is not None and self.stop_token_id is not None:
+            raise ValueError(
+                f"stop_token={self.stop_token!r} and stop_token_id={self.stop_token_id} exclude each other; leave one "
+                "None"
+            )
+        if self.missing_eos_penalty is not None and self.missing_eos_score is not None:
+            raise ValueError(
+                f"missing_eos_penalty={self.missing_eos_penalty} and missing_eos_score={self.missing_eos_score} "
+                "exclude each other; leave one None"
+            )
+        if self.warmup_ratio is not None and self.warmup_steps != self.warmup_ratio:
+            raise ValueError(
+                f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} contradict each other; set "
+                "warmup_steps alone, which is a share of the run below 1"
+            )
+        self._check_engine()
+        self._batch_sizes(num_processes=1, num_examples=None)
+
+    def _batch_sizes(self, num_processes: int, num_examples: int | None) -> dict[str, int]:
+        accumulation = self.gradient_accumulation_steps
+        return batch_sizes(
+            self.per_device_train_batch_size, accumulation, self.num_mini_batches, num_processes, num_examples
+        )
+
+    def fill_derived(self, num_processes: int, num_examples: int | None) -> None:
+        """Fill the derived fields, and `total_episodes`, `max_steps` and `run_name` where they are not set.
+
+        The trainer calls it before `Trainer.__init__`, which reads the world size, and may call it again: what an
+        earlier call filled is computed anew, what the user has set stays. See `rlhf_ppo.config.sizes` for the numbers.
+
+        Args:
+            num_processes: Processes that train together.
+            num_examples: Prompts of the training set, or None if it has no length.
+
+        Raises:
+            ValueError: The training set is smaller than one batch, the length of the run is unknown or given twice, or
+                a derived field was set to another number than follows from the others.
+        """
+        self.validate()
+        sizes = self._batch_sizes(num_processes, num_examples)
+        max_steps, total_episodes = self._given("max_steps"), self._given("total_episodes")
+        sizes |= run_length(sizes["batch_size"], num_examples, self.num_train_epochs, max_steps, total_episodes)
+        for name in sizes.keys() - {"total_episodes"}:
+            if self._given(name) not in (None, sizes[name]):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} was set, but {sizes[name]} follows from the other arguments; leave "
+                    "it None"
+                )
+        filled = sizes | {"max_steps": sizes["num_total_batches"], "run_name": f"{self.exp_name}__{self.seed}"}
+        self._filled = {name: value for name, value in filled.items() if self._given(name) is None}
+        for name, value in self._filled.items():
+            setattr(self, name, value)
+
+    def _given(self, name: str) -> Any:
+        """Return what the user set, or None where the value is unset or only what `fill_derived` wrote."""
+        value = getattr(self, name)
+        unset = name == "max_steps" and value <= 0
+        return None if unset or value == self._filled.get(name) else value
+
+    def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
+        """Let the main process run the block first; fills `world_size`, which TrainingArguments compares with 1."""
+        if self.world_size is None:
+            self.world_size = self._filled["world_size"] = self._num_processes()
+        return super().main_process_first(local, desc)
+
+
+@functools.cache
+def _checked_annotations() -> dict[str, Any]:
+    """Return the type of every field, PPO's own first; those that are rejected have one value, not a type."""
+    hints = get_type_hints(PPOConfig)
+    own = {name: hints[name] for name in (*inspect.get_annotations(PPOConfig), *EngineArguments.__dataclass_fields__)}
+    return own | {name: hint for name, hint in inherited_types().items() if name not in {*own, *REJECTED}}

@@ -1,0 +1,219 @@
+"""Checks of single argument values whose errors name the argument, its value and what it may be."""
+
+import json
+import math
+import sys
+import types
+from dataclasses import field
+from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from rlhf_ppo.config.redaction import shown
+
+
+def option(default: Any, help: str, **argparse: Any) -> Any:
+    """Return a dataclass field with a default and the text that `--help` shows."""
+    return field(default=default, metadata={"help": help, **argparse})
+
+
+class Interval(NamedTuple):
+    """The finite numbers from `low` to `high`.
+
+    Attributes:
+        low: Smallest number.
+        high: Largest number; infinity for no limit.
+        open_low: Whether `low` itself is excluded.
+        open_high: Whether `high` itself is excluded.
+    """
+
+    low: float
+    high: float
+    open_low: bool = False
+    open_high: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Return whether `value` is finite, as a float too, and lies inside."""
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            return False
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return math.isfinite(value) and above and below
+
+    def __str__(self) -> str:
+        if self.low == -math.inf and self.high == math.inf:
+            return "finite"
+        low, high = (str(end) if isinstance(end, int) else f"{end:g}" for end in (self.low, self.high))
+        if self.high == math.inf:
+            return f"finite and {'greater than' if self.open_low else 'at least'} {low}"
+        return f"in {'(' if self.open_low else '['}{low}, {high}{')' if self.open_high else ']'}"
+
+
+def check_range(name: str, value: float | None, interval: Interval, meaning: str) -> None:
+    """Raise unless `value` is None or inside `interval`.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        interval: What it may be.
+        meaning: What the argument is for; ends the message.
+
+    Raises:
+        ValueError: It is outside, infinite or NaN.
+    """
+    if value is not None and not interval.holds(value):
+        told = "a whole number of more than 40 digits" if _is_huge(value) else repr(value)
+        raise ValueError(f"{name}={told} must be {interval}. {name}: {meaning}")
+
+
+def _is_huge(value: float) -> bool:
+    return isinstance(value, int) and abs(value) >= 10**40
+
+
+def own_number(value: Any) -> Any:
+    """Return NumPy's numbers, fractions and their like as Python's own, which JSON can hold; all else as it is."""
+    if type(value) in (bool, int, float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def check_type(name: str, value: Any, annotation: Any, meaning: str) -> None:
+    """Raise unless `value` is what `annotation` says; an integer serves as a float, a bool as neither.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        annotation: A class, a `Literal`, a `list[...]`, a `dict[..., ...]` or a union of them.
+        meaning: What the argument is for; ends the message.
+
+    Raises:
+        TypeError: It is of another type.
+        ValueError: It is none of the annotation's literals.
+    """
+    if _matches(value, annotation):
+        return
+    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
+    if choices:
+        none = [None] if types.NoneType in options else []
+        raise ValueError(f"{name}={shown(value, name)!r} must be one of {choices + none}. {name}: {meaning}")
+    expected = " or ".join((option.__name__ if isinstance(option, type) else str(option)) for option in options)
+    raise TypeError(f"{name}={shown(value, name)!r} is not {expected.replace('NoneType', 'None')}. {name}: {meaning}")
+
+
+def check_json_file(path: str, argument: str) -> None:
+    """Check that a file holds JSON.
+
+    Raises:
+        ValueError: It cannot be read, or holds something else.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            if not isinstance(json.load(file), dict):
+                raise ValueError("it holds no object, {...}")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{argument}={path!r} cannot be read as JSON: {reason}") from error
+
+
+def parse_weights(name: str, value: Any) -> Any:
+    """Read weights that were written as text: JSON of a list or of an object, or numbers as a command line gives them.
+
+    Args:
+        name: Name of the argument.
+        value: `[1.0, 0.5]`, `{"first": 1.0}`, the JSON text of either, a list that holds only such a text, or a list
+            of numbers written as text. Anything else comes back as it is, for `check_type` to judge.
+
+    Returns:
+        A list or a dict where the text could be read.
+
+    Raises:
+        ValueError: The text is neither, or there is no weight, or one is not finite.
+    """
+    given = value
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        is_json = len(value) == 1 and value[0].lstrip()[:1] in ("[", "{")
+        value = value[0] if is_json else f"[{', '.join(value)}]"
+    if isinstance(value, str):
+        value = _json(value)
+        if not isinstance(value, list | dict):
+            raise ValueError(
+                f"{name}={given!r} cannot be read; write numbers, a JSON list such as '[1.0, 0.5]', or a JSON object "
+                """such as '{"length": 0.5}'"""
+            )
+    if isinstance(value, list):
+        value = [own_number(weight) for weight in value]
+    if isinstance(value, dict):
+        value = {key: own_number(weight) for key, weight in value.items()}
+    if isinstance(value, list | dict):
+        weights = value.values() if isinstance(value, dict) else value
+        if not value or not all(math.isfinite(weight) for weight in weights if isinstance(weight, Real)):
+            raise ValueError(f"{name}={given!r} must hold one finite number for each reward")
+    return value
+
+
+def parse_strings(name: str, value: Any) -> Any:
+    r"""Read texts that were written as one: the JSON text of a list, alone or in a list of its own, or a single text.
+
+    Args:
+        name: Name of the argument.
+        value: `["\n", "END"]`, its JSON text, a list that holds only such a text, or one text. Anything else comes
+            back as it is, for `check_type` to judge.
+
+    Returns:
+        A list where a text was given.
+
+    Raises:
+        ValueError: There is no text, or one is empty or holds U+FFFD, which decoders write for half a character.
+    """
+    given = value
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and len(texts) == 1 and isinstance(texts[0], str):
+        decoded = _json(texts[0])
+        texts = decoded if isinstance(decoded, list) else texts
+    if isinstance(texts, list) and (not texts or any(text == "" or "\ufffd" in str(text) for text in texts)):
+        raise ValueError(f"{name}={given!r} must hold texts, none of them empty or with U+FFFD; None for none")
+    return texts
+
+
+def _json(text: str) -> Any:
+    """Return what a JSON text says, or None if it is no JSON.
+
+    Raises:
+        ValueError: A key stands twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except json.JSONDecodeError:
+        return None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make the dict of a JSON object.
+
+    Raises:
+        ValueError: A key stands twice.
+    """
+    keys = [key for key, _ in pairs]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ValueError(f"the key {', '.join(twice)} stands twice in the JSON object")
+    return dict(pairs)
+
+
+def _matches(value: Any, annotation: Any) -> bool:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return any(_matches(value, option) for option in arguments)
+    if annotation is Any:
+        return True
+    if origin is Literal:
+        return value in arguments
+    if origin is list:
+        return isinstance(value, list) and all(_matches(item, arguments[0]) for item in value)
+    if origin is dict:
+        of_key, of_value = arguments
+        return isinstance(value, dict) and all(_matches(k, of_key) and _matches(v, of_value) for k, v in value.items())
+    # NumPy's numbers count as numbers; bool is an int in Python, but `num_mini_batches=True` is a mistake.
+    number = {int: Integral, float: Real}.get(annotation)
+    return isinstance(value, number or annotation) and not (number and isinstance(value, bool))

@@ -1,0 +1,1 @@
+"""Prompts, rollouts and experience: what one PPO update works on."""

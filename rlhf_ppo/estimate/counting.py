@@ -1,0 +1,159 @@
+"""What a forward pass costs, counted on tensors without storage: nothing is computed, nothing allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from rlhf_ppo.models.modes import in_eval_mode
+from rlhf_ppo.models.unwrapping import backbone, no_split_modules
+
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
+    )
+}
+"""The attention that torch's counter does not know."""
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Costs of one forward pass of a model's backbone, without its head.
+
+    Attributes:
+        saved_bytes: What autograd keeps for the backward pass, parameters left out.
+        flops: Floating-point operations, two per multiply-add.
+    """
+
+    saved_bytes: int
+    flops: int
+
+
+def count_pass(
+    model: nn.Module,
+    rows: int,
+    length: int,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    stored: torch.dtype | None = None,
+) -> PassCost:
+    """Count what a forward pass over `rows` full rows keeps and computes, in the model's present mode.
+
+    Args:
+        model: A transformers model, or a `PeftModel` around one; activation checkpointing counts as it is set.
+        rows: Number of rows.
+        length: Tokens of each.
+        autocast: Makes the context of the pass.
+        stored: The type that an engine will give the floating-point parameters, or None for their own.
+    """
+    body = backbone(model)
+    saved: dict[int, int] = {}
+    kept: list[Tensor] = []  # a storage that was freed could give its address to another
+    with FakeTensorMode(allow_non_fake_inputs=True), autocast():
+        state = _state_without_storage(body, stored)
+        own = {value.untyped_storage()._cdata for value in state.values()}
+
+        def keep(value: Tensor) -> Tensor:
+            if value.untyped_storage()._cdata not in own:
+                kept.append(value)
+                saved[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+            return value
+
+        with (
+            FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter,
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value),
+        ):
+            _run(body, state, rows, length, use_cache=False)
+    return PassCost(sum(saved.values()), counter.get_total_flops())
+
+
+@torch.no_grad()
+def count_cache_bytes(
+    model: nn.Module,
+    rows: int,
+    length: int,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    stored: torch.dtype | None = None,
+) -> int:
+    """Count the key-value cache of `rows` full rows, under autocast in its type; arguments: those of `count_pass`."""
+    body, device = backbone(model), next(model.parameters()).device.type
+    # Where activations are recomputed, training makes no cache.
+    with in_eval_mode(body), FakeTensorMode(allow_non_fake_inputs=True), autocast():
+        output = _run(body, _state_without_storage(body, stored), rows, length, use_cache=True)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return _cache_bytes(getattr(output, "past_key_values", None), dtype)
+
+
+def _run(body: nn.Module, state: dict[str, Tensor], rows: int, length: int, use_cache: bool) -> Any:
+    ids = torch.zeros(rows, length, dtype=torch.long, device=next(body.parameters()).device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": use_cache, "return_dict": True}
+    return functional_call(body, state, kwargs=inputs)
+
+
+def cast_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Count what autocast keeps beside a model's trained linear layers: their weights in a 16-bit type."""
+    return sum(
+        num_elements(module.weight) * dtype.itemsize
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module.weight.requires_grad and module.weight.dtype == torch.float32
+    )
+
+
+def gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
+    """Count what each device holds of a sharded model in a pass: all outside its blocks, a block and the next one.
+
+    Args:
+        model: The model.
+        dtype: The type that parameters are gathered in, or None for their own.
+    """
+    names = no_split_modules(model)
+    blocks = [stored_bytes(part.parameters(), dtype) for part in model.modules() if type(part).__name__ in names]
+    return stored_bytes(model.parameters(), dtype) - sum(blocks) + 2 * max(blocks, default=0)
+
+
+def stored_bytes(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of parameters, each counted once.
+
+    Args:
+        parameters: The parameters, also those that ZeRO-3 has taken apart.
+        dtype: The type that floating-point ones are stored in, or None for their own.
+    """
+    return sum(num_elements(value) * _type_in(value, dtype).itemsize for value in set(parameters))
+
+
+def _type_in(value: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return value.dtype if dtype is None or not value.is_floating_point() else dtype
+
+
+def _state_without_storage(body: nn.Module, stored: torch.dtype | None) -> dict[str, Tensor]:
+    parameters = {name: _without_storage(value, stored) for name, value in body.named_parameters()}
+    return parameters | {name: _without_storage(value, None) for name, value in body.named_buffers()}
+
+
+def num_elements(parameter: Tensor) -> int:
+    """Return how many numbers a parameter has, also one that ZeRO-3 has taken apart."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _without_storage(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    shape = getattr(value, "ds_shape", value.shape)
+    return torch.empty(shape, dtype=_type_in(value, dtype), device=value.device, requires_grad=value.requires_grad)
+
+
+def _cache_bytes(cache: Any, dtype: torch.dtype | None) -> int:
+    storages = {
+        value.untyped_storage()._cdata: value.untyped_storage().nbytes()
+        // value.dtype.itemsize
+        * _type_in(value, dtype).itemsize
+        for layer in getattr(cache, "layers", ())
+        for value in vars(layer).values()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    return sum(storages.values())

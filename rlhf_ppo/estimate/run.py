@@ -1,0 +1,240 @@
+"""The line that a run starts with: how much memory and time it will take."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from accelerate import DistributedType
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+from transformers.utils import logging
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.estimate.update import (
+    Estimate,
+    Sharding,
+    Workload,
+    estimate_update,
+    measure_rates,
+    optimizer_bytes_per_parameter,
+)
+from rlhf_ppo.models.modes import as_in_learning
+from rlhf_ppo.models.sharded import is_sharded
+from rlhf_ppo.processes.engines import is_fsdp, product_dtype, zero_stage
+
+logger = logging.get_logger(__name__)
+
+_SHARE_OF_MEMORY = 0.9
+"""Of a device's memory, what the estimate may fill."""
+
+NOT_COUNTED = (
+    "not counted is what each call costs however little it computes, most of the time of small models, nor reward "
+    "functions, evaluation and saving"
+)
+"""What the estimated time leaves out."""
+
+MEMORY_NOT_COUNTED = (
+    "not counted are the libraries' own memory, what the allocator holds in fragments, buffers of DeepSpeed, vLLM, "
+    "activations of passes without gradients, and what single operations need for a moment"
+)
+"""What the estimated memory leaves out."""
+
+
+def announce(trainer: Any, num_generated: int) -> None:
+    """Print the estimate, in the main process and where progress is shown.
+
+    Args:
+        trainer: A `PPOTrainer` whose models are not yet placed by an engine.
+        num_generated: Rows that are generated from at once.
+    """
+    args = trainer.args
+    if args.disable_tqdm or not trainer.is_world_process_zero():
+        return
+    try:
+        estimate = forecast(trainer, num_generated)
+        if estimate is not None:
+            dtype = multiplied_dtype(args, trainer.policy_model)
+            print(describe(estimate, args.device, dtype, cast(int, args.num_total_batches)))
+    except Exception as error:  # what cannot be counted, or measured in the memory that is left, can still be trained
+        logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
+
+
+def half_dtype(args: PPOConfig) -> torch.dtype | None:
+    """Return the 16-bit type that arguments ask to compute in, or None for the weights' own."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+
+
+def multiplied_dtype(args: PPOConfig, policy: nn.Module) -> torch.dtype:
+    """Tell in which precision the policy's matrices are multiplied: autocast's, else their own."""
+    return half_dtype(args) or next(weight.dtype for weight in policy.parameters() if weight.is_floating_point())
+
+
+def forecast(trainer: Any, num_generated: int | None = None) -> Estimate | None:
+    """Estimate the updates of a trainer whose models are not yet placed by an engine.
+
+    Prompts count with the mean length of the training set, responses with `response_length`.
+
+    Args:
+        trainer: The `PPOTrainer`.
+        num_generated: Rows that are generated from at once; None for what the arguments say.
+
+    Returns:
+        The estimate, or None where it cannot be made: for a stream, whose lengths are not known, and for models whose
+        parameters ZeRO-3 has already taken apart.
+    """
+    dataset, accelerator = trainer.train_dataset, trainer.accelerator
+    if isinstance(dataset, IterableDataset) or not has_length(dataset) or is_sharded(trainer.policy_model):
+        return None
+    args, dtype = trainer.args, product_dtype(accelerator)
+    return estimate_run(
+        args,
+        trainer.policy_model,
+        trainer.value_model,
+        [*([] if trainer.reference.model is None else [trainer.reference.model.model]), *trainer.reward_models],
+        mean_prompt_length(dataset),
+        Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes, dtype),
+        dtype,
+        learns_in_turn(args, accelerator.distributed_type == DistributedType.NO) and not trainer._has_own_loss(),
+        num_generated,
+    )
+
+
+def generation_rows(trainer: Any) -> int:
+    """Return how many rows are generated from at once, on this process.
+
+    What `args.generation_batch_size` says; else on a GPU the whole local batch, halved until its cache fits beside
+    what the estimate has for the models, but no fewer than `args.local_rollout_forward_batch_size`. That many on other
+    devices: which random number a row gets depends on the rows beside it.
+
+    Args:
+        trainer: A `PPOTrainer` whose models are not yet placed by an engine.
+    """
+    args = trainer.args
+    least, most = args.local_rollout_forward_batch_size, cast(int, args.local_batch_size)
+    if args.generation_batch_size is not None or args.device.type != "cuda" or most <= least:
+        return args.generation_batch_size or least
+    try:
+        estimate = forecast(trainer)
+    except Exception as error:
+        logger.warning(f"generation_batch_size is {least}: no estimate of memory ({type(error).__name__}: {error})")
+        estimate = None
+    if estimate is None:
+        return least
+    memory = _SHARE_OF_MEMORY * torch.cuda.get_device_properties(args.device).total_memory
+    room = memory - estimate.weights - estimate.frozen - estimate.gradients - estimate.optimizer
+    rows = most
+    while rows > least and estimate.generation * rows > room * least:
+        rows = -(-rows // 2)
+    return max(rows, least)
+
+
+def estimate_run(
+    args: PPOConfig,
+    policy: nn.Module,
+    value_model: nn.Module,
+    frozen: Sequence[nn.Module],
+    prompt_length: int,
+    sharding: Sharding,
+    dtype: torch.dtype | None,
+    in_turn: bool,
+    num_generated: int | None = None,
+) -> Estimate:
+    """Estimate the updates of a run.
+
+    Args:
+        args: The arguments, with the derived ones.
+        policy: The trained language model, in training mode; it may have no storage.
+        value_model: The trained value model, likewise.
+        frozen: Reference and reward models that have weights of their own, the reference first.
+        prompt_length: Tokens of a prompt.
+        sharding: What is spread over processes, in what type.
+        dtype: The 16-bit type that products are computed in, or None for the weights' own.
+        in_turn: Whether policy and value model learn one after the other.
+        num_generated: Rows that are generated from at once; None for what the arguments say.
+    """
+    device = next(policy.parameters()).device.type
+    in_autocast = dtype is not None and sharding.stored is None
+    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    how = cast("dict[str, Any] | None", args.gradient_checkpointing_kwargs)
+    with as_in_learning(args.gradient_checkpointing, how, policy, value_model):
+        return estimate_update(
+            policy,
+            value_model,
+            frozen,
+            Workload(
+                rows=cast(int, args.local_batch_size),
+                rows_per_call=num_generated or args.generation_batch_size or args.local_rollout_forward_batch_size,
+                rows_per_micro_batch=_rows_per_micro_batch(args, prompt_length + args.response_length),
+                prompt_length=prompt_length,
+                response_length=args.response_length,
+                num_ppo_epochs=args.num_ppo_epochs,
+                recomputes=args.gradient_checkpointing,
+                in_turn=in_turn,
+                dtype=dtype,
+                copies_policy=args.generation_engine == "continuous",
+            ),
+            optimizer_bytes_per_parameter(optimizer_class, kwargs, args.device),
+            sharding,
+            lambda: torch.autocast(device, dtype, enabled=in_autocast),
+            args.offload_frozen,
+        )
+
+
+def learns_in_turn(args: PPOConfig, is_alone: bool) -> bool:
+    """Tell whether policy and value model will learn one after the other: no engine and no compiler wraps them."""
+    return is_alone and not args.torch_compile
+
+
+def _rows_per_micro_batch(args: PPOConfig, length: int) -> int:
+    max_tokens = args.max_tokens_per_micro_batch
+    return args.per_device_train_batch_size if max_tokens is None else max(1, max_tokens // length)
+
+
+def mean_prompt_length(dataset: Any) -> int:
+    """Return the mean number of tokens of a prepared data set's prompts, rounded."""
+    return round(statistics.mean(len(row["input_ids"]) for row in dataset))
+
+
+def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_updates: int) -> str:
+    """Write an estimate as one line, with times at the rates that the device reaches in a short measurement.
+
+    Args:
+        estimate: The estimate.
+        device: Where the run is.
+        dtype: What matrices are multiplied in.
+        num_updates: Updates of the run.
+    """
+    flops, bandwidth = measure_rates(device, dtype)
+    seconds = estimate.seconds(flops, bandwidth)
+    parts = ("weights", "frozen", "gradients", "optimizer", "generation", "learning")
+    memory = ", ".join(f"{name} {size(getattr(estimate, name))}" for name in parts)
+    return (
+        f"Estimated per device: {size(estimate.peak)} of memory ({memory}), and at least {seconds:.2g} s per update, "
+        f"{timedelta(seconds=round(seconds * num_updates))} for {num_updates}, if responses are of full length and "
+        f"the device does its measured {rate(flops)}FLOP/s and {rate(bandwidth)}B/s; {NOT_COUNTED}. "
+        f"Of memory {MEMORY_NOT_COUNTED}."
+    )
+
+
+def size(num_bytes: float) -> str:
+    """Write a number of bytes."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} GiB"
+
+
+def rate(per_second: float) -> str:
+    """Write a large number, with the prefix of its unit."""
+    for unit in ("", "k", "M", "G"):
+        if per_second < 1000:
+            return f"{per_second:.3g} {unit}"
+        per_second /= 1000
+    return f"{per_second:.3g} T"

@@ -1,0 +1,1 @@
+"""Several processes, signals and random numbers."""

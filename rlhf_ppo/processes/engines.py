@@ -1,0 +1,33 @@
+"""What runs the processes: DDP, DeepSpeed or FSDP, and the type that it multiplies matrices in."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+
+
+def product_dtype(accelerator: Accelerator) -> torch.dtype | None:
+    """Return the 16-bit type that matrices are multiplied in, and DeepSpeed's weights have; None: the weights' own."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+
+
+def autocast_dtype(accelerator: Accelerator) -> torch.dtype | None:
+    """Return the 16-bit type that autocast casts to; None without it, as under DeepSpeed and FSDP, which store so."""
+    stores = zero_stage(accelerator) is not None or is_fsdp(accelerator)
+    return None if stores else product_dtype(accelerator)
+
+
+def zero_stage(accelerator: Accelerator) -> int | None:
+    """Return the stage of DeepSpeed ZeRO, or None without DeepSpeed."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return None if plugin is None else plugin.zero_stage
+
+
+def is_fsdp(accelerator: Accelerator) -> bool:
+    """Tell whether FSDP shards the models."""
+    return getattr(accelerator.state, "fsdp_plugin", None) is not None
+
+
+def is_sharding(accelerator: Accelerator) -> bool:
+    """Tell whether an engine takes the weights apart, so that every rank has to take part in saving them."""
+    return is_fsdp(accelerator) or zero_stage(accelerator) == 3

@@ -1,0 +1,323 @@
+"""SIGTERM and SIGINT: the run ends with a checkpoint, and the process with it; a second signal ends it at once.
+
+Schedulers send SIGTERM before they take a machine away, Ctrl-C sends SIGINT. What a resumed run repeats exactly is
+given up: sampling, rewards, evaluation, the learning of a mini-batch. What cannot be taken back is finished: an
+optimizer step, a save.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl
+
+from rlhf_ppo.processes.relaying import told_to_all_ranks
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+SAME_SIGNAL = 0.3
+"""Seconds in which signals count as one: a scheduler, or a terminal, may signal a process and what started it."""
+
+SAME_SIGNAL_OF_RANKS = 5.0
+"""The same for one of several processes, whose launcher passes its own signal on."""
+
+SECONDS_UNASKED = 2.0
+"""How long several processes may learn until they ask each other again whether one has received a signal."""
+
+SECONDS_FOR_THREADS = 5.0
+"""How long a process that was told to end waits for threads that a reward function has started."""
+
+_WAKING = getattr(signal, "SIGURG", None)
+"""Interrupts the main thread, and means nothing; one that is ignored where nobody handles it."""
+
+_listening: list[EndsOnSignals] = []
+
+
+class Stopped(BaseException):
+    """What runs now is given up, since a signal has come; no `Exception`, which a reward function might catch.
+
+    Args:
+        number: The signal's.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class RunStopped(SystemExit):
+    """A signal has ended the run. A script that does not catch it exits with 143 after SIGTERM, 130 after SIGINT.
+
+    Attributes:
+        number: The signal's number.
+        checkpoint: Where the run was saved.
+    """
+
+    def __init__(self, number: int, checkpoint: str) -> None:
+        super().__init__(128 + number)
+        self.number, self.checkpoint = number, checkpoint
+
+
+def give_up_if_stopped() -> None:
+    """Raise `Stopped` if a signal has come; called from time to time by what can be given up."""
+    for listener in _listening:
+        listener.give_up_if_stopped()
+
+
+def give_up_together(device: torch.device) -> None:
+    """Raise `Stopped` on all ranks if any of them has received a signal; where every rank calls this in step."""
+    for listener in _listening:
+        listener.give_up_together(device)
+
+
+@contextmanager
+def may_be_given_up() -> Iterator[None]:
+    """Let a signal raise `Stopped` in the middle of the block: a user's code, or a wait, which may never end."""
+    listener = _listening[-1] if _listening and threading.current_thread() is threading.main_thread() else None
+    with nullcontext() if listener is None else listener.giving_up():
+        yield
+
+
+def is_main_thread_interruptible() -> bool:
+    """Tell whether a `KeyboardInterrupt` in this thread may be Ctrl-C, and not what somebody raised."""
+    handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return handles and threading.current_thread() is threading.main_thread()
+
+
+class EndsOnSignals(TrainerCallback):
+    """Ends training after SIGTERM or SIGINT to any rank, with a checkpoint from which the run can be resumed exactly.
+
+    A signal that the program ignores, as SIGINT under nohup, stays ignored.
+
+    Args:
+        reduce_sum: Adds a tensor up over all ranks, so that all of them stop after the same update.
+        awaited: Says what is finished before the run ends.
+        num_processes: How many ranks there are.
+
+    Attributes:
+        received: The signal that this rank received.
+        stopped: The signal that ended training, on all ranks.
+    """
+
+    def __init__(
+        self, reduce_sum: Callable[[Tensor], Tensor], awaited: Callable[[], str], num_processes: int = 1
+    ) -> None:
+        self.reduce_sum, self.awaited = reduce_sum, awaited
+        self.same_signal = SAME_SIGNAL if num_processes == 1 else SAME_SIGNAL_OF_RANKS
+        self.received: int | None = None
+        self.stopped: int | None = None
+        self._gives_up = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals while the context lasts; a thread other than the main one cannot, and does not."""
+        self.received = self.stopped = None
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+        watcher = _Watcher(self.awaited, self.same_signal, lambda: self.received is not None)
+        with _watching(watcher):
+            previous = {number: signal.signal(number, self._note) for number in heard}
+            _listening.append(self)
+            try:
+                with told_to_all_ranks(lambda: self.received):
+                    yield
+            finally:
+                _listening.remove(self)
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+
+    def give_up_if_stopped(self) -> None:
+        """Raise `Stopped` if this rank has received a signal."""
+        if self.received is not None:
+            raise Stopped(self.received)
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Let the signal's handler raise `Stopped` while the context lasts."""
+        self.give_up_if_stopped()
+        self._gives_up = True
+        try:
+            yield
+        finally:
+            self._gives_up = False
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Ask for a checkpoint and the end, on all ranks together."""
+        self.stopped, _ = self._received_by_any(args.device)
+        if self.stopped is not None:
+            control.should_save = control.should_training_stop = True
+
+    def give_up_together(self, device: torch.device, figure: float = 0.0) -> float:
+        """Raise `Stopped` on all ranks if any has received a signal; every rank calls this.
+
+        Args:
+            device: Where tensors are exchanged.
+            figure: This rank's summand of what is returned, for which no exchange of its own is needed.
+        """
+        number, total = self._received_by_any(device, figure)
+        if number is not None:
+            raise Stopped(number)
+        return total
+
+    def _received_by_any(self, device: torch.device, figure: float = 0.0) -> tuple[int | None, float]:
+        own = [*(float(self.received == number) for number in STOPPING), figure]
+        *flags, total = cast("list[float]", self.reduce_sum(torch.tensor(own, device=device)).tolist())
+        return next((int(number) for number, flag in zip(STOPPING, flags, strict=True) if flag > 0), None), total
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.received is None:
+            self.received = number
+        if self._gives_up:
+            self._gives_up = False  # once: what handles `Stopped` is not to be broken off in turn
+            raise Stopped(self.received)
+
+
+class BetweenMicroBatches:
+    """Lets learning be given up between two micro-batches, on all ranks before the same one.
+
+    One process looks whether a signal has come. Several ask each other, which costs an exchange, and waiting for the
+    device: before each mini-batch, whose number of tokens they exchange anyway, and within one as often as
+    `SECONDS_UNASKED` allows.
+
+    Args:
+        signals: Knows which have come.
+        num_processes: How many ranks there are.
+        device: Where tensors are exchanged.
+
+    Attributes:
+        seconds: What this rank's latest mini-batch took, its optimizer step included.
+    """
+
+    def __init__(self, signals: EndsOnSignals, num_processes: int, device: torch.device) -> None:
+        self.signals, self.num_processes, self.device = signals, num_processes, device
+        self.seconds = 0.0
+        self._latest, self._every = 0, 1
+
+    def give_up_before_minibatch(self) -> None:
+        """Raise `Stopped` if a signal has come; every rank calls this."""
+        if self.num_processes == 1:
+            self.signals.give_up_if_stopped()
+            return
+        of_each = self.seconds / (self._latest + 1)
+        of_each = self.signals.give_up_together(self.device, of_each) / self.num_processes  # the same on all ranks
+        self._every = max(1, int(SECONDS_UNASKED / of_each)) if of_each > 0 else 1
+
+    def give_up_before(self, index: int) -> None:
+        """Do the same before a micro-batch of the mini-batch; where it is not asked, nothing happens."""
+        self._latest = index
+        if self.num_processes == 1:
+            self.signals.give_up_if_stopped()
+        elif index > 0 and index % self._every == 0:
+            self.signals.give_up_together(self.device)
+
+
+class _Watcher:
+    """Says what a signal waits for, and ends the process with the second one, whatever the main thread is busy with.
+
+    Args:
+        awaited: Says what is finished before the run ends.
+        same_signal: Seconds in which further signals count as the first one.
+        is_noticed: Tells whether the main thread knows of the signal.
+    """
+
+    def __init__(self, awaited: Callable[[], str], same_signal: float, is_noticed: Callable[[], bool]) -> None:
+        self.awaited, self.same_signal, self.is_noticed = awaited, same_signal, is_noticed
+        self._first: float | None = None
+        self.is_over = False
+
+    def hear(self, number: int) -> None:
+        """Take note of a signal."""
+        name = signal.Signals(number).name
+        if self._first is None:
+            self._first = time.monotonic()
+            threading.Thread(target=self._wake_main_thread, name="rlhf_ppo-waker", daemon=True).start()
+            say(f"{name}: {self.awaited()}. A second signal ends the process at once.")
+        elif time.monotonic() - self._first > self.same_signal:
+            say(f"{name}, the second signal: the process ends at once.")
+            os._exit(128 + number)
+
+    def _wake_main_thread(self) -> None:
+        """Interrupt what the main thread waits for: the system may have given the signal to another thread."""
+        while _WAKING is not None and not self.is_over and not self.is_noticed():
+            signal.pthread_kill(cast(int, threading.main_thread().ident), _WAKING)
+            time.sleep(0.05)
+
+
+@contextmanager
+def _watching(watcher: _Watcher) -> Iterator[None]:
+    """Let the watcher hear, in a thread of its own, each signal that comes while the context lasts.
+
+    Python's handlers run in the main thread only, and not before it comes back from what it calls in C.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    waking = None if _WAKING is None else signal.signal(_WAKING, lambda *_: None)
+
+    def watch() -> None:
+        with reader:
+            while byte := reader.recv(1):
+                if byte[0] in STOPPING:
+                    watcher.hear(byte[0])
+
+    threading.Thread(target=watch, name="rlhf_ppo-signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        watcher.is_over = True
+        signal.set_wakeup_fd(previous)
+        writer.close()
+        if _WAKING is not None:
+            signal.signal(_WAKING, waking)
+
+
+def _forget_in_child() -> None:
+    """Let a forked process, such as a worker that loads data, die of SIGTERM, and leave Ctrl-C to its parent."""
+    if _listening:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _listening.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def say(text: str) -> None:
+    """Write a line on stderr, once on each machine, below a progress bar that may stand there."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        os.write(2, f"\n{text}\n".encode())
+
+
+def end_despite_threads(code: int) -> None:
+    """Make sure that the program, once it ends, does not wait for other threads for ever.
+
+    Args:
+        code: Its exit code, where threads still run `SECONDS_FOR_THREADS` after its main thread has ended.
+    """
+    ending, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        ending.wait()
+        if not over.wait(SECONDS_FOR_THREADS):
+            say(f"Threads that a reward function has started are still running: the process ends with code {code}.")
+            sys.stdout.flush()
+            os._exit(code)
+
+    threading.Thread(target=wait, name="rlhf_ppo-exit", daemon=True).start()
+    atexit.register(over.set)  # these functions run after the threads have ended
+    threading._register_atexit(ending.set)  # pyright: ignore  these before, in reverse order

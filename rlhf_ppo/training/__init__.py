@@ -1,0 +1,1 @@
+"""What Trainer is told about PPO."""

@@ -1,0 +1,219 @@
+"""What `PPOTrainer` is given, checked before a model is loaded."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, get_scheduler
+from transformers.optimization import GreedyLR
+from transformers.trainer_utils import IntervalStrategy
+from transformers.utils.import_utils import is_peft_available
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.datasets import check_rows
+from rlhf_ppo.processes.random_numbers import rng_kept
+from rlhf_ppo.training.optimization import checked_pair
+
+_PATH = (str, os.PathLike)
+
+
+def check_arguments(args: Any) -> None:
+    """Check that the arguments are PPO's, and that the run can write into its directory.
+
+    Raises:
+        TypeError: `args` is no `PPOConfig`.
+        ValueError: `output_dir` cannot be written.
+    """
+    if not isinstance(args, PPOConfig):
+        raise TypeError(f"args must be a PPOConfig, got {type(args).__name__}")
+    check_output_dir(args.output_dir)
+
+
+def check_output_dir(path: str | None) -> None:
+    """Check that a directory can be made, or written into; nothing is made.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    try:
+        place = Path(os.path.expanduser(path or ".")).absolute()
+        if b"\0" in str(place).encode():
+            raise ValueError("no name holds a null character")
+        missing = list(itertools.takewhile(lambda part: not part.exists(), (place, *place.parents)))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"output_dir={path!r:.80} cannot be written: {getattr(error, 'strerror', error)}") from error
+    place = missing[-1].parent if missing else place
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        reason = "may not be written" if place.is_dir() else "is a file"
+        raise ValueError(f"output_dir={path!r} cannot be written, for {str(place)!r} {reason}; name another")
+
+
+def check_models(reward_model: Any, has_functions: bool, **models: Any) -> None:
+    """Check that each model is one, a place to load it from, or a function that makes it, and that something scores.
+
+    Args:
+        reward_model: One or several, not made by functions.
+        has_functions: Whether there are reward functions.
+        **models: The other models by their arguments' names.
+
+    Raises:
+        TypeError: Something is none of these.
+        ValueError: Nothing scores responses.
+    """
+    for name, model in models.items():
+        if isinstance(model, type):
+            raise TypeError(f"{name} is the class {model.__name__}: pass a model, or a function that makes one")
+        if not isinstance(model, _PATH) and not callable(model) and (model is not None or name == "model"):
+            raise TypeError(_no_model(name, model))
+    several = isinstance(reward_model, list | tuple)
+    for index, model in enumerate(reward_model if several else [reward_model]):
+        if not isinstance(model, (*_PATH, nn.Module)) and (several or model is not None):
+            raise TypeError(_no_model(f"reward_model[{index}]" if several else "reward_model", model))
+    if not has_functions and (reward_model is None or (several and not reward_model)):
+        raise ValueError("reward_model and reward_funcs are both None: pass one of them, or both")
+
+
+def _no_model(name: str, value: Any) -> str:
+    return (
+        f"{name} must be a transformers model, a PeftModel, a directory or a hub name, got {type(value).__name__} "
+        f"({value!r:.60})"
+    )
+
+
+def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any) -> None:
+    """Check the kinds of the data sets, their first rows, and that there is something to evaluate on.
+
+    Raises:
+        TypeError: One is no data set, or its rows are no dicts.
+        ValueError: There are no prompts, or evaluation is asked for without any.
+    """
+    if train_dataset is None:
+        raise ValueError("train_dataset=None: pass the prompts to train on")
+    check_rows(train_dataset, "train_dataset")
+    _check_lengths_column(args, train_dataset)
+    if eval_dataset is None:
+        wanted = (
+            [f"eval_strategy={IntervalStrategy(args.eval_strategy).value!r}"] if args.eval_strategy != "no" else []
+        )
+        if wanted := wanted + ["eval_on_start=True"] * args.eval_on_start:
+            raise ValueError(f"{wanted[0]} evaluates, but eval_dataset=None: pass the prompts to evaluate on")
+    elif isinstance(eval_dataset, Mapping):
+        if not eval_dataset:
+            raise ValueError(f"eval_dataset={eval_dataset!r} holds no data set; pass one, or None")
+        if others := [name for name in eval_dataset if not isinstance(name, str)]:
+            raise TypeError(f"eval_dataset has a data set of the name {others[0]!r}: names must be texts")
+        for name, dataset in eval_dataset.items():
+            check_rows(dataset, f"eval_dataset[{name!r}]")
+    else:
+        check_rows(eval_dataset, "eval_dataset")
+
+
+def _check_lengths_column(args: PPOConfig, dataset: Any) -> None:
+    column = args.length_column_name
+    features = getattr(dataset, "features", None) or {}
+    if args.train_sampling_strategy == "group_by_length" and column in features:
+        if not str(getattr(features[column], "dtype", "")).startswith(("int", "uint")):
+            raise ValueError(
+                f"length_column_name={column!r} holds no whole numbers; leave it out to have them counted"
+            )
+
+
+def check_others(data_collator: Any, callbacks: Any, optimizers: Any, **adapters: Any) -> None:
+    """Check what else is given.
+
+    Args:
+        data_collator: Something that can be called, or None.
+        callbacks: A list of callbacks, or of their classes, or None.
+        optimizers: See `rlhf_ppo.training.optimization.Optimizers`.
+        **adapters: Configurations of adapters by their arguments' names.
+
+    Raises:
+        TypeError: Something is of another kind.
+        ValueError: The scheduler is of another optimizer.
+    """
+    if data_collator is not None and not callable(data_collator):
+        raise TypeError(
+            f"data_collator={data_collator!r:.60} cannot be called; pass a function, or None for PPO's own"
+        )
+    if callbacks is not None and not isinstance(callbacks, list):
+        raise TypeError(f"callbacks={callbacks!r:.60} must be a list of TrainerCallback objects")
+    for callback in callbacks or []:
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not issubclass(kind, TrainerCallback):
+            raise TypeError(f"callbacks holds {callback!r:.60}, which is no TrainerCallback")
+    checked_pair(optimizers)
+    for name, config in adapters.items():
+        if config is not None and not _is_peft_config(config):
+            raise TypeError(f"{name} must be a peft.PeftConfig such as LoraConfig, got {type(config).__name__}")
+
+
+def _is_peft_config(value: Any) -> bool:
+    if not is_peft_available():
+        return False
+    from peft import PeftConfig
+
+    return isinstance(value, PeftConfig)
+
+
+def check_collator(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None:
+    """Make a batch, so that a collator that cannot is known before anything is generated.
+
+    Args:
+        collate: The user's collator.
+        rows: The training set's first rows, as many as a process has in an update.
+
+    Raises:
+        TypeError: It returned something else than prompts.
+    """
+    try:
+        with rng_kept():
+            batch = collate(rows)
+    except Exception as error:
+        error.add_note("raised by data_collator, given the first rows of train_dataset")
+        raise
+    if not isinstance(batch, Mapping) or not {"input_ids", "attention_mask"} <= batch.keys():
+        returned = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise TypeError(f"data_collator returned {returned}, not a dict with input_ids and attention_mask")
+
+
+def check_optimization(args: PPOConfig, optimizers: Sequence[Any]) -> None:
+    """Check that optimizer and schedule can be made from the arguments, on one number.
+
+    Args:
+        args: The arguments, with the derived ones.
+        optimizers: What was given; nothing is made instead of it.
+
+    Raises:
+        ValueError: One cannot, or the schedule follows a metric that is never computed.
+    """
+    if isinstance(optimizers[1], torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR) and args.eval_strategy == "no":
+        raise ValueError(
+            f"optimizers[1] is a {type(optimizers[1]).__name__}, which follows evaluations, but eval_strategy='no'; "
+            "set eval_strategy to 'steps' or 'epoch'"
+        )
+    if optimizers[0] is None and args.optim_target_modules is None:  # else it needs the model
+        try:
+            Trainer.get_optimizer_cls_and_kwargs(args)
+        except Exception as error:
+            given = f"optim={args.optim.value!r} with optim_args={args.optim_args!r}"  # pyright: ignore
+            raise ValueError(f"{given} cannot be used: {error}") from error
+    if optimizers[1] is None:
+        num_updates = cast(int, args.num_total_batches)
+        try:
+            get_scheduler(
+                args.lr_scheduler_type,
+                torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0),
+                args.get_warmup_steps(num_updates),
+                num_updates,
+                cast("dict[str, Any] | None", args.lr_scheduler_kwargs),
+            )
+        except Exception as error:
+            name = args.lr_scheduler_type.value  # pyright: ignore[reportAttributeAccessIssue]
+            given = f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={args.lr_scheduler_kwargs!r}"
+            raise ValueError(f"{given} cannot be used: {error}") from error

@@ -1,0 +1,370 @@
+"""What the trainer's constructor puts together, and the checks that stop a wrong run before it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers.trainer_utils import has_length
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.datasets import longest_prompt, prepare_prompts
+from rlhf_ppo.data.encoding import PROMPT_COLUMNS, prompt_column
+from rlhf_ppo.data.lengths import PositionLimit, check_lengths, smallest
+from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.generation.sequences import ended
+from rlhf_ppo.generation.stopping import StopStrings
+from rlhf_ppo.models.adapter_checks import check_adapter, warn_of_rank_allocation
+from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
+from rlhf_ppo.models.consistency import check_consistent
+from rlhf_ppo.models.heads import FrozenScorer, check_classifier
+from rlhf_ppo.models.loading import (
+    check_runs_on,
+    check_value_model,
+    load_policy,
+    load_scalar_model,
+    low_precision_parameters,
+    make_value_model,
+    prepare_trainable,
+)
+from rlhf_ppo.models.logprobs import check_logits
+from rlhf_ppo.models.making import made
+from rlhf_ppo.models.positions import position_limit, positions
+from rlhf_ppo.models.reference import Reference, make_reference
+from rlhf_ppo.models.sharing import share_base, shares_parameters, value_model_over
+from rlhf_ppo.models.unwrapping import is_peft_model
+from rlhf_ppo.models.vocabulary import Vocabulary
+from rlhf_ppo.processes.failing import failing_together
+from rlhf_ppo.rewards.functions import RewardFunction
+from rlhf_ppo.rewards.logged import LoggedByFunctions
+from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel
+from rlhf_ppo.rewards.scorer import Refuse, Scorer
+from rlhf_ppo.training.sharding import check_keeps_models_whole, place_frozen
+
+logger = get_logger(__name__)
+
+ModelOrPath = nn.Module | str | os.PathLike[str] | Callable[..., Any]
+"""A model, a directory, a hub name, or, not for reward models, a function that returns one of these."""
+
+
+def use_one_device(args: PPOConfig) -> None:
+    """Keep Trainer from spreading one process over several accelerators with `nn.DataParallel`."""
+    if args.n_gpu > 1:
+        logger.warning(f"One of {args.n_gpu} accelerators is used; start the script with `accelerate launch` for all.")
+        args._n_gpu = 1
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The token ids that generation and truncation need.
+
+    Attributes:
+        pad: Fills short prompts and the rest of a response after its stop token; may equal `stop`, may lie outside the
+            model's vocabulary.
+        stop: The token after which a response is cut, or None.
+        end: The token whose absence `missing_eos_penalty` and `missing_eos_score` punish: the stop token, or EOS where
+            there is none.
+        stop_strings: Texts after which a response is cut as well, or None.
+    """
+
+    pad: int
+    stop: int | None
+    end: int | None
+    stop_strings: StopStrings | None = None
+
+    def ended(self, responses: Responses) -> Tensor:
+        """Tell which responses ended by themselves, bool `(B,)`: the one notion of it that everything goes by."""
+        return ended(responses, self.end, self.stop_strings)
+
+
+def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
+    """Read the special tokens off the arguments and the tokenizer.
+
+    Raises:
+        TypeError: `processing_class` is no tokenizer.
+        ValueError: The tokenizer has neither PAD nor EOS, or lacks the EOS that an argument asks for.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(f"processing_class must be a tokenizer, got {type(tokenizer).__name__}; pass AutoTokenizer's")
+    eos = cast("int | None", tokenizer.eos_token_id)
+    pad = cast("int | None", tokenizer.pad_token_id)
+    if pad is None and eos is None:
+        raise ValueError(
+            "processing_class has neither a pad_token nor an eos_token; set tokenizer.pad_token to a token that "
+            "prompts do not use"
+        )
+    if eos is None and args.stop_token == "eos":
+        raise ValueError("stop_token='eos', but processing_class has no eos_token; set stop_token_id instead")
+    stop = eos if args.stop_token == "eos" else args.stop_token_id
+    end = eos if stop is None else stop
+    for name in ("missing_eos_penalty", "missing_eos_score"):
+        if end is None and not args.stop_strings and getattr(args, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(args, name)} needs something that ends a response; set stop_token_id, stop_strings, "
+                "or an eos_token"
+            )
+    if stop is None and eos is not None and not args.stop_strings:
+        logger.warning_once(
+            "No stop token is set, so every response has response_length tokens, whatever follows an EOS; set "
+            "stop_token='eos' to end responses at EOS."
+        )
+    strings = StopStrings(tokenizer, tuple(args.stop_strings)) if args.stop_strings else None
+    return SpecialTokens(pad=cast(int, eos if pad is None else pad), stop=stop, end=end, stop_strings=strings)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The four models, checked and prepared.
+
+    Attributes:
+        policy: The trained language model.
+        value_model: The trained value model.
+        reference: What the KL penalty compares with.
+        rewards: The frozen reward models.
+    """
+
+    policy: nn.Module
+    value_model: nn.Module
+    reference: Reference
+    rewards: Sequence[LoadedRewardModel]
+
+    @property
+    def reading_policy_tokens(self) -> dict[str, nn.Module]:
+        """All models that are given the policy's tokens, by what they are called."""
+        rewards = {f"reward_model{_number(index, self.rewards)}": reward for index, reward in enumerate(self.rewards)}
+        return {
+            "model": self.policy,
+            "value_model": self.value_model,
+            **{name: reward.model for name, reward in rewards.items() if reward.tokenizer is None},
+        }
+
+
+def assemble_models(
+    args: PPOConfig,
+    model: ModelOrPath,
+    ref_model: ModelOrPath | None,
+    rewards: Sequence[LoadedRewardModel],
+    value_model: ModelOrPath | None,
+    peft_config: Any,
+    value_peft_config: Any = None,
+) -> Models:
+    """Load what is given by path, make what is not given, freeze what is not trained.
+
+    A value model is made from the first reward model that reads the policy's tokens, else from the policy.
+
+    Raises:
+        ValueError: Two arguments are the same object, or a model cannot serve in its role.
+    """
+    check_keeps_models_whole(args)
+    given: dict[str, Any] = {"model": model, "ref_model": ref_model, "value_model": value_model}
+    given = {name: made(source, name) for name, source in given.items()}
+    scorers = {f"reward_model{_number(index, rewards)}": reward.model for index, reward in enumerate(rewards)}
+    _check_distinct(
+        **{"model": given["model"], "ref_model": given["ref_model"], **scorers, "value_model": given["value_model"]}
+    )
+    policy = load_policy(given["model"], "model")
+    reference_model = None if ref_model is None else load_policy(given["ref_model"], "ref_model")
+    critic = None
+    if value_model is not None:
+        critic = load_scalar_model(given["value_model"], "value_model", merges_adapter=not args.share_base_model)
+    loaded = {"model": policy, "ref_model": reference_model, "value_model": critic} | scorers
+    _check_loaded(args, loaded)
+    if args.share_base_model:
+        policy = _with_adapter(args, policy, peft_config, base_serves_others=True)
+        critic = value_model_over(policy, critic, value_peft_config)
+        _share_with_rewards(policy, rewards)
+        check_value_model(critic)
+    else:
+        if critic is None:
+            critic = make_value_model(policy, next((r.model for r in rewards if r.tokenizer is None), None))
+        check_value_model(critic)
+        if value_peft_config is not None:
+            critic = add_value_adapter(critic, value_peft_config)
+        policy = _with_adapter(args, policy, peft_config, base_serves_others=reference_model is None)
+    check_consistent(critic, "value_model", args)
+    check_logits(policy)
+    warn_of_rank_allocation(policy)
+    reference = make_reference(
+        policy, reference_model, args.ref_adapter_name, peft_config is not None, args.temperature
+    )
+    prepare_trainable(policy, critic)
+    # Now, while all weights are in one place: Trainer moves those that a reward model shares with the policy.
+    rewards = [replace(reward, scorer=FrozenScorer(reward.model)) for reward in rewards]
+    _warn_of_low_precision(policy, args.learning_rate)
+    if args.offload_frozen:  # but not of a reward model that holds the policy's own weights
+        rewards = [replace(reward, offloads=not shares_parameters(reward.model, policy)) for reward in rewards]
+    return Models(policy, critic, reference, rewards)
+
+
+def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> None:
+    """Check what each model is, by its argument's name, before others are made from it."""
+    for name, module in loaded.items():
+        if module is not None:
+            check_runs_on(module, name, args.device)
+            check_adapter(module, name)
+            if name in ("model", "ref_model"):
+                check_consistent(module, name, args if name == "model" else None)
+            elif name.startswith("reward_model"):
+                check_classifier(module, name)
+
+
+def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:
+    if low := low_precision_parameters(policy):
+        logger.warning(
+            f"{len(low)} trainable tensors of the policy are stored in 16 bits (the first is {low[0]}), where most of "
+            f"an update at learning_rate={learning_rate} is rounded away; load the policy in float32 and set "
+            "bf16=True for 16-bit arithmetic."
+        )
+
+
+def _with_adapter(args: PPOConfig, policy: nn.Module, peft_config: Any, base_serves_others: bool) -> nn.Module:
+    """Add the adapter that is asked for, or choose the one to train of those that are there."""
+    if peft_config is not None:
+        return add_adapter(policy, peft_config, args.model_adapter_name, base_serves_others)
+    if is_peft_model(policy):
+        activate_adapter(policy, args.model_adapter_name)
+    elif args.model_adapter_name is not None:
+        raise ValueError(
+            f"model_adapter_name={args.model_adapter_name!r}, but model is no PeftModel; pass peft_config"
+        )
+    return policy
+
+
+def _share_with_rewards(policy: nn.Module, rewards: Sequence[LoadedRewardModel]) -> None:
+    for index, reward in enumerate(rewards):
+        if is_peft_model(reward.model) and (difference := share_base(reward.model, policy)) is not None:
+            logger.warning(
+                f"reward_model{_number(index, rewards)} is an adapter over another base than the policy's, and keeps "
+                f"its own: {difference}."
+            )
+
+
+def _number(index: int, rewards: Sequence[Any]) -> str:
+    return "" if len(rewards) == 1 else f"[{index}]"
+
+
+def _check_distinct(**models: Any) -> None:
+    given = [(name, model) for name, model in models.items() if isinstance(model, nn.Module)]
+    for index, (name, model) in enumerate(given):
+        for other_name, other in given[index + 1 :]:
+            if model is other:
+                raise ValueError(
+                    f"{name} and {other_name} are the same object, so training one would change the other; load the "
+                    f"model twice, or pass {other_name}=None to have a copy made"
+                )
+
+
+def longest_sequence(models: Models) -> PositionLimit | None:
+    """Return the longest sequence that every model can place, or None if none of them states a limit."""
+    given = [*models.reading_policy_tokens.values(), models.reference.model]
+    return smallest(position_limit(model) for model in given if model is not None)
+
+
+def prepare_checked(
+    dataset: Any,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    args: PPOConfig,
+    vocabulary: Vocabulary,
+    limit: PositionLimit | None,
+    columns_are_read: bool = True,
+) -> Any:
+    """Tokenize and check a data set, or each of a dict of them.
+
+    Args:
+        dataset: What the user passed.
+        name: What error messages call it.
+        tokenizer: The policy's tokenizer.
+        args: Gives `max_prompt_length`, `dataset_num_proc` and `response_length`.
+        vocabulary: The ids that all models embed.
+        limit: Longest sequence that the models can place; None if there is no limit.
+        columns_are_read: Whether a reward reads columns beside the prompts; they are left out where none does, so
+            that they are not copied along.
+
+    Returns:
+        Rows with `input_ids`.
+
+    Raises:
+        ValueError: A row is wrong, or prompt and response exceed the positions. Streams are checked as they come.
+    """
+    if isinstance(dataset, Mapping):
+        return {
+            key: prepare_checked(value, f"{name}[{key!r}]", tokenizer, args, vocabulary, limit, columns_are_read)
+            for key, value in dataset.items()
+        }
+    if isinstance(dataset, Dataset) and args.remove_unused_columns and not columns_are_read:
+        used = {*PROMPT_COLUMNS, "attention_mask", args.length_column_name}
+        prompt_column(dataset.column_names, name)
+        dataset = dataset.select_columns([column for column in dataset.column_names if column in used])
+    prepared = prepare_prompts(
+        dataset,
+        tokenizer,
+        max_prompt_length=args.max_prompt_length,
+        num_proc=args.dataset_num_proc,
+        name=name,
+        vocab_size=vocabulary.size,
+        vocab_of=vocabulary.limited_by,
+    )
+    if has_length(prepared):
+        check_lengths(longest_prompt(cast(Any, prepared)), args.response_length, limit)
+    return prepared
+
+
+def make_scorer(
+    args: PPOConfig,
+    rewards: Sequence[LoadedRewardModel],
+    functions: Sequence[Callable[..., Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    accelerator: Accelerator,
+    get_state: Callable[[], TrainerState],
+    logged: LoggedByFunctions,
+    refuse: Refuse,
+) -> Scorer:
+    """Put reward models and reward functions into one scorer, the models first.
+
+    Args:
+        args: Gives `reward_weights`, `reward_timeout` and `local_rollout_forward_batch_size`.
+        rewards: The reward models of `assemble_models`; they are placed where they run.
+        functions: The reward functions.
+        tokenizer: The policy's tokenizer, which decodes for the functions and for models with another tokenizer.
+        accelerator: Places the models.
+        get_state: Returns the trainer's state, for the functions.
+        logged: Takes what the functions log.
+        refuse: Takes the reason why a score cannot be used.
+
+    Raises:
+        ValueError: `reward_weights` does not fit.
+    """
+    models = [
+        RewardModel(
+            place_frozen(cast(nn.Module, reward.scorer), accelerator, reward.offloads),
+            args.local_rollout_forward_batch_size,
+            lambda: accelerator.autocast(),
+            None if reward.tokenizer is None else (tokenizer, reward.tokenizer),
+            positions(reward.model),
+            lambda: failing_together(accelerator),
+            refuse,
+        )
+        for reward in rewards
+    ]
+    wrapped = [
+        RewardFunction(
+            function,
+            tokenizer,
+            get_state,
+            logged.log_metric,
+            log_extra=logged.log_extra,
+            refuse=refuse,
+            timeout=args.reward_timeout,
+        )
+        for function in functions
+    ]
+    weights = cast("list[float] | dict[str, float] | None", args.reward_weights)  # no text: the arguments have read it
+    return Scorer([*models, *wrapped], weights, refuse)

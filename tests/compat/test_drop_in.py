@@ -1,0 +1,417 @@
+"""Scripts written for `trl.experimental.ppo` 1.12: only their import is changed."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    DataCollatorWithPadding,
+    GPT2Config,
+    GPT2Model,
+    GPT2PreTrainedModel,
+    GPTNeoXConfig,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    get_constant_schedule,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.trainer_utils import TrainOutput
+
+from rlhf_ppo import PPOConfig, PPOTrainer
+from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
+from tests.runs import QUICK
+
+POSTS = ["the story of a cat", "a dog said", "once upon a time there was", "why", "they went to the park and"] * 4
+
+
+def pythia_config(**overrides: Any) -> GPTNeoXConfig:
+    """Pythia's shape, of no size; its vocabulary is larger than the tokenizer, as Pythia's is."""
+    values = {
+        "vocab_size": 50304,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "initializer_range": 0.2,
+    }
+    return GPTNeoXConfig(**{**values, **overrides})
+
+
+@pytest.fixture
+def tokenizer(shared_data: Path) -> PreTrainedTokenizerFast:
+    """Pythia's own tokenizer, prepared as in TRL's examples."""
+    file = shared_data / "tokenizer_neox20b" / "tokenizer.json"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(file), bos_token="<|endoftext|>", eos_token="<|endoftext|>", padding_side="left"
+    )
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    return tokenizer
+
+
+def models(config: GPTNeoXConfig) -> SimpleNamespace:
+    """Policy, reference, reward and value model, as TRL's examples load them from two checkpoints."""
+    made = {}
+    for name, auto_class, seed in (
+        ("policy", AutoModelForCausalLM, 0),
+        ("ref_policy", AutoModelForCausalLM, 0),
+        ("reward_model", AutoModelForSequenceClassification, 1),
+        ("value_model", AutoModelForSequenceClassification, 1),
+    ):
+        torch.manual_seed(seed)
+        labels = {} if auto_class is AutoModelForCausalLM else {"num_labels": 1}
+        made[name] = auto_class.from_config(pythia_config(**config.to_diff_dict() | labels))
+    return SimpleNamespace(**made)
+
+
+def tokenized(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Dataset:
+    """A data set with `input_ids` and `lengths`, as `ppo_tldr.py` of TRL makes it."""
+
+    def tokenize(element: dict[str, str]) -> dict[str, Any]:
+        input_ids = tokenizer(element["prompt"], padding=False)["input_ids"]
+        return {"input_ids": input_ids, "lengths": len(input_ids)}
+
+    return Dataset.from_dict({"prompt": texts}).map(tokenize, remove_columns=["prompt"])
+
+
+def trl_arguments(tmp_path: Path, **overrides: Any) -> PPOConfig:
+    values = {
+        "output_dir": str(tmp_path / "run"),
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "total_episodes": 12,
+        "num_ppo_epochs": 2,
+        "num_mini_batches": 2,
+        "local_rollout_forward_batch_size": 3,
+        "missing_eos_penalty": 1.0,
+        "stop_token": "eos",
+        "response_length": 5,
+        "num_sample_generations": 2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+    }
+    return PPOConfig(**{**values, **overrides})
+
+
+class Recorder(TrainerCallback):
+    """Counts the events that a callback of TRL's trainer could rely on."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("train_begin")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("step_end")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("train_end")
+
+
+# ---- A whole script ----
+
+
+def test_a_script_with_positional_arguments_in_trl_s_order(tokenizer, tmp_path, capsys):
+    made, args, recorder = models(pythia_config()), trl_arguments(tmp_path), Recorder()
+    wrapped = nn.ModuleList([made.policy, made.value_model])
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    scheduler = get_constant_schedule(optimizer)
+    before = {name: value.clone() for name, value in made.ref_policy.state_dict().items()}
+
+    trainer = PPOTrainer(
+        args,
+        tokenizer,
+        made.policy,
+        made.ref_policy,
+        made.reward_model,
+        tokenized(tokenizer, POSTS),
+        made.value_model,
+        DataCollatorWithPadding(tokenizer),
+        tokenized(tokenizer, POSTS[:3]),
+        (optimizer, scheduler),
+        [recorder],
+        None,
+    )
+    output = trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    table = trainer.generate_completions()
+
+    assert isinstance(output, TrainOutput) and output.global_step == 3
+    assert trainer.state.global_step == 3 and trainer.state.episode == 12
+    assert recorder.events == ["train_begin", *["step_end"] * 3, "train_end"]
+    assert trainer.optimizer.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]
+    assert any(not torch.equal(value, before[name]) for name, value in made.policy.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in made.ref_policy.state_dict().items())
+    assert list(table.columns) == ["query", "model response", "score"]
+    assert list(table["query"]) == POSTS[:3]
+    assert "model response" in capsys.readouterr().out
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = tokenizer(POSTS[0], return_tensors="pt")["input_ids"]
+    assert torch.equal(saved(ids).logits, made.policy.eval()(ids).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").pad_token == "[PAD]"
+
+
+def test_the_derived_arguments_are_filled(tokenizer, tmp_path):
+    made, args = models(pythia_config()), trl_arguments(tmp_path)
+    assert (args.batch_size, args.num_total_batches, args.world_size) == (None, None, None)
+
+    PPOTrainer(args, tokenizer, made.policy, None, made.reward_model, tokenized(tokenizer, POSTS), made.value_model)
+
+    assert (args.world_size, args.local_batch_size, args.micro_batch_size, args.batch_size) == (1, 4, 2, 4)
+    assert (args.mini_batch_size, args.local_mini_batch_size, args.num_total_batches) == (2, 2, 3)
+
+
+def test_by_keyword_and_without_total_episodes(tokenizer, tmp_path):
+    made = models(pythia_config())
+    args = trl_arguments(tmp_path, total_episodes=None, num_train_epochs=2)
+
+    trainer = PPOTrainer(
+        args=args,
+        processing_class=tokenizer,
+        model=made.policy,
+        ref_model=made.ref_policy,
+        reward_model=made.reward_model,
+        value_model=made.value_model,
+        train_dataset=tokenized(tokenizer, POSTS[:8]),
+        eval_dataset=tokenized(tokenizer, POSTS[:3]),
+        peft_config=None,
+    )
+
+    assert (args.total_episodes, args.num_total_batches) == (16, 4)
+    assert trainer.train().global_step == 4
+
+
+def test_the_names_of_the_documented_interface_exist():
+    import rlhf_ppo
+
+    assert {"PPOConfig", "PPOTrainer", "generate", "batch_generation", "forward", "truncate_response"} <= set(
+        rlhf_ppo.__all__
+    )
+
+
+def test_every_defect_of_trl_has_a_row_and_every_test_it_names_exists():
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "predecessor-defects.md").read_text()
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page))
+
+    assert re.findall(r"^\| (D\d+) ", page, flags=re.MULTILINE) == [f"D{number}" for number in range(1, 31)]
+    assert len(named) > 40
+    for file, test in named:
+        assert f"def {test}(" in (root / file).read_text(), f"{file}::{test}"
+
+
+# ---- D4, D8, D14: what TRL's trainer could not do, or did not say ----
+
+
+def test_fewer_prompts_than_one_batch_are_an_error_at_once(tokenizer, tmp_path):
+    made, args = models(pythia_config()), trl_arguments(tmp_path)
+
+    with pytest.raises(ValueError, match="3 prompts, fewer than the 4 of one batch"):
+        PPOTrainer(args, tokenizer, made.policy, None, made.reward_model, tokenized(tokenizer, POSTS[:3]))
+
+
+def test_evaluate_works_before_and_after_training(make_trainer):
+    trainer = make_trainer(eval_dataset=Dataset.from_list(prompt_rows(5)), reward_model=tiny_scorer(), **QUICK)
+
+    before, again = trainer.evaluate(), trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+
+    same = {key for key in before if not key.endswith(("runtime", "per_second"))}
+    assert {"eval_score", "eval_kl", "eval_response_length_mean", "eval_ended_frac"} <= same
+    assert all(before[key] == again[key] for key in same)
+    assert before["eval_kl"] == 0.0 and after["eval_kl"] != 0.0
+
+
+def test_episodes_per_second_are_no_integer(make_trainer):
+    """TRL logged `int(episodes / seconds)`, which is 0 for a large model."""
+    trainer = make_trainer(callbacks=[Slow()], **QUICK)
+    trainer.train()
+
+    logged = [entry["eps"] for entry in trainer.state.log_history if "eps" in entry]
+    assert len(logged) == 3
+    assert all(0.0 < eps < 4.0 for eps in logged)  # 2 episodes take at least half a second
+    assert not all(float(eps).is_integer() for eps in logged)
+
+
+class Slow(TrainerCallback):
+    """Makes an update take its time."""
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.5)
+
+
+def test_the_default_goes_on_after_eos_and_says_so(make_trainer, monkeypatch):
+    messages: list[str] = []
+    monkeypatch.setattr("rlhf_ppo.training.construction.logger.warning_once", messages.append)
+    make_trainer(stop_token="eos")
+    assert messages == []
+
+    trainer = make_trainer(stop_token=None, response_length=40, temperature=3.0, eval_dataset=prompt_rows(6))
+    rollouts = keep_rollouts(trainer)
+    trainer.evaluate()
+
+    assert len(messages) == 1 and "set stop_token='eos'" in messages[0]
+    assert rollouts[0].response_mask.sum(dim=1).tolist() == [40] * len(rollouts[0])
+    assert (rollouts[0].responses[:, :-1] == 1).any()  # an EOS, and something after it
+
+
+# ---- D7: a PAD beyond the vocabulary ----
+
+
+def test_a_pad_token_beyond_the_vocabulary_changes_no_number(tmp_path):
+    """The same run, once with an added [PAD] that no model has an embedding for, once with a PAD inside."""
+    ends = []
+    for pad_token in ("[PAD]", "<pad>"):
+        tokenizer = make_tokenizer(pad_token=None)
+        tokenizer.add_special_tokens({"pad_token": pad_token})
+        policy = tiny_policy(pad_token_id=None)
+        trainer = PPOTrainer(
+            trl_arguments(tmp_path / str(tokenizer.pad_token_id), seed=7),
+            tokenizer,
+            policy,
+            None,
+            tiny_scorer(pad_token_id=None),
+            Dataset.from_list(prompt_rows(12)),
+            tiny_scorer(pad_token_id=None),
+            DataCollatorWithPadding(tokenizer),
+        )
+        trainer.train()
+        ends.append((tokenizer.pad_token_id, policy.state_dict(), trainer.state.log_history))
+
+    (outside, beyond, beyond_log), (inside, within, within_log) = ends
+    assert (outside, inside) == (32, 0)
+    for name, value in within.items():
+        assert torch.equal(beyond[name], value), name
+    metrics = [key for key in within_log[0] if key.startswith(("objective/", "policy/", "loss/", "val/"))]
+    assert len(metrics) > 10
+    assert [[entry.get(key) for key in metrics] for entry in beyond_log] == [
+        [entry.get(key) for key in metrics] for entry in within_log
+    ]
+
+
+def test_a_policy_saved_with_a_pad_token_beyond_its_vocabulary_loads(tmp_path):
+    """Trainer copies the tokenizer's PAD into the configuration; an embedding layer refuses such a padding_idx."""
+    tokenizer = make_tokenizer(pad_token=None)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    args = trl_arguments(tmp_path, save_strategy="steps", save_steps=1)
+    trainer = PPOTrainer(
+        args, tokenizer, tiny_policy(), None, tiny_scorer(), Dataset.from_list(prompt_rows(12)), tiny_scorer()
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+
+    ids = torch.arange(3, 9)[None]
+    for folder in (tmp_path / "saved", tmp_path / "run" / "checkpoint-3"):
+        saved = AutoModelForCausalLM.from_pretrained(folder)
+        assert torch.equal(saved(ids).logits, trainer.policy_model.eval()(ids).logits)
+        assert AutoTokenizer.from_pretrained(folder).pad_token_id == 32
+
+
+# ---- D10, D25: what a data set and its collator may look like ----
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_side_on_which_a_collator_pads_changes_nothing(make_trainer, side):
+    ends = []
+    for collator in (None, DataCollatorWithPadding(make_tokenizer(padding_side=side))):
+        trainer = make_trainer(data_collator=collator, reward_model=tiny_scorer(), **QUICK)
+        trainer.train()
+        ends.append(trainer.policy_model.state_dict())
+
+    for name, value in ends[0].items():
+        assert torch.equal(ends[1][name], value), name
+
+
+def test_text_columns_beside_the_tokens_do_not_reach_trl_s_collator(make_trainer):
+    """`DataCollatorWithPadding` cannot make tensors of strings; TRL's trainer crashed on them."""
+    rows = [{**row, "prompt_text": "w1 w2", "lengths": 2} for row in prompt_rows(8)]
+
+    trainer = make_trainer(
+        train_dataset=Dataset.from_list(rows),
+        data_collator=DataCollatorWithPadding(make_tokenizer()),
+        reward_model=tiny_scorer(),
+        **QUICK,
+    )
+
+    assert trainer.train().global_step == 3
+
+
+# ---- D27: any sequence-classification model ----
+
+
+class OtherNames(GPT2PreTrainedModel):
+    """A causal scorer with a head and a prefix of its own names; TRL read `.score` behind `.base_model_prefix`."""
+
+    base_model_prefix = "trunk"
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        self.trunk = GPT2Model(config)
+        self.regression = nn.Linear(config.n_embd, 1, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> SequenceClassifierOutput:
+        states = self.trunk(input_ids, attention_mask=attention_mask).last_hidden_state
+        last = attention_mask.sum(dim=1) - 1
+        return SequenceClassifierOutput(logits=self.regression(states[torch.arange(len(states)), last]))
+
+
+def test_the_value_model_may_have_any_head(make_trainer):
+    torch.manual_seed(4)
+    value_model = OtherNames(GPT2Config(vocab_size=32, n_positions=64, n_embd=16, n_layer=1, n_head=2, num_labels=1))
+    trainer = make_trainer(value_model=value_model, **QUICK)
+    before, rollouts = copy.deepcopy(value_model), keep_rollouts(trainer)
+
+    trainer.train()
+
+    rollout, context = rollouts[0], rollouts[0].context_length
+    for row, mask in enumerate(rollout.response_mask):
+        num_prompt = int(rollout.attention_mask[row, :context].sum())
+        ids = rollout.query_responses[row][rollout.attention_mask[row]][None]
+        with torch.no_grad():
+            every = before.regression(before.eval().trunk(ids).last_hidden_state)[0, :, 0]
+        expected = every[num_prompt - 1 : -1]  # the value of the state that each token is chosen in
+        torch.testing.assert_close(rollout.values[row][mask], expected, atol=1e-5, rtol=0)
+    assert not torch.equal(value_model.regression.weight, before.regression.weight)
+
+
+def test_the_reward_model_may_be_an_encoder(make_trainer):
+    torch.manual_seed(4)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    scorer = BertForSequenceClassification(BertConfig(vocab_size=32, num_labels=1, initializer_range=0.5, **sizes))
+    trainer = make_trainer(reward_model=scorer, value_model=None, **QUICK)
+    rollouts = keep_rollouts(trainer)
+
+    trainer.train()
+
+    for row, score in enumerate(rollouts[0].scores):
+        ids = rollouts[0].query_responses[row][rollouts[0].attention_mask[row]][None]
+        with torch.no_grad():
+            torch.testing.assert_close(score, scorer(ids).logits[0, 0], atol=1e-5, rtol=0)
+
+
+def keep_rollouts(trainer: Any) -> list[Any]:
+    rollouts: list[Any] = []
+    collect = trainer.collect_rollout
+    trainer.collect_rollout = lambda *args: rollouts.append(collect(*args)) or rollouts[-1]
+    return rollouts

@@ -1,0 +1,156 @@
+"""Each argument of TrainingArguments is honoured, or rejected with advice; the removed ones are explained."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.inherited import HONOURED, REJECTED, REJECTED_VALUES, REMOVED, reject_removed
+
+FIELDS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+HONOURED_NAMES = [name for names in HONOURED.values() for name in names]
+NEW_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # not in the oldest transformers
+OTHER: dict[str, Any] = {  # a value that is not the default
+    "label_smoothing_factor": 0.1,
+    "neftune_noise_alpha": 5.0,
+    "auto_find_batch_size": True,
+    "use_liger_kernel": True,
+    "liger_kernel_config": {"rope": True},
+    "bf16_full_eval": True,
+    "fp16_full_eval": True,
+    "parallelism_config": object(),
+    "prediction_loss_only": True,
+    "eval_do_concat_batches": False,
+    "eval_accumulation_steps": 2,
+    "eval_use_gather_object": True,
+    "include_for_metrics": ["inputs"],
+    "batch_eval_metrics": True,
+    "do_predict": True,
+    "label_names": ["labels"],
+    "average_tokens_across_devices": False,
+    "dataloader_drop_last": False,
+    "enable_jit_checkpoint": True,
+}
+
+
+def make(**arguments: Any) -> PPOConfig:
+    """PPOConfig with arguments that a type checker would refuse."""
+    return PPOConfig(**arguments)
+
+
+def test_every_argument_is_in_exactly_one_table():
+    assert len(HONOURED_NAMES) == len(set(HONOURED_NAMES))
+    assert not set(HONOURED_NAMES) & set(REJECTED)
+    assert set(FIELDS) - set(HONOURED_NAMES) - set(REJECTED) == set(), "new in transformers: honour or reject it"
+    assert (set(HONOURED_NAMES) | set(REJECTED)) - set(FIELDS) - NEW_NAMES == set(), "no longer in transformers"
+    assert set(REJECTED_VALUES) <= set(HONOURED_NAMES)
+
+
+def test_other_values_are_given_for_all_that_is_rejected():
+    assert set(OTHER) == set(REJECTED)
+
+
+@pytest.mark.parametrize("name", sorted(REJECTED))
+def test_rejected_arguments_are_named_with_advice(name: str):
+    accepted, advice = REJECTED[name]
+    with pytest.raises(ValueError) as error:
+        make(**{name: OTHER[name]})
+    assert f"{name}={OTHER[name]!r}: {advice}" in str(error.value)
+    assert getattr(make(**{name: accepted}), name) == accepted
+
+
+@pytest.mark.parametrize("name", sorted(set(REJECTED) - {"dataloader_drop_last"}))
+def test_what_is_accepted_is_the_default_of_training_arguments(name: str):
+    assert REJECTED[name][0] == getattr(TrainingArguments(), name)
+
+
+def test_all_problems_are_named_at_once():
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1.*do_predict=True"):
+        PPOConfig(label_smoothing_factor=0.1, do_predict=True)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, by in REJECTED_VALUES.items() for value in by])
+def test_rejected_values(name: str, value: str):
+    with pytest.raises(ValueError, match=f"{name}='{value}': {REJECTED_VALUES[name][value]}"):
+        make(**{name: value})
+
+
+def test_optimizers_that_need_their_own_loop_are_all_rejected_also_as_enum():
+    special = [o for o in OptimizerNames if o.value.endswith(("layerwise", "lomo")) or "schedule_free" in o.value]
+    assert {optimizer.value for optimizer in special} == set(REJECTED_VALUES["optim"])
+    for optimizer in special:
+        with pytest.raises(ValueError, match="optim="):
+            PPOConfig(optim=optimizer)
+    assert PPOConfig(optim="adamw_torch").optim == "adamw_torch"
+
+
+@pytest.mark.parametrize(
+    ("config", "advice"),
+    [
+        ({"split_batches": True}, "drop its split_batches"),
+        ({"gradient_accumulation_kwargs": {"num_steps": 2}}, "use gradient_accumulation_steps"),
+        ({"use_seedable_sampler": False}, "drop its use_seedable_sampler=False"),
+    ],
+)
+def test_rejected_parts_of_accelerator_config(config: dict[str, Any], advice: str):
+    with pytest.raises(ValueError, match=f"accelerator_config=.*{advice}"):
+        PPOConfig(accelerator_config=config)
+    accepted: Any = make(accelerator_config={"even_batches": False}).accelerator_config
+    assert accepted.even_batches is False
+
+
+@pytest.mark.parametrize("metric", ["loss", "eval_loss"])
+def test_there_is_no_loss_to_compare_models_by(metric: str):
+    with pytest.raises(ValueError, match=f"metric_for_best_model='{metric}'.*use 'score'"):
+        PPOConfig(metric_for_best_model=metric)
+
+
+# ---- What TrainingArguments once had ----
+
+# The documented signature of TRL's PPOConfig held the fields of transformers 4.46 to 4.57; these are gone from 5.
+GONE = """
+    adafactor dispatch_batches evaluation_strategy fp16_backend fp16_opt_level fsdp_min_num_params
+    fsdp_transformer_layer_cls_to_wrap group_by_length half_precision_backend include_inputs_for_metrics
+    include_tokens_per_second jit_mode_eval logging_dir mp_parameters no_cuda past_index
+    per_gpu_eval_batch_size per_gpu_train_batch_size push_to_hub_model_id push_to_hub_organization push_to_hub_token
+    ray_scope save_safetensors split_batches torchdynamo tpu_metrics_debug tpu_num_cores use_ipex
+    use_legacy_prediction_loop use_mps_device
+""".split()
+
+
+def test_all_that_is_gone_is_explained_and_nothing_that_exists():
+    assert set(GONE) <= set(REMOVED)
+    assert not set(REMOVED) & {field.name for field in dataclasses.fields(PPOConfig)}
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_removed_arguments_name_their_replacement(name: str):
+    with pytest.raises(TypeError) as error:
+        make(**{name: True})
+    assert f"{name}: {REMOVED[name]}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_replacements_that_are_arguments_exist(name: str):
+    replacement = REMOVED[name].removeprefix("use ").split("=")[0]
+    if REMOVED[name].startswith("use ") and replacement.isidentifier():
+        assert replacement in FIELDS
+
+
+def test_unknown_arguments_stay_pythons_business():
+    reject_removed(["learning_rate", "no_such_thing"])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_thing'"):
+        make(no_such_thing=1)
+
+
+def test_a_subclass_explains_too():
+    @dataclasses.dataclass
+    class MyConfig(PPOConfig):
+        mine: int = 0
+
+    assert MyConfig(mine=1).mine == 1
+    with pytest.raises(TypeError, match="no_cuda: use use_cpu"):
+        MyConfig(no_cuda=True)  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,463 @@
+"""PPOConfig: every field's default, command line, YAML and errors."""
+
+import dataclasses
+import inspect
+import math
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+import yaml
+from transformers import HfArgumentParser, TrainingArguments, training_args
+from trl.scripts.utils import TrlParser
+
+from rlhf_ppo.config import PPOConfig, precision
+from rlhf_ppo.config.engines import EngineArguments
+
+
+class Case(NamedTuple):
+    """A field, its documented default, another value as text and as value, and values that must be refused."""
+
+    name: str
+    default: Any
+    text: str
+    value: Any
+    wrong: tuple[Any, ...]
+
+
+NAN, INF = math.nan, math.inf
+COUNT = (0, -1, 1.5, "2", True)  # of something there must be at least one of
+CASES = [
+    Case("learning_rate", 3e-6, "1e-5", 1e-5, (-1.0, NAN, INF, "1e-5", None)),
+    Case("logging_steps", 10, "0.5", 0.5, (-1, NAN, "5")),
+    Case("gradient_checkpointing", True, "false", False, ("no", 2)),
+    Case("bf16", False, "false", False, ("no", 1)),  # the default without an accelerator; more below
+    Case("dataloader_drop_last", True, "true", True, (False,)),
+    Case("warmup_ratio", None, "0.1", 0.1, (-0.1, 1.0, NAN, "0.1")),
+    Case("exp_name", "ppo_config", "mine", "mine", (None, 3)),
+    Case("reward_model_path", "EleutherAI/pythia-160m", "rm", "rm", (None, 3)),
+    Case("sft_model_path", "EleutherAI/pythia-160m", "sft", "sft", (None, 3)),
+    Case("model_adapter_name", None, "policy", "policy", (3,)),
+    Case("ref_adapter_name", None, "reference", "reference", (3,)),
+    Case("overwrite_output_dir", False, "true", True, ("yes", None)),
+    Case("share_base_model", False, "true", True, ("yes", None)),
+    Case("offload_frozen", False, "true", True, ("yes", None)),
+    Case("dataset_num_proc", None, "2", 2, COUNT),
+    Case("max_prompt_length", None, "512", 512, COUNT),
+    Case("total_episodes", None, "10000", 10000, COUNT),
+    Case("response_length", 53, "16", 16, (*COUNT, None)),
+    Case("temperature", 0.7, "1.5", 1.5, (0.0, -1.0, NAN, INF, "1", None)),
+    Case("top_k", 0, "50", 50, (-1, 2.5)),
+    Case("top_p", 1.0, "0.9", 0.9, (0.0, 1.1, NAN, None)),
+    Case("min_p", None, "0.05", 0.05, (-0.1, 1.1, NAN)),
+    Case("stop_token", None, "eos", "eos", ("</s>", "", 0)),
+    Case("stop_token_id", None, "0", 0, (-1, 1.5, "eos", True)),
+    Case(
+        "stop_strings",
+        None,
+        "END ###",
+        ["END", "###"],
+        ([], [""], ["a", ""], "", ["\ufffd"], [1], ["a", None], 3, {"a": "b"}, "[]", '[""]', ["[]"], True),
+    ),
+    Case("local_rollout_forward_batch_size", 64, "2", 2, (*COUNT, None)),
+    Case("generation_batch_size", None, "2", 2, COUNT),
+    Case("ds3_gather_for_generation", True, "false", False, ("no", None)),
+    Case("num_sample_generations", 10, "0", 0, (-1, 1.5, None)),
+    Case(
+        "reward_weights",
+        None,
+        "1.0 -0.5",
+        [1.0, -0.5],
+        ([], {}, [NAN], [1.0, INF], {"a": NAN}, ["a"], [True], {"a": "1"}, {1: 1.0}, 1.0, "", "a", "1.0", '{"a": 1'),
+    ),
+    Case("reward_head", None, "helpful 1", ["helpful", "1"], (1, [1])),
+    Case("score_scaling", False, "true", True, ("yes", None)),
+    Case("missing_eos_penalty", None, "1.0", 1.0, (0, 0.0, -1.0, NAN, INF)),
+    Case("missing_eos_score", None, "-1", -1.0, (NAN, INF, "-1", True)),
+    Case("score_clip", None, "2.5", 2.5, (0.0, -1.0, NAN, INF)),
+    Case("reward_timeout", None, "2.5", 2.5, (0.0, -1.0, NAN, INF)),
+    Case("bootstrap_truncated", False, "true", True, ("yes", None)),
+    Case("kl_coef", 0.05, "0", 0.0, (-0.1, NAN, INF, None)),
+    Case("kl_estimator", "k1", "k3", "k3", ("k2", "K1", None)),
+    Case("whiten_rewards", False, "true", True, (1, None)),
+    Case("num_ppo_epochs", 4, "1", 1, (*COUNT, None)),
+    Case("max_tokens_per_micro_batch", None, "4096", 4096, COUNT),
+    Case("num_mini_batches", 1, "4", 4, (*COUNT, None, 3)),  # 3 does not divide 8
+    Case("gamma", 1.0, "0.99", 0.99, (-0.1, 1.1, NAN, None)),
+    Case("lam", 0.95, "0", 0.0, (-0.1, 1.1, NAN, None)),
+    Case("cliprange", 0.2, "0.1", 0.1, (0.0, -0.2, NAN, INF)),
+    Case("cliprange_value", 0.2, "0.4", 0.4, (0.0, -0.2, NAN, INF)),
+    Case("vf_coef", 0.1, "0", 0.0, (-0.1, NAN, INF)),
+    Case("on_divergence", "stop", "skip", "skip", ("ignore", "Skip", None)),
+    Case("generation_engine", "transformers", "continuous", "continuous", ("sglang", "", None)),
+    Case("importance_sampling_correction", True, "false", False, ("no", None)),
+    Case("importance_sampling_clip_max", 2.0, "3", 3.0, (0.0, -1.0, NAN, INF, None)),
+    Case("vllm_mode", "colocate", "server", "server", ("remote", None)),
+    Case("vllm_server_base_url", None, "http://there:1", "http://there:1", (3,)),
+    Case("vllm_server_host", "0.0.0.0", "there", "there", (None, 3)),
+    Case("vllm_server_port", 8000, "9000", 9000, (0, 65536, "8000", None)),
+    Case("vllm_server_timeout", 240.0, "5", 5.0, (-1.0, NAN, None)),
+    Case("vllm_group_port", 51216, "9001", 9001, (0, 65536, None)),
+    Case("vllm_gpu_memory_utilization", 0.3, "0.5", 0.5, (0.0, 1.1, NAN, None)),
+    Case("vllm_max_model_length", None, "2048", 2048, COUNT),
+    Case("vllm_tensor_parallel_size", 1, "2", 2, (*COUNT, None)),
+    Case("vllm_enable_sleep_mode", False, "true", True, ("yes", None)),
+    Case("vllm_model_impl", "vllm", "auto", "auto", ("jax", None)),
+    *(
+        Case(name, None, "2", 2, ("2", 1.5))
+        for name in (
+            *("world_size", "local_batch_size", "micro_batch_size", "batch_size", "local_mini_batch_size"),
+            *("mini_batch_size", "num_total_batches"),
+        )
+    ),
+]
+BY_NAME = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+def make(**arguments: Any) -> PPOConfig:
+    """PPOConfig with arguments that a type checker would refuse."""
+    return PPOConfig(**arguments)
+
+
+def from_command_line(*arguments: str) -> PPOConfig:
+    return HfArgumentParser(cast(Any, PPOConfig)).parse_args_into_dataclasses(list(arguments))[0]  # pyright: ignore
+
+
+def from_yaml(path: Path, text: str) -> PPOConfig:
+    path.write_text(text)
+    return TrlParser(cast(Any, PPOConfig)).parse_args_and_config(["--config", str(path)])[0]  # pyright: ignore
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the tests mean the same on a machine with an accelerator."""
+    set_accelerator(monkeypatch, present=False)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+
+
+def set_accelerator(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
+    for module in (precision, training_args):
+        monkeypatch.setattr(module, "is_torch_bf16_gpu_available", lambda: present)
+
+
+# ---- Every field ----
+
+
+def test_the_cases_cover_every_field_of_ppo():
+    of_ppo = {*inspect.get_annotations(PPOConfig), *inspect.get_annotations(EngineArguments)}
+    assert {case.name for case in CASES} == of_ppo
+
+
+@BY_NAME
+def test_default(case: Case):
+    value = getattr(PPOConfig(), case.name)
+    assert value == case.default
+    assert type(value) is type(case.default)
+
+
+@BY_NAME
+def test_command_line(case: Case):
+    assert getattr(from_command_line(f"--{case.name}", *case.text.split()), case.name) == case.value
+
+
+@BY_NAME
+def test_yaml(case: Case, tmp_path: Path):
+    args = from_yaml(tmp_path / "config.yaml", yaml.safe_dump({case.name: case.value}))
+    assert getattr(args, case.name) == case.value
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [pytest.param(case.name, wrong, id=f"{case.name}={wrong}") for case in CASES for wrong in case.wrong],
+)
+def test_wrong_value_is_an_error_that_names_field_and_value(name: str, wrong: Any):
+    with pytest.raises((ValueError, TypeError)) as error:
+        make(**{name: wrong})
+    assert f"{name}={wrong!r}" in str(error.value)
+
+
+def test_every_field_has_a_help_that_argparse_can_print():
+    for field in dataclasses.fields(PPOConfig):
+        assert field.metadata.get("help"), field.name
+    assert "--kl_estimator" in HfArgumentParser(cast(Any, PPOConfig)).format_help()
+
+
+def test_signature_and_order_of_arguments_are_those_of_training_arguments():
+    names = list(inspect.signature(PPOConfig).parameters)
+    assert names[: len(dataclasses.fields(TrainingArguments))] == [
+        f.name for f in dataclasses.fields(TrainingArguments)
+    ]
+    assert PPOConfig("somewhere").output_dir == "somewhere"
+
+
+@pytest.mark.parametrize("text", ["3e-6", "1e-05"])
+def test_yaml_writes_exponents_without_a_dot_as_text(text: str, tmp_path: Path):
+    assert from_yaml(tmp_path / "config.yaml", f"learning_rate: {text}").learning_rate == float(text)
+
+
+def test_one_label_may_stand_alone():
+    assert make(reward_head="helpful").reward_head == ["helpful"]
+
+
+# ---- What excludes each other ----
+
+
+@pytest.mark.parametrize("stop_token_id", [0, 7])
+def test_both_stop_options(stop_token_id: int):
+    with pytest.raises(ValueError, match=f"stop_token='eos' and stop_token_id={stop_token_id}"):
+        PPOConfig(stop_token="eos", stop_token_id=stop_token_id)
+
+
+def test_penalty_and_replacement_of_the_score():
+    with pytest.raises(ValueError, match=r"missing_eos_penalty=1\.0 and missing_eos_score=0\.0 exclude each other"):
+        PPOConfig(missing_eos_penalty=1.0, missing_eos_score=0.0)
+
+
+def test_an_unknown_kl_estimator_is_told_what_k2_is_for():
+    with pytest.raises(ValueError, match=r"kl_estimator='k2'.*\['k1', 'k3'\].*'k2' is biased and only logged"):
+        make(kl_estimator="k2")
+
+
+def test_inexact_division_names_the_numbers_and_the_choices():
+    with pytest.raises(ValueError, match="num_mini_batches=4 does not divide the 6 .*=2 x .*=3.*" r"\[1, 2, 3, 6\]"):
+        PPOConfig(per_device_train_batch_size=2, gradient_accumulation_steps=3, num_mini_batches=4)
+
+
+@pytest.mark.parametrize(
+    "name", ["per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"]
+)
+def test_inherited_sizes_are_checked(name: str):
+    with pytest.raises(ValueError, match=f"{name}=0 must be finite and at least 1"):
+        make(**{name: 0})
+    with pytest.raises(TypeError, match=f"{name}='8' is not int"):
+        make(**{name: "8"})
+
+
+def test_values_assigned_later_are_checked_when_the_trainer_starts():
+    args = PPOConfig()
+    args.temperature = 0.0
+    with pytest.raises(ValueError, match=r"temperature=0\.0"):
+        args.fill_derived(1, 100)
+    args = PPOConfig()
+    args.label_smoothing_factor = 0.1
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
+        args.fill_derived(1, 100)
+
+
+# ---- Reward weights ----
+
+
+@pytest.mark.parametrize(
+    ("given", "weights"),
+    [
+        ([1, 0.5], [1, 0.5]),
+        ({"a": 1.0, "b": -2}, {"a": 1.0, "b": -2}),
+        ("[1.0, 0.5]", [1.0, 0.5]),
+        (' {"a": 1.0, "b": -2}', {"a": 1.0, "b": -2}),
+        (["1", "-5e-1"], [1.0, -0.5]),
+        (['{"a": 1.0}'], {"a": 1.0}),
+    ],
+)
+def test_reward_weights_are_a_list_a_dict_or_either_as_text(given: Any, weights: Any):
+    assert make(reward_weights=given).reward_weights == weights
+    args = PPOConfig()
+    args.reward_weights = given
+    args.fill_derived(1, 100)
+    assert args.reward_weights == weights
+
+
+@pytest.mark.parametrize(
+    ("texts", "weights"),
+    [
+        (["1", "-0.5"], [1.0, -0.5]),
+        (["2.5"], [2.5]),
+        (["[1.0, -0.5]"], [1.0, -0.5]),
+        (['{"length": 0.5, "reward_model": 1}'], {"length": 0.5, "reward_model": 1}),
+    ],
+)
+def test_reward_weights_on_the_command_line(texts: list[str], weights: Any):
+    assert from_command_line("--reward_weights", *texts, "--seed", "1").reward_weights == weights
+
+
+@pytest.mark.parametrize("text", ["{length: 0.5, b: -1}", """'{"length": 0.5, "b": -1}'"""])
+def test_reward_weights_by_name_in_yaml(text: str, tmp_path: Path):
+    args = from_yaml(tmp_path / "config.yaml", f"reward_weights: {text}")
+    assert args.reward_weights == {"length": 0.5, "b": -1}
+
+
+def test_reward_weights_that_cannot_be_read_are_told_what_to_write():
+    with pytest.raises(
+        ValueError, match=r"reward_weights='\{length: 1\}' cannot be read; .*'\[1.0, 0.5\]', or a JSON"
+    ):
+        PPOConfig(reward_weights="{length: 1}")
+
+
+# ---- Stop strings ----
+
+
+@pytest.mark.parametrize(
+    ("given", "strings"),
+    [
+        (["\n", "END"], ["\n", "END"]),
+        ("END", ["END"]),
+        (r'["\n\n", "é"]', ["\n\n", "é"]),
+        ([r'["\n"]'], ["\n"]),
+        (["[", "]"], ["[", "]"]),
+        ("[/INST]", ["[/INST]"]),
+        ("7", ["7"]),
+        (["null"], ["null"]),
+    ],
+)
+def test_stop_strings_are_a_list_a_text_or_json(given: Any, strings: list[str]):
+    assert make(stop_strings=given).stop_strings == strings
+    args = PPOConfig()
+    args.stop_strings = given
+    args.fill_derived(1, 100)
+    assert args.stop_strings == strings
+
+
+@pytest.mark.parametrize(
+    ("texts", "strings"),
+    [(["END"], ["END"]), (["\n", "a b"], ["\n", "a b"]), ([r'["\n", "END"]'], ["\n", "END"])],
+)
+def test_stop_strings_on_the_command_line(texts: list[str], strings: list[str]):
+    assert from_command_line("--stop_strings", *texts, "--seed", "1").stop_strings == strings
+
+
+@pytest.mark.parametrize("text", [r'stop_strings: ["\n", "END"]', 'stop_strings:\n- "\\n"\n- END'])
+def test_stop_strings_in_yaml(text: str, tmp_path: Path):
+    assert from_yaml(tmp_path / "config.yaml", text).stop_strings == ["\n", "END"]
+
+
+# ---- Precision ----
+
+
+def test_bf16_is_on_where_an_accelerator_can_do_it(monkeypatch: pytest.MonkeyPatch):
+    set_accelerator(monkeypatch, present=True)
+    assert PPOConfig().bf16 is True
+    assert PPOConfig().mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("asked", [{"fp16": True}, {"bf16": False}, {"use_cpu": True}])
+def test_bf16_gives_way(asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch):
+    set_accelerator(monkeypatch, present=True)
+    assert make(**asked).bf16 is False
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("ACCELERATE_MIXED_PRECISION", "fp16"), ("ACCELERATE_USE_CPU", "True")]
+)
+def test_bf16_gives_way_to_the_launcher(variable: str, value: str, monkeypatch: pytest.MonkeyPatch):
+    set_accelerator(monkeypatch, present=True)
+    monkeypatch.setenv(variable, value)
+    assert PPOConfig().bf16 is False
+
+
+def test_bf16_on_the_cpu_only_if_asked_for():
+    assert PPOConfig(bf16=True, use_cpu=True).bf16 is True
+    with pytest.raises(ValueError, match="bf16"):
+        PPOConfig(bf16=True)
+
+
+def test_float32_is_said_once(monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    monkeypatch.setattr(precision.logger, "warning", said.append)
+    type(precision.logger).warning_once.cache_clear()  # pyright: ignore
+    PPOConfig()
+    PPOConfig()
+    assert len(said) == 1
+    assert "bf16" in said[0]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [(["--bf16"], True), (["--bf16", "false"], False), ([], False)])
+def test_bf16_on_the_command_line(arguments: list[str], expected: bool):
+    assert from_command_line("--use_cpu", *arguments).bf16 is expected
+
+
+# ---- Gradient checkpointing, under its old and its new name ----
+
+HAS_NEW_NAME = "activation_checkpointing" in {field.name for field in dataclasses.fields(TrainingArguments)}
+new_name = pytest.mark.skipif(not HAS_NEW_NAME, reason="this transformers has no activation_checkpointing yet")
+
+
+def checkpointing(args: PPOConfig) -> set[Any]:
+    return {args.gradient_checkpointing, getattr(args, "activation_checkpointing", args.gradient_checkpointing)}
+
+
+def test_checkpointing_is_on_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checkpointing(PPOConfig()) == {True}
+        assert checkpointing(PPOConfig(gradient_checkpointing=False)) == {False}
+
+
+def test_checkpointing_arguments_reach_both_names():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        args = PPOConfig(gradient_checkpointing_kwargs='{"use_reentrant": false}')
+    expected = {"use_reentrant": False}
+    assert args.gradient_checkpointing_kwargs == expected
+    assert getattr(args, "activation_checkpointing_kwargs", expected) == expected
+
+
+@new_name
+def test_the_new_name_wins():
+    assert checkpointing(make(activation_checkpointing=False)) == {False}
+    assert checkpointing(make(activation_checkpointing=True, gradient_checkpointing=False)) == {True}
+    assert checkpointing(from_command_line("--activation_checkpointing", "false")) == {False}
+
+
+# ---- Warm-up and best model ----
+
+
+def test_warmup_ratio_is_a_share_of_the_updates():
+    args = PPOConfig(warmup_ratio=0.1)
+    assert args.get_warmup_steps(200) == 20
+    assert PPOConfig(warmup_ratio=0.0).get_warmup_steps(200) == 0
+    assert PPOConfig(warmup_steps=7).get_warmup_steps(200) == 7
+    assert dataclasses.replace(args, seed=1).get_warmup_steps(200) == 20
+
+
+def test_warmup_twice():
+    with pytest.raises(ValueError, match=r"warmup_ratio=0\.1 and warmup_steps=5"):
+        PPOConfig(warmup_ratio=0.1, warmup_steps=5)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "save_steps": 10},
+        {"save_strategy": "best", "eval_strategy": "steps"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"},
+        {"lr_scheduler_type": "greedy", "eval_strategy": "steps"},
+    ],
+)
+def test_models_are_compared_by_score(asked: dict[str, Any]):
+    args = make(**asked)
+    assert (args.metric_for_best_model, args.greater_is_better) == ("score", True)
+
+
+def test_no_metric_where_nothing_is_compared_and_the_users_own_is_kept():
+    assert PPOConfig().metric_for_best_model is None
+    args = PPOConfig(save_strategy="best", eval_strategy="steps", metric_for_best_model="kl", greater_is_better=False)
+    assert (args.metric_for_best_model, args.greater_is_better) == ("kl", False)
+
+
+# ---- Writing it down ----
+
+
+def test_to_dict_shows_the_stop_token_and_hides_the_hub_token():
+    args = PPOConfig(stop_token="eos", hub_token="secret")
+    assert args.to_dict()["stop_token"] == "eos"
+    assert args.to_sanitized_dict()["stop_token"] == "eos"
+    assert "secret" not in repr(args) + str(args) + args.to_json_string()
+
+
+@pytest.mark.parametrize(
+    "name", ["learning_rate", "weight_decay", "adam_epsilon", "adam_beta1", "adam_beta2", "max_grad_norm"]
+)
+@pytest.mark.parametrize("value", [NAN, INF, -1.0])
+def test_numbers_of_the_optimizer_are_finite_and_not_negative(name: str, value: float):
+    with pytest.raises(ValueError, match=f"^{name}={value!r} must be "):
+        make(**{name: value})

@@ -1,0 +1,272 @@
+"""No secret is shown or written: units, errors of servers, and runs of which every file and every line is searched."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
+from rlhf_ppo.compat.environments import make_environment
+from rlhf_ppo.compat.params import LLMTrainingParams
+from rlhf_ppo.config.redaction import hide_in, is_secret, shown, shown_address, shown_text
+from rlhf_ppo.reporting.model_card import model_card
+from rlhf_ppo.rewards.endpoint import RewardEndpoint
+from rlhf_ppo.rewards.resolve import resolve_reward
+from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
+from tests.rewards.local_server import Request, drop, lengths, says, url
+from tests.runs import QUICK
+
+HUB, ENVIRONMENT, USER, PASSWORD, KEY = "hf_QxHub71", "hf_QxEnv72", "QxUser73", "Qx@Pass/74", "QxKey75"
+WRITTEN = "Qx%40Pass%2F74"
+BASIC = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+SECRETS = [HUB, ENVIRONMENT, USER, PASSWORD, WRITTEN, KEY, BASIC]
+
+
+def with_secrets(address: str) -> str:
+    return address.replace("://", f"://{USER}:{WRITTEN}@") + f"?api_key={KEY}&v=1"
+
+
+def leaks(text: str | bytes) -> list[str]:
+    data = text.encode() if isinstance(text, str) else text
+    return [secret for secret in SECRETS if secret.encode() in data]
+
+
+# ---- Names, addresses, texts ----
+
+
+def test_which_names_are_secret() -> None:
+    secret = ["hub_token", "push_to_hub_token", "token", "HF_TOKEN", "api_key", "apikey", "wandb-token", "password"]
+    harmless = [
+        "stop_token",
+        "eos_token",
+        "pad_token",
+        "max_new_tokens",
+        "keyword",
+        "token_variable",
+        "tokens",
+        "keys",
+    ]
+    assert [name for name in secret + harmless if is_secret(name)] == secret
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("http://host:80/a/b", "http://host:80/a/b"),
+        (with_secrets("https://host/a"), "https://host/a"),
+        ("http://user:a/b@host/x", "http://host/x"),
+        ("http://host#token", "http://host"),
+    ],
+)
+def test_an_address_keeps_host_and_path(address: str, expected: str) -> None:
+    assert shown_address(address) == expected
+    assert shown_text(f"asked {address} twice") == f"asked {expected} twice"
+
+
+def test_settings_inside_of_a_text_are_hidden() -> None:
+    text = f'{{"reward_fn": "{with_secrets("http://h/x")}", "api_key": "{KEY}", "stop_token": "eos"}}'
+    assert shown_text(text) == '{"reward_fn": "http://h/x", "api_key": ***, "stop_token": "eos"}'
+    assert not leaks(shown_text(f"Authorization: Bearer {KEY}") + shown_text(f"hub_token={HUB}"))
+    nested = {"comet": {"api_key": KEY, "project": "p"}, "list": [with_secrets("http://h")], "n": 3}
+    assert shown(nested) == {"comet": {"api_key": "***", "project": "p"}, "list": ["http://h"], "n": 3}
+
+
+def test_a_command_line_is_hidden_in_place() -> None:
+    words = ["--hub_token", HUB, f"--token={HUB}", "--reward_funcs", with_secrets("http://h/x"), "--stop_token", "eos"]
+    hide_in(words)
+    assert words == ["--hub_token", "***", "--token=***", "--reward_funcs", "http://h/x", "--stop_token", "eos"]
+
+
+# ---- Arguments ----
+
+
+@pytest.mark.parametrize("config", [PPOConfig, SFTArguments, RewardArguments])
+def test_arguments_are_written_without_secrets_and_copied_with_them(config: Any, tmp_path: Path) -> None:
+    deepspeed = {"comet": {"enabled": True, "api_key": KEY}}
+    args = config(output_dir=str(tmp_path), hub_token=HUB, use_cpu=True, bf16=False, report_to="none")
+    args.accelerator_config.extra = None
+    args.lr_scheduler_kwargs = deepspeed  # stands for any nested setting
+    if config is PPOConfig:
+        args.vllm_server_base_url = with_secrets("http://localhost:8000")
+    written = [pickle.dumps(args), args.to_json_string(), str(args.to_sanitized_dict()), repr(args), str(args)]
+    assert not any(map(leaks, written))
+    read = pickle.loads(pickle.dumps(args))
+    assert read.hub_token is None and (read.output_dir, read.learning_rate) == (args.output_dir, args.learning_rate)
+    for copied in (copy.copy(args), copy.deepcopy(args)):
+        assert copied.hub_token == HUB and copied.lr_scheduler_kwargs == deepspeed
+    if config is SFTArguments:
+        assert args.to_dict()["eos_token"] == args.eos_token
+
+
+def test_params_show_no_token() -> None:
+    params = LLMTrainingParams(trainer="sft", token=HUB)
+    assert not leaks(repr(params)) and "'sft'" in repr(params)
+    with pytest.raises(ValueError, match="--wandb-token") as raised:
+        LLMTrainingParams(trainer="sft", wandb_token=KEY)
+    assert not leaks(str(raised.value))
+
+
+# ---- Servers ----
+
+
+def test_user_and_password_are_sent_as_basic_authentication(server: Any) -> None:
+    reward = RewardEndpoint(with_secrets(url(server)))
+    assert asyncio.run(reward(prompts=["p"], completions=["abc"], completion_ids=[[1]])) == [3.0]
+    headers, _ = server.requests[0]
+    assert headers["Authorization"] == f"Basic {BASIC}" and USER not in headers["Host"]
+    assert not leaks(repr(reward) + reward.__name__)
+
+
+def echo(request: Request) -> None:
+    """A careless server, which repeats what it was sent."""
+    request.answer(f"no such key: {request.path} {request.headers['Authorization']} {KEY} {PASSWORD}", 401)
+
+
+REPLIES = {
+    "401": echo,
+    "500": says(f"key {KEY}", 500),
+    "malformed": says(f"<html>{KEY}"),
+    "wrong": says(f'{{"your key": "{KEY}"}}'),
+    "drops": drop,
+    "redirect": says("", 302, Location=f"http://h/?key={KEY}"),
+}
+
+
+@pytest.mark.parametrize("kind", [*REPLIES, "down"])
+def test_errors_of_a_server_show_host_and_path_only(kind: str, server: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("RLHF_PPO_REWARD_TOKEN", ENVIRONMENT)
+    server.replies = [REPLIES.get(kind, lengths)] * 2
+    reward = RewardEndpoint(with_secrets(url(server)), retries=1, backoff=0.001, timeout=1)
+    if kind == "down":
+        server.shutdown()
+        server.server_close()
+    with pytest.raises((ConnectionError, ValueError), match=f"endpoint {url(server)}, asked") as raised:
+        asyncio.run(reward(prompts=["p"], completions=["abc"], completion_ids=[[1]]))
+    assert not leaks("".join(traceback.format_exception(raised.value)))
+
+
+WRONG: list[Callable[[], Any]] = [
+    lambda: resolve_reward(with_secrets("htp://host/x")),
+    lambda: resolve_reward(with_secrets("http:///x")),
+    lambda: resolve_reward(f"http://{USER}:{KEY}@host:port/x"),
+    lambda: resolve_reward(f"http://{USER}:ab/{KEY}@host/x"),
+    lambda: RewardEndpoint(with_secrets("http://host/x"), timeout=-1),
+    lambda: make_environment("text_generation", {"reward_fn": {"type": "lenght", "api_key": KEY}}),
+    lambda: make_environment("text_generation", {"reward_fn": {"type": "length", "api_key": KEY}}),
+    lambda: make_environment("text_generation", f'{{"reward_fn": "{with_secrets("http://h")}", "api_key": "{KEY}"'),
+    lambda: make_environment("text_generation", {"api_key": KEY}),
+    lambda: PPOConfig(vllm_server_base_url=[with_secrets("http://h")], hub_token=HUB),
+]
+
+
+@pytest.mark.parametrize("make", WRONG)
+def test_errors_of_arguments_show_no_secret(make: Callable[[], Any]) -> None:
+    with pytest.raises((ValueError, TypeError)) as raised:
+        make()
+    assert not leaks("".join(traceback.format_exception_only(raised.value)))
+
+
+def test_a_card_shows_no_secret() -> None:
+    address = with_secrets("https://host/data.jsonl")
+    card = model_card(
+        model_name="m", base_model=address, dataset=address, reward_sources=[address], hyperparameters={}, metrics={},
+        versions={},
+    )  # fmt: skip
+    assert not leaks(card.text) and "data.jsonl" in card.text
+
+
+# ---- Whole runs ----
+
+
+def contents(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Every file below a folder, and what is packed in those that are archives, as torch.save's are."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        yield str(path), path.read_bytes()
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                for name in archive.namelist():
+                    yield f"{path}:{name}", archive.read(name)
+
+
+def assert_clean(folder: Path, printed: str, expects: tuple[str, ...]) -> None:
+    found = dict(contents(folder))
+    for part in expects:
+        assert any(part in name for name in found), f"{part} was not written"
+    assert {name: leaks(data) for name, data in found.items() if leaks(data)} == {}
+    assert not leaks(printed)
+
+
+def test_a_run_writes_and_prints_no_secret(
+    make_trainer: Any, server: Any, tmp_path: Path, monkeypatch: Any, capfd: Any, caplog: Any
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("HF_TOKEN", ENVIRONMENT)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
+    caplog.set_level(logging.DEBUG)
+    trainer = make_trainer(
+        **QUICK,
+        hub_token=HUB,
+        vllm_server_base_url=with_secrets("http://localhost:8000"),
+        reward_funcs=[with_secrets(url(server)), "length"],
+        report_to=["tensorboard", "wandb"],
+        save_strategy="steps",
+        save_steps=2,
+        num_sample_generations=3,
+        eval_dataset=Dataset.from_list(prompt_rows(4)),
+        output_dir=str(tmp_path / "run"),
+    )
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card(dataset_name=with_secrets("https://host/prompts.jsonl"))
+    wandb.finish()
+    wandb.teardown()  # else the next run of this process is recorded in this one's directory
+    assert "rewards/score/mean" in trainer.state.log_history[0] and trainer.args.hub_token == HUB
+    server.replies = [echo] * 2
+    with pytest.raises(ConnectionError) as raised:
+        trainer.evaluate()
+    printed = "".join(traceback.format_exception(raised.value)) + caplog.text + "".join(capfd.readouterr())
+    expects = ("checkpoint-2/training_args.bin:", "run/training_args.bin:", "README.md", "events.out", ".wandb")
+    assert_clean(tmp_path, printed, expects)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["succeeds", "fails"])
+def test_a_command_line_writes_and_prints_no_secret(ending: str, server: Any, tmp_path: Path) -> None:
+    tiny_policy().save_pretrained(tmp_path / "sft")
+    make_tokenizer().save_pretrained(tmp_path / "sft")
+    tiny_scorer().save_pretrained(tmp_path / "reward")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1 w2"}\n' * 8)
+    server.replies = [] if ending == "succeeds" else [lengths, lengths, echo, echo]  # of update 1 and its samples
+    environment = {
+        **os.environ,
+        "HF_TOKEN": ENVIRONMENT,
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    command = [sys.executable, "-m", "rlhf_ppo", "train", "--sft_model_path", "sft", "--dataset_name", "prompts.jsonl"]
+    command += ["--output_dir", "run", "--hub_token", HUB, "--reward_funcs", with_secrets(url(server)), "--use_cpu"]
+    command += ["--report_to", "wandb", "--per_device_train_batch_size", "2", "--total_episodes", "4"]
+    command += ["--response_length", "4", "--save_steps", "1", "--logging_steps", "1", "--bf16", "False"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    assert (done.returncode == 0) == (ending == "succeeds"), done.stderr[-3000:]
+    if ending == "fails":
+        assert f"endpoint {url(server)}, asked for the rows" in done.stderr
+    assert_clean(tmp_path, done.stdout + done.stderr, ("checkpoint-1/training_args.bin:", ".wandb"))

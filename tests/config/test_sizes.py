@@ -1,0 +1,80 @@
+"""Batch sizes and the length of a run, by hand and as properties."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_ppo.config.sizes import batch_sizes, run_length
+
+SMALL = st.integers(1, 16)
+
+
+def test_batch_sizes_by_hand():
+    assert batch_sizes(per_device=4, accumulation=3, num_mini_batches=2, num_processes=5, num_examples=60) == {
+        "world_size": 5,
+        "local_batch_size": 12,
+        "micro_batch_size": 20,
+        "batch_size": 60,
+        "local_mini_batch_size": 6,
+        "mini_batch_size": 30,
+    }
+
+
+@given(per_device=SMALL, accumulation=SMALL, num_mini_batches=SMALL, num_processes=SMALL)
+def test_mini_batches_add_up_or_are_refused(per_device, accumulation, num_mini_batches, num_processes):
+    try:
+        sizes = batch_sizes(per_device, accumulation, num_mini_batches, num_processes, None)
+    except ValueError:
+        assert per_device * accumulation / num_mini_batches != per_device * accumulation // num_mini_batches
+        return
+    assert sizes["local_mini_batch_size"] * num_mini_batches == sizes["local_batch_size"] == per_device * accumulation
+    assert sizes["mini_batch_size"] * num_mini_batches == sizes["batch_size"]
+    assert sizes["mini_batch_size"] == sizes["local_mini_batch_size"] * num_processes
+    assert sizes["micro_batch_size"] * accumulation == sizes["batch_size"]
+
+
+def test_inexact_division_names_the_numbers_and_valid_choices():
+    with pytest.raises(ValueError, match=r"num_mini_batches=5 .* 12 .*=4 x .*=3\); use one of \[1, 2, 3, 4, 6, 12\]"):
+        batch_sizes(4, 3, 5, 1, None)
+
+
+@pytest.mark.parametrize("num_examples", [0, 23])
+def test_a_training_set_smaller_than_one_batch(num_examples: int):
+    with pytest.raises(
+        ValueError, match=f"{num_examples} prompts, fewer than the 24 .*=4 x .*=3 x 2 processes.*lower"
+    ):
+        batch_sizes(4, 3, 1, 2, num_examples)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_examples", "epochs", "max_steps", "episodes", "expected_updates", "expected_episodes"),
+    [
+        (8, 80, 3.0, None, None, 30, 240),
+        (8, 80, 3.0, -1, None, 30, 240),
+        (8, 80, 3.0, 0, None, 30, 240),
+        (8, 81, 1.0, None, None, 11, 81),  # the last update goes on with the next epoch
+        (8, 10, 0.5, None, None, 1, 5),
+        (8, 10, 0.01, None, None, 1, 1),
+        (8, 80, 3.0, None, 100, 13, 100),  # 12.5 updates
+        (8, None, 3.0, None, 100, 13, 100),
+        (8, 80, 3.0, 5, None, 5, 40),
+        (8, None, 3.0, 5, None, 5, 40),
+        (8, 80, 3.0, 13, 100, 13, 100),  # both, and they agree
+    ],
+)
+def test_length_by_hand(batch_size, num_examples, epochs, max_steps, episodes, expected_updates, expected_episodes):
+    assert run_length(batch_size, num_examples, epochs, max_steps, episodes) == {
+        "num_total_batches": expected_updates,
+        "total_episodes": expected_episodes,
+    }
+
+
+@pytest.mark.parametrize("max_steps", [12, 14])
+def test_max_steps_and_total_episodes_that_disagree(max_steps: int):
+    with pytest.raises(ValueError, match=f"max_steps={max_steps} and total_episodes=100 .* make {8 * max_steps}"):
+        run_length(8, 80, 3.0, max_steps, 100)
+
+
+def test_a_training_set_without_length_needs_an_end():
+    with pytest.raises(ValueError, match="max_steps or total_episodes must be set"):
+        run_length(8, None, 3.0, -1, None)

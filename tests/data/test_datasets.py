@@ -1,0 +1,333 @@
+"""Data sets of prompts of every kind, their checks, and the batches made of them."""
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rlhf_ppo.data.datasets import PromptCollator, longest_prompt, prepare_prompts
+from rlhf_ppo.data.lengths import PositionLimit, check_lengths
+from rlhf_ppo.data.prompts import Prompts
+
+EOS = 1
+CONVERSATION = [{"role": "user", "content": "w1 w2"}]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """<pad>=0 <eos>=1 w0=2 w1=3 ..., padding on the right."""
+    words = ["<pad>", "<eos>", *[f"w{index}" for index in range(20)], "user", "assistant"]
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="right",
+        chat_template="{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant",
+    )
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Any]]):
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Any]]):
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows, self.epoch = rows, 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def generated(rows: list[dict[str, Any]]) -> datasets.IterableDataset:
+    """A stream that does not know its columns."""
+    return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+
+KINDS = {
+    "Dataset": Dataset.from_list,
+    "list": list,
+    "torch Dataset": Rows,
+    "IterableDataset": lambda rows: Dataset.from_list(rows).to_iterable_dataset(),
+    "generator": generated,
+    "torch stream": Stream,
+}
+STREAMS = ("IterableDataset", "generator", "torch stream")
+
+
+def prepare(dataset: Any, tokenizer: PreTrainedTokenizerFast, **options: Any) -> Any:
+    given = {"max_prompt_length": None, "num_proc": None, "name": "train_dataset"}
+    return prepare_prompts(dataset, tokenizer, **(given | options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("column", "values", "expected"),
+    [
+        ("prompt", ["w0 w1", "w2"], [[2, 3], [4]]),
+        ("text", ["w0 w1", "w2"], [[2, 3], [4]]),
+        ("prompt", [CONVERSATION, CONVERSATION * 2], [[22, 3, 4, 23], [22, 3, 4, 22, 3, 4, 23]]),
+        ("input_ids", [[5, 6], [7]], [[5, 6], [7]]),
+    ],
+)
+def test_every_kind_of_data_set_with_every_kind_of_prompt(
+    kind: str, column: str, values: list[Any], expected: list[list[int]], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [{column: value, "answer": f"word {index}", "n": index} for index, value in enumerate(values)]
+    prepared = list(prepare(KINDS[kind](rows), tokenizer))
+    assert [row["input_ids"] for row in prepared] == expected
+    assert [row["answer"] for row in prepared] == ["word 0", "word 1"]
+    assert [row["n"] for row in prepared] == [0, 1]
+    assert [row[column] for row in prepared] == (expected if column == "input_ids" else values)
+    if column == "text":
+        assert [row["prompt"] for row in prepared] == values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_preparing_twice_changes_nothing(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"text": "w0 w1", "answer": "x"}, {"text": "w2", "answer": "y"}]
+    once = prepare(KINDS[kind](rows), tokenizer)
+    assert list(prepare(once, tokenizer)) == list(once)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_positions_and_their_mask_are_gone(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [
+        {"input_ids": [0, 3, 4], "attention_mask": [0, 1, 1]},
+        {"input_ids": [5, 1, 1], "attention_mask": [1, 0, 0]},
+    ]
+    assert list(prepare(KINDS[kind](rows), tokenizer)) == [{"input_ids": [3, 4]}, {"input_ids": [5]}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_beyond_the_maximum_are_dropped_with_all_their_columns(
+    kind: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": " ".join(["w1"] * length), "n": length} for length in (2, 3, 4, 5, 1)]
+    with caplog.at_level(logging.WARNING):
+        kept = list(prepare(KINDS[kind](rows), tokenizer, max_prompt_length=3))
+    assert [row["n"] for row in kept] == [2, 3, 1]
+    assert "dropped 2" in caplog.text and "longer than" in caplog.text and "3 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_that_end_in_eos_are_one_warning_with_their_number(
+    kind: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"input_ids": ids} for ids in ([3, EOS], [3], [3, EOS, 4], [4, 5, EOS], [EOS], [3, 4, 5, 6, EOS])]
+    with caplog.at_level(logging.WARNING):
+        kept = list(prepare(KINDS[kind](rows), tokenizer, max_prompt_length=4))
+    assert [row["input_ids"] for row in kept] == [row["input_ids"] for row in rows[:-1]]  # the last is too long
+    [said] = [record.getMessage() for record in caplog.records if "EOS" in record.getMessage()]
+    count = "at least one prompt of the stream" if kind in STREAMS else "3 of 5 prompts"
+    assert f"train_dataset: the input_ids of {count} end in the EOS token (1)" in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("position", [0, 6, 9])
+@pytest.mark.parametrize(("bad", "says"), [("", "is empty"), ("w1 <eos>", "EOS")])
+def test_any_row_is_checked_and_named_by_its_place_in_the_given_data(
+    kind: str, position: int, bad: str, says: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    texts = ["w1 w2"] * 3 + ["w1 w2 w3 w4"] * 3 + ["w1"] * 4  # rows 3 to 5 are dropped, and still counted
+    texts[position] = bad
+    with pytest.raises(ValueError, match=rf"row {position} of train_dataset .*{says}"):
+        list(prepare(KINDS[kind]([{"prompt": text} for text in texts]), tokenizer, max_prompt_length=3))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in STREAMS])
+def test_what_has_a_length_is_checked_before_anything_is_read_from_it(
+    kind: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(ValueError, match="row 1 of train_dataset"):
+        prepare(KINDS[kind]([{"prompt": "w1"}, {"prompt": ""}]), tokenizer)
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_is_checked_when_its_rows_come(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    stream = iter(prepare(KINDS[kind]([{"prompt": "w1"}, {"prompt": ""}]), tokenizer))
+    assert next(stream)["input_ids"] == [3]
+    with pytest.raises(ValueError, match="row 1 of train_dataset"):
+        next(stream)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "torch stream"])
+def test_missing_columns_are_found_at_once(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"train_dataset has the columns \['question'\]"):
+        prepare(KINDS[kind]([{"question": "w1"}]), tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["Dataset", "list", "torch Dataset"])
+def test_no_rows_is_an_error(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="eval_dataset has no rows"):
+        prepare(KINDS[kind]([]), tokenizer, name="eval_dataset")
+    with pytest.raises(ValueError, match="all 2 prompts of train_dataset are longer than max_prompt_length=1"):
+        prepare(KINDS[kind]([{"prompt": "w1 w1"}] * 2), tokenizer, max_prompt_length=1)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "says"),
+    [("train.jsonl", "is a str"), ({"train": [], "test": []}, r"\['train', 'test'\]"), (iter([]), "list_iterator")],
+)
+def test_other_things_are_no_data_set(dataset: Any, says: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(TypeError, match=says):
+        prepare(dataset, tokenizer)
+
+
+def test_several_processes_give_the_same_and_name_the_same_row(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": " ".join(["w3"] * (1 + index % 5))} for index in range(40)]
+    one = prepare(Dataset.from_list(rows), tokenizer, max_prompt_length=4)
+    two = prepare(Dataset.from_list(rows), tokenizer, max_prompt_length=4, num_proc=2)
+    assert len(two) == 32 and two.to_list() == one.to_list()
+    rows[33]["prompt"] = ""
+    with pytest.raises(ValueError, match="row 33 of train_dataset"):
+        prepare(Dataset.from_list(rows), tokenizer, num_proc=2)
+
+
+def test_tokenizes_first_on_the_main_process_with_the_processes_asked_for(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, seen, original = [False], [], Dataset.map
+
+    @contextlib.contextmanager
+    def main_process_first(self: PartialState) -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    def recorded(self: Dataset, *args: Any, **options: Any) -> Dataset:
+        seen.append((inside[0], options["num_proc"]))
+        return original(self, *args, **{**options, "num_proc": None})
+
+    monkeypatch.setattr(PartialState, "local_main_process_first", main_process_first)
+    monkeypatch.setattr(Dataset, "map", recorded)
+    prepare(Dataset.from_list([{"prompt": "w1"}]), tokenizer, num_proc=5)
+    assert seen[0] == (True, 5)
+
+
+def test_column_types_and_formats_survive(tokenizer: PreTrainedTokenizerFast) -> None:
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    rows = Dataset.from_dict({"prompt": ["w1", "w1 w2", "w3"], "label": [0, 1, 0]}, features=features)
+    assert prepare(rows, tokenizer, max_prompt_length=1).features["label"] == features["label"]
+    tensors = prepare(rows.with_format("torch"), tokenizer)
+    assert tensors[1]["input_ids"].tolist() == [3, 4]
+    assert prepare(tensors, tokenizer).with_format(None)[1]["input_ids"] == [3, 4]
+
+
+def test_a_stream_logs_its_drops_ever_more_rarely(
+    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "w1 w1"}] * 11 + [{"prompt": "w1"}]
+    with caplog.at_level(logging.WARNING):
+        assert len(list(prepare(Stream(rows), tokenizer, max_prompt_length=1))) == 1
+    assert [record.getMessage().split()[2] for record in caplog.records] == ["1", "2", "4", "8"]
+
+
+def test_a_torch_stream_can_be_read_again_and_learns_the_epoch(tokenizer: PreTrainedTokenizerFast) -> None:
+    stream = Stream([{"prompt": "w1"}, {"prompt": "w2"}])
+    prepared = prepare(stream, tokenizer)
+    prepared.set_epoch(3)
+    assert stream.epoch == 3
+    assert list(prepared) == list(prepared)
+    loader = DataLoader(prepared, batch_size=2, collate_fn=PromptCollator(0))
+    assert next(iter(loader))["input_ids"].tolist() == [[3], [4]]
+
+
+def test_real_problems_with_a_real_tokenizer(
+    shared_data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260K")
+    lines = (shared_data / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:500]
+    problems = [json.loads(line) for line in lines]
+    file = tmp_path / "problems.jsonl"
+    file.write_text("\n".join(json.dumps({"text": p["question"], "answer": p["answer"]}) for p in problems))
+    dataset = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        prepared = prepare(dataset, tokenizer, max_prompt_length=100, vocab_size=512)
+    lengths = [len(tokenizer.encode(p["question"])) for p in problems]
+    kept = [p["answer"] for p, length in zip(problems, lengths, strict=True) if length <= 100]
+    assert 0 < len(kept) < 500 and prepared["answer"][:] == kept
+    assert f"dropped {500 - len(kept)} of 500 prompts" in caplog.text
+    assert longest_prompt(prepared) == max(length for length in lengths if length <= 100)
+    with pytest.raises(ValueError, match="outside the policy's 400 ids"):
+        prepare(dataset, tokenizer, vocab_size=400)
+
+
+@pytest.mark.parametrize("kind", ["Dataset", "list"])
+def test_longest_prompt(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": " ".join(["w1"] * length)} for length in (2, 7, 3)]
+    assert longest_prompt(prepare(KINDS[kind](rows), tokenizer)) == 7
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_longest_prompt_of_a_stream_is_unknown(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(TypeError, match="stream"):
+        longest_prompt(prepare(KINDS[kind]([{"prompt": "w1"}]), tokenizer))
+
+
+def test_check_lengths() -> None:
+    limit = PositionLimit(64, "the model has 64")
+    check_lengths(11, 53, limit)
+    check_lengths(10**6, 53, None)
+    with pytest.raises(ValueError, match=r"\(12 tokens\).*=53 take 65 .* the model has 64: set max_prompt_length=11"):
+        check_lengths(12, 53, limit)
+    with pytest.raises(ValueError, match="lower response_length"):
+        check_lengths(1, 64, limit)
+
+
+def test_collator_pads_on_the_left_and_keeps_columns_as_lists() -> None:
+    batch = PromptCollator(0)([{"input_ids": [5, 6, 7], "answer": "x"}, {"input_ids": torch.tensor([8]), "n": 2}])
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [0, 0, 8]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert batch["input_ids"].dtype == batch["attention_mask"].dtype == torch.long
+    assert batch["answer"] == ["x", None] and batch["n"] == [None, 2]
+
+
+rows_of_ids = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=rows_of_ids, pad=st.integers(0, 4), left=st.integers(0, 3), right=st.integers(0, 3))
+def test_the_batch_does_not_depend_on_the_padding_of_rows_or_on_the_pad_token(
+    rows: list[list[int]], pad: int, left: int, right: int
+) -> None:
+    batch = PromptCollator(pad)([{"input_ids": ids} for ids in rows])
+    mask = batch["attention_mask"].bool()
+    assert [ids[real].tolist() for ids, real in zip(batch["input_ids"], mask, strict=True)] == rows
+    assert (mask.long().diff(dim=1) >= 0).all() and mask[:, -1].all()  # padding on the left only
+    assert (batch["input_ids"][~mask] == pad).all()
+    padded = [
+        {"input_ids": [9] * left + ids + [9] * right, "attention_mask": [0] * left + [1] * len(ids) + [0] * right}
+        for ids in rows
+    ]
+    again = PromptCollator(pad)(padded)
+    assert torch.equal(again["input_ids"], batch["input_ids"])
+    assert torch.equal(again["attention_mask"], batch["attention_mask"])
+    prompts = Prompts.from_collated(batch, torch.device("cpu"))
+    assert torch.equal(prompts.input_ids, batch["input_ids"]) and torch.equal(prompts.attention_mask, mask)

@@ -1,0 +1,203 @@
+"""One prompt: what becomes of a row, and which rows are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_ppo.data.encoding import PromptEncoder, is_conversation, prompt_column, real_tokens
+
+PAD, EOS, BOS = 0, 1, 2
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+def word_tokenizer(template: str | None = None, post: str | None = None, **tokens: Any) -> PreTrainedTokenizerFast:
+    """<pad>=0 <eos>=1 <bos>=2 a=3 b=4 c=5 user=6 assistant=7 tools=8."""
+    words = ["<pad>", "<eos>", "<bos>", "a", "b", "c", "user", "assistant", "tools"]
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="c"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if post is not None:
+        core.post_processor = processors.TemplateProcessing(post, None, [("<eos>", EOS), ("<bos>", BOS)])
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"} | tokens
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template, **names)
+
+
+def encode(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None = None, vocab_size: int | None = None
+) -> Any:
+    return PromptEncoder(tokenizer or word_tokenizer(), "train_dataset", vocab_size)(row, 7)
+
+
+def refused(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None = None, vocab_size: int | None = None
+) -> str:
+    with pytest.raises(ValueError) as error:
+        encode(row, tokenizer, vocab_size)
+    assert "row 7 of train_dataset" in str(error.value)
+    return str(error.value)
+
+
+def test_text_in_either_column() -> None:
+    assert encode({"prompt": "a b c"}) == {"input_ids": [3, 4, 5]}
+    assert encode({"text": "a b c"}) == {"input_ids": [3, 4, 5], "prompt": "a b c"}
+    assert encode({"text": "a long document", "prompt": "b"}) == {"input_ids": [4]}
+
+
+def test_input_ids_win_over_text() -> None:
+    assert encode({"prompt": "a b c", "text": "a", "input_ids": [5, 4]}) == {"input_ids": [5, 4]}
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([5, 4]), np.array([5, 4]), (5, 4)])
+def test_ids_of_any_kind_become_plain_integers(ids: Any) -> None:
+    found = encode({"input_ids": ids})["input_ids"]
+    assert found == [5, 4] and all(type(token) is int for token in found)
+
+
+def test_eos_that_the_tokenizer_adds_is_removed_and_bos_is_kept() -> None:
+    tokenizer = word_tokenizer(post="<bos> $A <eos>")
+    assert tokenizer("a b")["input_ids"] == [BOS, 3, 4, EOS]
+    assert encode({"prompt": "a b"}, tokenizer)["input_ids"] == [BOS, 3, 4]
+
+
+def test_eos_in_the_text_itself_is_refused_even_if_the_tokenizer_adds_another() -> None:
+    assert "ends in the EOS token (1)" in refused({"prompt": "a b <eos>"})
+    assert "ends in the EOS token (1)" in refused({"prompt": "a b <eos>"}, word_tokenizer(post="<bos> $A <eos>"))
+    assert encode({"prompt": "a <eos> b"})["input_ids"] == [3, EOS, 4]
+
+
+def test_conversation_goes_through_the_chat_template() -> None:
+    tokenizer = word_tokenizer(TEMPLATE)
+    messages = [{"role": "user", "content": "a b"}]
+    assert encode({"prompt": messages}, tokenizer)["input_ids"] == [6, 3, 4, 7]  # user a b assistant
+
+
+def test_a_begun_assistant_message_is_continued() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert encode({"prompt": messages}, word_tokenizer(TEMPLATE))["input_ids"] == [6, 3, 7, 4]
+
+
+def test_keys_that_arrow_filled_with_none_are_not_defined_for_the_template() -> None:
+    template = "{% for m in messages %}{% if 'tools' in m %}tools{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    messages = [{"role": "user", "content": "a", "tools": None}]
+    assert encode({"prompt": messages}, word_tokenizer(template))["input_ids"] == [3]
+
+
+def test_conversations_are_refused_without_a_template_or_by_it() -> None:
+    messages = [{"role": "user", "content": "a"}]
+    assert "set tokenizer.chat_template" in refused({"prompt": messages})
+    assert "no system" in refused({"prompt": messages}, word_tokenizer("{{ raise_exception('no system') }}"))
+    ends_turn = word_tokenizer("{% for m in messages %}{{ m.content }} <eos>{% endfor %}")
+    assert "opening of the assistant's turn" in refused({"prompt": messages}, ends_turn)
+
+
+def test_attention_mask_selects_the_real_tokens_whatever_their_ids() -> None:
+    ids = [PAD, PAD, EOS, 3, PAD, 4, EOS, EOS]
+    mask = [0, 0, 1, 1, 1, 1, 0, 0]
+    assert encode({"input_ids": ids, "attention_mask": mask})["input_ids"] == [EOS, 3, PAD, 4]
+    assert real_tokens({"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}) == [EOS, 3, PAD, 4]
+    assert real_tokens({"input_ids": [3, 4], "attention_mask": None}) == [3, 4]
+    assert encode({"input_ids": [PAD, 3, PAD], "attention_mask": [1, 1, 1]})["input_ids"] == [PAD, 3, PAD]
+
+
+def test_row_drops_the_mask_and_keeps_the_rest() -> None:
+    encoder = PromptEncoder(word_tokenizer(), "train_dataset", None)
+    row = {"input_ids": [0, 3], "attention_mask": [0, 1], "answer": "x"}
+    assert encoder.row(row, 0) == {"input_ids": [3], "answer": "x"}
+    assert row == {"input_ids": [0, 3], "attention_mask": [0, 1], "answer": "x"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": ""},
+        {"prompt": " \n"},
+        {"text": ""},
+        {"input_ids": []},
+        {"input_ids": [3, 4], "attention_mask": [0, 0]},
+    ],
+)
+def test_empty_prompts_are_refused(row: dict[str, Any]) -> None:
+    assert "is empty" in refused(row)
+    assert "is empty" in refused(row, word_tokenizer(post="<bos> $A"))  # BOS alone is no prompt either
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": None}, "a text or a list of messages"),
+        ({"prompt": 3}, "of type int"),
+        ({"prompt": []}, "of type list"),
+        ({"prompt": ["a"]}, "of type list"),
+        ({"input_ids": None}, "no valid input_ids"),
+        ({"input_ids": [3.5]}, "no valid input_ids"),
+        ({"input_ids": ["a"]}, "no valid input_ids"),
+        ({"input_ids": [[3]]}, "no valid input_ids"),
+        ({"input_ids": [3, 4], "attention_mask": [1]}, "1 values for 2 input_ids"),
+        ({"input_ids": [3, -1, 4]}, "token id -1"),
+        ({"input_ids": [3, 9, 4]}, "token id 9, outside the policy's 9 ids"),
+        ({"input_ids": [PAD, 3]}, "pad token (0)"),
+        ({"input_ids": [3, PAD]}, "pad token (0)"),
+    ],
+)
+def test_refused_rows_name_the_row_and_the_problem(row: dict[str, Any], says: str) -> None:
+    assert says in refused(row, vocab_size=9)
+
+
+def test_ids_may_end_in_eos_where_a_text_may_not() -> None:
+    assert encode({"input_ids": [3, EOS, PAD], "attention_mask": [1, 1, 0]})["input_ids"] == [3, EOS]
+
+
+def test_the_highest_id_of_the_vocabulary_is_accepted() -> None:
+    assert encode({"input_ids": [8]}, vocab_size=9)["input_ids"] == [8]
+    assert "token id 8" in refused({"input_ids": [8]}, vocab_size=8)
+
+
+@pytest.mark.parametrize("tokens", [{"pad_token": "<bos>"}, {"pad_token": "c", "unk_token": "c"}, {"pad_token": None}])
+def test_a_pad_token_that_is_also_something_else_may_begin_a_prompt(tokens: dict[str, Any]) -> None:
+    tokenizer = word_tokenizer(**tokens)
+    first = tokenizer.pad_token_id or 3
+    assert encode({"input_ids": [first, 4]}, tokenizer)["input_ids"] == [first, 4]
+
+
+def test_missing_columns_are_named_with_the_three_that_serve() -> None:
+    with pytest.raises(ValueError, match=r"eval_dataset.*\['question', 'answer'\].*`prompt`.*`text`.*`input_ids`"):
+        prompt_column(["question", "answer"], "eval_dataset")
+
+
+def test_is_conversation() -> None:
+    assert is_conversation([{"role": "user", "content": "a"}])
+    for other in ("a", [], ["a"], [{"content": "a"}], None, {"role": "user"}):
+        assert not is_conversation(other)
+
+
+def conversations(node: dict[str, Any], before: tuple[dict[str, str], ...] = ()) -> list[list[dict[str, str]]]:
+    """Every path through a tree of messages that ends with the human's turn."""
+    role = {"prompter": "user", "assistant": "assistant"}[node["role"]]
+    path = (*before, {"role": role, "content": node["text"]})
+    found = [list(path)] if role == "user" else []
+    return found + [more for reply in node.get("replies", []) for more in conversations(reply, path)]
+
+
+def test_real_conversations_with_a_real_tokenizer(shared_data: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(shared_data / "tokenizer_gpt2" / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    trees = (shared_data / "oasst_100_trees" / "en_100_tree.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [path for tree in trees for path in conversations(json.loads(tree)["prompt"])]
+    assert len(prompts) > 100 and max(len(path) for path in prompts) > 3
+    encoder = PromptEncoder(tokenizer, "train_dataset", len(tokenizer))
+    for index, path in enumerate(prompts):
+        written = "".join(f"[{m['role']}]{m['content']}<|endoftext|>" for m in path) + "[assistant]"
+        assert encoder({"prompt": path}, index)["input_ids"] == tokenizer(written)["input_ids"]

@@ -1,0 +1,410 @@
+"""Prompts, responses, rollouts and experience: shapes that are checked, cutting, trimming, shuffling."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlhf_ppo.data.experience import Experience, dealt_evenly, sizes_within, split_until
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Responses, Rollout, pad_right, padding_columns
+from rlhf_ppo.processes.random_numbers import shuffling_generator
+
+CPU = torch.device("cpu")
+PAD = 99
+PROMPT_LENGTHS, RESPONSE_LENGTHS = [2, 4, 1, 3, 1], [3, 1, 6, 2, 1]
+
+
+def responses(**fields: Any) -> Any:
+    """Five ragged rows; real ids are `10 * row + position`. With fields, an Experience or a Rollout."""
+    context, length = max(PROMPT_LENGTHS), max(RESPONSE_LENGTHS)
+    ids = 10 * torch.arange(5)[:, None] + torch.arange(context + length)
+    prompt_mask = torch.arange(context) >= context - torch.tensor(PROMPT_LENGTHS)[:, None]
+    response_mask = torch.arange(length) < torch.tensor(RESPONSE_LENGTHS)[:, None]
+    attention_mask = torch.cat((prompt_mask, response_mask), dim=1)
+    kind = Responses if not fields else Rollout if "scores" in fields else Experience
+    return kind(ids.masked_fill(~attention_mask, PAD), attention_mask, response_mask, **fields)
+
+
+def per_token(offset: float = 0.0) -> Tensor:
+    return torch.arange(30.0).view(5, 6) + offset
+
+
+def experience() -> Experience:
+    names = ("logprobs", "values", "advantages", "returns")
+    fields = {name: per_token(100 * index) for index, name in enumerate(names)}
+    return responses(**fields, loss_mask=per_token() % 7 < 5, importance_weights=per_token(400))
+
+
+def rollout() -> Rollout:
+    return responses(
+        stopped=torch.tensor([True, False, True, False, True]),
+        **{name: per_token(100 * index) for index, name in enumerate(("logprobs", "ref_logprobs", "values"))},
+        final_values=torch.arange(5.0),
+        scores=torch.arange(5.0) + 10,
+        token_scores=per_token(300),
+        scores_by_source={"a": torch.arange(5.0)},
+        sampling_logprobs=per_token(500),
+    )
+
+
+# ---- Prompts ----
+
+ROWS = [[5, 6], [7, 7, 8, 9], [4]]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [[0, 0, 5, 6], [7, 7, 8, 9], [0, 0, 0, 4]],
+        [[5, 6, 0, 0], [7, 7, 8, 9], [4, 0, 0, 0]],
+        [[0, 5, 6, 0], [7, 7, 8, 9], [0, 4, 0, 0]],
+        [[0, 5, 0, 6, 0], [7, 7, 0, 8, 9], [0, 4, 0, 0, 0]],
+    ],
+    ids=["left", "right", "both", "within"],
+)
+@pytest.mark.parametrize("fill", [0, 7, 10**6])
+def test_padding_moves_to_the_left_whatever_its_side_and_id(layout: list[list[int]], fill: int) -> None:
+    ids = torch.tensor(layout)
+    mask = ids != 0
+    batch = {"input_ids": ids.masked_fill(~mask, fill), "attention_mask": mask.long(), "topic": ["a", "b", "c"]}
+    prompts = Prompts.from_collated(batch, CPU)
+    assert prompts.input_ids.shape == (3, 4) and prompts.attention_mask.dtype == torch.bool
+    for row, tokens in enumerate(ROWS):
+        assert prompts.input_ids[row][prompts.attention_mask[row]].tolist() == tokens
+        assert prompts.attention_mask[row].tolist() == [False] * (4 - len(tokens)) + [True] * len(tokens)
+    assert prompts.columns == {"topic": ["a", "b", "c"]} and len(prompts) == 3
+
+
+def test_columns_of_padding_only_are_dropped() -> None:
+    ids = torch.tensor([[0, 0, 0, 3, 4], [0, 0, 0, 0, 5]])
+    prompts = Prompts.from_collated({"input_ids": ids, "attention_mask": ids != 0}, CPU)
+    assert prompts.input_ids.tolist() == [[3, 4], [0, 5]]
+
+
+@pytest.mark.parametrize("missing", ["input_ids", "attention_mask"])
+def test_a_collator_that_returns_too_little_is_an_error(missing: str) -> None:
+    batch = {"input_ids": torch.ones(2, 2), "attention_mask": torch.ones(2, 2)}
+    del batch[missing]
+    with pytest.raises(ValueError, match=rf"data_collator returned no \['{missing}'\]"):
+        Prompts.from_collated(batch, CPU)
+
+
+def test_an_empty_prompt_is_an_error_that_names_its_row() -> None:
+    mask = torch.tensor([[1, 1], [0, 0]])
+    with pytest.raises(ValueError, match="prompt 1 of the batch is empty"):
+        Prompts.from_collated({"input_ids": mask, "attention_mask": mask}, CPU)
+
+
+def test_shapes_of_prompts_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 3\), expected \(2, 4\)"):
+        Prompts(torch.ones(2, 4), torch.ones(2, 3, dtype=torch.bool), {})
+
+
+# ---- Cutting ----
+
+
+def test_parts_hold_every_real_token_once_in_order_without_common_padding() -> None:
+    whole = experience()
+    parts = whole.parts(2)
+    assert [len(part) for part in parts] == [2, 2, 1]
+    widths = [(part.context_length, part.responses.shape[1]) for part in parts]
+    assert widths == [(4, 3), (3, 6), (1, 1)]
+    for start, part in zip((0, 2, 4), parts, strict=True):
+        for row in range(len(part)):
+            for name in ("query_responses", "logprobs", "values", "advantages", "returns", "loss_mask"):
+                mask = "attention_mask" if name == "query_responses" else "response_mask"
+                ours = getattr(part, name)[row][getattr(part, mask)[row]]
+                assert torch.equal(ours, getattr(whole, name)[start + row][getattr(whole, mask)[start + row]]), name
+            assert int(part.response_mask[row].sum()) == RESPONSE_LENGTHS[start + row]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9))
+def test_parts_of_any_size_put_together_are_the_whole(size: int) -> None:
+    whole = rollout()
+    parts = whole.parts(size)
+    assert len(parts) == -(-len(whole) // size)
+    restored = pad_right([part.values.masked_fill(~part.response_mask, 0) for part in parts], width=6)
+    assert torch.equal(restored, whole.values.masked_fill(~whole.response_mask, 0))
+    assert torch.equal(torch.cat([part.scores for part in parts]), whole.scores)
+    assert torch.equal(torch.cat([part.stopped for part in parts]), whole.stopped)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "sizes"),
+    [
+        ([5, 5, 3, 2], 10, [2, 2]),
+        ([5, 5, 3, 2], 9, [1, 2, 1]),
+        ([50, 4, 4, 50], 8, [1, 2, 1]),
+        ([1], 1, [1]),
+        ([3, 3, 3], 1, [1, 1, 1]),
+        ([3, 3, 3], 9, [3]),
+    ],
+)
+def test_parts_within_a_number_of_tokens(lengths: list[int], max_tokens: int, sizes: list[int]) -> None:
+    assert sizes_within(lengths, max_tokens) == sizes
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1), max_tokens=st.integers(1, 60))
+def test_parts_hold_all_rows_and_no_two_neighbours_would_fit_together(lengths: list[int], max_tokens: int) -> None:
+    sizes, parts = sizes_within(lengths, max_tokens), []
+    for size in sizes:
+        parts.append(lengths[sum(map(len, parts)) :][:size])
+    assert list(itertools.chain(*parts)) == lengths and min(sizes) > 0
+    assert all(sum(part) <= max_tokens or len(part) == 1 for part in parts)
+    assert all(sum(part) + after[0] > max_tokens for part, after in itertools.pairwise(parts))
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1), more=st.floats(0, 1))
+def test_parts_are_split_until_there_are_enough(sizes: list[int], more: float) -> None:
+    wanted = len(sizes) + int(more * (sum(sizes) - len(sizes)))
+    split = split_until(sizes, wanted)
+    assert len(split) == wanted and sum(split) == sum(sizes) and min(split) > 0
+    assert max(split) <= max(sizes) and set(itertools.accumulate(sizes)) <= set(itertools.accumulate(split))
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "is_packed", "most", "sizes"),
+    [(None, False, 9, [2, 2, 1]), (10, False, 1, [2, 1, 2]), (10, True, 4, [1, 1, 1, 2])],
+)
+def test_micro_batches_by_rows_and_by_tokens(
+    max_tokens: int | None, is_packed: bool, most: int, sizes: list[int]
+) -> None:
+    """Rows of 5, 5, 7, 5 and 2 tokens, which stay in this order; another rank needs `most` parts."""
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat((tensor, tensor.new_tensor([most])))
+
+    parts = experience().micro_batches(2, max_tokens, gather, is_packed)
+    assert [len(part) for part in parts] == sizes
+    tokens = torch.cat([part.query_responses[part.attention_mask] for part in parts])
+    assert torch.equal(tokens, experience().query_responses[experience().attention_mask])
+
+
+def test_micro_batches_of_packed_rows_have_about_equally_many_tokens() -> None:
+    """Rows of 5, 5, 7, 5 and 2 tokens: 7 + 2, 5 + 5, and 5 where one row is left over."""
+    parts = experience().micro_batches(2, None, lambda tensor: tensor, is_packed=True)
+    lengths = [part.attention_mask.sum(dim=1).tolist() for part in parts]
+    assert lengths == [[7, 2], [5, 5], [5]]
+
+
+@given(lengths=st.lists(st.integers(1, 99), min_size=1, max_size=40), max_rows=st.integers(1, 9))
+def test_rows_are_dealt_evenly(lengths: list[int], max_rows: int) -> None:
+    """Full parts differ by no more than the longest row."""
+    order = dealt_evenly(lengths, max_rows)
+    assert sorted(order) == list(range(len(lengths)))
+    parts = [[lengths[row] for row in order[start : start + max_rows]] for start in range(0, len(order), max_rows)]
+    assert all(part == sorted(part, reverse=True) for part in parts)
+    if len(lengths) % max_rows == 0:
+        assert max(map(sum, parts)) - min(map(sum, parts)) <= max(lengths)
+
+
+class Counted(int):
+    """A number that counts how often any of its kind is compared or added."""
+
+    operations = 0
+
+    def __lt__(self, other: int) -> bool:
+        Counted.operations += 1
+        return int(self) < int(other)
+
+    def __gt__(self, other: int) -> bool:
+        Counted.operations += 1
+        return int(self) > int(other)
+
+    def __add__(self, other: int) -> int:
+        Counted.operations += 1
+        return Counted(int(self) + int(other))
+
+    def __neg__(self) -> int:
+        return Counted(-int(self))
+
+    def __floordiv__(self, other: int) -> int:
+        return Counted(int(self) // other)
+
+    __radd__ = __add__
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda lengths: dealt_evenly(lengths, 2),
+        lambda lengths: split_until([Counted(len(lengths))], len(lengths)),
+    ],
+    ids=["dealt_evenly", "split_until"],
+)
+def test_cutting_takes_little_more_than_linear_time(cut: Any) -> None:
+    counts = []
+    for num_rows in (500, 4000):
+        Counted.operations = 0
+        cut([Counted(1 + row * 37 % 90) for row in range(num_rows)])
+        counts.append(Counted.operations)
+    assert 0 < counts[1] < 8 * 1.6 * counts[0]
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=9), more=st.integers(0, 9))
+def test_the_largest_part_is_halved_first(sizes: list[int], more: int) -> None:
+    num_parts = min(len(sizes) + more, sum(sizes))
+    expected = list(sizes)
+    while len(expected) < num_parts:
+        largest = expected.index(max(expected))
+        expected[largest : largest + 1] = [-(-expected[largest] // 2), expected[largest] // 2]
+    assert split_until(sizes, num_parts) == expected
+
+
+def test_the_loss_mask_leaves_out_padding_and_responses_without_a_score() -> None:
+    whole = dataclasses.replace(rollout(), scores=torch.tensor([1.0, float("nan"), -1.0, 0.0, float("nan")]))
+    expected = [0 if row in (1, 4) else length for row, length in enumerate(RESPONSE_LENGTHS)]
+    assert whole.loss_mask.sum(dim=1).tolist() == expected and not (whole.loss_mask & ~whole.response_mask).any()
+
+
+def test_trimming_works_where_prompt_and_response_are_equally_wide() -> None:
+    """Columns are told by their width: here the prompts are as wide as the responses."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0]], dtype=torch.bool)
+    ids = torch.tensor([[9, 9, 3, 4, 5, 9]])
+    trimmed = Responses(ids, mask, mask[:, 3:]).trimmed()
+    assert trimmed.query_responses.tolist() == [[3, 4, 5]] and trimmed.response_mask.tolist() == [[True, True]]
+
+
+def test_rows_are_picked_from_every_field() -> None:
+    whole, rows = rollout(), torch.tensor([3, 0])
+    picked = whole[rows]
+    for field in dataclasses.fields(whole):
+        if isinstance(value := getattr(whole, field.name), Tensor):
+            assert torch.equal(getattr(picked, field.name), value[rows]), field.name
+    assert len(picked) == 2 and len(whole[1:4]) == 3
+
+
+def test_a_rollout_has_weights_where_the_engine_said_its_logprobs() -> None:
+    whole = rollout()
+    close = dataclasses.replace(whole, sampling_logprobs=whole.logprobs - torch.tensor([[0.0], [0.5], [-1], [3], [1]]))
+    weights = close.importance_weights(clip_max=2.5)
+    assert weights is not None and weights.shape == (5, 6)
+    expected = torch.tensor([1.0, 0.5, -1.0, 3.0, 1.0]).exp()
+    expected[0], expected[3], expected[4] = 1.0, 2.5, 2.5
+    assert torch.allclose(weights, expected[:, None].expand(5, 6), rtol=1e-4)
+    assert dataclasses.replace(whole, sampling_logprobs=None).importance_weights(2.0) is None
+
+
+# ---- Shuffling ----
+
+
+def order(batch: Experience, num_mini_batches: int, seed: int = 0, update: int = 0, rank: int = 0) -> list[list[int]]:
+    minibatches = batch.shuffled_minibatches(num_mini_batches, shuffling_generator(seed, update, rank))
+    return [(part.query_responses[:, -7] // 10).tolist() for part in minibatches]
+
+
+def wide_experience(rows: int) -> Experience:
+    ids = 10 * torch.arange(rows)[:, None] + torch.arange(10)
+    masks = torch.ones(rows, 10, dtype=torch.bool), torch.ones(rows, 6, dtype=torch.bool)
+    return Experience(ids, *masks, *(torch.zeros(rows, 6) for _ in range(4)), masks[1])  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("num_mini_batches", [1, 2, 3, 12])
+def test_mini_batches_are_equal_disjoint_and_complete(num_mini_batches: int) -> None:
+    parts = order(wide_experience(12), num_mini_batches)
+    assert [len(part) for part in parts] == [12 // num_mini_batches] * num_mini_batches
+    assert sorted(row for part in parts for row in part) == list(range(12))
+
+
+def test_the_longest_rows_of_a_mini_batch_come_first() -> None:
+    batch = wide_experience(12)
+    lengths = torch.tensor([1, 6, 3, 2, 5, 4] * 2)
+    mask = torch.arange(6) < lengths[:, None]
+    attention_mask = torch.cat((batch.attention_mask[:, :4], mask), dim=1)
+    batch = dataclasses.replace(batch, response_mask=mask, attention_mask=attention_mask, loss_mask=mask)
+    minibatches = list(batch.shuffled_minibatches(3, shuffling_generator(0, 0, 0)))
+    of_parts = [part.response_mask.sum(dim=1).tolist() for part in minibatches]
+    assert of_parts == [sorted(part, reverse=True) for part in of_parts]
+    of_rows = [length for part in of_parts for length in part]
+    assert of_rows != sorted(of_rows, reverse=True), "the mini-batches are drawn, not sorted"
+    rows = [row for part in minibatches for row in (part.query_responses[:, 0] // 10).tolist()]
+    assert sorted(rows) == list(range(12)) and [int(lengths[row]) for row in rows] == of_rows
+
+
+def test_the_order_is_a_function_of_seed_update_and_rank() -> None:
+    batch = wide_experience(12)
+    assert order(batch, 3) == order(batch, 3)
+    others = [order(batch, 3, seed=1), order(batch, 3, update=1), order(batch, 3, rank=1)]
+    orders = [str(each) for each in (order(batch, 3), *others)]
+    assert len(set(orders)) == 4
+
+
+def test_the_order_takes_nothing_from_the_global_generator() -> None:
+    batch = wide_experience(12)
+    before = torch.random.get_rng_state()
+    first = order(batch, 2)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(5)
+    assert order(batch, 2) == first
+
+
+def test_every_epoch_draws_anew_from_the_same_generator() -> None:
+    generator = shuffling_generator(0, 0, 0)
+    epochs = [
+        [part.query_responses[:, 0].tolist() for part in wide_experience(12).shuffled_minibatches(2, generator)]
+        for _ in range(2)
+    ]
+    assert epochs[0] != epochs[1]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(*[st.integers(0, 2**31 - 1)] * 3), min_size=2, max_size=2, unique=True))
+def test_no_two_updates_share_a_shuffling_seed(keys: list[tuple[int, int, int]]) -> None:
+    first, second = (shuffling_generator(*key).initial_seed() for key in keys)
+    assert first != second
+
+
+# ---- Helpers and shape errors ----
+
+
+def test_pad_right() -> None:
+    parts = [torch.tensor([[1, 2]]), torch.tensor([[3], [4]])]
+    assert pad_right(parts).tolist() == [[1, 2], [3, 0], [4, 0]]
+    assert pad_right(parts, width=3, padding_value=9).tolist() == [[1, 2, 9], [3, 9, 9], [4, 9, 9]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "columns"),
+    [([[0, 0, 1], [0, 1, 1]], 1), ([[1, 1], [0, 1]], 0), ([[0, 0], [0, 0]], 2), ([[0, 1, 0], [0, 1, 0]], 1)],
+)
+def test_padding_columns(mask: list[list[int]], columns: int) -> None:
+    assert padding_columns(torch.tensor(mask, dtype=torch.bool)) == columns
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("logprobs", "ref_logprobs", "values", "stopped", "final_values", "scores", "token_scores"),
+        "sampling_logprobs",
+    ],
+)
+def test_every_shape_of_a_rollout_is_checked(name: str) -> None:
+    whole = rollout()
+    with pytest.raises(ValueError, match=rf"{name} has shape \("):
+        dataclasses.replace(whole, **{name: getattr(whole, name)[:-1]})
+
+
+@pytest.mark.parametrize(
+    "name", ["attention_mask", "logprobs", "values", "advantages", "returns", "importance_weights"]
+)
+def test_every_shape_of_experience_is_checked(name: str) -> None:
+    whole = experience()
+    with pytest.raises(ValueError, match=rf"{name} has shape \("):
+        dataclasses.replace(whole, **{name: getattr(whole, name)[:, :-1]})
+
+
+def test_a_response_mask_that_leaves_no_prompt_is_an_error() -> None:
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"response_mask .* does not fit query_responses"):
+        Responses(torch.ones(2, 3), mask, mask)
+    with pytest.raises(ValueError, match=r"response_mask .* does not fit query_responses"):
+        Responses(torch.ones(2, 3), mask, mask[:1, :2])

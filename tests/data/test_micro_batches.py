@@ -1,0 +1,264 @@
+"""An optimizer step is one mini-batch: how many there are, what is in them, and that cutting them changes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from numpy.testing import assert_allclose
+from torch import Tensor
+from transformers import TrainerCallback
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.experience import Experience, dealt_evenly
+from rlhf_ppo.models.unwrapping import transformers_model
+from rlhf_ppo.reporting.metrics import UpdateStatistics
+from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
+from tests.runs import record_rollouts
+
+COMBINATIONS = [
+    (per_device, accumulation, num_mini_batches)
+    for per_device, accumulation, num_mini_batches in product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4))
+    if per_device * accumulation % num_mini_batches == 0
+]
+
+
+class Counts(TrainerCallback):
+    """Counts the events of the optimizer, in each update."""
+
+    def __init__(self) -> None:
+        self.events: list[Counter[str]] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.events.append(Counter())
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        self.events[-1]["substep"] += 1
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.events[-1]["before"] += 1
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.events[-1]["step"] += 1
+
+
+@pytest.mark.parametrize("per_device, accumulation, num_mini_batches", COMBINATIONS)
+def test_optimizer_steps_are_epochs_times_mini_batches(
+    make_trainer: Callable[..., PPOTrainer], per_device: int, accumulation: int, num_mini_batches: int
+) -> None:
+    """In every update: each of these is a whole data epoch, whose end must not add a step."""
+    batch, num_ppo_epochs, num_updates = per_device * accumulation, 3, 2
+    counts, small = Counts(), {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
+    trainer = make_trainer(
+        model=tiny_policy(**small),
+        value_model=tiny_scorer(seed=2, **small),
+        train_dataset=Dataset.from_list(prompt_rows(batch)),
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulation,
+        num_mini_batches=num_mini_batches,
+        num_ppo_epochs=num_ppo_epochs,
+        total_episodes=batch * num_updates,
+        response_length=2,
+        callbacks=[counts],
+    )
+    trainer.train()
+    steps = num_ppo_epochs * num_mini_batches
+    micro_batches = -(-(batch // num_mini_batches) // per_device)
+    expected = {"step": steps, "before": steps, "substep": steps * (micro_batches - 1)}
+    assert [dict(+events) for events in counts.events] == [{k: v for k, v in expected.items() if v}] * num_updates
+    taken = {int(state["step"]) for state in trainer.optimizer.state.values()}
+    assert taken == {num_updates * steps}
+    assert trainer.state.global_step == num_updates
+
+
+def test_every_combination_is_tested() -> None:
+    assert len(COMBINATIONS) == 36 - 4  # 1x1 by 2 and 4, 1x2 by 4, 2x1 by 4 do not divide
+
+
+def test_combinations_that_do_not_divide_are_errors(make_args: Callable[..., Any]) -> None:
+    for per_device, accumulation, num_mini_batches in ((1, 1, 2), (1, 1, 4), (1, 2, 4), (2, 1, 4)):
+        with pytest.raises(ValueError, match=f"num_mini_batches={num_mini_batches} does not divide"):
+            make_args(
+                per_device_train_batch_size=per_device,
+                gradient_accumulation_steps=accumulation,
+                num_mini_batches=num_mini_batches,
+            )
+
+
+# ---- Cutting ----
+
+
+class CuttingTrainer(PPOTrainer):
+    """Instead of learning, takes the gradient of the same mini-batch cut into micro-batches of several sizes."""
+
+    sizes = (1, 2, 3, 5, 8, 12, 100)
+    budgets = (1, 17, 30)
+    """Tokens: fewer than any row has, than two long rows have, and enough for several."""
+
+    def learn(self, model: torch.nn.Module, experience: Experience) -> float | torch.Tensor:
+        model.train()
+        self.experience = experience
+        for size in self.sizes:
+            self.args.per_device_train_batch_size = size
+            grad_norm = self.update(model, experience, UpdateStatistics())
+        for budget in self.budgets:
+            self.args.max_tokens_per_micro_batch = budget
+            self.update(model, experience, UpdateStatistics())
+        self._metrics |= {"placeholder": 0.0}
+        return grad_norm
+
+
+class Gradients(TrainerCallback):
+    """Keeps every gradient before each optimizer step."""
+
+    def __init__(self) -> None:
+        self.taken: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        self.taken.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+
+@pytest.mark.parametrize("extra", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"])
+def test_gradients_do_not_depend_on_how_a_mini_batch_is_cut(
+    make_trainer: Callable[..., PPOTrainer], extra: dict[str, Any]
+) -> None:
+    """Within 1e-6, of gradients whose largest element is between 0.1 and 1; the rows are ragged on both sides."""
+    policy, value_model = tiny_policy(initializer_range=0.1), tiny_scorer(seed=2, initializer_range=0.1)
+    policy.lm_head.weight.data[1] *= 8  # EOS more often
+    gradients = Gradients()
+    trainer = make_trainer(
+        CuttingTrainer,
+        model=policy,
+        value_model=value_model,
+        ref_model=tiny_policy(seed=5),
+        train_dataset=Dataset.from_list(prompt_rows(12)),
+        optimizers=(torch.optim.SGD([*policy.parameters(), *value_model.parameters()], lr=0.0), None),
+        callbacks=[gradients],
+        per_device_train_batch_size=12,
+        gradient_accumulation_steps=1,
+        num_mini_batches=1,
+        total_episodes=12,
+        max_grad_norm=0.0,
+        **extra,
+    )
+    trainer.train()
+    lengths = trainer.experience.response_mask.sum(dim=1)
+    assert lengths.min() <= 2 and lengths.max() == 8
+    cuts = (*CuttingTrainer.sizes, *(f"at most {budget} tokens" for budget in CuttingTrainer.budgets))
+    assert len(gradients.taken) == len(cuts)
+    whole = gradients.taken[len(CuttingTrainer.sizes) - 1]
+    assert len(whole) == len(list(trainer.model.parameters()))
+    assert 0.1 < max(float(gradient.abs().max()) for gradient in whole.values()) < 1
+    for size, cut in zip(cuts, gradients.taken, strict=True):
+        for name, gradient in cut.items():
+            difference = float((gradient - whole[name]).abs().max())
+            assert difference < 1e-6, f"{name} differs by {difference} in micro-batches of {size}"
+
+
+# ---- Shuffling ----
+
+
+class OrderTrainer(PPOTrainer):
+    """Keeps the rows of each mini-batch, told by their ids, under the index of the update."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.orders: list[list[list[int]]] = []
+        super().__init__(*args, **kwargs)
+
+    def learn(self, model: torch.nn.Module, experience: Experience) -> float | torch.Tensor:
+        self.rows = [row.tolist() for row in experience.returns]
+        assert len({tuple(row) for row in self.rows}) == len(self.rows)
+        self.orders.append([])
+        return super().learn(model, experience)
+
+    def update(self, model: torch.nn.Module, minibatch: Experience, statistics: Any) -> float | torch.Tensor:
+        self.orders[-1].append([self.rows.index(row.tolist()) for row in minibatch.returns])
+        return super().update(model, minibatch, statistics)
+
+
+def orders(make_trainer: Callable[..., PPOTrainer], **overrides: Any) -> list[list[list[int]]]:
+    trainer = make_trainer(OrderTrainer, num_ppo_epochs=2, num_mini_batches=2, total_episodes=16, **overrides)
+    trainer.train()
+    return trainer.orders
+
+
+def test_every_epoch_is_a_new_partition_and_every_run_the_same(make_trainer: Callable[..., PPOTrainer]) -> None:
+    first, again = orders(make_trainer), orders(make_trainer)
+    assert first == again
+    epochs = [update[start : start + 2] for update in first for start in (0, 2)]
+    for epoch in epochs:
+        assert [len(minibatch) for minibatch in epoch] == [4, 4]
+        assert sorted(epoch[0] + epoch[1]) == list(range(8))
+    assert len({str(epoch) for epoch in epochs}) == len(epochs) == 4  # two updates of two epochs, no order twice
+    assert orders(make_trainer, seed=4) != first
+
+
+def lengths_of_micro_batches(trainer: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Train; list the tokens of each row of each micro-batch, in order."""
+    seen: list[list[int]] = []
+    compute_loss = trainer.compute_loss
+
+    def see(model: Any, inputs: Experience, **kwargs: Any) -> Any:
+        seen.append(inputs.attention_mask.sum(dim=1).tolist())
+        return compute_loss(model, inputs, **kwargs)
+
+    monkeypatch.setattr(trainer, "compute_loss", see)
+    trainer.train()
+    return seen
+
+
+def test_micro_batches_hold_as_many_whole_rows_as_fit(
+    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(max_tokens_per_micro_batch=20, per_device_train_batch_size=8, gradient_accumulation_steps=1)
+    seen = lengths_of_micro_batches(trainer, monkeypatch)
+    rows = [length for part in seen for length in part]
+    assert all(sum(part) <= 20 or len(part) == 1 for part in seen)
+    assert len(rows) == trainer.state.max_steps * trainer.args.num_ppo_epochs * 8 and max(map(len, seen)) > 1
+
+
+@pytest.mark.parametrize("padded", [None, "policy", "value_model"])
+def test_packed_micro_batches_are_even_and_padded_ones_hold_similar_rows(
+    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch, padded: str | None
+) -> None:
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_mini_batches": 1}
+    trainer = make_trainer(**sizes, num_ppo_epochs=1, total_episodes=8)
+    if padded is not None:
+        transformers_model(getattr(trainer.model, padded)).set_attn_implementation("sdpa")
+    seen = [length for part in lengths_of_micro_batches(trainer, monkeypatch) for length in part]
+    longest_first = sorted(seen, reverse=True)
+    dealt = [longest_first[row] for row in dealt_evenly(longest_first, 4)]
+    assert dealt != longest_first
+    assert seen == (dealt if padded is None else longest_first)
+
+
+@pytest.mark.parametrize(("attention", "is_sorted"), [("eager", True), ("sdpa", False)])
+def test_passes_of_padded_rows_hold_similar_rows_and_give_each_its_own_numbers(
+    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch, attention: str, is_sorted: bool
+) -> None:
+    """Packed rows, which have no padding, stay in their order."""
+    models = {"model": tiny_policy(attn_implementation=attention), "value_model": tiny_scorer(2, 1)}
+    trainer = make_trainer(**models, local_rollout_forward_batch_size=3, stop_token=None)
+    seen: list[list[int]] = []
+    forward = trainer.model.forward
+
+    def see(ids: Tensor, mask: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(mask.sum(dim=1).tolist())
+        return forward(ids, mask, *args, **kwargs)
+
+    monkeypatch.setattr(trainer.model, "forward", see)
+    rollouts = record_rollouts(trainer)
+    trainer.train()
+    rollout = rollouts[0]
+    lengths = rollout.attention_mask.sum(dim=1).tolist()
+    passes = sorted(lengths, reverse=True) if is_sorted else lengths
+    assert seen[:3] == [passes[start : start + 3] for start in (0, 3, 6)] and passes != sorted(passes)
+    fresh = make_trainer(**{"model": tiny_policy(attn_implementation=attention), "value_model": tiny_scorer(2, 1)})
+    whole = fresh.model(rollout.query_responses, rollout.attention_mask, rollout.response_mask)
+    for name in ("logprobs", "values", "final_values"):
+        assert_allclose(getattr(rollout, name), getattr(whole, name).detach(), rtol=0, atol=1e-5, err_msg=name)

@@ -1,0 +1,229 @@
+"""Training takes prompts in every documented form, and reward functions get each row's own columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from datasets import Dataset
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.generation.transformers_engine import greedy_config
+from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_scorer
+from tests.runs import QUICK, assert_identical, end_of_run
+
+MakeTrainer = Callable[..., PPOTrainer]
+TEXTS = ["w1 w2", "w3", "w4 w5 w6", "w7 w8", "w9 w10 w11 w12", "w13"]
+IDS = [[4, 5], [6], [7, 8, 9], [10, 11], [12, 13, 14, 15], [16]]
+SEQUENTIAL = {**QUICK, "train_sampling_strategy": "sequential"}
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Any]]):
+    """A data set of torch's own kind."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """A stream of torch's own kind."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+
+def conversations(**message: Any) -> list[list[dict[str, Any]]]:
+    return [[{"role": "user", "content": text, **message}] for text in TEXTS]
+
+
+FORMS: dict[str, Callable[[], Any]] = {
+    "ids": lambda: Dataset.from_dict({"input_ids": IDS}),
+    "padded ids with a mask": lambda: Dataset.from_dict(
+        {
+            "input_ids": [[0] * (4 - len(ids)) + ids for ids in IDS],
+            "attention_mask": [[0] * (4 - len(ids)) + [1] * len(ids) for ids in IDS],
+        }
+    ),
+    "texts": lambda: Dataset.from_dict({"prompt": TEXTS}),
+    "texts in `text`": lambda: Dataset.from_dict({"text": TEXTS}),
+    "conversations": lambda: Dataset.from_dict({"prompt": conversations()}),
+    "a stream": lambda: Dataset.from_dict({"prompt": TEXTS}).to_iterable_dataset(),
+    "a generator": lambda: datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in TEXTS)),
+    "a torch data set": lambda: Rows([{"prompt": text} for text in TEXTS]),
+    "a torch stream": lambda: Stream([{"prompt": text} for text in TEXTS]),
+    "a list": lambda: [{"input_ids": ids} for ids in IDS],
+}
+
+ends: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_of_the_prompts_changes_nothing(form: str, make_trainer: MakeTrainer) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+
+    def end(name: str) -> dict[str, Any]:
+        trainer = make_trainer(**SEQUENTIAL, processing_class=tokenizer, train_dataset=FORMS[name]())
+        trainer.train()
+        return {key: value for key, value in end_of_run(trainer).items() if key != "epoch"}
+
+    for name in ("ids", form):
+        ends[name] = ends.get(name) or end(name)
+        for entry in ends[name]["history"]:
+            entry.pop("epoch", None)  # a stream has no epochs to count in
+    actual = ends[form]
+    assert actual["episode"] == 6
+    assert_identical(actual, ends["ids"])
+
+
+def test_a_conversation_opens_the_assistant_s_turn(make_trainer: MakeTrainer) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE + "{% if add_generation_prompt %} w28{% endif %}"
+    seen: list[Any] = []
+
+    def keeps(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        seen.extend(zip(prompts, completions, strict=True))
+        return [0.0] * len(prompts)
+
+    trainer = make_trainer(
+        **SEQUENTIAL, processing_class=tokenizer, reward_funcs=keeps,
+        train_dataset=Dataset.from_dict({"prompt": conversations()}),
+    )  # fmt: skip
+    assert [row["input_ids"] for row in trainer.train_dataset] == [[*ids, 31] for ids in IDS]
+    trainer.train()
+    assert [prompt for prompt, _ in seen] == conversations()
+    assert all(answer[0].keys() == {"role", "content"} and answer[0]["role"] == "assistant" for _, answer in seen)
+
+
+COLUMNS = {"answer": TEXTS, "number": list(range(6)), "nested": [{"a": [index]} for index in range(6)]}
+COLUMN_FORMS: dict[str, Callable[[], Any]] = {
+    "a data set": lambda: Dataset.from_dict({"prompt": TEXTS, **COLUMNS}),
+    "ids": lambda: Dataset.from_dict({"input_ids": IDS, **COLUMNS}),
+    "a stream": lambda: Dataset.from_dict({"prompt": TEXTS, **COLUMNS}).to_iterable_dataset(),
+    "a generator": lambda: datasets.IterableDataset.from_generator(lambda: iter(_rows())),
+    "a torch data set": lambda: Rows(_rows()),
+    "a torch stream": lambda: Stream(_rows()),
+}
+
+
+def _rows() -> list[dict[str, Any]]:
+    return list(Dataset.from_dict({"prompt": TEXTS, **COLUMNS}))  # pyright: ignore
+
+
+@pytest.mark.parametrize(("form", "num_workers"), [*((form, 0) for form in COLUMN_FORMS), ("a data set", 1)])
+def test_reward_functions_get_the_columns_of_the_very_row(
+    form: str, num_workers: int, make_trainer: MakeTrainer
+) -> None:
+    seen: list[int] = []
+
+    def checks(
+        prompts: list[str], answer: list[str], number: list[int], nested: list[Any], **columns: Any
+    ) -> list[float]:
+        for prompt, text, index, inner in zip(prompts, answer, number, nested, strict=True):
+            assert prompt == text == TEXTS[index] and inner == {"a": [index]}
+        seen.extend(number)
+        return [float(value) for value in number]
+
+    trainer = make_trainer(
+        **QUICK, reward_funcs=checks, train_dataset=COLUMN_FORMS[form](), dataloader_num_workers=num_workers
+    )
+    trainer.train()
+    assert sorted(seen) == list(range(6))
+    for update, entry in enumerate(entry for entry in trainer.state.log_history if "loss" in entry):
+        assert entry["objective/scores"] == pytest.approx(sum(seen[2 * update : 2 * update + 2]) / 2)
+
+
+def test_a_reward_model_reads_prompt_and_answer_of_the_same_row(make_trainer: MakeTrainer) -> None:
+    """Scores do not depend on how many rows are scored at once, or beside which others."""
+    together, one_by_one = (
+        make_trainer(
+            **QUICK, reward_model=tiny_scorer(), train_dataset=FORMS["texts"](), local_rollout_forward_batch_size=rows
+        )
+        for rows in (64, 1)
+    )
+    scores = []
+    for trainer in (together, one_by_one):
+        batch = trainer.data_collator([{"input_ids": ids} for ids in IDS])  # pyright: ignore
+        prompts = Prompts.from_collated(batch, trainer.args.device)
+        torch.manual_seed(0)
+        responses = together.generate_responses(together.model.policy, prompts, _greedy(together))
+        scores.append(trainer.score_responses(responses, prompts).total)
+    assert torch.allclose(*scores, atol=1e-5)
+    assert len(set(scores[0].tolist())) == 6
+
+
+def _greedy(trainer: PPOTrainer) -> Any:
+    return greedy_config(trainer.args, trainer.tokens.stop)
+
+
+def test_prompts_that_are_too_long_are_dropped_before_the_run_is_counted(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        trainer = make_trainer(
+            **{**QUICK, "total_episodes": None},
+            num_train_epochs=1,
+            train_dataset=FORMS["texts"](),
+            max_prompt_length=2,
+        )
+    assert "train_dataset: dropped 2 of 6 prompts, longer than 2 tokens" in caplog.text
+    assert len(trainer.train_dataset) == 4
+    assert trainer.train().global_step == 2
+    assert trainer.state.episode == 4
+
+
+def test_a_stream_may_end_in_a_part_of_a_batch(make_trainer: MakeTrainer) -> None:
+    """Five prompts in batches of two: the fifth is left out, in every pass."""
+    stream = Dataset.from_dict({"prompt": TEXTS[:5]}).to_iterable_dataset()
+    seen: list[str] = []
+
+    def keeps(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    make_trainer(**{**QUICK, "total_episodes": 8}, train_dataset=stream, reward_funcs=keeps).train()
+    assert seen == TEXTS[:4] * 2
+
+
+def test_an_own_collator_is_used(make_trainer: MakeTrainer) -> None:
+    calls: list[int] = []
+
+    def right_padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        calls.append(len(rows))
+        longest = max(len(row["input_ids"]) for row in rows) + 1
+        pairs = [(row["input_ids"], [0] * (longest - len(row["input_ids"]))) for row in rows]
+        return {
+            "input_ids": torch.tensor([ids + padding for ids, padding in pairs]),
+            "attention_mask": torch.tensor([[1] * len(ids) + padding for ids, padding in pairs]),
+        }
+
+    own = make_trainer(**QUICK, train_dataset=FORMS["ids"](), data_collator=right_padded)
+    own.train()
+    plain = make_trainer(**QUICK, train_dataset=FORMS["ids"]())
+    plain.train()
+    assert set(calls) == {2}
+    assert_identical(end_of_run(own), end_of_run(plain))
+
+
+@pytest.mark.parametrize("scored_by", ["reward_model", "reward_funcs"])
+def test_columns_that_nobody_reads_are_not_copied(scored_by: str, make_trainer: Any) -> None:
+    rows = [row | {"payload": "x" * 100} for row in prompt_rows(8)]
+    rewards = {"reward_model": tiny_scorer(), "reward_funcs": count_w4}
+    given = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows)}
+    trainer = make_trainer(**given, **{scored_by: rewards[scored_by]})
+    expected = ["input_ids"] if scored_by == "reward_model" else ["input_ids", "payload"]
+    assert trainer.train_dataset.column_names == trainer.eval_dataset.column_names == expected

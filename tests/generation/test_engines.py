@@ -1,0 +1,221 @@
+"""The trainer with each generation engine: who generates, what becomes of its log-probabilities, which are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.config import engines as engine_arguments
+from rlhf_ppo.generation import choosing
+from rlhf_ppo.generation.choosing import make_engine
+from rlhf_ppo.generation.continuous import ContinuousEngine
+from rlhf_ppo.generation.opponents import Opponents
+from rlhf_ppo.generation.protocol import Sampled
+from rlhf_ppo.generation.transformers_engine import TransformersEngine
+from rlhf_ppo.generation.vllm import VLLMEngine
+from rlhf_ppo.models.logprobs import response_logprobs
+from rlhf_ppo.rewards.preference import PreferenceReward
+from rlhf_ppo.training.construction import special_tokens
+from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
+from tests.runs import QUICK, assert_identical, history, parameters, record_rollouts
+
+MakeTrainer = Callable[..., PPOTrainer]
+
+
+class Talkative:
+    """transformers' `generate`, with log-probabilities that are off by known amounts."""
+
+    reads_sharded = False
+
+    def __init__(self, trainer: PPOTrainer, off: float) -> None:
+        self.inner, self.off, self.stop = TransformersEngine(64), off, trainer.tokens.stop
+        self.changes, self.calls = 0, 0
+
+    def sample(self, policy: nn.Module, prompts: Any, config: Any) -> Sampled:
+        self.calls += 1
+        ids = self.inner.sample(policy, prompts, config).ids
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        whole = torch.cat((prompts.input_ids, ids), dim=1), torch.cat((prompts.attention_mask, mask), dim=1), mask
+        with torch.no_grad():
+            logprobs = response_logprobs(policy, *whole, config.temperature or 1.0)[0]
+        return Sampled(ids, logprobs - self.off * (ids % 3 - 1))
+
+    def policy_changed(self) -> None:
+        self.changes += 1
+
+
+def talkative(trainer: PPOTrainer, off: float) -> PPOTrainer:
+    trainer._engine = Talkative(trainer, off)
+    return trainer
+
+
+# ---- Log-probabilities ----
+
+
+def test_the_losses_weights_are_cut_ratios_of_real_tokens(make_trainer: MakeTrainer) -> None:
+    trainer = talkative(make_trainer(**QUICK, importance_sampling_clip_max=1.25), off=0.5)
+    rollouts, experiences = record_rollouts(trainer), []
+    learn = trainer.learn
+    trainer.learn = lambda model, experience: experiences.append(experience) or learn(model, experience)  # type: ignore
+    trainer.train()
+    assert len(rollouts) == len(experiences) == 3
+    for rollout, experience in zip(rollouts, experiences, strict=True):
+        weights, mask = experience.importance_weights, rollout.response_mask
+        ratios = (0.5 * (rollout.responses % 3 - 1).float()).exp()
+        assert torch.allclose(weights[mask], ratios.clamp(max=1.25)[mask], atol=1e-4)
+        assert not rollout.sampling_logprobs[~mask].any()
+    logged = trainer.state.log_history[0]
+    assert logged["sampling/sampling_logp_difference/max"] == pytest.approx(0.5, abs=1e-4)
+    assert logged["sampling/importance_sampling_ratio/max"] == pytest.approx(1.25)
+    assert logged["sampling/importance_sampling_ratio/min"] == pytest.approx(0.60653, abs=1e-4)
+    assert logged["val/ratio"] == pytest.approx(1.0), "the first pass starts at the policy, whatever the engine says"
+
+
+def test_the_loss_is_weighted(make_trainer: MakeTrainer) -> None:
+    """Token by token, against the loss that the same experience has without weights."""
+    trainer = talkative(make_trainer(**QUICK), off=0.5)
+    experiences = []
+    trainer.learn = lambda model, experience: experiences.append((model, experience)) or 0.0  # type: ignore
+    trainer.train()
+    model, experience = experiences[0]
+    plain = dataclasses.replace(experience, importance_weights=None)
+    loss, (_, policy_loss, _) = trainer.compute_loss(model, experience, return_outputs=True)
+    unweighted, (_, expected, _) = trainer.compute_loss(model, plain, return_outputs=True)
+    mask = experience.loss_mask
+    assert torch.allclose(policy_loss.loss, expected.loss * experience.importance_weights)
+    difference = (expected.loss * (experience.importance_weights - 1))[mask].sum() / mask.sum()
+    assert (loss - unweighted).item() == pytest.approx(difference.item(), abs=1e-6) and abs(difference.item()) > 1e-4
+
+
+def test_without_the_correction_logprobs_are_only_logged(make_trainer: MakeTrainer) -> None:
+    plain = make_trainer(**QUICK)
+    plain.train()
+    trainer = talkative(make_trainer(**QUICK, importance_sampling_correction=False), off=0.5)
+    trainer.train()
+    assert_identical(parameters(trainer), parameters(plain))
+    assert not any("sampling/" in key for entry in history(plain) for key in entry)
+    assert sum("sampling/importance_sampling_ratio/mean" in entry for entry in history(trainer)) == 3
+    corrected = talkative(make_trainer(**QUICK), off=0.5)
+    corrected.train()
+    assert any(not torch.equal(value, parameters(plain)[name]) for name, value in parameters(corrected).items())
+
+
+# ---- Who generates ----
+
+
+def test_continuous_batching_trains_evaluates_and_fills_tables(make_trainer: MakeTrainer) -> None:
+    """With one choice at each step it is the run of `generate`; its log-probabilities are those of that one choice."""
+    ends = []
+    for engine in ("transformers", "continuous"):
+        trainer = make_trainer(
+            **QUICK, top_k=1, generation_engine=engine, eval_dataset=prompt_rows(5), num_sample_generations=1,
+            importance_sampling_correction=False, eval_strategy="steps", eval_steps=2, bf16=False,
+        )  # fmt: skip
+        assert isinstance(trainer._engine, ContinuousEngine) is (engine == "continuous")
+        rollouts = record_rollouts(trainer)
+        trainer.train()
+        log = [{key: value for key, value in entry.items() if "sampling/" not in key} for entry in history(trainer)]
+        ends.append((parameters(trainer), log, trainer.generate_completions().to_dict()))  # type: ignore
+    assert_identical(ends[1], ends[0])
+    assert all(not rollout.sampling_logprobs.any() for rollout in rollouts), "certain of each token"
+
+
+def test_the_engine_is_told_when_the_policy_may_have_changed(make_trainer: MakeTrainer) -> None:
+    trainer = talkative(make_trainer(**QUICK, eval_dataset=prompt_rows(9), per_device_eval_batch_size=2), off=0.0)
+    engine: Any = trainer._engine
+    trainer.train()
+    assert (engine.calls, engine.changes) == (3, 1 + 3), "at the start, and after each update"
+    trainer.evaluate()
+    assert (engine.calls, engine.changes) == (3 + 5, 4 + 1), "once for all batches"
+    trainer.generate_completions()
+    assert engine.changes == 5 + 1
+
+
+# ---- Which are refused ----
+
+
+def make(make_args: Any, functions: Any = (), accelerator: Any = None, **given: Any) -> Any:
+    args, tokenizer = make_args(**given), make_tokenizer()
+    tokens, opponents = special_tokens(args, tokenizer), Opponents.of(functions, tokenizer, lambda _: torch.tensor([]))
+    accelerator = accelerator or Accelerator(cpu=True)
+    return make_engine(args, tiny_policy(), accelerator, tokenizer, tokens.stop, tokens.stop_strings, opponents)
+
+
+@pytest.fixture
+def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_arguments, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(choosing, "start_vllm", lambda *given: VLLMEngine(given))
+
+
+def test_each_engine_gets_what_it_needs(make_args: Any, vllm_installed: None) -> None:
+    given = {"local_rollout_forward_batch_size": 7, "stop_strings": ["w3"]}
+    engine = make(make_args, **given)
+    assert engine.rows_per_call == 7 and engine.stop_strings.strings == ("w3",)
+    assert make(make_args, generation_engine="continuous", **given).max_rows == 7
+    assert make(make_args, generation_engine="vllm", **given).vllm[-1] == 1  # the stop token
+
+
+def test_continuous_batching_needs_a_whole_policy(make_args: Any) -> None:
+    def sharded(**state: Any) -> Any:
+        given = {"mixed_precision": "no", "device": torch.device("cpu")}
+        return SimpleNamespace(state=SimpleNamespace(**state), **given)
+
+    zero3 = sharded(deepspeed_plugin=SimpleNamespace(zero_stage=3))
+    continuous = {"generation_engine": "continuous"}
+    with pytest.raises(ValueError, match=r"generation_engine='continuous' cannot run under FSDP.*'transformers' or"):
+        make(make_args, accelerator=sharded(fsdp_plugin=object()), **continuous)
+    with pytest.raises(
+        ValueError, match=r"'continuous' with ZeRO-3 .*ds3_gather_for_generation=False; set it to True"
+    ):
+        make(make_args, accelerator=zero3, ds3_gather_for_generation=False, **continuous)
+    assert make(make_args, accelerator=zero3, **continuous).max_rows == 64
+
+
+def test_continuous_batching_computes_as_the_run_does_and_needs_flash_attention_on_a_gpu(
+    make_args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autocast does not reach its thread: float32 weights would be multiplied in float32, which flash refuses."""
+
+    def dtype(mixed_precision: str, device: str = "cpu") -> torch.dtype | None:
+        accelerator = SimpleNamespace(
+            state=SimpleNamespace(), mixed_precision=mixed_precision, device=torch.device(device)
+        )
+        return make(make_args, accelerator=accelerator, generation_engine="continuous").dtype
+
+    assert (dtype("no"), dtype("bf16"), dtype("fp16")) == (None, torch.bfloat16, torch.float16)
+    monkeypatch.setattr(choosing, "has_flash_attention", lambda: True)
+    assert dtype("bf16", "cuda") == torch.bfloat16
+    with pytest.raises(
+        ValueError, match=r"flash attention on a GPU, which does not compute in float32; set bf16=True"
+    ):
+        dtype("no", "cuda")
+    monkeypatch.setattr(choosing, "has_flash_attention", lambda: False)
+    with pytest.raises(ValueError, match=r"`pip install flash-attn` or .* or set generation_engine='transformers'"):
+        dtype("bf16", "cuda")
+
+
+def test_vllm_can_be_no_reference_to_compare_with(make_args: Any, vllm_installed: None) -> None:
+    def judge(prompts: Any, pairs: Any) -> list[float]:
+        return [0.0] * len(pairs)
+
+    make(make_args, [PreferenceReward(judge, "self")], generation_engine="vllm")
+    with pytest.raises(ValueError, match=r"'vllm' has the policy's weights only, .* with \['reference'\]; set gen"):
+        make(make_args, [PreferenceReward(judge, "reference")], generation_engine="vllm")
+
+
+def test_stop_strings_end_what_continuous_batching_generated(make_trainer: MakeTrainer) -> None:
+    given = {**QUICK, "top_k": 1, "stop_strings": ["w4", "w7 w", "w12"], "response_length": 8}
+    tables = []
+    for engine in ("transformers", "continuous"):
+        trainer = make_trainer(**given, generation_engine=engine, eval_dataset=prompt_rows(8))
+        tables.append(trainer.generate_completions())
+    assert tables[0] is not None and tables[0].equals(tables[1])
+    assert any(answer.split()[-1] in ("w4", "w12") for answer in tables[0]["model response"])

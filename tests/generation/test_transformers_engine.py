@@ -1,0 +1,348 @@
+"""Sampling: the distribution, when it stops, and that the model's own generation_config has no say."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.generation import transformers_engine as engine
+from rlhf_ppo.generation.transformers_engine import (
+    call_sizes,
+    greedy_config,
+    own_generation_config_hidden,
+    sample_responses,
+    sampling_config,
+)
+from rlhf_ppo.generation.trying import cache_maker, generation_needs
+from tests import oracles
+from tests.conftest import tiny_policy
+from tests.oracles import Llama
+
+MakeArgs = Callable[..., PPOConfig]
+
+
+def prompts(*rows: list[int], fill: int = 0) -> Prompts:
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([[fill] * (width - len(row)) + row for row in rows])
+    mask = torch.arange(width) >= width - torch.tensor([len(row) for row in rows])[:, None]
+    return Prompts(ids, mask, {})
+
+
+def scripted_policy(script: dict[int, int]) -> Any:
+    """A policy that always says the same after the same token: `script[token]`, else the token plus one."""
+    policy = tiny_policy()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.zero_()
+        policy.model.norm.weight.fill_(1)
+        policy.model.embed_tokens.weight.copy_(torch.eye(32))
+        for token in range(32):
+            policy.lm_head.weight[script.get(token, (token + 1) % 32), token] = 100.0
+    return policy
+
+
+def count_calls(model: Any) -> list[int]:
+    calls: list[int] = []
+    generation_needs(model), cache_maker(model)  # which call it too
+    model.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def sample(
+    policy: nn.Module, given: Prompts, config: GenerationConfig, rows_per_call: int = 64, seed: int = 0
+) -> Tensor:
+    torch.manual_seed(seed)
+    return sample_responses(policy, given, config, rows_per_call)
+
+
+# ---- When it stops ----
+
+
+def test_it_stops_when_every_row_has(make_args: MakeArgs) -> None:
+    policy = scripted_policy({})
+    calls = count_calls(policy)
+    config = sampling_config(make_args(response_length=20), stop_token_id=12)
+    responses = sample(policy, prompts([10], [7], [3, 9]), config)
+    assert responses[:, :5].tolist() == [[11, 12, 12, 12, 12], [8, 9, 10, 11, 12], [10, 11, 12, 12, 12]]
+    assert responses.shape == (3, 5) and len(calls) == 5
+
+
+def test_the_length_limit_and_no_stop_token(make_args: MakeArgs) -> None:
+    policy = scripted_policy({})
+    calls = count_calls(policy)
+    config = sampling_config(make_args(response_length=4), stop_token_id=None)
+    assert sample(policy, prompts([0], [2]), config).tolist() == [[1, 2, 3, 4], [3, 4, 5, 6]]  # past EOS, id 1
+    assert len(calls) == 4
+
+
+def test_a_stop_token_of_id_0(make_args: MakeArgs) -> None:
+    config = sampling_config(make_args(response_length=6), stop_token_id=0)
+    responses = sample(scripted_policy({}), prompts([29], [30]), config)
+    assert responses.shape == (2, 3) and responses[:, :2].tolist() == [[30, 31], [31, 0]]
+    assert responses[0, 2] == 0
+
+
+def test_parts_are_generated_apart_and_padded_to_one_width(make_args: MakeArgs) -> None:
+    policy = scripted_policy({})
+    calls = count_calls(policy)
+    config = sampling_config(make_args(response_length=9), stop_token_id=12)
+    responses = sample(policy, prompts([10], [11], [7], [9]), config, rows_per_call=2)
+    assert len(calls) == 2 + 5
+    assert responses.tolist() == [[11, 12, 12, 12, 12], [12] * 5, [8, 9, 10, 11, 12], [10, 11, 12, 12, 12]]
+
+
+def test_prompts_of_similar_length_are_generated_from_together(make_args: MakeArgs) -> None:
+    policy = scripted_policy({})
+    generation_needs(policy), cache_maker(policy)  # which call it too
+    widths: list[int] = []
+    policy.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    config = sampling_config(make_args(response_length=1), stop_token_id=None)
+    given = prompts([10], [3, 4, 5, 6, 20], [7, 8], [9, 9, 9, 9, 9, 30])
+    assert sample(policy, given, config, rows_per_call=2).tolist() == [[11], [21], [9], [31]]
+    assert widths == [6, 2]
+
+
+def test_greedy_takes_the_likeliest(make_args: MakeArgs) -> None:
+    policy, tokens = tiny_policy(), [5, 9, 3]
+    config = greedy_config(make_args(response_length=6, temperature=5.0, top_k=3), stop_token_id=None)
+    responses = sample(policy, prompts(tokens, [4]), config)
+    llama, weights = Llama.of(policy.config), oracles.weights_of(policy)
+    for _ in range(6):
+        tokens = [*tokens, int((llama.states(weights, tokens)[-1] @ weights["lm_head.weight"].T).argmax())]
+    assert responses[0].tolist() == tokens[3:]
+
+
+# ---- Padding, modes, caches ----
+
+
+def test_padding_changes_no_sample(make_args: MakeArgs) -> None:
+    """Neither its amount nor its ids, which may lie outside the vocabulary."""
+    config = greedy_config(make_args(response_length=6), stop_token_id=1)
+    policy = tiny_policy()
+    alone = sample(policy, prompts([5, 9]), config)
+    for fill in (0, 1, 31, 10**6):
+        padded = sample(policy, prompts([5, 9], [3, 4, 5, 6, 7], fill=fill), config)
+        assert padded[0, : alone.shape[1]].tolist() == alone[0].tolist()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_it_samples_in_eval_mode_with_the_cache_and_restores_the_mode(make_args: MakeArgs, training: bool) -> None:
+    policy = tiny_policy(attention_dropout=0.5)
+    policy.gradient_checkpointing_enable()
+    policy.train(training)
+    generation_needs(policy), cache_maker(policy)  # which call it too
+    lengths: list[int] = []
+    policy.model.register_forward_hook(lambda module, _, output: lengths.append(output.last_hidden_state.shape[1]))
+    modes: list[bool] = []
+    policy.register_forward_hook(lambda module, *_: modes.append(module.training))
+    config = sampling_config(make_args(response_length=5), stop_token_id=None)
+    assert not sample(policy, prompts([5, 9, 4]), config).requires_grad
+    assert lengths == [3, 1, 1, 1, 1] and not any(modes)
+    assert policy.training is training
+
+
+# ---- The model's own generation_config ----
+
+OWN = {
+    "repetition_penalty": 1.5,
+    "no_repeat_ngram_size": 2,
+    "min_new_tokens": 3,
+    "eos_token_id": [1, 5, 6],
+    "suppress_tokens": [3, 4],
+    "min_p": 0.3,
+    "top_k": 3,
+    "top_p": 0.5,
+    "temperature": 3.0,
+    "max_length": 4,
+    "forced_eos_token_id": 1,
+}
+
+
+@pytest.mark.parametrize("make_config", [sampling_config, greedy_config])
+@pytest.mark.parametrize("adapted", [False, True], ids=["full model", "adapter"])
+def test_what_is_stored_with_the_model_changes_nothing(make_args: MakeArgs, make_config: Any, adapted: bool) -> None:
+    def policy(**own: Any) -> Any:
+        model = tiny_policy()
+        model.generation_config = GenerationConfig(**own)
+        return get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if adapted else model
+
+    config, given = make_config(make_args(response_length=12, temperature=1.3), 1), prompts([5, 9], [3, 4, 7, 8])
+    plain = sample(policy(), given, config)
+    assert plain.shape[1] > 4
+    assert torch.equal(sample(policy(**OWN), given, config), plain)
+    for name, value in OWN.items():
+        assert torch.equal(sample(policy(**{name: value}), given, config), plain), name
+
+
+def test_it_is_hidden_and_comes_back_also_after_an_error(make_args: MakeArgs) -> None:
+    policy = tiny_policy()
+    own = policy.generation_config = GenerationConfig(**OWN)
+    before = own.to_dict()
+    with own_generation_config_hidden(policy) as model:
+        assert model is policy
+        assert model.generation_config.to_dict() == GenerationConfig().to_dict()
+    assert policy.generation_config is own
+    with pytest.raises(RuntimeError, match="inside"), own_generation_config_hidden(policy):
+        raise RuntimeError("inside")
+    assert policy.generation_config is own
+    sample(policy, prompts([5]), sampling_config(make_args(), 1))
+    assert policy.generation_config is own and own.to_dict() == before
+
+
+def test_what_the_distribution_is_made_of_comes_from_the_arguments(make_args: MakeArgs) -> None:
+    args = make_args(response_length=7, temperature=0.9, top_k=11, top_p=0.8, min_p=0.1)
+    config = sampling_config(args, stop_token_id=4)
+    assert (config.max_new_tokens, config.do_sample, config.temperature) == (7, True, 0.9)
+    assert (config.top_k, config.top_p, config.min_p, config.eos_token_id) == (11, 0.8, 0.1, 4)
+    greedy = greedy_config(args, stop_token_id=4)
+    assert (greedy.max_new_tokens, greedy.do_sample, greedy.eos_token_id) == (7, False, 4)
+
+
+# ---- The distribution ----
+
+FALSE_ALARM = 1e-6
+"""How often each test of the distribution would fail for a right sampler, were its seed drawn anew."""
+
+
+def chi_square_quantile(degrees: int, tail: float) -> float:
+    """Wilson-Hilferty's approximation of the `1 - tail` quantile, within 1% here."""
+    z = float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(1 - tail, dtype=torch.float64)))
+    return degrees * (1 - 2 / (9 * degrees) + z * np.sqrt(2 / (9 * degrees))) ** 3
+
+
+def filtered(probabilities: Any, top_k: int, top_p: float, min_p: float | None) -> Any:
+    """Keep the `k` likeliest, of these the fewest that hold `p`, of these the ones near the likeliest; renormalise."""
+    order = np.argsort(-probabilities)
+    kept = order[: top_k or len(order)]
+    mass = np.cumsum(probabilities[kept]) / probabilities[kept].sum()
+    kept = kept[: int(np.searchsorted(mass, top_p - 1e-12)) + 1]
+    result = np.zeros_like(probabilities)
+    result[kept] = probabilities[kept] / probabilities[kept].sum()
+    if min_p is not None:
+        result[result < min_p * result.max()] = 0
+    return result / result.sum()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"temperature": 1.7},
+        {"temperature": 1.0, "top_k": 4},
+        {"temperature": 1.0, "top_p": 0.7},
+        {"temperature": 1.0, "min_p": 0.2},
+        {"temperature": 0.8, "top_k": 6, "top_p": 0.8},
+    ],
+    ids=str,
+)
+def test_samples_follow_the_softmax_of_logits_over_temperature(make_args: MakeArgs, how: dict[str, Any]) -> None:
+    """Chi-square over the 10 tokens of a tiny vocabulary, of 4000 second tokens given the likeliest first one."""
+    num_samples = 4000
+    policy = tiny_policy(vocab_size=10, hidden_size=16, num_hidden_layers=1)
+    given = Prompts(torch.full((num_samples, 1), 5), torch.ones(num_samples, 1, dtype=torch.bool), {})
+    config = sampling_config(make_args(response_length=2, **how), stop_token_id=None)
+    sampled = sample(policy, given, config, rows_per_call=num_samples, seed=1).tolist()
+    first = Counter(row[0] for row in sampled).most_common(1)[0][0]
+    counts = np.bincount([row[1] for row in sampled if row[0] == first], minlength=10)
+
+    llama, weights = Llama.of(policy.config), oracles.weights_of(policy)
+    logits = llama.states(weights, [5, first])[-1] @ weights["lm_head.weight"].T
+    probabilities = np.exp(oracles.log_softmax(logits / how["temperature"]))
+    expected = filtered(probabilities, how.get("top_k", 0), how.get("top_p", 1.0), how.get("min_p")) * counts.sum()
+
+    possible = expected > 0
+    assert not counts[~possible].any()
+    assert counts.sum() > 500 and possible.sum() >= 2
+    tested = expected >= 5  # rarer tokens are one class
+    observed = np.append(counts[tested], counts[possible & ~tested].sum())
+    predicted = np.append(expected[tested], expected[possible & ~tested].sum())
+    observed, predicted = observed[predicted > 0], predicted[predicted > 0]
+    statistic = ((observed - predicted) ** 2 / predicted).sum()
+    assert statistic < chi_square_quantile(len(observed) - 1, FALSE_ALARM)
+
+
+def test_without_top_k_no_token_is_out_of_reach(make_args: MakeArgs) -> None:
+    """transformers' own default is the 50 likeliest. Each of 128 equal tokens is missed with probability 3e-14."""
+    policy = tiny_policy(vocab_size=128)
+    torch.nn.init.zeros_(policy.lm_head.weight)
+    given = Prompts(torch.full((4000, 1), 5), torch.ones(4000, 1, dtype=torch.bool), {})
+    sampled = sample(policy, given, sampling_config(make_args(response_length=1), None), rows_per_call=4000)
+    assert len(sampled.unique()) == 128
+
+
+def test_the_quantile_is_chi_squares() -> None:
+    assert chi_square_quantile(9, 0.05) == pytest.approx(16.92, rel=0.01)
+    assert chi_square_quantile(9, 1e-6) == pytest.approx(46.0, rel=0.02)
+
+
+# ---- Calls by length ----
+
+
+@given(
+    lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=80),
+    max_new_tokens=st.integers(1, 500),
+    max_rows=st.integers(1, 64),
+)
+def test_at_most_half_of_the_positions_of_a_call_are_padding(
+    lengths: list[int], max_new_tokens: int, max_rows: int
+) -> None:
+    lengths.sort(reverse=True)
+    sizes = call_sizes(lengths, max_new_tokens, max_rows)
+    widths, start = [length + max_new_tokens for length in lengths], 0
+    for size in sizes:
+        rows = widths[start : start + size]
+        assert 0 < size <= max_rows and size * rows[0] <= 2 * sum(rows)
+        start += size
+    assert start == len(lengths)
+    num_full = sum(size == max_rows for size in sizes)
+    assert len(sizes) - num_full <= 1 + math.log2(widths[0] / widths[-1])
+
+
+def test_a_long_prompt_among_short_ones_is_not_what_all_are_padded_to() -> None:
+    """One prompt of 1500 tokens and 63 of 16: the positions that the policy computes are counted."""
+    policy, computed = tiny_policy(max_position_embeddings=2048), [0]
+    policy.model.register_forward_pre_hook(
+        lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    rows = [[5 + row % 20] * 16 for row in range(63)]
+    rows.insert(7, [6] * 1500)
+    config = sampling_config_of(max_new_tokens=4)
+    together = sample(policy, prompts(*rows), config)
+    real = 1500 + 63 * 16 + 64 * 3  # of the last token nothing is computed
+    assert real <= sum(computed) <= 2 * real
+    assert together.shape == (64, 4)
+
+
+def test_calls_are_as_many_on_every_rank_where_passes_are_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank needs three calls: this one, which needs one, makes three too."""
+    sizes: list[int] = []
+    monkeypatch.setattr(engine, "gathers_in_passes", lambda policy: True)
+
+    def generated(model: Any, ids: Tensor, mask: Tensor, *how: Any) -> Tensor:
+        sizes.append(len(ids))
+        return ids.new_zeros(len(ids), 1)
+
+    monkeypatch.setattr(engine, "generate_dropping", generated)
+    given = prompts(*[[5, 6]] * 7)
+    sample_responses(tiny_policy(), given, sampling_config_of(4), 64, gather=lambda own: torch.tensor([3, int(own)]))
+    assert sizes == [2, 2, 3]
+
+
+def sampling_config_of(max_new_tokens: int) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=max_new_tokens, do_sample=True, top_k=0, pad_token_id=0, use_cache=True)

@@ -1,0 +1,328 @@
+"""Policy, value model and reward model as adapters over one base: one copy of its weights, and the same numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
+
+from rlhf_ppo.models.passes import hidden_states
+from tests.conftest import tiny_policy, tiny_scorer
+from tests.models.test_peft import IDS, FirstPass, first, logits, lora, trained_adapter, two_adapters, weights
+from tests.runs import QUICK, die_and_resume
+
+peft = pytest.importorskip("peft")
+
+MakeTrainer = Callable[..., Any]
+
+
+def mean_id(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that no two responses are likely to share."""
+    return [sum(ids) / len(ids) for ids in completion_ids]
+
+
+@pytest.fixture
+def make_shared(make_trainer: MakeTrainer) -> MakeTrainer:
+    """Factory of trainers that hold one base; the value model is made unless it is given."""
+
+    def make(**given: Any) -> Any:
+        adapter = {} if "model" in given else {"peft_config": lora()}
+        reward = {} if "reward_model" in given else {"reward_funcs": mean_id}
+        return make_trainer(**{"share_base_model": True, "value_model": None, **adapter, **reward, **QUICK, **given})
+
+    return make
+
+
+def storages(*models: nn.Module) -> dict[int, int]:
+    """Bytes by address of all that the models hold."""
+    found = [parameter.untyped_storage() for model in models for parameter in model.parameters()]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def num_bytes(model: nn.Module, part: str = "") -> int:
+    return sum(value.nbytes for name, value in model.named_parameters() if part in name)
+
+
+def reward_adapter(folder: Path, base: nn.Module | None = None) -> str:
+    """A directory with an adapter and head over a base in another one, as RewardTrainer leaves them."""
+    (base or tiny_policy()).save_pretrained(folder / "base")
+    torch.manual_seed(7)
+    over = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1)
+    scorer = peft.get_peft_model(over, lora(task_type="SEQ_CLS", init_lora_weights=False))
+    scorer.save_pretrained(folder / "reward")
+    return str(folder / "reward")
+
+
+# ---- What is held ----
+
+
+def test_the_memory_of_one_model_holds_four(make_shared: MakeTrainer, tmp_path: Path):
+    trainer = make_shared(reward_model=reward_adapter(tmp_path))
+
+    base = num_bytes(tiny_policy())
+    models = (trainer.policy_model, trainer.value_model, trainer.reward_model)
+    assert trainer.reference.model is None
+    own = sum(num_bytes(model, ".lora_") for model in models)
+    heads = sum(num_bytes(model, "score.") for model in models)
+    assert sum(storages(*models).values()) == base + own + heads < 1.35 * base
+
+
+def test_it_still_is_one_copy_after_training_and_nobody_has_changed_it(make_shared: MakeTrainer, tmp_path: Path):
+    trainer = make_shared(reward_model=reward_adapter(tmp_path), learning_rate=0.05)
+    models = (trainer.policy_model, trainer.value_model, trainer.reward_model)
+    before, held = [weights(model) for model in models], storages(*models)
+
+    trainer.train()
+
+    assert storages(*models) == held
+    for model, old, trains in zip(models, before, (".lora_", (".lora_", "modules_to_save"), ()), strict=True):
+        moved = {name for name, value in model.named_parameters() if not torch.equal(value, old[name])}
+        assert moved == {
+            name for name in old if any(part in name for part in [*([trains] if trains == ".lora_" else trains)])
+        }
+    with trainer.policy_model.disable_adapter():
+        assert torch.equal(logits(trainer.policy_model), logits(tiny_policy()))
+
+
+# ---- The same numbers ----
+
+
+@pytest.mark.parametrize("policy", [lambda: {"peft_config": lora()}, lambda: {"model": trained_adapter()}])
+def test_kl_is_0_and_the_ratio_1_at_the_first_step(make_shared: MakeTrainer, policy: Any):
+    trainer = make_shared(**policy(), learning_rate=0.05, response_length=8)
+    trainer.train()
+
+    assert first(trainer, "objective/kl") == 0.0
+    assert abs(first(trainer, "val/ratio") - 1.0) < 1e-6
+    assert any(entry.get("objective/kl", 0.0) != 0.0 for entry in trainer.state.log_history[1:])
+
+
+@pytest.mark.parametrize(
+    "checkpointing",
+    [None, {"use_reentrant": False}, {"use_reentrant": True}],
+    ids=["kept", "recomputed", "reentrant"],
+)
+def test_the_first_gradients_are_those_of_models_with_bases_of_their_own(make_shared: MakeTrainer, checkpointing: Any):
+    gradients, state = [], {}
+    for shared in (True, False):
+        kept = FirstPass()
+        trainer = make_shared(
+            share_base_model=shared,
+            peft_config=lora(init_lora_weights=False),
+            value_peft_config=lora(init_lora_weights=False),
+            gradient_checkpointing=shared and checkpointing is not None,
+            gradient_checkpointing_kwargs=checkpointing if shared else None,
+            callbacks=[kept],
+            response_length=8,
+        )
+        if shared:  # with the zero head no gradient would reach the value model's adapter
+            torch.nn.init.normal_(trainer.value_model.base_model.model.score.modules_to_save.default.weight)
+            state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        trainer.model.load_state_dict(state)
+        trainer.train()
+        gradients.append(kept.gradients)
+
+    ours, theirs = gradients
+    assert ours.keys() == theirs.keys() and len(ours) == 17  # two matrices of each of four layers, twice; and a head
+    for name, value in theirs.items():
+        assert value.abs().max() > 0, name
+        torch.testing.assert_close(ours[name], value, atol=1e-6, rtol=1e-5)
+
+
+def test_the_value_model_starts_as_the_adapted_policy_with_a_zero_head(make_shared: MakeTrainer):
+    trainer = make_shared(model=two_adapters(), model_adapter_name="policy", ref_adapter_name="sft")
+
+    states = [
+        hidden_states(model, IDS, torch.ones_like(IDS).bool()) for model in (trainer.policy_model, trainer.value_model)
+    ]
+    assert torch.equal(states[1], states[0])
+    assert not logits(trainer.value_model).any()
+    assert num_bytes(trainer.value_model, ".lora_") == num_bytes(trainer.policy_model, ".policy.")
+    assert list(trainer.value_model.peft_config) == ["default"]
+
+
+def test_an_adapter_of_its_own_is_new(make_shared: MakeTrainer):
+    trainer = make_shared(model=trained_adapter(), value_peft_config=lora(r=2))
+
+    states = hidden_states(trainer.value_model, IDS, torch.ones_like(IDS).bool())
+    assert torch.equal(states, hidden_states(tiny_policy(), IDS, torch.ones_like(IDS).bool()))
+    assert 2 * num_bytes(trainer.value_model, ".lora_") == num_bytes(trainer.policy_model, ".default.")
+
+
+def test_a_reward_adapter_scores_as_it_does_merged(make_shared: MakeTrainer, tmp_path: Path):
+    path = reward_adapter(tmp_path)
+    shared, merged = (
+        make_shared(reward_model=path, share_base_model=share, value_model=tiny_scorer(seed=2) if not share else None)
+        for share in (True, False)
+    )
+
+    expected = logits(peft.AutoPeftModelForSequenceClassification.from_pretrained(path, num_labels=1))
+    assert torch.equal(logits(shared.reward_model), expected) and expected.abs().max() > 0.1
+    torch.testing.assert_close(logits(merged.reward_model), expected, atol=1e-5, rtol=0)
+    shared.train(), merged.train()
+    assert first(shared, "objective/scores") == pytest.approx(first(merged, "objective/scores"), abs=1e-5)
+
+
+def test_no_model_runs_while_trainer_has_moved_the_base_alone(
+    make_shared: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Trainer moves the policy to a GPU, and with it the base of the reward adapter, whose own weights follow."""
+    monkeypatch.setattr(Trainer, "_move_model_to_device", lambda self, model, device: model.double())
+    trainer = make_shared(reward_model=reward_adapter(tmp_path))
+    dtypes = {name: weight.dtype for name, weight in trainer.reward_models[0].named_parameters()}
+    assert {dtypes[name] for name in dtypes if "lora_" in name} == {torch.float32}
+    assert {dtypes[name] for name in dtypes if "base_layer" in name} == {torch.float64}
+
+
+def test_a_reward_adapter_over_another_base_keeps_it(make_shared: MakeTrainer, tmp_path: Path, caplog: Any):
+    path = reward_adapter(tmp_path, tiny_policy(seed=9))
+    with caplog.at_level(logging.WARNING):
+        trainer = make_shared(reward_model=path)
+
+    assert "reward_model is an adapter over another base than the policy's, and keeps its own" in caplog.text
+    assert not storages(trainer.reward_model).keys() & storages(trainer.policy_model).keys()
+    expected = logits(peft.AutoPeftModelForSequenceClassification.from_pretrained(path, num_labels=1))
+    assert torch.equal(logits(trainer.reward_model), expected)
+
+
+def test_an_adapter_on_embeddings_is_copied_under_any_name(make_shared: MakeTrainer):
+    given = lora(target_modules=["embed_tokens", "q_proj"], init_lora_weights=False)
+    trainer = make_shared(peft_config=given, model=tiny_policy(), model_adapter_name="ppo")
+
+    states = [
+        hidden_states(model, IDS, torch.ones_like(IDS).bool()) for model in (trainer.policy_model, trainer.value_model)
+    ]
+    assert torch.equal(states[1], states[0])
+
+
+def test_value_models_over_equal_weights_are_put_over_the_one_base(make_shared: MakeTrainer, tmp_path: Path):
+    """As an object with all weights, and as the directory of an adapter, such as a checkpoint's value_model."""
+    whole = AutoModelForSequenceClassification.from_pretrained(_saved(tmp_path), num_labels=1)
+    expected = logits(whole)
+    for value_model, values in (
+        (whole, expected),
+        (
+            path := reward_adapter(tmp_path),
+            logits(peft.AutoPeftModelForSequenceClassification.from_pretrained(path, num_labels=1)),
+        ),
+    ):
+        trainer = make_shared(value_model=value_model)
+        assert torch.equal(logits(trainer.value_model), values)
+        own = num_bytes(trainer.value_model, ".lora_") + num_bytes(trainer.value_model, "score.")
+        both = storages(trainer.policy_model, trainer.value_model)
+        assert sum(both.values()) == num_bytes(trainer.policy_model) + own
+
+
+def _saved(folder: Path) -> Path:
+    tiny_policy().save_pretrained(folder / "base")
+    return folder / "base"
+
+
+# ---- Saving and resuming ----
+
+
+def test_checkpoints_hold_adapters_alone_which_load_and_merge(make_shared: MakeTrainer, tmp_path: Path):
+    base = AutoModelForCausalLM.from_pretrained(_saved(tmp_path))
+    trainer = make_shared(model=base, peft_config=lora(), save_strategy="steps", save_steps=1, learning_rate=0.05)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+
+    checkpoint = Path(trainer.args.output_dir) / "checkpoint-3"
+    files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*.safetensors")}
+    assert files == {"adapter_model.safetensors", "value_model/adapter_model.safetensors"}
+    assert sum((checkpoint / name).stat().st_size for name in files) < num_bytes(base) / 3
+    critic = peft.AutoPeftModelForSequenceClassification.from_pretrained(checkpoint / "value_model", num_labels=1)
+    assert torch.equal(logits(critic), logits(trainer.value_model)) and logits(critic).abs().max() > 0
+    torch.testing.assert_close(logits(critic.merge_and_unload()), logits(trainer.value_model), atol=1e-5, rtol=0)
+    assert not (tmp_path / "saved" / "value_model").exists()
+    saved = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(saved), logits(trainer.policy_model))
+    torch.testing.assert_close(logits(saved.merge_and_unload()), logits(trainer.policy_model), atol=1e-5, rtol=0)
+
+
+def test_resuming_equals_a_run_that_was_never_stopped(make_shared: MakeTrainer, tmp_path: Path):
+    def make(name: str, **kwargs: Any) -> Any:
+        torch.manual_seed(11)
+        checkpoints = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
+        return make_shared(model=trained_adapter(), learning_rate=0.05, **checkpoints, **kwargs)
+
+    die_and_resume(make)
+
+
+# ---- What is accepted, and what cannot work ----
+
+
+def test_a_quantized_base_gets_a_value_model_that_is_told_so(make_shared: MakeTrainer):
+    policy = tiny_policy()
+    policy.is_quantized = True
+
+    trainer = make_shared(model=policy, peft_config=lora())
+
+    assert trainer.value_model.get_base_model().is_quantized
+
+
+def test_a_base_in_16_bits_stays_so_below_adapters_and_head_in_32(make_shared: MakeTrainer):
+    trainer = make_shared(model=tiny_policy().bfloat16(), peft_config=lora(), learning_rate=0.05, response_length=8)
+    trainer.train()
+
+    dtypes = {name: value.dtype for name, value in trainer.value_model.named_parameters()}
+    assert {value for name, value in dtypes.items() if ".lora_" in name or "score" in name} == {torch.float32}
+    assert {value for name, value in dtypes.items() if "base_layer" in name} == {torch.bfloat16}
+    assert abs(first(trainer, "val/ratio") - 1.0) < 1e-6 and first(trainer, "objective/kl") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda: {"model": tiny_policy()}, "all weights of model are trained; pass peft_config"),
+        (lambda: {"value_model": tiny_scorer()}, r"value_model has another base than model: \S+ is not the same"),
+        (
+            lambda: {"value_model": tiny_scorer(num_hidden_layers=1)},
+            r"value_model has another base than model: only one of them has layers\.1\.",
+        ),
+        (
+            lambda: {"value_model": peft.get_peft_model(tiny_scorer(), lora())},
+            "value_model has another base than model",
+        ),
+        (
+            lambda: {
+                "model": tiny_policy(attention_bias=True), "peft_config": lora(bias="all"), "ref_model": tiny_policy()
+            },
+            "peft_config has bias='all'.*share_base_model",
+        ),
+        (
+            lambda: {
+                "model": peft.get_peft_model(tiny_policy(attention_bias=True), lora(bias="lora_only")),
+                "ref_model": tiny_policy(),
+            },
+            r"trains layers\.0\.self_attn\.q_proj\.bias of the base, .*set bias='none' in peft_config",
+        ),
+        (
+            lambda: {"peft_config": lora(init_lora_weights="pissa"), "ref_model": tiny_policy()},
+            "changes the weights of the base.*leave share_base_model=False",
+        ),
+        (
+            lambda: {"peft_config": lora(target_modules=["lm_head"])},
+            "like the policy's, which it cannot have; pass value_peft_config",
+        ),
+    ],
+    ids=["no adapter", "other weights", "other layers", "other adapter", "biases", "given biases", "pissa", "head"],
+)  # fmt: skip
+def test_what_cannot_share_a_base(make_shared: MakeTrainer, given: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        make_shared(**given())
+
+
+def test_a_difference_in_one_number_is_found(make_shared: MakeTrainer, tmp_path: Path):
+    whole = AutoModelForSequenceClassification.from_pretrained(_saved(tmp_path), num_labels=1)
+    with torch.no_grad():
+        whole.get_parameter("model.layers.1.mlp.down_proj.weight")[3, 5] += 1e-3
+
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight is not the same"):
+        make_shared(value_model=whole)

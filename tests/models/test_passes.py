@@ -1,0 +1,136 @@
+"""What every forward pass shares: padding is nothing, wherever and whatever it is, and dropout is off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_ppo.models.passes import hidden_states, position_ids
+from rlhf_ppo.models.sharded import gathers_in_passes, is_managed, is_sharded
+from rlhf_ppo.models.unwrapping import backbone, is_peft_model, probe_ids, transformers_model
+from tests.conftest import tiny_policy
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 24},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4},  # learned positions
+    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16},  # learned positions with an offset
+    "bloom": {"n_layer": 2, "n_head": 4},  # no position_ids: ALiBi from the mask
+}
+
+
+def tiny_model(name: str, **overrides: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**SIZES, **ARCHITECTURES[name], **overrides})
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+MODELS = {name: tiny_model(name) for name in ARCHITECTURES}
+ROWS = [[5, 0, 9], [31, 1, 0, 7, 7, 12], [4]]
+"""Id 0 is the models' PAD and 1 their EOS; here both are real tokens."""
+
+
+def pad(rows: list[list[int]], left: list[int], right: list[int], fill: list[int]) -> tuple[Tensor, Tensor]:
+    """Put padding of `fill` ids, cycled, on both sides of every row; the rows come out equally long."""
+    width = max(x + len(row) + y for x, row, y in zip(left, rows, right, strict=True))
+    ids = torch.tensor(fill * len(rows) * width)[: len(rows) * width].view(len(rows), width).clone()
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        ids[index, left[index] : left[index] + len(row)] = torch.tensor(row)
+        mask[index, left[index] : left[index] + len(row)] = True
+    return ids, mask
+
+
+AMOUNTS = st.lists(st.integers(0, 4), min_size=len(ROWS), max_size=len(ROWS))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@settings(max_examples=15, deadline=None)
+@given(left=AMOUNTS, right=AMOUNTS, fill=st.lists(st.sampled_from([0, 1, 5, 31, 32, 10**6]), min_size=1, max_size=5))
+def test_states_depend_on_neither_side_amount_nor_ids_of_the_padding(
+    name: str, left: list[int], right: list[int], fill: list[int]
+) -> None:
+    """The padding ids may be EOS, or outside the vocabulary."""
+    model = MODELS[name]
+    ids, mask = pad(ROWS, left, right, fill)
+    with torch.no_grad():
+        states = hidden_states(model, ids, mask)
+        for row, tokens in enumerate(ROWS):
+            alone = model.base_model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+            assert_allclose(states[row][mask[row]], alone, rtol=0, atol=1e-5 * float(alone.abs().max()))
+
+
+def test_the_backbone_never_sees_ids_under_the_mask() -> None:
+    model, seen = tiny_policy(), []
+    model.model.embed_tokens.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0]))
+    ids, mask = pad(ROWS, [3, 0, 2], [0, 1, 3], [999])
+    hidden_states(model, ids, mask)
+    longest = max(len(row) for row in ROWS)
+    assert seen[0].tolist() == [row + [0] * (longest - len(row)) for row in ROWS]
+
+
+def test_rows_are_no_longer_than_their_real_tokens_wherever_the_padding_is() -> None:
+    """Padding between prompt and response too: one row's prompt is long, the other's response."""
+    model, seen = tiny_policy(), []
+    model.model.embed_tokens.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0]))
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1]], dtype=torch.bool)
+    ids = torch.arange(10, 26).view(2, 8)
+    states = hidden_states(model, ids, mask)
+    assert seen[0].tolist() == [[10, 11, 12, 13, 14], [22, 23, 24, 25, 0]]
+    assert states.shape == (2, 8, 32) and not states[~mask].any() and states[mask].all()
+
+
+def test_positions_count_real_tokens() -> None:
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
+    assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2, 2], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0]]
+
+
+# ---- Small things ----
+
+
+def test_adapters_are_seen_through() -> None:
+    base = tiny_policy()
+    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+    assert is_peft_model(adapted) and not is_peft_model(base)
+    assert transformers_model(adapted) is transformers_model(base) is base
+    assert backbone(adapted) is backbone(base) is base.model
+
+
+def test_what_zero_3_manages_may_be_whole_at_the_moment() -> None:
+    model = tiny_policy()
+    assert not is_managed(model) and not is_sharded(model)
+    for parameter in model.parameters():
+        parameter.ds_id = 0
+    assert is_managed(model) and not is_sharded(model)
+
+
+def test_zero_3_gathers_where_its_hooks_are() -> None:
+    """Parameters that it manages are not enough: while the policy is whole for generation there are no hooks."""
+    model = tiny_policy()
+
+    def hook(*_: object) -> None: ...
+
+    hook.__module__ = "tests"
+    model.model.norm.register_forward_pre_hook(hook)
+    assert not gathers_in_passes(model)
+    hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    assert gathers_in_passes(model)
+
+
+def test_probe_ids_fit_tiny_vocabularies() -> None:
+    assert probe_ids(tiny_policy(vocab_size=3, eos_token_id=1, bos_token_id=2)).tolist() == [[1, 2, 0]]

@@ -1,0 +1,128 @@
+"""Break what Trainer is told about PPO in one place at a time: its tests must notice every time."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.nursery import (
+    ROOT,
+    Nursery,
+    assert_killed,
+    assert_passed,
+    assert_there_once,
+    copy_package,
+    mutate,
+)
+
+HOOKS, SIZES, SCHEDULES = "training/hooks.py", "config/sizes.py", "training/schedules.py"
+OPTIMIZATION = "training/optimization.py"
+FILES = {file: f"tests/{file.replace('/', '/test_')}" for file in (HOOKS, SIZES, SCHEDULES, OPTIMIZATION)}
+LOSS = "loss / (self.args.num_ppo_epochs * self.args.num_mini_batches)"
+
+# The tests that must notice (all of the file's where the name is empty), and what they must notice.
+MUTATIONS = {
+    "the_logged_loss_is_the_mean_over_the_optimizer_steps_since_the_last_log": [
+        (HOOKS, LOSS, "loss / self.args.num_ppo_epochs"),
+        (HOOKS, LOSS, "loss / self.args.num_mini_batches"),
+        (HOOKS, LOSS, "loss"),
+    ],
+    "each_pass_has_an_order_of_its_own_that_the_seed_alone_decides": [
+        (HOOKS, "isolated_rng(seed + epoch,", "isolated_rng(seed,"),
+        (HOOKS, "with self._data_order(epoch):", "with self._data_order():"),
+        (HOOKS, "with self._data_order(epoch):", "with nullcontext():"),
+        (HOOKS, "self.args.seed if self.args.data_seed is None else self.args.data_seed", "self.args.seed"),
+        (HOOKS, "cast(Any, loader).set_epoch(epoch)", "cast(Any, loader).set_epoch(0)"),
+    ],
+    "a_resumed_pass_has_the_same_order": [
+        (HOOKS, "skip_first_batches(loader, num_skipped)", "skip_first_batches(loader, num_skipped - 1)"),
+        (HOOKS, "else self._progress.batches_in_epoch", "else 0"),
+        (HOOKS, "self._progress.batches_in_epoch += 1", "self._progress.batches_in_epoch += 2"),
+    ],
+    "episodes_epochs_and_tokens_are_counted": [
+        (HOOKS, "math.ceil(num_updates / per_epoch)", "num_updates // per_epoch"),
+        (HOOKS, "state.global_step / self._updates_per_epoch", "state.global_step"),
+        (HOOKS, "self._progress.episode += cast(int, args.batch_size)", "self._progress.episode += 1"),
+        (HOOKS, 'if counted == "non_padding" else', 'if counted == "all" else'),
+        (HOOKS, 'if counted != "no":', "if True:"),
+    ],
+    "gradients_are_exchanged_with_the_last_micro_batch_only": [
+        (HOOKS, "if is_last or", "if True or"),
+        (HOOKS, "if is_last or", "if not is_last or"),
+    ],
+    "no_gradient_is_carried_into_the_next_optimizer_step": [
+        (HOOKS, "        model.zero_grad()\n        return grad_norm", "        return grad_norm"),
+    ],
+    "the_gradient_is_clipped_where_a_norm_is_set": [
+        (HOOKS, "if self.args.max_grad_norm > 0 else None", "if False else None"),
+        (HOOKS, "if self.args.max_grad_norm > 0 else None", ""),
+    ],
+    "evaluation_covers_every_row_and_training_full_batches_only": [
+        (HOOKS, "self.args.dataloader_drop_last = is_training", "self.args.dataloader_drop_last = True"),
+    ],
+    "the_rate_is_that_of_the_schedule_at_every_update": [
+        (HOOKS, "cast(Any, self.lr_scheduler).step()", "pass"),
+    ],
+    "a_longer_run_has_the_schedule_of_its_length_and_its_rate": [
+        (OPTIMIZATION, "settings.put_in_force(changed, self.state.global_step)", "pass"),
+        (OPTIMIZATION, 'num_total_batches": num_training_steps', 'num_total_batches": 0'),
+    ],
+    "an_optimizer_without_the_value_model_is_refused": [
+        (OPTIMIZATION, "check_covers(given[0], self.model)", "pass"),
+        (OPTIMIZATION, "if id(parameter) not in held", "if id(parameter) in held"),
+    ],
+    "a_subclass_whose_optimizer_lacks_parameters_is_stopped_before_the_first_update": [
+        (OPTIMIZATION, "check_covers(self.optimizer, prepared[0])", "pass"),
+    ],
+    "what_is_frozen_on_purpose_need_not_be_held": [
+        (OPTIMIZATION, "        if parameter.requires_grad\n", ""),
+    ],
+    "": [
+        (SIZES, "local * num_processes // num_mini_batches", "local // num_mini_batches"),
+        (SIZES, "num_examples < local * num_processes", "num_examples < local"),
+        (SIZES, "local % num_mini_batches:", "per_device % num_mini_batches:"),
+        (SIZES, "math.ceil(total_episodes / batch_size), ", "total_episodes // batch_size, "),
+        (SIZES, "total_episodes or max_steps * batch_size", "max_steps * batch_size"),
+        (SIZES, "max(1, int(num_train_epochs * (num_examples or 0)))", "int(num_train_epochs * (num_examples or 0))"),
+        (SCHEDULES, "for _ in range(num_steps):", "for _ in range(num_steps - 1):"),
+        (SCHEDULES, "pair[0] != pair[1]", "pair[0] == pair[1]"),
+        (SCHEDULES, "* new / old", "* old / new"),
+        (SCHEDULES, 'group["lr"].fill_(float(rate))', 'group["lr"] = rate'),
+        (SCHEDULES, 'group["initial_lr"] = copy.deepcopy(own["initial_lr"])', "pass"),
+        (SCHEDULES, 'not name.startswith("_") and name not in counted', "True"),
+    ],
+}
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Path:
+    """A copy of what the tests import."""
+    copy_package(tmp_path)
+    for file in FILES.values():
+        shutil.copy(ROOT / file, tmp_path / "tests")
+    return tmp_path
+
+
+def files_of(file: str, name: str) -> list[str]:
+    return [f"{FILES[file]}::test_{name}" if name else FILES[file]]
+
+
+@pytest.mark.parametrize(("file", "original"), sorted({each[:2] for group in MUTATIONS.values() for each in group}))
+def test_what_is_broken_is_there(file: str, original: str):
+    assert_there_once(ROOT / "rlhf_ppo" / file, original)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MUTATIONS))
+def test_the_untouched_copy_passes(sandbox: Path, nursery: Nursery, name: str):
+    for file in sorted({file for file, _, _ in MUTATIONS[name]}):
+        assert_passed(nursery.run(sandbox, files_of(file, name)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "file", "original", "mutant"), [(name, *mutation) for name in MUTATIONS for mutation in MUTATIONS[name]]
+)
+def test_the_mutant_is_killed(sandbox: Path, nursery: Nursery, name: str, file: str, original: str, mutant: str):
+    mutate(sandbox / "rlhf_ppo" / file, original, mutant)
+    assert_killed(nursery.run(sandbox, files_of(file, name)))

@@ -1,0 +1,131 @@
+"""What reward functions and callbacks draw neither changes a run nor is changed by it, and is resumed exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.processes.streams import SeparateStream
+from tests.conftest import count_w4, prompt_rows
+from tests.runs import QUICK, assert_identical, die_and_resume, end_of_run
+
+MakeTrainer = Callable[..., PPOTrainer]
+Numbers = tuple[float, float, float]
+
+
+def draw() -> Numbers:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+class Draws(TrainerCallback):
+    """Draws at every event of an update."""
+
+    def __init__(self) -> None:
+        self.drawn: list[Numbers] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.drawn.append(draw())
+
+    on_substep_end = on_pre_optimizer_step = on_optimizer_step = on_step_end = on_log = on_evaluate = on_step_begin
+
+
+def count(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+    """The plain reward, by the name of the one that draws."""
+    return count_w4(prompts, completions, completion_ids)
+
+
+def drawing(drawn: list[Numbers], is_async: bool = False) -> Callable[..., Any]:
+    """The plain reward, after drawing."""
+
+    def count(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+        drawn.append(draw())
+        return count_w4(prompts, completions, completion_ids)
+
+    async def count_later(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+        await asyncio.sleep(0.01)
+        return count(prompts, completions, completion_ids)
+
+    count_later.__name__ = "count"
+    return count_later if is_async else count
+
+
+def noise(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    """A reward that is drawn."""
+    return [random.random() + float(np.random.rand()) + float(torch.rand(())) for _ in completions]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_code_that_draws_changes_nothing_of_a_run(is_async: bool, make_trainer: MakeTrainer) -> None:
+    run = {**QUICK, "eval_dataset": Dataset.from_list(prompt_rows(4)), "eval_strategy": "steps", "eval_steps": 1}
+    ends, by_reward, callback = [], [], Draws()
+    for is_drawing in (False, True):
+        reward = drawing(by_reward, is_async) if is_drawing else count
+        trainer = make_trainer(**run, reward_funcs=reward, callbacks=[callback] if is_drawing else [])
+        trainer.train()
+        ends.append(end_of_run(trainer))
+    assert_identical(*ends)
+    assert len(by_reward) == 6 and by_reward[1] == by_reward[3] == by_reward[5], "those of the evaluations"
+    for drawn in (by_reward[::2], callback.drawn):
+        assert all(len(set(numbers)) == len(numbers) > 2 for numbers in zip(*drawn, strict=True))
+
+
+def test_a_reward_that_is_drawn_is_resumed_exactly(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    def make(name: str, **given: Any) -> PPOTrainer:
+        saving = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
+        return make_trainer(**QUICK, **saving, reward_funcs=noise, **given)
+
+    resumed, _ = die_and_resume(make)
+    scores = [entry["objective/scores"] for entry in resumed.state.log_history if "loss" in entry]
+    assert len(set(scores)) == 3
+
+
+def test_an_evaluation_changes_nothing_of_a_reward_that_is_drawn(make_trainer: MakeTrainer) -> None:
+    scores = []
+    for evaluation in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
+        trainer = make_trainer(
+            **QUICK, **evaluation, reward_funcs=noise, eval_dataset=Dataset.from_list(prompt_rows(4))
+        )
+        trainer.train()
+        scores.append([entry["objective/scores"] for entry in trainer.state.log_history if "loss" in entry])
+        evaluated = [entry["eval_score"] for entry in trainer.state.log_history if "eval_score" in entry]
+    assert scores[0] == scores[1]
+    assert len(evaluated) == 3
+
+
+def test_a_stream_goes_on_where_it_was_and_leaves_the_others_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # pyright: ignore
+    stream, same, other = SeparateStream("rewards"), SeparateStream("rewards"), SeparateStream("callbacks")
+    for each in (stream, same, other):
+        each.seed(3, 0)
+    with stream.in_use():
+        first = draw()
+        with stream.in_use():
+            second = draw()
+    saved = stream.state()
+    with stream.in_use():
+        third = draw()
+    with stream.apart(5), stream.in_use():
+        apart = draw()
+    with stream.in_use():
+        fourth = draw()
+    with same.in_use():
+        assert [draw() for _ in range(4)] == [first, second, third, fourth]
+    same.restore(saved)
+    with same.in_use(), other.in_use():
+        of_other = draw()
+    with same.in_use():
+        assert draw() == third
+    assert len({first, second, third, fourth, apart, of_other}) == 6
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # pyright: ignore
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]

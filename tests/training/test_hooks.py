@@ -1,0 +1,191 @@
+"""What Trainer is told about PPO: the order of the prompts, the loss that is logged, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.prompts import Prompts
+from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
+from tests.runs import QUICK
+
+MakeTrainer = Callable[..., PPOTrainer]
+
+
+# ---- The order of the prompts ----
+
+
+class SeenPrompts(PPOTrainer):
+    """Keeps the first token of every prompt, in the order of the rollouts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.seen: list[int] = []
+        super().__init__(*args, **kwargs)
+
+    def collect_rollout(self, model: Any, prompts: Prompts) -> Any:
+        self.seen += prompts.input_ids[:, -1].tolist()
+        return super().collect_rollout(model, prompts)
+
+
+TOKENS = list(range(3, 15))
+
+
+def passes(make_trainer: MakeTrainer, resume: bool | str = False, **overrides: Any) -> list[list[int]]:
+    """Train for three passes over twelve prompts of one token each; return their order in each pass."""
+    run = {**QUICK, "total_episodes": 3 * len(TOKENS), "response_length": 1, "logging_steps": 99, **overrides}
+    dataset = Dataset.from_dict({"input_ids": [[token] for token in TOKENS]})
+    small = {"model": tiny_policy(num_hidden_layers=1), "value_model": tiny_scorer(num_hidden_layers=1)}
+    trainer = make_trainer(SeenPrompts, train_dataset=dataset, **small, **{**run, "per_device_train_batch_size": 4})
+    trainer.train(resume_from_checkpoint=resume)
+    return [trainer.seen[start : start + len(TOKENS)] for start in range(0, len(trainer.seen), len(TOKENS))]
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_each_pass_has_an_order_of_its_own_that_the_seed_alone_decides(
+    strategy: str, make_trainer: MakeTrainer
+) -> None:
+    orders = passes(make_trainer, train_sampling_strategy=strategy)
+    assert [sorted(order) for order in orders] == [TOKENS] * 3
+    assert TOKENS not in orders and len({tuple(order) for order in orders}) == 3
+    others = passes(make_trainer, train_sampling_strategy=strategy, data_seed=11)
+    assert not {tuple(order) for order in orders} & {tuple(order) for order in others}
+    run = {"data_seed": 11, "seed": 5, "temperature": 0.5}  # other random numbers
+    assert passes(make_trainer, train_sampling_strategy=strategy, **run) == others
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_a_resumed_pass_has_the_same_order(strategy: str, make_trainer: MakeTrainer, tmp_path: Any) -> None:
+    run = {"train_sampling_strategy": strategy, "save_strategy": "steps", "save_steps": 4}
+    whole = passes(make_trainer, **run)  # checkpoint-4 is one batch into the second pass
+    resumed = passes(make_trainer, resume=str(tmp_path / "run" / "checkpoint-4"), **run)
+    assert [*chain(*resumed)] == [*chain(*whole)][16:]
+
+
+# ---- The loss that is logged ----
+
+
+class OnePassLosses(PPOTrainer):
+    """Keeps the loss of each mini-batch, computed in one pass over all of it, under the update's number."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.losses: dict[int, list[float]] = {}
+        super().__init__(*args, **kwargs)
+
+    def update(self, model: Any, minibatch: Any, statistics: Any) -> Any:
+        with torch.no_grad():
+            loss = float(self.compute_loss(model, minibatch))
+        self.losses.setdefault(self.state.global_step + 1, []).append(loss)
+        return super().update(model, minibatch, statistics)
+
+
+SEVERAL_STEPS = {
+    "per_device_train_batch_size": 2,  # two micro-batches to a mini-batch
+    "gradient_accumulation_steps": 6,
+    "num_ppo_epochs": 2,
+    "num_mini_batches": 3,
+    "total_episodes": 5 * 12,
+    "response_length": 4,
+    "logging_steps": 2,
+}
+
+
+def test_the_logged_loss_is_the_mean_over_the_optimizer_steps_since_the_last_log(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(OnePassLosses, **SEVERAL_STEPS)
+    output = trainer.train()
+    assert {update: len(losses) for update, losses in trainer.losses.items()} == dict.fromkeys(range(1, 6), 6)
+    logged = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+    assert {2, 4} <= logged.keys()
+    after = 0
+    for step, loss in logged.items():
+        since = [loss for update in range(after + 1, step + 1) for loss in trainer.losses[update]]
+        assert loss == pytest.approx(sum(since) / len(since), rel=1e-4), f"logged at update {step}"
+        after = step
+    every = [loss for losses in trainer.losses.values() for loss in losses]
+    assert output.training_loss == pytest.approx(sum(every) / len(every), rel=1e-4)
+
+
+# ---- What is counted, and when gradients are exchanged ----
+
+
+class Events(TrainerCallback):
+    """Keeps the order of the events of an optimizer step."""
+
+    def __init__(self) -> None:
+        self.fired: list[str] = []
+        for event in ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"):
+            setattr(self, event, lambda *args, event=event, **kwargs: self.fired.append(event))
+
+
+def test_gradients_are_exchanged_with_the_last_micro_batch_only(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = Events()
+    trainer = make_trainer(**{**SEVERAL_STEPS, "total_episodes": 12}, callbacks=[events])
+    no_sync = trainer.accelerator.no_sync
+    monkeypatch.setattr(trainer.accelerator, "no_sync", lambda model: events.fired.append("no_sync") or no_sync(model))
+    trainer.train()
+    step = ["no_sync", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"]
+    assert events.fired == step * 6 + ["on_step_end"]
+
+
+def test_no_gradient_is_carried_into_the_next_optimizer_step(make_trainer: MakeTrainer) -> None:
+    class Fresh(PPOTrainer):
+        def update(self, model: Any, *args: Any) -> Any:
+            assert all(value.grad is None or not value.grad.any() for value in model.parameters())
+            return super().update(model, *args)
+
+    make_trainer(Fresh, **{**SEVERAL_STEPS, "total_episodes": 12}).train()
+
+
+@pytest.mark.parametrize(("max_grad_norm", "expected"), [(1e-3, 1e-3), (0.0, None)], ids=["clipped", "as it is"])
+def test_the_gradient_is_clipped_where_a_norm_is_set(
+    max_grad_norm: float, expected: float | None, make_trainer: MakeTrainer
+) -> None:
+    norms: list[float] = []
+
+    class Norms(TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
+            norms.append(float(torch.cat([value.grad.flatten() for value in model.parameters()]).norm()))
+
+    trainer = make_trainer(**QUICK, max_grad_norm=max_grad_norm, callbacks=[Norms()])
+    trainer.train()
+    logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert min(logged) > 1e-2
+    assert norms == pytest.approx([expected] * 3 if expected else logged, rel=1e-4)
+
+
+def test_episodes_epochs_and_tokens_are_counted(make_trainer: MakeTrainer) -> None:
+    rows = prompt_rows(8)
+    run = {**QUICK, "total_episodes": 12, "max_steps": 6}
+    tokens = {}
+    for counted in ("no", "all", "non_padding"):
+        trainer = make_trainer(**run, train_dataset=Dataset.from_list(rows), include_num_input_tokens_seen=counted)
+        trainer.train()
+        entries = [entry for entry in trainer.state.log_history if "episode" in entry]
+        assert [entry["episode"] for entry in entries] == [2, 4, 6, 8, 10, 12]
+        assert [entry["epoch"] for entry in entries] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
+        assert trainer.state.num_train_epochs == 2  # one and a half, begun twice
+        tokens[counted] = trainer.state.num_input_tokens_seen
+    assert tokens["no"] == 0 < tokens["non_padding"] < tokens["all"]
+
+
+def test_the_rate_is_that_of_the_schedule_at_every_update(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, learning_rate=3e-3)
+    trainer.train()
+    rates = [entry["lr"] for entry in trainer.state.log_history if "lr" in entry]
+    assert rates == pytest.approx([3e-3, 2e-3, 1e-3])
+
+
+def test_evaluation_covers_every_row_and_training_full_batches_only(make_trainer: MakeTrainer) -> None:
+    rows = Dataset.from_list(prompt_rows(7))
+    run = {**QUICK, "per_device_train_batch_size": 4, "total_episodes": 8}
+    trainer = make_trainer(**run, train_dataset=rows, eval_dataset=rows, per_device_eval_batch_size=2)
+    assert [len(batch["input_ids"]) for batch in trainer.get_eval_dataloader()] == [2, 2, 2, 1]
+    assert [len(batch["input_ids"]) for batch in trainer.get_train_dataloader()] == [4]

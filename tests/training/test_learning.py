@@ -1,0 +1,78 @@
+"""One backward pass after the other: the numbers of one for both, with the activations of one model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.unwrapping import backbone
+from rlhf_ppo.training.learning import can_learn_in_turn
+from tests.conftest import tiny_policy, tiny_scorer
+from tests.runs import QUICK, history, parameters
+
+RUN = QUICK | {"gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "vf_coef": 0.7, "learning_rate": 0.01}
+SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "recomputed activations": lambda: {"gradient_checkpointing": True},
+    "one base": lambda: {
+        "peft_config": LoraConfig(init_lora_weights=False), "value_model": None, "share_base_model": True
+    },
+}  # fmt: skip
+
+
+class AtOnce(PPOTrainer):
+    """Overrides `compute_loss`, and so takes one backward pass for both models."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_it_trains_like_one_backward_pass_for_both(make_trainer: Callable[..., Any], setup: str) -> None:
+    ends = []
+    for trainer_class in (PPOTrainer, AtOnce):
+        torch.manual_seed(0)  # of the adapters
+        trainer = make_trainer(trainer_class, **{**RUN, **SETUPS[setup]()})
+        before = parameters(trainer)
+        trainer.train()
+        ends.append((parameters(trainer), history(trainer)))
+        moved = [name for name, value in before.items() if not torch.equal(value, ends[-1][0][name])]
+        assert {name.split(".")[0] for name in moved} == {"policy", "value_model"}
+    (ours, our_log), (theirs, their_log) = ends
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert our_log == their_log
+
+
+def test_the_policys_activations_are_gone_when_the_value_model_runs(make_trainer: Callable[..., Any]) -> None:
+    states: list[Any] = []
+    seen: list[tuple[bool, bool]] = []
+    trainer = make_trainer(**RUN)
+    policy, value_model = backbone(trainer.policy_model), backbone(trainer.value_model)
+
+    def before_value_model(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            has_gradient = all(parameter.grad is not None for parameter in trainer.policy_model.parameters())
+            seen.append((has_gradient, states[-1]() is None))
+
+    policy.register_forward_hook(lambda _, args, output: states.append(weakref.ref(output.last_hidden_state)))
+    value_model.register_forward_pre_hook(before_value_model)
+    trainer.train()
+    assert seen == [(True, True)] * (2 * 2 * 2)  # updates, epochs, micro-batches
+
+
+def test_what_is_wrapped_learns_at_once() -> None:
+    class FSDPPolicyAndValue(PolicyAndValue):
+        """FSDP2 makes a subclass of what it shards."""
+
+    models = tiny_policy(), tiny_scorer()
+    assert can_learn_in_turn(PolicyAndValue(*models, 1.0))
+    assert not can_learn_in_turn(FSDPPolicyAndValue(*models, 1.0))
+    assert not can_learn_in_turn(nn.Sequential(PolicyAndValue(*models, 1.0)))

@@ -1,0 +1,209 @@
+"""Each step of PPO is a method that a subclass can replace or extend (huggingface/trl#3270, #3250, #2576)."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaForCausalLM
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.rewards.scorer import Scores
+from tests.conftest import prompt_rows
+from tests.runs import QUICK, parameters
+
+MakeTrainer = Callable[..., Any]
+
+
+def logged(trainer: Any, metric: str) -> list[float]:
+    return [entry[metric] for entry in trainer.state.log_history if metric in entry]
+
+
+def changed_parts(trainer: Any, before: dict[str, Tensor]) -> set[str]:
+    """Which of `policy` and `value_model` differ from `before`."""
+    return {name.split(".")[0] for name, value in parameters(trainer).items() if not torch.equal(before[name], value)}
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("collect_rollout", {"model": nn.Module, "prompts": Prompts}),
+        ("generate_responses", {"policy": nn.Module, "prompts": Prompts, "config": GenerationConfig}),
+        ("score_responses", {"responses": Responses, "prompts": Prompts}),
+        ("estimate_advantages", {"rollout": Rollout}),
+        ("learn", {"model": nn.Module, "experience": Experience}),
+        ("compute_loss", {"model": nn.Module, "inputs": Experience}),
+    ],
+)
+def test_every_step_is_called_with_what_its_documentation_says(make_trainer, method, arguments):
+    calls: list[dict[str, Any]] = []
+
+    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original = getattr(super(Recording, self), method)
+        calls.append(dict(inspect.signature(original).bind(*args, **kwargs).arguments))
+        return original(*args, **kwargs)
+
+    class Recording(PPOTrainer):
+        pass
+
+    setattr(Recording, method, recording)
+
+    make_trainer(Recording, **QUICK).train()
+
+    assert len(calls) == 3  # once in each of the three updates: one epoch, one mini-batch, one micro-batch
+    for call in calls:
+        for name, kind in arguments.items():
+            assert isinstance(call[name], kind), name
+        assert getattr(PPOTrainer, method).__doc__
+
+
+def test_collect_rollout(make_trainer):
+    class Shifted(PPOTrainer):
+        """Scores every episode 7 more than its rewards say."""
+
+        def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
+            assert isinstance(model, PolicyAndValue) and len(prompts) == 2
+            rollout = super().collect_rollout(model, prompts)
+            return dataclasses.replace(rollout, scores=rollout.scores + 7.0)
+
+    trainer = make_trainer(Shifted, **QUICK)
+    trainer.train()
+
+    for shifted, own in zip(
+        logged(trainer, "objective/scores"), logged(trainer, "rewards/count_w4/mean"), strict=True
+    ):
+        assert shifted == pytest.approx(own + 7.0)
+
+
+class AlwaysSays(PPOTrainer):
+    """Answers each prompt with `w4 w4 w5 <eos>`."""
+
+    def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
+        assert isinstance(policy, LlamaForCausalLM) and config.max_new_tokens == self.args.response_length
+        answer = torch.tensor([7, 7, 8, 1]).expand(len(prompts), -1)
+        mask = torch.ones_like(answer, dtype=torch.bool)
+        return Responses(
+            query_responses=torch.cat([prompts.input_ids, answer], dim=1),
+            attention_mask=torch.cat([prompts.attention_mask, mask], dim=1),
+            response_mask=mask,
+        )
+
+
+def test_generate_responses(make_trainer):
+    trainer = make_trainer(AlwaysSays, eval_dataset=prompt_rows(3), **QUICK)
+    trainer.train()
+
+    assert logged(trainer, "objective/scores") == [0.5] * 3
+    assert logged(trainer, "response/length_mean") == [4.0] * 3
+    assert logged(trainer, "response/ended_frac") == [1.0] * 3
+    assert trainer.evaluate()["eval_score"] == 0.5
+    assert list(trainer.generate_completions()["model response"]) == ["w4 w4 w5 <eos>"] * 3
+
+
+def test_score_responses(make_trainer):
+    class Brief(AlwaysSays):
+        """Takes a point for every token."""
+
+        def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:
+            scores = super().score_responses(responses, prompts)
+            brevity = -responses.response_mask.sum(dim=1).float()
+            by_source = {**scores.by_source, "brevity": brevity}
+            return dataclasses.replace(scores, final=scores.final + brevity, by_source=by_source)
+
+    trainer = make_trainer(Brief, eval_dataset=prompt_rows(3), **QUICK)
+    trainer.train()
+
+    assert logged(trainer, "objective/scores") == [-3.5] * 3
+    assert logged(trainer, "rewards/brevity/mean") == [-4.0] * 3
+    assert logged(trainer, "rewards/count_w4/mean") == [0.5] * 3
+    metrics = trainer.evaluate()
+    assert (metrics["eval_score"], metrics["eval_rewards/brevity/mean"]) == (-3.5, -4.0)
+    assert list(trainer.generate_completions()["score"]) == [-3.5] * 3
+
+
+def test_estimate_advantages(make_trainer):
+    class Indifferent(PPOTrainer):
+        """Finds no action better than another."""
+
+        def estimate_advantages(self, rollout: Rollout) -> Experience:
+            experience = super().estimate_advantages(rollout)
+            return dataclasses.replace(experience, advantages=torch.zeros_like(experience.advantages))
+
+    trainer = make_trainer(Indifferent, **QUICK)
+    before = parameters(trainer)
+    trainer.train()
+
+    assert changed_parts(trainer, before) == {"value_model"}
+    assert logged(trainer, "loss/policy_avg") == [0.0] * 3
+
+
+def test_learn(make_trainer):
+    class Observer(PPOTrainer):
+        """Only watches."""
+
+        def learn(self, model: nn.Module, experience: Experience) -> float:
+            assert len(experience) == self.args.local_batch_size
+            return 0.25
+
+    trainer = make_trainer(Observer, **QUICK)
+    before = parameters(trainer)
+    trainer.train()
+
+    assert changed_parts(trainer, before) == set()
+    assert trainer.state.global_step == 3 and logged(trainer, "grad_norm") == [0.25] * 3
+
+
+def test_update_is_one_optimizer_step(make_trainer):
+    class Counting(PPOTrainer):
+        sizes: tuple[int, ...] = ()
+
+        def update(self, model: nn.Module, minibatch: Experience, statistics: Any) -> Any:
+            self.sizes += (len(minibatch),)
+            return super().update(model, minibatch, statistics)
+
+    trainer = make_trainer(Counting, num_ppo_epochs=3, num_mini_batches=2, total_episodes=16)
+    trainer.train()
+
+    assert trainer.sizes == (4,) * 12  # 2 updates x 3 epochs x 2 mini-batches
+
+
+def test_compute_loss(make_trainer):
+    class Louder(PPOTrainer):
+        """Three times the loss."""
+
+        def compute_loss(
+            self, model: Any, inputs: Experience, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            return (3.0 * loss, outputs) if return_outputs else 3.0 * loss
+
+    plain, louder = make_trainer(**QUICK), make_trainer(Louder, **QUICK)
+    for trainer in (plain, louder):
+        trainer.train()
+
+    for metric in ("grad_norm", "loss"):
+        assert logged(louder, metric)[0] == pytest.approx(3.0 * logged(plain, metric)[0], rel=1e-4)
+
+
+def test_compute_loss_without_outputs_is_a_scalar(make_trainer):
+    class Alone(PPOTrainer):
+        losses: tuple[Any, ...] = ()
+
+        def learn(self, model: nn.Module, experience: Experience) -> Any:
+            self.losses += (self.compute_loss(model, experience),)
+            return super().learn(model, experience)
+
+    trainer = make_trainer(Alone, **QUICK)
+    trainer.train()
+
+    assert trainer.losses[0].shape == () and trainer.losses[0].requires_grad
+    assert float(trainer.losses[0].detach()) == pytest.approx(logged(trainer, "loss")[0], abs=1e-6)

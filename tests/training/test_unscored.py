@@ -1,0 +1,186 @@
+"""Responses that no reward scored: the update is that of the batch without them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from numpy.testing import assert_allclose
+
+from rlhf_ppo.data.rollout import Rollout
+from tests import oracles
+from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
+from tests.oracles import Episode, Llama, Settings
+from tests.recorded_update import RecordingTrainer, Snapshots, share_of_w4, stopping_policy
+from tests.runs import QUICK, parameters
+
+MakeTrainer = Callable[..., Any]
+NAN = float("nan")
+UNSCORED = (2, 3, 7)
+NUM_ROWS = 8
+KEPT = [row for row in range(NUM_ROWS) if row not in UNSCORED]
+
+
+def with_scores(rollout: Rollout, scores: torch.Tensor) -> Rollout:
+    return dataclasses.replace(rollout, scores=scores, scores_by_source={"share_of_w4": scores})
+
+
+class Unscored(RecordingTrainer):
+    """Takes the scores of some rows away."""
+
+    def collect_rollout(self, model: Any, prompts: Any) -> Rollout:
+        rollout = super().collect_rollout(model, prompts)
+        lost = torch.tensor([row in UNSCORED for row in range(len(rollout))])
+        self.rollout = with_scores(rollout, rollout.scores.masked_fill(lost, NAN))
+        return self.rollout
+
+
+class Absent(RecordingTrainer):
+    """Takes the rows themselves away."""
+
+    def collect_rollout(self, model: Any, prompts: Any) -> Rollout:
+        rollout = super().collect_rollout(model, prompts)
+        self.rollout = with_scores(rollout[torch.tensor(KEPT)], rollout.scores[KEPT])
+        return self.rollout
+
+
+def first_step(make_trainer: MakeTrainer, kind: type[RecordingTrainer], **overrides: Any) -> tuple[Any, Snapshots]:
+    """One optimizer step on one rollout, in micro-batches of one row: some hold no score at all."""
+    policy, value_model = stopping_policy(), tiny_scorer(seed=2)
+    snapshots = Snapshots(policy, value_model)
+    values: dict[str, Any] = {
+        "model": policy,
+        "value_model": value_model,
+        "ref_model": tiny_policy(seed=5),
+        "reward_funcs": share_of_w4,
+        "train_dataset": Dataset.from_list(prompt_rows(NUM_ROWS)),
+        "callbacks": [snapshots],
+        "optimizers": (torch.optim.SGD([*policy.parameters(), *value_model.parameters()], 0.03), None),
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": NUM_ROWS,
+        "num_ppo_epochs": 1,
+        "num_mini_batches": 1,
+        "total_episodes": NUM_ROWS,
+        "max_grad_norm": 0.0,
+    }
+    trainer = make_trainer(kind, **{**values, **overrides})
+    trainer.train()
+    return trainer, snapshots
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"whiten_rewards": True, "missing_eos_penalty": 1.0}], ids=["plain", "whiten"]
+)
+def test_the_gradient_is_that_of_the_batch_without_the_row(make_trainer: MakeTrainer, overrides: Any) -> None:
+    (ours, ours_at), (other, other_at) = (first_step(make_trainer, kind, **overrides) for kind in (Unscored, Absent))
+    for model, gradients in other_at.gradients[0].items():
+        assert any(abs(gradient).max() > 1e-3 for gradient in gradients.values())
+        for name, gradient in gradients.items():
+            assert_allclose(ours_at.gradients[0][model][name], gradient, rtol=1e-4, atol=1e-6, err_msg=name)
+    logged, expected = ours.state.log_history[0], other.state.log_history[0]
+    assert logged.keys() == expected.keys()
+    exact = [k for k in expected if k.startswith(("loss", "policy/", "val/", "rewards/")) and "num_eos" not in k]
+    for key in [*exact, "objective/scores"]:
+        assert logged[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
+    assert len(exact) > 9
+
+
+@pytest.mark.parametrize("whiten_rewards", [False, True])
+def test_advantages_and_loss_are_the_oracle_s_of_the_scored_rows(
+    make_trainer: MakeTrainer, whiten_rewards: bool
+) -> None:
+    trainer, snapshots = first_step(make_trainer, Unscored, whiten_rewards=whiten_rewards)
+    rollout, experience = trainer.rollout, trainer.experience
+    episodes = []
+    for row in KEPT:
+        context = rollout.context_length
+        prompt = rollout.query_responses[row, :context][rollout.attention_mask[row, :context]].tolist()
+        response = rollout.responses[row][rollout.response_mask[row]].tolist()
+        episodes.append(Episode(prompt, response, stopped=1 in response))
+    llama, before = Llama.of(trainer.policy_model.config), snapshots.weights[0]
+    settings = Settings(temperature=0.7, whiten_rewards=whiten_rewards)
+    scores = share_of_w4([episode.response for episode in episodes])
+    known = oracles.estimate(
+        llama,
+        episodes,
+        before["policy"],
+        oracles.weights_of(tiny_policy(seed=5)),
+        before["value_model"],
+        scores,
+        settings,
+    )
+    for row, advantages, returns in zip(KEPT, known.advantages, known.returns, strict=True):
+        assert_allclose(experience.advantages[row, : len(advantages)], advantages, rtol=1e-4, atol=1e-5)
+        assert_allclose(experience.returns[row, : len(returns)], returns, rtol=1e-4, atol=1e-5)
+    assert not experience.advantages[list(UNSCORED)].any() and not experience.returns[list(UNSCORED)].any()
+    tokens = oracles.token_figures(
+        llama, episodes, known, range(len(episodes)), before["policy"], before["value_model"], settings
+    )
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(oracles.total_loss(tokens, settings), rel=1e-4)
+
+
+def test_advantages_by_hand(make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture) -> None:
+    """Scores 1, none, 4 at the last tokens; values 0, no KL: advantages 1, 1 | - | 4, mean 2, variance 3."""
+    trainer = make_trainer(**QUICK, gamma=1.0, lam=1.0)
+    response_mask = torch.tensor([[1, 1], [1, 0], [1, 0]]).bool()
+    zeros, scores = torch.zeros(3, 2), torch.tensor([1.0, NAN, 4.0])
+    rollout = Rollout(
+        query_responses=torch.full((3, 3), 5),
+        attention_mask=torch.cat([torch.ones(3, 1).bool(), response_mask], dim=1),
+        response_mask=response_mask,
+        stopped=torch.ones(3).bool(),
+        logprobs=zeros,
+        ref_logprobs=zeros,
+        values=zeros,
+        final_values=torch.zeros(3),
+        scores=scores,
+        token_scores=zeros,
+        scores_by_source={"a": scores, "b": torch.full((3,), NAN)},
+    )
+    with caplog.at_level(logging.WARNING, logger="rlhf_ppo"):
+        experience = trainer.estimate_advantages(rollout)
+    assert experience.returns.tolist() == [[1, 1], [0, 0], [4, 0]]
+    expected = torch.tensor([[-1, -1], [0, 0], [2, 0]]) / 3**0.5
+    assert_allclose(experience.advantages, expected, rtol=1e-5)
+    assert experience.loss_mask.tolist() == [[True, True], [False, False], [True, False]]
+    assert trainer._metrics["objective/scores"] == 2.5 and trainer._metrics["rewards/a/mean"] == 2.5
+    assert "rewards/b/mean" not in trainer._metrics and "rewards/b/std" not in trainer._metrics
+    assert trainer._metrics["response/length_mean"] == pytest.approx(4 / 3)
+    assert "1 of 3 responses have a score of no reward" in caplog.text
+
+
+def nothing_at_first(completions: list[str], trainer_state: Any, **columns: Any) -> list[float | None]:
+    return [None if trainer_state.global_step == 0 else float(len(text)) for text in completions]
+
+
+def test_an_update_without_any_score_changes_nothing_and_the_next_one_learns(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**{**QUICK, "total_episodes": 2}, reward_funcs=nothing_at_first)
+    before = parameters(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
+    trainer = make_trainer(**QUICK, reward_funcs=nothing_at_first)
+    trainer.train()
+    first, second, *_ = trainer.state.log_history
+    assert not [key for key in first if key.startswith(("objective/scores", "rewards/", "loss/"))]
+    assert first["loss"] == 0 and second["objective/scores"] > 0 and "rewards/nothing_at_first/mean" in second
+    assert not any(value != value for entry in trainer.state.log_history for value in entry.values())
+    assert any(not torch.equal(value, before[name]) for name, value in parameters(trainer).items())
+
+
+def test_evaluation_and_samples_leave_them_out(make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture) -> None:
+    def odd(completions: list[str], number: list[int], **columns: Any) -> list[float | None]:
+        return [float(n) if n % 2 else None for n in number]
+
+    rows = Dataset.from_list([{**row, "number": n} for n, row in enumerate(prompt_rows(5))])
+    trainer = make_trainer(**QUICK, reward_funcs=odd, eval_dataset=rows, train_dataset=rows)
+    with caplog.at_level(logging.WARNING, logger="rlhf_ppo"):
+        metrics = trainer.evaluate()
+    assert (metrics["eval_score"], metrics["eval_rewards/odd/mean"]) == (2, 2)
+    assert "3 of 5 responses" in caplog.text
+    assert trainer.generate_completions()["score"].isna().tolist() == [True, False, True, False, True]
