@@ -51,8 +51,9 @@ def make_engine(
             arguments.
 
     Raises:
-        ValueError: The engine cannot run with what shards the policy, or in float32 on a GPU, vLLM cannot start or
-            cannot be an opponent, or the policy does not generate from the distributions of its forward pass.
+        ValueError: The engine cannot run with what shards the policy, in float32 on a GPU or with the same bits at
+            every run there, vLLM cannot start or cannot be an opponent, or the policy does not generate from the
+            distributions of its forward pass.
     """
     rows = args.local_rollout_forward_batch_size if rows is None else rows
     if args.generation_engine == "vllm":
@@ -68,9 +69,19 @@ def make_engine(
         return TransformersEngine(rows, stop_strings, gather_over_ranks(accelerator))
     _check_whole(args, accelerator)
     dtype = product_dtype(accelerator)
+    _check_nucleus(args, accelerator.device)
     if not is_sharded(policy):
         _check_attention(policy, dtype, accelerator.device)
     return ContinuousEngine(rows, dtype)
+
+
+def _check_nucleus(args: PPOConfig, device: torch.device) -> None:
+    """Raise where transformers' own `top_p` would add floats up on a GPU that is to do the same at every run."""
+    if args.full_determinism and args.top_p < 1 and device.type == "cuda":
+        raise ValueError(
+            f"generation_engine='continuous' has no top_p={args.top_p} that is the same at every run on a GPU, which "
+            "full_determinism asks for; set generation_engine='transformers' or top_p=1.0"
+        )
 
 
 def _check_attention(policy: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from rlhf_ppo.generation.inversion import by_inversion
+from rlhf_ppo.generation.inversion import sampling_processors
 from rlhf_ppo.generation.nonfinite import ChecksLogits
 from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
 from rlhf_ppo.processes.signals import give_up_if_stopped, give_up_together
@@ -107,7 +107,7 @@ def generate_dropping(
     rows = torch.arange(num_rows, device=input_ids.device)
     strings = None if stop_strings is None else StopsAtStrings(stop_strings, prompt_length)
     share_left = 0.0 if synced_gpus else SHARE_LEFT
-    how, processors = by_inversion(config, input_ids.device)
+    how, processors = sampling_processors(config, input_ids.device)
     checks, cache = ChecksLogits(), _as_argument(make_cache())
     while len(rows) and input_ids.shape[1] < longest:
         few_are_left = FewAreLeft(cast("int | None", config.eos_token_id), strings, int(share_left * len(rows)))

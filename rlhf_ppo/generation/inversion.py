@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
 
 import torch
 from transformers import (
@@ -16,6 +16,8 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from rlhf_ppo.generation.nucleus import NucleusInIntegers
 
 
 class DrawsByInversion(LogitsProcessor):
@@ -34,11 +36,13 @@ class DrawsByInversion(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
 
-def by_inversion(config: GenerationConfig, device: torch.device) -> tuple[GenerationConfig, LogitsProcessorList]:
-    """Turn sampling on a CPU into greedy decoding after processors that draw from the same distribution.
+def sampling_processors(
+    config: GenerationConfig, device: torch.device
+) -> tuple[GenerationConfig, LogitsProcessorList]:
+    """Say how `generate` draws: on a CPU greedily, after processors that have drawn from the same distribution.
 
-    Elsewhere `generate` draws by itself: an accelerator makes its random numbers fast, but has no cumulative sum that
-    is the same at every run, which `full_determinism` asks for.
+    Elsewhere it draws by itself: an accelerator makes its random numbers fast, but has no sum of floats that is
+    the same at every run. Where such are asked for (`full_determinism`), `top_p` adds integers up.
 
     Args:
         config: Samples, if at all, with its `temperature`, `top_k`, `top_p` and `min_p`.
@@ -47,20 +51,34 @@ def by_inversion(config: GenerationConfig, device: torch.device) -> tuple[Genera
     Returns:
         The configuration and the processors to give to `generate`.
     """
-    if not config.do_sample or device.type != "cpu":
+    if not config.do_sample:
         return config, LogitsProcessorList()
-    greedy = copy.deepcopy(config)
-    greedy.update(do_sample=False, temperature=None, top_k=None, top_p=None, min_p=None)
-    return greedy, LogitsProcessorList([*_warpers(config), DrawsByInversion()])
+    if device.type == "cpu":
+        greedy = _changed(config, do_sample=False, temperature=None, top_k=None, top_p=None, min_p=None)
+        return greedy, LogitsProcessorList([*_warpers(config, TopPLogitsWarper), DrawsByInversion()])
+    if _cuts(config.top_p) and torch.are_deterministic_algorithms_enabled():
+        plain = _changed(config, temperature=1.0, top_k=0, top_p=1.0, min_p=None)
+        return plain, LogitsProcessorList(_warpers(config, NucleusInIntegers))
+    return config, LogitsProcessorList()
 
 
-def _warpers(config: GenerationConfig) -> Iterator[LogitsProcessor]:
+def _changed(config: GenerationConfig, **changes: Any) -> GenerationConfig:
+    changed = copy.deepcopy(config)
+    changed.update(**changes)
+    return changed
+
+
+def _cuts(top_p: float | None) -> TypeGuard[float]:
+    return top_p is not None and top_p < 1.0
+
+
+def _warpers(config: GenerationConfig, nucleus: Callable[[float], LogitsProcessor]) -> Iterator[LogitsProcessor]:
     """Make the processors that `generate` applies when it samples, in its order."""
     if config.temperature not in (None, 1.0):
         yield TemperatureLogitsWarper(config.temperature)
     if config.top_k:
         yield TopKLogitsWarper(config.top_k)
-    if config.top_p is not None and config.top_p < 1.0:
-        yield TopPLogitsWarper(config.top_p)
+    if _cuts(config.top_p):
+        yield nucleus(config.top_p)
     if config.min_p is not None:
         yield MinPLogitsWarper(config.min_p)

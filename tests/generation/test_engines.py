@@ -202,6 +202,23 @@ def test_continuous_batching_computes_as_the_run_does_and_needs_flash_attention_
         dtype("bf16", "cuda")
 
 
+def test_continuous_batching_has_no_top_p_of_the_same_bits_on_a_gpu(
+    make_args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "has_flash_attention", lambda: True)
+
+    def start(device: str, **options: Any) -> None:
+        accelerator = SimpleNamespace(state=SimpleNamespace(), mixed_precision="bf16", device=torch.device(device))
+        make(make_args, accelerator=accelerator, generation_engine="continuous", full_determinism=True, **options)
+
+    start("cuda", top_p=1.0)
+    start("cpu", top_p=0.9)
+    with pytest.raises(
+        ValueError, match=r"no top_p=0\.9 that is the same at every run .*='transformers' or top_p=1\.0"
+    ):
+        start("cuda", top_p=0.9)
+
+
 def test_vllm_can_be_no_reference_to_compare_with(make_args: Any, vllm_installed: None) -> None:
     def judge(prompts: Any, pairs: Any) -> list[float]:
         return [0.0] * len(pairs)

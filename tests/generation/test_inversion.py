@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from rlhf_ppo.generation.inversion import DrawsByInversion, by_inversion
+from rlhf_ppo.generation.inversion import DrawsByInversion, sampling_processors
 from tests.conftest import tiny_policy
 
 SAMPLINGS = {
@@ -48,7 +48,7 @@ def test_frequencies_are_those_of_generate(sampling: dict[str, float]) -> None:
     config = GenerationConfig(do_sample=True, **sampling)
     model = tiny_policy()
     theirs = model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
-    greedy, ours = by_inversion(config, torch.device("cpu"))
+    greedy, ours = sampling_processors(config, torch.device("cpu"))
     assert greedy.do_sample is False and config.do_sample is True
     torch.manual_seed(1)
     logits = torch.randn(1, 12) * 2
@@ -66,4 +66,4 @@ def test_frequencies_are_those_of_generate(sampling: dict[str, float]) -> None:
 )
 def test_generate_is_left_to_itself_on_an_accelerator_and_when_greedy(config: dict[str, float], device: str) -> None:
     config = GenerationConfig(**config)
-    assert by_inversion(config, torch.device(device)) == (config, [])
+    assert sampling_processors(config, torch.device(device)) == (config, [])
