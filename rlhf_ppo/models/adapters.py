@@ -115,7 +115,8 @@ def base_kept(model: nn.Module) -> Iterator[None]:
     """Put the weights below adapters back, bit for bit, after a context that merges the adapters and takes them out.
 
     Adding and subtracting rounds: in bfloat16 a base that is merged into at every update drifts, by percents in some
-    dozens of updates, and with it all that shares the base.
+    dozens of updates, and with it all that shares the base. They are kept in the host's memory: a GPU that also holds
+    vLLM has no room for them twice.
 
     Args:
         model: A model with adapters or without.
@@ -125,12 +126,18 @@ def base_kept(model: nn.Module) -> Iterator[None]:
         for name, weight in model.named_parameters()
         if ".base_layer." in name and weight.is_floating_point() and weight.numel()
     ]
-    before = [weight.detach().clone() for weight in below]
+    before = [_on_host(weight) for weight in below]
     try:
         yield
     finally:
         for weight, kept in zip(below, before, strict=True):
-            weight.data.copy_(kept)
+            weight.data.copy_(kept, non_blocking=True)
+
+
+def _on_host(weight: Tensor) -> Tensor:
+    """Copy a weight to the host's memory, in its device's turn: the host does not wait for it."""
+    copy = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda, requires_grad=False)
+    return copy.copy_(weight.detach(), non_blocking=True)
 
 
 def copy_adapter(source: nn.Module, target: nn.Module) -> None:

@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from trl.distributed import DistributedBackend
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
@@ -27,6 +28,7 @@ from rlhf_ppo import PPOConfig
 from rlhf_ppo.config import engines as engine_arguments
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.generation.vllm import VLLMEngine, start_vllm
+from rlhf_ppo.models.adapters import base_kept
 from rlhf_ppo.processes.signals import EndsOnSignals, Stopped
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_transformers_engine import prompts
@@ -186,6 +188,37 @@ def test_a_base_under_an_adapter_stays_bit_for_bit_when_vllm_sleeps(
     for _ in range(3):
         engine.sample(policy, prompts([4]), sampling_config(make_vllm_args(), 1))
     assert vllm.num_sent == 3, "once a call"
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.named_parameters())
+
+
+class MadeWithoutADevice(TorchDispatchMode):
+    """Notes what is made where its source is: on a GPU it would take the GPU's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_new = isinstance(made, Tensor) and all(made is not given for given in args)
+        if is_new and not func.is_view and (kwargs or {}).get("device") != torch.device("cpu"):
+            self.sizes.append(made.numel())
+        return made
+
+
+def test_a_base_is_kept_in_the_host_s_memory() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, lora_alpha=32)
+    policy = peft.get_peft_model(tiny_policy().bfloat16(), lora)
+    before = {name: weight.clone() for name, weight in policy.named_parameters()}
+    with MadeWithoutADevice() as mode:
+        with base_kept(policy):
+            assert not mode.sizes
+            with torch.no_grad():
+                for name, weight in policy.named_parameters():
+                    weight += ".base_layer." in name
+            mode.sizes.clear()
+        assert not mode.sizes
     assert all(torch.equal(weight, before[name]) for name, weight in policy.named_parameters())
 
 

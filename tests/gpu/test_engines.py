@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from rlhf_ppo.models.adapters import base_kept
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.distributed.processes import ROOT, launch_environment
 from tests.gpu.conftest import MakeTrainer, found, small_policy
@@ -34,6 +35,19 @@ def test_continuous_batching_says_the_log_probabilities_of_training(
     first = trainer.state.log_history[0]
     assert first["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=2 if asked else 0.05)
     assert trainer._engine.dtype == torch.bfloat16  # type: ignore
+
+
+def test_the_base_under_an_adapter_is_kept_in_the_host_s_memory(device: str) -> None:
+    """Its copies are made and put back in the device's turn, and take nothing of a GPU."""
+    lora = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    policy = get_peft_model(small_policy().bfloat16(), lora).to(device)
+    before = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
+    allocated = torch.cuda.memory_allocated()
+    with base_kept(policy), torch.no_grad():
+        assert torch.cuda.memory_allocated() == allocated
+        for name, weight in policy.named_parameters():
+            weight += ".base_layer." in name
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.named_parameters())
 
 
 @pytest.fixture
