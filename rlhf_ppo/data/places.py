@@ -15,16 +15,24 @@ class HostMasks(NamedTuple):
 
     Attributes:
         attention: True on real tokens, `(B, L)`.
-        response: True on a response's real tokens, which belongs to the last `T` columns, `(B, T)`.
+        response: True on the tokens of a response that are learned from, which belongs to the last `T` columns,
+            `(B, T)`.
+        source: The tensors that they are copies of.
     """
 
     attention: Any
     response: Any
+    source: tuple[Tensor, Tensor]
 
     @classmethod
     def of(cls, attention_mask: Tensor, response_mask: Tensor) -> Self:
         """Copy masks, bool, once their device has computed them."""
-        return cls(*(mask.bool().cpu().numpy() for mask in (attention_mask, response_mask)))
+        source = attention_mask, response_mask
+        return cls(*(mask.bool().cpu().numpy() for mask in source), source)
+
+    def are_of(self, attention_mask: Tensor, response_mask: Tensor) -> bool:
+        """Tell whether they are copies of these very tensors."""
+        return self.source[0] is attention_mask and self.source[1] is response_mask
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class Places:
         longest: Tokens of the longest row.
         response_tokens: Places of the response tokens in the flattened `(B, L)`, long `(M,)`; none where no response
             was told.
-        responses: Their places in the flattened `(B, T)`, long `(M,)`.
+        responses: Their places in the flattened `(B, T)`, long `(M,)`, with holes where the mask has some.
     """
 
     tokens: Tensor

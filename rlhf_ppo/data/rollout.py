@@ -18,20 +18,31 @@ from torch import Tensor
 from torch.nn import functional
 
 from rlhf_ppo.algorithm.losses import importance_weights
+from rlhf_ppo.data.masks import check_bool, check_masks
 from rlhf_ppo.data.places import HostMasks, Places
 
 
 @dataclass(frozen=True)
 class Responses:
-    """Responses behind their prompts, with the one mask that everything later reads.
+    """Responses behind their prompts, with the two masks that everything later reads.
+
+    What `attention_mask` marks is context: prompt and response, whoever wrote it. What `response_mask` marks is what
+    the policy wrote, and is learned from. It may have holes: tokens of tools and environments between the policy's
+    turns, which the models see, and which no loss, reward, KL, advantage, statistic or length knows of. What neither
+    marks is padding.
 
     Attributes:
         query_responses: Prompt and response ids, long `(B, C + T)`: left-padded prompt, right-padded response.
-        attention_mask: True on real tokens of either part, bool `(B, C + T)`.
-        response_mask: True on the response's real tokens, the stop token included, bool `(B, T)`.
+        attention_mask: True on real tokens of either part, bool `(B, C + T)`, without holes.
+        response_mask: True on the response's tokens that the policy wrote, the stop token included, bool `(B, T)`.
         sampling_logprobs: Log-probabilities that the generation engine drew the response tokens with, nats, float32
             `(B, T)`, 0 outside the mask; None if it does not say them.
-        on_host: Copies of both masks on the host, where batches are cut; None until `masks` is asked for.
+        on_host: Copies of both masks on the host, where batches are cut; made and checked where they are not given,
+            or are copies of other masks.
+
+    Raises:
+        TypeError: A mask is not bool.
+        ValueError: A shape does not fit, or a row's masks are not as said here.
     """
 
     query_responses: Tensor
@@ -49,6 +60,14 @@ class Responses:
             )
         if self.sampling_logprobs is not None:
             check_shape("sampling_logprobs", self.sampling_logprobs, tuple(self.response_mask.shape))
+        self._copy_masks()
+
+    def _copy_masks(self) -> None:
+        masks = self.attention_mask, self.response_mask
+        check_bool(attention_mask=self.attention_mask, response_mask=self.response_mask)
+        if self.on_host is None or not self.on_host.are_of(*masks):
+            object.__setattr__(self, "on_host", HostMasks.of(*masks))
+            check_masks(self.masks)
 
     def __len__(self) -> int:
         return self.query_responses.shape[0]
@@ -66,9 +85,12 @@ class Responses:
     @property
     def masks(self) -> HostMasks:
         """Both masks on the host, read from the device once."""
-        if self.on_host is None:
-            object.__setattr__(self, "on_host", HostMasks.of(self.attention_mask, self.response_mask))
         return cast(HostMasks, self.on_host)
+
+    @property
+    def episode_mask(self) -> Tensor:
+        """True on the response's real tokens, whoever wrote them, bool `(B, T)`."""
+        return self.attention_mask[:, self.context_length :]
 
     @functools.cached_property
     def places(self) -> Places:
@@ -82,11 +104,10 @@ class Responses:
 
     def __getitem__(self, rows: Sequence[int] | Tensor | slice) -> Self:
         rows = cast(Any, rows).tolist() if isinstance(rows, Tensor) else rows
-        masks = HostMasks(self.masks.attention[rows], self.masks.response[rows])
+        chosen = self.masks.attention[rows], self.masks.response[rows]
         if not isinstance(rows, slice):
             rows = torch.tensor(rows, dtype=torch.long, device=self.attention_mask.device)
-        tensors = {name: value[rows] for name, value in self._tensors().items()}
-        return dataclasses.replace(self, on_host=masks, **tensors)
+        return self._with(chosen, {name: value[rows] for name, value in self._tensors().items()})
 
     def longest_first(self) -> list[int]:
         """Return the rows' indices in falling order of their lengths, equal ones in their own order."""
@@ -104,15 +125,19 @@ class Responses:
     def trimmed(self) -> Self:
         """Drop the columns that are padding in every row, left of the prompts and right of the responses."""
         masks, context = self.masks, self.context_length
-        length = int(masks.response.sum(axis=1).max())
+        length = int(masks.attention[:, context:].any(axis=0).sum())
         left = int((~masks.attention[:, :context].any(axis=0)).cumprod().sum())
         columns = {
             self.query_responses.shape[1]: slice(left, context + length),
             self.responses.shape[1]: slice(length),
         }
         cut = {name: value[:, columns[value.shape[1]]] for name, value in self._tensors().items() if value.dim() == 2}
-        masks = HostMasks(masks.attention[:, left : context + length], masks.response[:, :length])
-        return dataclasses.replace(self, on_host=masks, **cut)
+        return self._with((masks.attention[:, left : context + length], masks.response[:, :length]), cut)
+
+    def _with(self, masks: tuple[Any, Any], tensors: dict[str, Tensor]) -> Self:
+        """Replace tensors, of which `masks` are the two masks on the host."""
+        on_host = HostMasks(*masks, (tensors["attention_mask"], tensors["response_mask"]))
+        return dataclasses.replace(self, on_host=on_host, **tensors)
 
     def _tensors(self) -> dict[str, Tensor]:
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
@@ -128,7 +153,8 @@ class Rollout(Responses):
         logprobs: Log-probabilities of the response tokens under the sampling policy, nats, float32 `(B, T)`.
         ref_logprobs: The same under the reference policy.
         values: Value estimate before each response token, float32 `(B, T)`.
-        final_values: Value estimate after the last real token, float32 `(B,)`; used when a cut response bootstraps.
+        final_values: Value estimate after the last token of the row, whoever wrote it, float32 `(B,)`; used when a cut
+            response bootstraps.
         scores: Weighted score of each response, paid at its last token, before scaling, clipping and the missing-EOS
             penalty, float32 `(B,)`; NaN where no source scored the response.
         token_scores: Weighted rewards of single tokens, float32 `(B, T)`, 0 outside the mask.
@@ -153,7 +179,7 @@ class Rollout(Responses):
 
     @property
     def loss_mask(self) -> Tensor:
-        """True on the real tokens of the responses that have a score, bool `(B, T)`."""
+        """True on the policy's tokens of the responses that have a score, bool `(B, T)`."""
         return self.response_mask & ~self.scores.isnan()[:, None]
 
     def importance_weights(self, clip_max: float) -> Tensor | None:

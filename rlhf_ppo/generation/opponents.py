@@ -59,7 +59,7 @@ class Opponents:
         for kind in self.kinds:
             with isolated_rng(upcoming_seed(kind), device_specific=False):
                 answers = generate(kind)
-            rows = zip(answers.responses, answers.response_mask, strict=True)
+            rows = zip(answers.responses, answers.episode_mask, strict=True)
             response_ids = [ids[real].tolist() for ids, real in rows]
             name = OPPONENT_COLUMNS[kind]
             columns[name] = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)

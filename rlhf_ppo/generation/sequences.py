@@ -74,8 +74,23 @@ def join_responses(
     )
 
 
+def last_turn(response_mask: Tensor) -> Tensor:
+    """Mark what the policy wrote last: the tokens behind a response's last gap, or all of them.
+
+    Args:
+        response_mask: True on the tokens that the policy wrote, bool `(B, T)`.
+
+    Returns:
+        Bool `(B, T)`.
+    """
+    from_right = response_mask.flip(1)
+    begins_gap = torch.zeros_like(from_right)
+    begins_gap[:, 1:] = from_right[:, :-1] & ~from_right[:, 1:]
+    return (from_right & (begins_gap.cumsum(dim=1) == 0)).flip(1)
+
+
 def contains_token(responses: Responses, token_id: int | None) -> Tensor:
-    """Tell which responses hold a token among their real tokens.
+    """Tell which responses hold a token in the policy's last turn: the stop token may end other turns too.
 
     Args:
         responses: `B` responses.
@@ -86,11 +101,11 @@ def contains_token(responses: Responses, token_id: int | None) -> Tensor:
     """
     if token_id is None:
         return torch.zeros(len(responses), dtype=torch.bool, device=responses.response_mask.device)
-    return ((responses.responses == token_id) & responses.response_mask).any(dim=1)
+    return ((responses.responses == token_id) & last_turn(responses.response_mask)).any(dim=1)
 
 
 def ended(responses: Responses, end_token_id: int | None, stop_strings: StopStrings | None) -> Tensor:
-    """Tell which responses ended by themselves: with a token, or with a stop string.
+    """Tell which responses ended by themselves: with a token, or with a stop string, in the policy's last turn.
 
     Args:
         responses: `B` truncated responses.
@@ -103,5 +118,6 @@ def ended(responses: Responses, end_token_id: int | None, stop_strings: StopStri
     has_ended = contains_token(responses, end_token_id)
     if stop_strings is None:
         return has_ended
-    rows = [ids[real].tolist() for ids, real in zip(responses.responses, responses.response_mask, strict=True)]
+    turns = last_turn(responses.response_mask)
+    rows = [ids[real].tolist() for ids, real in zip(responses.responses, turns, strict=True)]
     return has_ended | torch.tensor([stop_strings.is_completed(ids) for ids in rows], device=has_ended.device)

@@ -146,10 +146,13 @@ def last_token_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor
     Returns:
         One score per row, float32 `(B,)`.
     """
-    length = attention_mask.shape[1]
-    last = length - 1 - attention_mask.flip(1).to(torch.int8).argmax(dim=1)
     states = hidden_states(model, input_ids, attention_mask)
-    return _apply_head(model, states[torch.arange(len(states), device=states.device), last])
+    return _apply_head(model, states[torch.arange(len(states), device=states.device), last_real(attention_mask)])
+
+
+def last_real(mask: Tensor) -> Tensor:
+    """Return the column of the last True of each row of a bool `(B, L)` mask, long `(B,)`."""
+    return mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(dim=1)
 
 
 def pooled_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def response_logprobs(
     with_entropy: bool = True,
     places: Places | None = None,
 ) -> ResponseLogprobs:
-    r"""Compute `log softmax(z_t / temperature)[y_t]` for every real response token.
+    r"""Compute `log softmax(z_t / temperature)[y_t]` for every response token that the policy wrote.
 
     The temperature is that of sampling: PPO's ratio compares the distributions that were sampled from (N+
     Implementation Details, arXiv 2403.17031, section 3.1). Top-k and top-p are not applied: both sides of the ratio
@@ -58,7 +58,7 @@ def response_logprobs(
         policy: A causal language model, or a `PeftModel` around one.
         query_responses: Token ids, long `(B, C + T)`.
         attention_mask: True on real tokens, bool `(B, C + T)`.
-        response_mask: True on real response tokens, bool `(B, T)`.
+        response_mask: True on the response tokens that the policy wrote, bool `(B, T)`.
         temperature: Sampling temperature, above 0.
         with_entropy: Whether to compute the entropy.
         places: Where the real tokens are; None reads it from the device.

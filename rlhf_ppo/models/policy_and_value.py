@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from rlhf_ppo.data.places import Places
-from rlhf_ppo.models.heads import token_values
+from rlhf_ppo.models.heads import last_real, token_values
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 from rlhf_ppo.models.modes import recompute_in_eval_mode, set_learning
 from rlhf_ppo.models.passes import packs_rows
@@ -25,7 +25,7 @@ class PolicyAndValueOutput(NamedTuple):
         entropy: Entropy of the next-token distributions, nats, float32 `(B, T)`, 0 outside the mask; NaN in it where
             the entropy was not asked for.
         values: Value estimate before each response token, float32 `(B, T)`, 0 outside the mask.
-        final_values: Value estimate after the last real token, float32 `(B,)`.
+        final_values: Value estimate after the last token of the row, whoever wrote it, float32 `(B,)`.
     """
 
     logprobs: Tensor
@@ -39,7 +39,7 @@ class ResponseValues(NamedTuple):
 
     Attributes:
         values: Value estimate before each response token, float32 `(B, T)`, 0 outside the mask.
-        final_values: Value estimate after the last real token, float32 `(B,)`.
+        final_values: Value estimate after the last token of the row, whoever wrote it, float32 `(B,)`.
     """
 
     values: Tensor
@@ -124,7 +124,7 @@ class PolicyAndValue(nn.Module):
         Args:
             query_responses: Token ids, long `(B, C + T)`.
             attention_mask: True on real tokens, bool `(B, C + T)`.
-            response_mask: True on real response tokens, bool `(B, T)`.
+            response_mask: True on the response tokens that the policy wrote, bool `(B, T)`.
             only: The model to run; None runs both.
             with_entropy: Whether to compute the policy's entropy.
             places: Where the real tokens are; None reads it from the device, once for each model.
@@ -152,17 +152,19 @@ def response_values(
     response_mask: Tensor,
     places: Places | None = None,
 ) -> ResponseValues:
-    """Estimate the value before each response token and after the last.
+    """Estimate the value before each response token, and of what the whole row leads to.
+
+    After the last token of the row, not the policy's last: what a tool answered is part of the state to go on from.
 
     Args:
         value_model: A model with a per-token scalar head.
         query_responses: Token ids, long `(B, C + T)`.
         attention_mask: True on real tokens, bool `(B, C + T)`.
-        response_mask: True on real response tokens, bool `(B, T)`.
+        response_mask: True on the response tokens that the policy wrote, bool `(B, T)`.
         places: Where the real tokens are; None reads it from the device.
     """
     values = token_values(value_model, query_responses, attention_mask, response_mask.shape[1] + 1, places)
-    after_last = response_mask.sum(dim=1, keepdim=True)
+    after_last = last_real(attention_mask[:, -values.shape[1] :])[:, None]
     return ResponseValues(values[:, :-1].masked_fill(~response_mask, 0.0), values.gather(1, after_last).squeeze(1))
 
 

@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl
-from rlhf_ppo.algorithm.masked import ReduceSum
+from rlhf_ppo.algorithm.masked import ReduceSum, zero_outside
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
@@ -22,7 +22,7 @@ LATEST = frozenset({"episode", "eps", "lr", "guard/skipped_rows", "guard/skipped
 
 
 def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor, non_score_reward: Tensor) -> dict[str, Tensor]:
-    """Sum each response's per-token figures.
+    """Sum each response's per-token figures, over the tokens that the policy wrote.
 
     Args:
         rollout: `B` responses.
@@ -36,7 +36,7 @@ def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor, non_score_rewa
     return {
         "scores": scores,
         "kl": kl.sum(dim=1),
-        "entropy": -rollout.logprobs.sum(dim=1),
+        "entropy": -zero_outside(rollout.logprobs, rollout.response_mask).sum(dim=1),
         "non_score_reward": non_score_reward.sum(dim=1),
         "length": rollout.response_mask.sum(dim=1).float(),
         "stopped": rollout.stopped.float(),

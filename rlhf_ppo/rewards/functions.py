@@ -44,10 +44,11 @@ class RewardFunction:
 
     The convention is `GRPOTrainer`'s, so that the same functions serve both. Where the column `prompt` holds
     conversations, `prompts` are lists of messages and `completions` are `[{"role": "assistant", "content": text}]`;
-    else both are texts, without special tokens. `completion_ids` are the responses' ids, the stop token included. The
-    data set's other columns come as lists, besides `trainer_state`, `log_extra(column, values)` and
-    `log_metric(name, value)`. A function without `**kwargs` gets only what it names. None means: not scored. One that
-    names `policy_answers` gets the rows as `Answer`s, with the tokens that a reward model reads.
+    else both are texts, without special tokens. `completion_ids` are the responses' ids, the stop token and the tokens
+    of tools and environments included; rewards of tokens that the policy did not write are not paid. The data set's
+    other columns come as lists, besides `trainer_state`, `log_extra(column, values)` and `log_metric(name, value)`. A
+    function without `**kwargs` gets only what it names. None means: not scored. One that names `policy_answers` gets
+    the rows as `Answer`s, with the tokens that a reward model reads.
 
     Args:
         function: The function, sync or async: a function, `functools.partial` or callable object.
@@ -142,7 +143,7 @@ class RewardFunction:
 
     def _checked(self, returned: Any, batch: ScoringBatch) -> Tensor:
         mask = batch.response_mask
-        scores = check_scores(returned, self.name, mask.sum(dim=1).tolist(), self.refuse)
+        scores = check_scores(returned, self.name, batch.episode_mask.sum(dim=1).tolist(), self.refuse)
         if scores.dim() == 2:
             scores = functional.pad(scores, (0, mask.shape[1] - scores.shape[1]))
         return scores.to(mask.device)

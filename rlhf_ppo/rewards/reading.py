@@ -23,7 +23,8 @@ class Answer:
         response: The response's text, decoded apart from the prompt, without special tokens.
         ended: Whether it ended by itself, as `rlhf_ppo.generation.sequences.ended` says; one from a data set has.
         prompt_ids: The prompt in the policy's tokens; None for an answer from a data set, as the next two.
-        response_ids: The response in the policy's tokens, the stop token included.
+        response_ids: The response in the policy's tokens, the stop token and what tools and environments wrote
+            included.
         tokenizer: The policy's tokenizer.
     """
 

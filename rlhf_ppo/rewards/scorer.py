@@ -40,12 +40,13 @@ def refuse_by_raising(reason: str) -> None:
 class ScoringBatch:
     """What a reward source reads: prompts and responses, already truncated after the stop token.
 
-    Which tokens are real is told by the masks, never by the ids.
+    Which tokens are real is told by the masks, never by the ids. What is read is the whole response, with the tokens of
+    tools and environments in it; rewards of single tokens are paid for those that the policy wrote.
 
     Attributes:
         query_responses: Prompt and response ids, long `(B, C + T)`: left-padded prompt, right-padded response.
         attention_mask: True on real tokens of either part, bool `(B, C + T)`.
-        response_mask: True on the response's real tokens, the stop token included, bool `(B, T)`.
+        response_mask: True on the response's tokens that the policy wrote, the stop token included, bool `(B, T)`.
         columns: The data set's other columns, each a list of `B` values.
         ended: Whether the response ended by itself, with a stop token or a stop string, bool `(B,)`; the one notion of
             it, from `rlhf_ppo.generation.sequences.ended`.
@@ -85,7 +86,7 @@ class ScoringBatch:
         return [list(ids) for ids in self._prompt_ids]
 
     def response_ids(self) -> list[list[int]]:
-        """Return the real token ids of each response, the stop token included, in lists of the caller's own."""
+        """Return the real token ids of each response, whoever wrote them, in lists of the caller's own."""
         return [list(ids) for ids in self._response_ids]
 
     def prompt_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -101,10 +102,15 @@ class ScoringBatch:
         context = self.query_responses.shape[1] - self.response_mask.shape[1]
         return _selected(self.query_responses[:, :context], self.attention_mask[:, :context])
 
+    @property
+    def episode_mask(self) -> Tensor:
+        """True on the response's real tokens, whoever wrote them, bool `(B, T)`."""
+        return self.attention_mask[:, self.query_responses.shape[1] - self.response_mask.shape[1] :]
+
     @cached_property
     def _response_ids(self) -> list[list[int]]:
         context = self.query_responses.shape[1] - self.response_mask.shape[1]
-        return _selected(self.query_responses[:, context:], self.response_mask)
+        return _selected(self.query_responses[:, context:], self.episode_mask)
 
     def _texts(self, part: str, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
         def decoded() -> list[str]:
@@ -143,7 +149,8 @@ class RewardSource(Protocol):
 
         Returns:
             Float32 `(B,)`, one score per response; or `(B, T)`, one reward per response token. NaN for a response that
-            the source does not score, in its first `(B, T)` column at least.
+            the source does not score, at the first token that the policy wrote at least. What stands at tokens that
+            it did not write is not paid.
         """
         ...
 
@@ -155,7 +162,7 @@ class Scores:
     Attributes:
         final: Weighted sum over the sources that gave the response one number, float32 `(B,)`: 0 where only rewards of
             tokens were given, NaN where no source scored the response.
-        per_token: Weighted sum over the sources that reward tokens, float32 `(B, T)`, 0 outside the response.
+        per_token: Weighted sum over the sources that reward tokens, float32 `(B, T)`, 0 outside the response mask.
         by_source: Each source's own scores before weighting, float32 `(B,)`, NaN where it gave none; of a source that
             rewards tokens, their sum.
     """
@@ -263,13 +270,14 @@ class Scorer:
         mask = batch.response_mask.bool()
         final, per_token = torch.zeros(len(batch), device=mask.device), torch.zeros(mask.shape, device=mask.device)
         by_source: dict[str, Tensor] = {}
+        first = mask.to(torch.uint8).argmax(dim=1, keepdim=True)
         for name, scores in given.items():
             scores = scores.to(mask.device, torch.float32)
             if tuple(scores.shape) == (len(batch),):
                 by_source[name] = scores
                 final = final + self.weights[name] * torch.where(scores.isnan(), 0.0, scores)
             elif scores.shape == mask.shape:
-                unscored = scores[:, 0].isnan()
+                unscored = scores.gather(1, first).squeeze(1).isnan()
                 scores = torch.where(mask & ~unscored[:, None], scores, 0.0)
                 by_source[name] = scores.sum(dim=1).masked_fill(unscored, math.nan)
                 per_token = per_token + self.weights[name] * scores

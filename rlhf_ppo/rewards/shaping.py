@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from rlhf_ppo.algorithm.masked import zero_outside
 from rlhf_ppo.algorithm.penalties import clip_scores, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import Rollout
@@ -26,16 +27,20 @@ def shape_scores(rollout: Rollout, args: PPOConfig, std: float | None = None) ->
 
     Returns:
         The scores to pay at the last token, float32 `(B,)`, NaN for responses that no source scored; and the rewards
-        of single tokens, float32 `(B, T)`.
+        of single tokens, float32 `(B, T)`, 0 outside the response mask.
     """
     unit = 1.0 if std is None else std
     clip = None if std is None and args.score_scaling else args.score_clip
     scores = clip_scores(rollout.scores / unit, clip)
     scores = penalize_missing_eos(scores, rollout.stopped, args.missing_eos_penalty)
-    return replace_missing_eos(scores, rollout.stopped, args.missing_eos_score), rollout.token_scores / unit
+    return replace_missing_eos(scores, rollout.stopped, args.missing_eos_score), _of_tokens(rollout) / unit
 
 
 def whole_scores(rollout: Rollout) -> Tensor:
     """Return what each scored response is worth in all, before shaping, float32 `(num_scored,)`."""
-    total = rollout.scores + rollout.token_scores.sum(dim=1)
+    total = rollout.scores + _of_tokens(rollout).sum(dim=1)
     return total[~total.isnan()]
+
+
+def _of_tokens(rollout: Rollout) -> Tensor:
+    return zero_outside(rollout.token_scores, rollout.response_mask)
