@@ -19,15 +19,24 @@ Weights = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class Episode:
-    """A prompt and the response to it, the stop token included, as ids."""
+    """A prompt and the response to it, the stop token included, as ids.
+
+    `written` tells which tokens of the response the policy wrote; None says all of them.
+    """
 
     prompt: list[int]
     response: list[int]
     stopped: bool
+    written: list[bool] | None = None
 
     @property
     def ids(self) -> list[int]:
         return self.prompt + self.response
+
+    @property
+    def own(self) -> list[int]:
+        """Places in the response of the tokens that the policy wrote."""
+        return [place for place in range(len(self.response)) if self.written is None or self.written[place]]
 
 
 @dataclass(frozen=True)
@@ -113,15 +122,17 @@ class Llama:
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
     def response(self, weights: Weights, episode: Episode, temperature: float) -> tuple[Array, Array]:
-        """Log-probabilities of the response's tokens and entropies of the distributions they came from, `(T,)`."""
+        """Log-probabilities of the policy's tokens and entropies of the distributions they came from, `(T,)`."""
         before = self.states(weights, episode.ids)[len(episode.prompt) - 1 : -1]
         distribution = log_softmax(before @ weights["lm_head.weight"].T / temperature)
         logprobs = distribution[np.arange(len(episode.response)), episode.response]
-        return logprobs, -(np.exp(distribution) * distribution).sum(axis=-1)
+        entropies = -(np.exp(distribution) * distribution).sum(axis=-1)
+        return logprobs[episode.own], entropies[episode.own]
 
     def values(self, weights: Weights, episode: Episode) -> Array:
-        """Values before each token of the response, and after the last one, `(T + 1,)`."""
-        return (self.states(weights, episode.ids) @ weights["score.weight"].T)[len(episode.prompt) - 1 :, 0]
+        """Values before each token of the policy, and after the last token of all, `(T + 1,)`."""
+        values = (self.states(weights, episode.ids) @ weights["score.weight"].T)[len(episode.prompt) - 1 :, 0]
+        return values[[*episode.own, -1]]
 
     def score(self, weights: Weights, ids: Sequence[int]) -> float:
         """What the sequence-classification head says at the last token."""
@@ -160,8 +171,13 @@ def estimate(
     value_model: Weights,
     scores: Sequence[float],
     settings: Settings,
+    token_scores: Sequence[Array] | None = None,
 ) -> Estimates:
-    """Everything from log-probabilities to whitened advantages; `scores` are before the missing-EOS penalty."""
+    """Everything from log-probabilities to whitened advantages; `scores` are before the missing-EOS penalty.
+
+    `token_scores` are rewards of the policy's single tokens.
+    """
+    token_scores = [np.zeros(len(episode.own)) for episode in episodes] if token_scores is None else token_scores
     logprobs = [llama.response(policy, episode, settings.temperature)[0] for episode in episodes]
     ref_logprobs = [llama.response(reference, episode, settings.temperature)[0] for episode in episodes]
     all_values = [llama.values(value_model, episode) for episode in episodes]
@@ -169,7 +185,11 @@ def estimate(
     paid = [_paid(score, episode, settings) for score, episode in zip(scores, episodes, strict=True)]
     kl = [_kl(new, ref, settings.kl_estimator) for new, ref in zip(logprobs, ref_logprobs, strict=True)]
     charged = [-settings.kl_coef * row for row in kl]
-    rewards = [row + score * (np.arange(len(row)) == len(row) - 1) for row, score in zip(charged, paid, strict=True)]
+    rewards = [
+        row + tokens + score * (np.arange(len(row)) == len(row) - 1)
+        for row, score, tokens in zip(charged, paid, token_scores, strict=True)
+    ]
+    paid = [score + float(tokens.sum()) for score, tokens in zip(paid, token_scores, strict=True)]
     if settings.whiten_rewards:
         mean = np.concatenate(rewards).mean()
         rewards = [row + mean for row in _whiten(rewards)]
@@ -285,7 +305,7 @@ def metrics(
 ) -> dict[str, float]:
     """Every logged number of the update that does not come from a clock or the scheduler, and Trainer's `loss`."""
     num_episodes = len(episodes)
-    lengths = [len(episode.response) for episode in episodes]
+    lengths = [len(episode.own) for episode in episodes]
     stopped = sum(episode.stopped for episode in episodes)
     values, returns = np.concatenate(known.values), np.concatenate(known.returns)
     charged = np.concatenate(known.non_score_reward).sum() / num_episodes

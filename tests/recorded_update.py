@@ -45,6 +45,7 @@ class RecordingTrainer(PPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.micro_batches: list[list[Experience]] = []
         self.ratios: list[torch.Tensor] = []
+        self.episodes: list[Episode] = []  # of a subclass that responds without the engine
         super().__init__(*args, **kwargs)
 
     def collect_rollout(self, model: torch.nn.Module, prompts: Prompts) -> Rollout:
@@ -108,11 +109,11 @@ class Update:
         return self.trainer.state.log_history[0]
 
     def per_token(self, values: torch.Tensor) -> list[Any]:
-        """Rows of a `(B, T)` tensor without their padding, and a check that it is 0 there."""
-        lengths = [len(episode.response) for episode in self.episodes]
-        for row, length in zip(values, lengths, strict=True):
-            assert not row[length:].any()
-        return [row[:length].double().numpy() for row, length in zip(values, lengths, strict=True)]
+        """The policy's tokens of a `(B, T)` tensor's rows, and a check that it is 0 elsewhere."""
+        rows = [row.double().numpy() for row in values]
+        for row, episode in zip(rows, self.episodes, strict=True):
+            assert not np.delete(row, episode.own).any()
+        return [row[episode.own] for row, episode in zip(rows, self.episodes, strict=True)]
 
 
 def stopping_policy(seed: int = 0, **overrides: Any) -> Any:
@@ -136,8 +137,9 @@ def run_update(make_trainer: Callable[..., Any], **overrides: Any) -> Update:
     Args:
         make_trainer: The fixture of that name.
         overrides: Arguments of PPOTrainer or PPOConfig; besides, `config` of all models, `generation_config` of the
-            policy, and the learning rate `sgd`.
+            policy, the learning rate `sgd`, and a `trainer_class`.
     """
+    trainer_class = overrides.pop("trainer_class", RecordingTrainer)
     config = overrides.pop("config", {})
     policy, value_model = stopping_policy(**config), tiny_scorer(seed=2, **config)
     policy.generation_config = overrides.pop("generation_config", policy.generation_config)
@@ -169,7 +171,7 @@ def run_update(make_trainer: Callable[..., Any], **overrides: Any) -> Update:
         "max_grad_norm": 0.0,
         "cliprange_value": 0.1,
     }
-    trainer = make_trainer(RecordingTrainer, **{**values, **overrides})
+    trainer = make_trainer(trainer_class, **{**values, **overrides})
     collated.clear()  # the constructor tries the collator
     with _recorded_generation() as generated:
         trainer.train()
@@ -201,15 +203,22 @@ def _account(
 ) -> Update:
     args, llama = trainer.args, Llama.of(trainer.policy_model.config)
     stop = EOS if args.stop_token == "eos" else args.stop_token_id
-    episodes = [_episode(row["input_ids"], sampled, stop) for row, sampled in zip(prompts, generated, strict=True)]
+    episodes = trainer.episodes or [
+        _episode(row["input_ids"], sampled, stop) for row, sampled in zip(prompts, generated, strict=True)
+    ]
     settings = _settings(args)
-    by_source = _scores(trainer, llama, episodes)
-    weights: Any = args.reward_weights or [1.0] * len(by_source)
-    weights = [weights[name] for name in by_source] if isinstance(weights, dict) else weights
-    scores = (np.array(list(by_source.values())) * np.array(weights)[:, None]).sum(axis=0)
-    known = oracles.estimate(
-        llama, episodes, initial["policy"], initial["ref"], initial["value"], list(scores), settings
-    )
+    given = _given(trainer, llama, episodes)
+    weights: Any = args.reward_weights or [1.0] * len(given)
+    weights = weights if isinstance(weights, dict) else dict(zip(given, weights, strict=True))
+    scores, token_scores = np.zeros(len(episodes)), [np.zeros(len(episode.own)) for episode in episodes]
+    for name, rewards in given.items():
+        if isinstance(rewards[0], np.ndarray):
+            token_scores = [sum_ + weights[name] * row for sum_, row in zip(token_scores, rewards, strict=True)]
+        else:
+            scores += weights[name] * np.array(rewards)
+    before = initial["policy"], initial["ref"], initial["value"]
+    known = oracles.estimate(llama, episodes, *before, list(scores), settings, token_scores)
+    by_source = {name: [float(np.sum(reward)) for reward in rewards] for name, rewards in given.items()}
     steps = [
         Step(before["policy"], before["value_model"], [_row_numbers(part, episodes) for part in parts])
         for before, parts in zip(snapshots.weights[:-1], trainer.micro_batches, strict=True)
@@ -229,14 +238,19 @@ def _settings(args: PPOConfig) -> Settings:
     return Settings(**{**values, "missing_eos_penalty": args.missing_eos_penalty or 0.0})
 
 
-def _scores(trainer: RecordingTrainer, llama: Llama, episodes: list[Episode]) -> dict[str, list[float]]:
-    by_source: dict[str, list[float]] = {}
+def _given(trainer: RecordingTrainer, llama: Llama, episodes: list[Episode]) -> dict[str, list[Any]]:
+    """What each source gives each response: a number, or an array of one for each token of the policy."""
+    given: dict[str, list[Any]] = {}
     if trainer.reward_model is not None:
         weights = oracles.weights_of(trainer.reward_model)
-        by_source["reward_model"] = [llama.score(weights, episode.ids) for episode in episodes]
+        given["reward_model"] = [llama.score(weights, episode.ids) for episode in episodes]
     for function in trainer._functions:
-        by_source[function.__name__] = function(completion_ids=[episode.response for episode in episodes])
-    return by_source
+        rewards = function(completion_ids=[episode.response for episode in episodes])
+        given[function.__name__] = [
+            np.array(reward)[episode.own] if isinstance(reward, list) else reward
+            for reward, episode in zip(rewards, episodes, strict=True)
+        ]
+    return given
 
 
 def _row_numbers(part: Experience, episodes: list[Episode]) -> list[int]:
@@ -251,7 +265,7 @@ def check_update(update: Update) -> None:
     """Compare every number of the update with the oracle's."""
     trainer, known = update.trainer, update.known
     rollout, experience = trainer.rollout, trainer.experience
-    lengths = {len(episode.response) for episode in update.episodes}
+    lengths = {len(episode.own) for episode in update.episodes}
     assert len(lengths) > 1 or trainer.tokens.stop is None, "the rollout must be ragged to test anything"
     for name in ("logprobs", "ref_logprobs", "values"):
         compare_rows(name, update.per_token(getattr(rollout, name)), getattr(known, name))
@@ -282,5 +296,5 @@ def check_metrics(update: Update) -> None:
     assert all(math.isfinite(update.logged[key]) and update.logged[key] > 0 for key in LOGGED_ONLY)
     assert update.logged["episode"] == NUM_EPISODES and update.logged["lr"] == update.logged["learning_rate"]
     seconds = sum(update.logged[f"time/{phase}"] for phase in ("generate", "score", "evaluate", "learn"))
-    num_tokens = sum(len(episode.response) for episode in update.episodes)
+    num_tokens = sum(len(episode.own) for episode in update.episodes)
     assert_allclose(update.logged["time/tokens_per_second"], num_tokens / seconds, rtol=1e-6)

@@ -67,8 +67,8 @@ def sample_rows(
         extra: Columns that reward functions logged, `B` values each.
 
     Returns:
-        `B` dicts with `query` (without special tokens), `response` (with its stop token, and with what tools and
-        environments wrote), `score`, the reward sources' scores under `by_source`, and the extra columns under `extra`.
+        `B` dicts with `query` (without special tokens), `response` (with its stop token and what tools wrote),
+        `score`, the reward sources' scores under `by_source`, and the extra columns under `extra`.
     """
     queries = [ids[real].tolist() for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
     answers = [ids[real].tolist() for ids, real in zip(responses.responses, responses.episode_mask, strict=True)]

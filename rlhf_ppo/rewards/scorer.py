@@ -40,8 +40,8 @@ def refuse_by_raising(reason: str) -> None:
 class ScoringBatch:
     """What a reward source reads: prompts and responses, already truncated after the stop token.
 
-    Which tokens are real is told by the masks, never by the ids. What is read is the whole response, with the tokens of
-    tools and environments in it; rewards of single tokens are paid for those that the policy wrote.
+    Which tokens are real is told by the masks, never by the ids. What is read is the whole response, with what tools
+    and environments wrote in it; rewards of single tokens are paid for those that the policy wrote.
 
     Attributes:
         query_responses: Prompt and response ids, long `(B, C + T)`: left-padded prompt, right-padded response.

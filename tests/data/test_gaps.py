@@ -1,0 +1,309 @@
+"""Response masks with holes: tokens of tools between the policy's turns are context, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+from torch import Tensor
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.algorithm.advantages import gae
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.rollout import Responses, Rollout, check_shape
+from rlhf_ppo.reporting.metrics import UpdateStatistics
+from rlhf_ppo.rewards.shaping import whole_scores
+from tests.conftest import tiny_scorer
+from tests.episodes import RespondsInTurns
+from tests.recorded_update import RecordingTrainer, check_update, run_update, share_of_w4
+from tests.runs import assert_identical, parameters
+
+MakeTrainer = Callable[..., PPOTrainer]
+
+
+# ---- A whole update, against NumPy on unpadded rows ----
+
+
+class RecordedTurns(RespondsInTurns, RecordingTrainer):
+    """Keeps what flows through an update on responses of several turns."""
+
+
+def reward_of_each_token(completion_ids: list[list[int]], **columns: Any) -> list[list[float]]:
+    """Large at every token, so that those of tools would be seen."""
+    return [[5.0 - 0.1 * token + place for place, token in enumerate(ids)] for ids in completion_ids]
+
+
+UPDATES: dict[str, dict[str, Any]] = {
+    "packed": {"bootstrap_truncated": True, "gamma": 0.9, "lam": 0.8, "missing_eos_penalty": 1.5},
+    "padded": {
+        "config": {"attn_implementation": "eager"},
+        "whiten_rewards": True,
+        "reward_funcs": [share_of_w4, reward_of_each_token],
+        "reward_weights": [2.0, 0.5],
+    },
+    "a_reward_model_and_few_tokens_a_pass": {
+        "reward_model": tiny_scorer(seed=7),
+        "reward_funcs": reward_of_each_token,
+        "kl_estimator": "k3",
+        "max_tokens_per_micro_batch": 20,
+        "bootstrap_truncated": True,
+        "missing_eos_score": -1.5,
+    },
+}
+
+
+@pytest.mark.parametrize("variant", UPDATES)
+def test_an_update_equals_numpy(make_trainer: MakeTrainer, variant: str) -> None:
+    update = run_update(make_trainer, trainer_class=RecordedTurns, **UPDATES[variant])
+    written = [episode.written for episode in update.episodes]
+    assert any(False in row[: len(episode.own)] for row, episode in zip(written, update.episodes, strict=True))
+    assert {row[-1] for row in written} == {row[0] for row in written} == {True, False}
+    assert 0 < update.logged["response/ended_frac"] < 1
+    check_update(update)
+
+
+def test_learning_in_turn_takes_the_same_steps(make_trainer: MakeTrainer) -> None:
+    """Policy and value model have their backward passes apart where `compute_loss` is not overridden."""
+    run: dict[str, Any] = {"total_episodes": 8, "num_mini_batches": 1, "bootstrap_truncated": True}
+
+    class LosesWhole(RespondsInTurns):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    in_turn, whole = make_trainer(RespondsInTurns, **run), make_trainer(LosesWhole, **run)
+    before = parameters(whole)
+    in_turn.train()
+    whole.train()
+    assert_identical(parameters(in_turn), parameters(whole))
+    assert any(not torch.equal(value, before[name]) for name, value in parameters(whole).items())
+
+
+# ---- What stands in the gaps ----
+
+
+@st.composite
+def written_masks(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """Masks of 2 to 4 responses of up to 8 tokens: all that is real, and what the policy wrote of it."""
+    lengths = draw(st.lists(st.integers(1, 8), min_size=2, max_size=4))
+    width = max(lengths)
+    real = torch.tensor([[t < length for t in range(width)] for length in lengths])
+    written = torch.tensor([draw(st.lists(st.booleans(), min_size=width, max_size=width)) for _ in lengths]) & real
+    for row, length in enumerate(lengths):
+        written[row, draw(st.integers(0, length - 1))] = True
+    return real, written
+
+
+def a_rollout(real: Tensor, written: Tensor, seed: int) -> Rollout:
+    """Random figures behind prompts of two tokens; 0 where the policy wrote nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(real)
+
+    def figures(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=generator)
+        return drawn.masked_fill(~written, 0.0) if len(shape) == 2 else drawn
+
+    scores, stopped = figures(rows), torch.arange(rows) % 2 == 0
+    return Rollout(
+        query_responses=torch.randint(3, 32, (rows, 2 + real.shape[1]), generator=generator),
+        attention_mask=torch.cat((torch.ones(rows, 2).bool(), real), dim=1),
+        response_mask=written,
+        sampling_logprobs=figures(*real.shape),
+        stopped=stopped,
+        logprobs=figures(*real.shape),
+        ref_logprobs=figures(*real.shape),
+        values=figures(*real.shape),
+        final_values=figures(rows),
+        scores=scores,
+        token_scores=figures(*real.shape),
+        scores_by_source={"one": scores},
+    )
+
+
+PER_TOKEN = ("sampling_logprobs", "logprobs", "ref_logprobs", "values", "token_scores")
+
+
+def filled(batch: Any, names: tuple[str, ...], value: float) -> Any:
+    """Put a number at all tokens that the policy did not write."""
+    return dataclasses.replace(
+        batch, **{name: getattr(batch, name).masked_fill(~batch.response_mask, value) for name in names}
+    )
+
+
+SHAPED: dict[str, Any] = {
+    "whiten_rewards": True,
+    "score_scaling": True,
+    "score_clip": 2.0,
+    "missing_eos_penalty": 0.7,
+    "bootstrap_truncated": True,
+    "gamma": 0.9,
+    "lam": 0.8,
+    "kl_coef": 0.3,
+    "importance_sampling_correction": True,
+}
+
+
+def estimated(trainer: Any, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
+    """The experience of a rollout, as the first of a run, and the metrics of it."""
+    trainer._metrics, trainer._progress.score_moments = {}, {"count": 0.0, "mean": 0.0, "squares": 0.0}
+    experience = trainer.estimate_advantages(trainer._guard.checked_rollout(rollout))
+    return trainer._guard.checked_experience(experience), dict(trainer._metrics)
+
+
+@pytest.mark.parametrize("value", [999.0, float("nan")])
+def test_figures_in_the_gaps_change_nothing(make_trainer: MakeTrainer, value: float) -> None:
+    trainer: Any = make_trainer(**SHAPED)
+
+    @settings(deadline=None, max_examples=25)
+    @given(masks=written_masks(), seed=st.integers(0, 2**16))
+    def compare(masks: tuple[Tensor, Tensor], seed: int) -> None:
+        rollout = a_rollout(*masks, seed)
+        odd = filled(rollout, PER_TOKEN, value)
+        assert torch.equal(whole_scores(odd), whole_scores(rollout))
+        clean, metrics = estimated(trainer, rollout)
+        experience, odd_metrics = estimated(trainer, odd)
+        assert odd_metrics == metrics
+        for name in ("advantages", "returns", "loss_mask"):
+            assert torch.equal(getattr(experience, name), getattr(clean, name)), name
+        weights = clean.importance_weights, experience.importance_weights
+        assert torch.equal(*(each[rollout.response_mask] for each in weights if each is not None))
+
+    compare()
+
+
+@pytest.mark.parametrize("value", [999.0, float("nan")])
+def test_figures_in_the_gaps_have_no_gradient(make_trainer: MakeTrainer, value: float) -> None:
+    trainer: Any = make_trainer(importance_sampling_correction=True)
+    names = ("logprobs", "values", "advantages", "returns", "importance_weights")
+
+    def learned(experience: Experience) -> Any:
+        statistics = UpdateStatistics()
+        trainer.model.zero_grad()
+        loss, parts = trainer.compute_loss(trainer.model, experience, return_outputs=True)
+        loss.backward()
+        statistics.add(experience, *parts)
+        gradients = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+        return loss.detach(), gradients, statistics.sums
+
+    @settings(deadline=None, max_examples=10)
+    @given(masks=written_masks(), seed=st.integers(0, 2**16))
+    def compare(masks: tuple[Tensor, Tensor], seed: int) -> None:
+        experience, _ = estimated(trainer, a_rollout(*masks, seed))
+        clean = learned(experience)
+        assert_identical(learned(filled(experience, names, value)), clean)
+        assert any(gradient.any() for gradient in clean[1].values())
+
+    compare()
+
+
+@settings(deadline=None)
+@given(masks=written_masks(), seed=st.integers(0, 2**16))
+def test_cutting_the_gaps_out_gives_the_same_advantages(masks: tuple[Tensor, Tensor], seed: int) -> None:
+    rollout, rewards = a_rollout(*masks, seed), torch.randn(masks[1].shape)
+    written = rollout.response_mask
+    given_ = (rewards, rollout.values)
+    whole = gae(*given_, written, 0.9, 0.8, rollout.final_values)
+    for row, own in enumerate(written):
+        alone = [values[row, own][None] for values in given_]
+        cut = gae(*alone, torch.ones_like(alone[0]).bool(), 0.9, 0.8, rollout.final_values[row : row + 1])
+        for ours, expected in zip(whole, cut, strict=True):
+            assert torch.equal(ours[row, own], expected[0])
+            assert not ours[row, ~own].any()
+
+
+def test_the_next_value_is_that_after_the_gap_and_a_token_counts_once_in_the_discount() -> None:
+    """Two tokens, a gap of three, one token: `delta = r + gamma V - V`, by hand with gamma 1/2, lambda 1."""
+    mask = torch.tensor([[True, True, False, False, False, True]])
+    values = torch.tensor([[1.0, 2.0, 999.0, 999.0, 999.0, 4.0]])
+    rewards = torch.tensor([[0.0, 0.0, 999.0, 999.0, 999.0, 8.0]])
+    advantages, returns = gae(rewards, values, mask, 0.5, 1.0, torch.tensor([16.0]))
+    # deltas: 0 + 2/2 - 1 = 0; 0 + 4/2 - 2 = 0; 8 + 16/2 - 4 = 12
+    assert advantages.tolist() == [[3.0, 6.0, 0.0, 0.0, 0.0, 12.0]]
+    assert returns.tolist() == [[4.0, 8.0, 0.0, 0.0, 0.0, 16.0]]
+
+
+# ---- The masks themselves ----
+
+
+def responses(*rows: str, context: int = 2, **overrides: Any) -> Responses:
+    """Rows such as ".pPt.": padding, prompt, policy, tool."""
+    ids = torch.arange(len(rows) * len(rows[0])).view(len(rows), -1) + 3
+    attention = torch.tensor([[letter != "." for letter in row] for row in rows])
+    written = torch.tensor([[letter == "P" for letter in row[context:]] for row in rows])
+    return Responses(**{"query_responses": ids, "attention_mask": attention, "response_mask": written, **overrides})
+
+
+def test_trimming_keeps_every_token_that_attention_sees() -> None:
+    batch = responses(".pPtP..", ".ptPtt.", ".pP....")
+    trimmed = batch.trimmed()
+    assert trimmed.context_length == 1 and trimmed.attention_mask.tolist() == [
+        [True, True, True, True, False],
+        [True, True, True, True, True],
+        [True, True, False, False, False],
+    ]
+    check_shape("response_mask", trimmed.response_mask, (3, 4))
+    assert torch.equal(trimmed.query_responses, batch.query_responses[:, 1:6])
+    assert batch.lengths.tolist() == [4, 5, 2] and batch.longest_first() == [1, 0, 2]
+    assert [part.responses.shape[1] for part in batch.parts(1)] == [3, 4, 1]
+    assert batch.episode_mask.sum(dim=1).tolist() == [3, 4, 1]
+
+
+def test_a_mask_that_is_replaced_is_the_one_that_is_read() -> None:
+    """A subclass masks turns of a tool out of what `collect_rollout` returned."""
+    batch = responses("ppPPP", ".pPP.")
+    holes = torch.tensor([[True, False, True], [True, False, False]])
+    masked = dataclasses.replace(batch, response_mask=holes)
+    assert masked.masks.response.tolist() == holes.tolist()
+    assert masked.places.responses.tolist() == [0, 2, 3]
+    assert masked[[1, 0]].masks.response.tolist() == holes.flip(0).tolist()
+    kept = dataclasses.replace(batch, query_responses=batch.query_responses + 1)
+    assert kept.on_host is batch.on_host
+    with pytest.raises(ValueError, match="row 1: response_mask has no real token"):
+        dataclasses.replace(batch, response_mask=holes & torch.tensor([[True], [False]]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (("ppPP", "p.PP"), "row 1: attention_mask is False at the end of the prompt, column 1"),
+        (("ppPP", "..PP"), "row 1: attention_mask is False at the end of the prompt"),
+        (("pppPP", "p.pPP"), "row 1: attention_mask has a hole in the prompt"),
+        (("ppP.", "pp.P"), "row 1: attention_mask has a hole in the response"),
+        (("ppPtP", "ppP.P"), "row 1: attention_mask has a hole in the response"),
+        (("ppPP", "pptt"), "row 1: response_mask has no real token"),
+    ],
+)
+def test_masks_that_are_none_are_an_error_that_names_the_row(rows: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        responses(*rows, context=rows[0].rfind("p") + 1)
+
+
+def test_what_was_written_is_seen_and_masks_are_bool() -> None:
+    fine = responses("ppPP", "ppP.")
+    with pytest.raises(ValueError, match="row 1: response_mask is True where attention_mask is False"):
+        dataclasses.replace(fine, response_mask=torch.ones(2, 2).bool())
+    with pytest.raises(TypeError, match=r"response_mask has dtype torch.int64, expected torch.bool"):
+        dataclasses.replace(fine, response_mask=fine.response_mask.long())
+    with pytest.raises(TypeError, match=r"attention_mask has dtype torch.float32"):
+        dataclasses.replace(fine, attention_mask=fine.attention_mask.float())
+
+
+# ---- Sample tables and evaluation ----
+
+
+def test_tables_and_evaluation_show_whole_responses_and_count_the_policys_tokens(make_trainer: MakeTrainer) -> None:
+    trainer: Any = make_trainer(RespondsInTurns, eval_dataset=[{"input_ids": [3, 4, 5]}, {"input_ids": [9, 8]}])
+    table = trainer.generate_completions()
+    texts = [trainer.processing_class.decode(episode.response) for episode in trainer.episodes]
+    assert list(table["model response"]) == texts
+    assert_allclose(list(table["score"]), share_of_w4([episode.response for episode in trainer.episodes]), rtol=1e-6)
+    metrics = trainer.evaluate()
+    own = [len(episode.own) for episode in trainer.episodes]
+    assert any(len(episode.response) > len(episode.own) for episode in trainer.episodes)
+    assert metrics["eval_response_length_mean"] == sum(own) / 2
+    assert metrics["eval_ended_frac"] == sum(episode.stopped for episode in trainer.episodes) / 2
