@@ -314,7 +314,7 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
             importance ratio starts at 1.
         """
         model.eval()
-        policy = self._unwrapped(model).policy
+        models = self._unwrapped(model)
         with self._timer.phase("generate"):
             responses = self._generate(
                 model, prompts, sampling_config(self.args, self.tokens.stop, self._vocabulary.never_sampled)
@@ -325,10 +325,11 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
                 batch = ScoringBatch.of(responses, prompts, self.tokens.ended(responses))
                 self.scorer.start(batch)
             with self._timer.phase("evaluate"):
-                is_packed = self._unwrapped(model).packs_rows
-                output = self._in_passes(responses, partial(model, with_entropy=False), is_packed)
-                with self.reference.forward(model, policy) as reference:
-                    ref_output = self._in_passes(responses, reference, is_packed)
+                output = self._in_passes(responses, partial(model, with_entropy=False), models.packs_rows)
+                ref_output = output
+                if not self.reference.is_policy(models.policy):
+                    with self.reference.forward(model, models.policy) as reference:
+                        ref_output = self._in_passes(responses, reference, models.packs_rows)
             with self._timer.phase("score"):
                 scores = self.score_responses(responses, prompts)
         return Rollout(

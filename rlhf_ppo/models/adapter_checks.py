@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -11,13 +12,17 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 
 from rlhf_ppo.models.modes import in_eval_mode
-from rlhf_ppo.models.sharded import is_sharded
+from rlhf_ppo.models.sharded import is_managed, is_sharded
 from rlhf_ppo.models.unwrapping import is_peft_model, probe_ids, transformers_model
 
 logger = get_logger(__name__)
 
 PROMPT_LEARNING = "prompt learning adds virtual tokens to the sequence itself; use a method like LoRA"
 """Why such adapters are refused, and what to do."""
+
+_LORA_WEIGHT = re.compile(r"\.lora_(embedding_)?[AB]\.")
+_LORA_FACTOR = re.compile(r"\.lora_(B|embedding_A)\.")
+"""The factor that is 0 in a new adapter."""
 
 _NOISE = 0.05
 """Standard deviation of what is added to trainable parameters to see what they change."""
@@ -81,6 +86,29 @@ def warn_of_rank_allocation(policy: nn.Module) -> None:
 def adapter_kind(model: nn.Module) -> str:
     """Return PEFT's name of the kind of a `PeftModel`'s active adapter, such as `LORA`."""
     return str(cast(Any, model).active_peft_config.peft_type.value)
+
+
+def adds_nothing(model: nn.Module) -> bool:
+    """Tell whether a model with a LoRA adapter gives the bits that it gives without, as a new one does.
+
+    `W x + B A x = W x` to the bit where `B = 0` (for embeddings, `A = 0`). Read off the weights, up to the first that
+    is not 0. False where it is not certain: other kinds and variants, several adapters, more that is trained, sharded
+    weights.
+
+    Args:
+        model: Any model.
+    """
+    if not is_peft_model(model) or adapter_kind(model) != "LORA" or is_managed(model):
+        return False
+    if len(cast(Any, model).active_adapters) > 1 or any(getattr(part, "lora_variant", 0) for part in model.modules()):
+        return False
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    of_adapter = all(_LORA_WEIGHT.search(name) and type(weight) is nn.Parameter for name, weight in trained.items())
+    return (
+        bool(trained)
+        and of_adapter
+        and not any(weight.any() for name, weight in trained.items() if _LORA_FACTOR.search(name))
+    )
 
 
 @contextmanager

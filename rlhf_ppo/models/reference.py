@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trl.trainer.utils import use_adapter
 
 from rlhf_ppo.data.places import Places
-from rlhf_ppo.models.adapter_checks import adapter_kind, moved, probe, probe_tokens
+from rlhf_ppo.models.adapter_checks import adapter_kind, adds_nothing, moved, probe, probe_tokens
 from rlhf_ppo.models.adapters import adapter_state
 from rlhf_ppo.models.copying import copy_model
 from rlhf_ppo.models.frozen import Frozen, at_work
@@ -87,6 +87,13 @@ class Reference:
         else:
             with use_adapter(cast(Any, policy), self.adapter_name):
                 yield functools.partial(model, only="policy", with_entropy=False)
+
+    def is_policy(self, policy: nn.Module) -> bool:
+        """Tell whether both are the same modules with the same weights now, so that a pass would repeat the policy's.
+
+        Copies that are still equal get passes of their own: they show that a run's KL starts at 0.
+        """
+        return self.model is None and self.adapter_name is None and adds_nothing(policy)
 
     @contextmanager
     def generating(self, model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:

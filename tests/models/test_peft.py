@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
+from rlhf_ppo.models.reference import Reference
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.runs import QUICK, die_and_resume
 
@@ -99,6 +100,34 @@ def test_kl_is_0_and_the_ratio_1_at_the_start(make_trainer: MakeTrainer, handed_
     assert abs(first(trainer, "val/ratio") - 1.0) < 1e-6
     later = [entry["objective/kl"] for entry in trainer.state.log_history if "objective/kl" in entry][1:]
     assert len(later) == 2 and all(kl != 0.0 for kl in later)  # the policy leaves the reference behind
+
+
+@pytest.mark.parametrize(
+    ("options", "num_saved"),
+    [({}, 1), ({"learning_rate": 0.0, "bf16": True}, 3)],
+    ids=["in float32", "in bf16, while nothing is learned"],
+)
+def test_a_new_adapter_is_its_own_reference_until_it_moves(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], num_saved: int
+):
+    """The same numbers and weights to the bit, with a pass less in each update that nothing was learned before."""
+
+    def train() -> tuple[int, list[dict[str, float]], dict[str, Tensor]]:
+        trainer, calls = make_trainer(peft_config=lora(target_modules="all-linear"), **QUICK, **options), []
+        trainer.policy_model.get_base_model().model.register_forward_hook(lambda *_: calls.append(1))
+        trainer.train()
+        logs = [
+            {name: value for name, value in log.items() if "/" in name and not name.startswith("time/")}
+            for log in trainer.state.log_history
+        ]
+        return len(calls), logs, weights(trainer.policy_model)
+
+    num_passes, logs, trained = train()
+    monkeypatch.setattr(Reference, "is_policy", lambda *_: False)
+    num_all_passes, expected_logs, expected = train()
+    assert num_all_passes - num_passes == num_saved
+    assert logs == expected_logs
+    assert all(torch.equal(trained[name], weight) for name, weight in expected.items())
 
 
 def test_kl_compares_with_the_base_where_the_new_adapter_starts_elsewhere(make_trainer: MakeTrainer):
