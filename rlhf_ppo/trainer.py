@@ -153,8 +153,8 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
         check_others(data_collator, callbacks, optimizers, **adapters)
         self.tokens = tokens = special_tokens(args, processing_class)
-        args.fill_derived(num_processes(args), length(train_dataset))
-        check_optimization(args, optimizers)
+        num_updates = args.count_sizes(num_processes(args), length(train_dataset)).num_total_batches
+        check_optimization(args, optimizers, num_updates)
         rewards = load_reward_models(args, reward_model, reward_processing_classes, processing_class)
         models = assemble_models(args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
         self._vocabulary = shared_vocabulary(
@@ -166,7 +166,7 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
         self._tokenizer, self._config = processing_class, args
         self._columns_are_read = bool(functions) or any(reward.tokenizer is not None for reward in models.rewards)
         train_dataset = self._prepared(train_dataset, "train_dataset")
-        args.fill_derived(num_processes(args), length(train_dataset))  # again: long prompts were dropped
+        self.sizes = args.fill_derived(num_processes(args), length(train_dataset))  # long prompts were dropped
         use_one_device(args)
         with configuration_kept(models.policy, "use_cache"):  # Trainer switches it off, and it would be saved
             super().__init__(
@@ -194,7 +194,7 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
         self._opponents = opponents = Opponents.of(functions, self._tokenizer, tokens.ended)
         stops = (tokens.stop, tokens.stop_strings)
         given = (args, models.policy, self.accelerator, self._tokenizer, *stops, opponents)
-        self._engine = make_engine(*given, rows)
+        self._engine = make_engine(*given, rows, self.sizes.local_batch_size)
         surroundings = (self.accelerator, self._get_state, self._logged, self._guard.refuse)
         self.scorer = make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
 
@@ -206,7 +206,7 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
         self._check_columns(eval_dataset=self.eval_dataset)
         if data_collator is not None and (num_rows := length(self.train_dataset)):
             collate = self._get_collator_with_removed_columns(data_collator, "checking")
-            rows = range(min(num_rows, cast(int, self._config.local_batch_size)))
+            rows = range(min(num_rows, self.sizes.local_batch_size))
             check_collator(collate, [cast(Any, self.train_dataset)[row] for row in rows])
         if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # another one may give other metrics
             check_best_metric(self._config, self.scorer.names, self._functions, self.eval_dataset)
@@ -295,7 +295,7 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
         finish()
         self._guard.check_weights()
         self._guard.say_what_was_skipped()
-        return self._finalize_training(trial, self.state.max_steps * cast(int, args.batch_size), start)
+        return self._finalize_training(trial, self.state.max_steps * self.sizes.batch_size, start)
 
     # ---- Rollout ----
 

@@ -1,6 +1,7 @@
 """The rooms of the package and what keeps them readable; the reasons are in docs/adr/."""
 
 import ast
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from rlhf_ppo.config.sizes import Sizes
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlhf_ppo"
@@ -30,6 +33,8 @@ MAX_MODULES_IN_ROOT = 3
 MAX_CODE_LINES = 300  # in a file, without docstrings, comments and blank lines
 LONGER = {"rlhf_ppo/trainer.py": 400}  # all steps of an update are read in one place
 MAX_FUNCTION_LINES = 60  # with the docstring
+DERIVED = {field.name for field in dataclasses.fields(Sizes)} - {"total_episodes"}
+OTHER_ARGUMENTS = {"rlhf_ppo/cli/evaluate.py"}  # whose batch_size is an option of that command
 
 
 def room_of(path: Path) -> str:
@@ -154,3 +159,24 @@ def test_files_and_functions_stay_short(path):
 
     assert long_functions == {}
     assert num_code_lines(path) <= LONGER.get(str(path.relative_to(ROOT)), MAX_CODE_LINES)
+
+
+def derived_names_read(tree: ast.AST) -> list[str]:
+    """What a module reads of the configuration that is also in `Sizes`, where it is an int and never None."""
+    read = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in DERIVED)
+    holders = (node for node in read if isinstance(node.value, ast.Name | ast.Attribute))
+    return [ast.unparse(node) for node in holders if re.search(r"(^|[._])(args|config)$", ast.unparse(node.value))]
+
+
+def test_the_reader_of_derived_names_sees_every_form():
+    source = "args.batch_size; self.args.world_size; trainer._config.num_total_batches; self.sizes.batch_size"
+
+    found = derived_names_read(ast.parse(source))
+
+    assert found == ["args.batch_size", "self.args.world_size", "trainer._config.num_total_batches"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_counts_are_read_from_sizes(path):
+    if str(path.relative_to(ROOT)) not in OTHER_ARGUMENTS:
+        assert derived_names_read(ast.parse(path.read_text())) == []

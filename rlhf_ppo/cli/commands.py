@@ -83,10 +83,11 @@ def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: Model
         return policy_tokenizer(script_args, args, model_args), _splits(script_args, always_evaluates=True)[0]
 
     prompt_length, num_prompts = prompts_of(args, policy, load)
-    args.fill_derived(devices.count, num_prompts)
+    sizes = args.fill_derived(devices.count, num_prompts)
     in_turn = learns_in_turn(args, devices.engine == "")
-    found = estimate_run(args, policy, value_model, frozen, prompt_length, devices.sharding, half_dtype(args), in_turn)
-    show(found, args, devices, prompt_length, (script_args.device_flops, script_args.device_bandwidth))
+    how = (devices.sharding, half_dtype(args), in_turn)
+    found = estimate_run(args, sizes, policy, value_model, frozen, prompt_length, *how)
+    show(found, args, sizes, devices, prompt_length, (script_args.device_flops, script_args.device_bandwidth))
     return found
 
 

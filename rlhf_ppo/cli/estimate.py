@@ -22,6 +22,7 @@ from yaml import YAMLError
 from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.config.validation import Interval, check_range
 from rlhf_ppo.estimate.run import MEMORY_NOT_COUNTED, NOT_COUNTED, half_dtype, mean_prompt_length, rate, size
 from rlhf_ppo.estimate.update import Estimate, Sharding, measure_rates
@@ -199,13 +200,19 @@ def prompts_of(args: PPOConfig, policy: nn.Module, load: Callable[[], tuple[Any,
 
 
 def show(
-    estimate: Estimate, args: PPOConfig, devices: Devices, prompt_length: int, rates: Sequence[float | None]
+    estimate: Estimate,
+    args: PPOConfig,
+    sizes: Sizes,
+    devices: Devices,
+    prompt_length: int,
+    rates: Sequence[float | None],
 ) -> None:
     """Print an estimate.
 
     Args:
         estimate: The estimate of one device.
-        args: The arguments, with the derived ones.
+        args: The arguments.
+        sizes: What follows from them.
         devices: The devices.
         prompt_length: Tokens of a prompt.
         rates: FLOP/s and bytes/s of a device; None is measured here.
@@ -221,16 +228,16 @@ def show(
     table.add_row("peak", size(estimate.peak), "all, and generation or learning", "", style="bold")
     measured = measure_rates(args.device, torch.bfloat16 if args.bf16 else torch.float32) if None in rates else (0, 0)
     flops, bandwidth = (given or own for given, own in zip(rates, measured, strict=True))
-    seconds, num_updates = estimate.seconds(flops, bandwidth), cast(int, args.num_total_batches)
+    seconds, num_updates = estimate.seconds(flops, bandwidth), sizes.num_total_batches
     total = timedelta(seconds=round(seconds * num_updates))
     console = Console()
     console.print(table)
     console.print(f"Of memory {MEMORY_NOT_COUNTED}.", highlight=False, soft_wrap=True)
     console.print(
-        f"One update: {args.batch_size} episodes of {prompt_length} + {args.response_length} tokens; on each device "
+        f"One update: {sizes.batch_size} episodes of {prompt_length} + {args.response_length} tokens; on each device "
         f"{rate(estimate.flops)}FLOP and {rate(estimate.decoded)}B read in generation: at least {seconds:.2g} s at "
         f"{rate(flops)}FLOP/s and {rate(bandwidth)}B/s; {NOT_COUNTED}.\n"
-        f"All {num_updates} updates, {args.total_episodes} episodes: {total} or more.",
+        f"All {num_updates} updates, {sizes.total_episodes} episodes: {total} or more.",
         highlight=False,
         soft_wrap=True,
     )

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_type_hints
 
 import torch
@@ -19,7 +19,7 @@ from rlhf_ppo.config.inherited import REJECTED, RejectsRemoved, reject_unsupport
 from rlhf_ppo.config.inherited_values import INHERITED_RANGES, check_dicts, check_inherited, inherited_types
 from rlhf_ppo.config.precision import default_bf16
 from rlhf_ppo.config.redaction import HidesSecrets
-from rlhf_ppo.config.sizes import batch_sizes, run_length
+from rlhf_ppo.config.sizes import Sizes, check_mini_batches
 from rlhf_ppo.config.validation import Interval, check_range, check_type, own_number, parse_strings, parse_weights
 from rlhf_ppo.config.validation import option as _option
 
@@ -57,7 +57,7 @@ class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments
     highest "score".
 
     One step of the trainer is one PPO update, on `batch_size` episodes. The fields whose help begins with "Derived"
-    are None until the trainer calls `fill_derived`; `world_size` is a property in TrainingArguments, a field here.
+    show the trainer's `sizes`, and are None before there is one; `world_size` is a property in TrainingArguments.
 
     Inherited arguments that PPO cannot honour are errors, as are those that `TrainingArguments` no longer has: see
     `rlhf_ppo.config.inherited`.
@@ -214,7 +214,7 @@ class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments
         "counts that in guard/*, and stops after five skipped updates in a row.",
     )
 
-    # --- Derived: None until fill_derived ---
+    # --- Derived: the trainer's sizes under TRL's names ---
     world_size: int | None = _option(None, "Derived: number of processes.")
     local_batch_size: int | None = _option(
         None, "Derived: episodes per update and process: per_device_train_batch_size x gradient_accumulation_steps."
@@ -301,19 +301,10 @@ class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments
                 "warmup_steps alone, which is a share of the run below 1"
             )
         self._check_engine()
-        self._batch_sizes(num_processes=1, num_examples=None)
+        check_mini_batches(self.per_device_train_batch_size, self.gradient_accumulation_steps, self.num_mini_batches)
 
-    def _batch_sizes(self, num_processes: int, num_examples: int | None) -> dict[str, int]:
-        accumulation = self.gradient_accumulation_steps
-        return batch_sizes(
-            self.per_device_train_batch_size, accumulation, self.num_mini_batches, num_processes, num_examples
-        )
-
-    def fill_derived(self, num_processes: int, num_examples: int | None) -> None:
-        """Fill the derived fields, and `total_episodes`, `max_steps` and `run_name` where they are not set.
-
-        The trainer calls it before `Trainer.__init__`, which reads the world size, and may call it again: what an
-        earlier call filled is computed anew, what the user has set stays. See `rlhf_ppo.config.sizes` for the numbers.
+    def count_sizes(self, num_processes: int, num_examples: int | None) -> Sizes:
+        """Count the episodes and updates of a run; what `fill_derived` wrote is counted anew, what the user set stays.
 
         Args:
             num_processes: Processes that train together.
@@ -324,19 +315,42 @@ class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments
                 a derived field was set to another number than follows from the others.
         """
         self.validate()
-        sizes = self._batch_sizes(num_processes, num_examples)
-        max_steps, total_episodes = self._given("max_steps"), self._given("total_episodes")
-        sizes |= run_length(sizes["batch_size"], num_examples, self.num_train_epochs, max_steps, total_episodes)
-        for name in sizes.keys() - {"total_episodes"}:
-            if self._given(name) not in (None, sizes[name]):
+        sizes = Sizes.of(
+            self.per_device_train_batch_size,
+            self.gradient_accumulation_steps,
+            self.num_mini_batches,
+            num_processes,
+            num_examples,
+            self.num_train_epochs,
+            max_steps=self._given("max_steps"),
+            total_episodes=self._given("total_episodes"),
+        )
+        for name, size in asdict(sizes).items():
+            if self._given(name) not in (None, size) and name != "total_episodes":
                 raise ValueError(
-                    f"{name}={getattr(self, name)} was set, but {sizes[name]} follows from the other arguments; leave "
-                    "it None"
+                    f"{name}={getattr(self, name)} was set, but {size} follows from the other arguments; leave it None"
                 )
-        filled = sizes | {"max_steps": sizes["num_total_batches"], "run_name": f"{self.exp_name}__{self.seed}"}
-        self._filled = {name: value for name, value in filled.items() if self._given(name) is None}
+        return sizes
+
+    def fill_derived(self, num_processes: int, num_examples: int | None) -> Sizes:
+        """Count the sizes of a run and show them under TRL's names, with `max_steps` and `run_name`, where not set.
+
+        The trainer calls it before `Trainer.__init__`, which reads the world size, and again when training starts.
+        What trains reads the returned `Sizes`; the fields are for other readers: trackers, logs and model cards.
+
+        Args:
+            num_processes: Processes that train together.
+            num_examples: Prompts of the training set, or None if it has no length.
+
+        Raises:
+            ValueError: As `count_sizes` does; no field is changed then.
+        """
+        sizes = self.count_sizes(num_processes, num_examples)
+        shown = {"max_steps": sizes.num_total_batches, "run_name": f"{self.exp_name}__{self.seed}"} | asdict(sizes)
+        self._filled = {name: value for name, value in shown.items() if self._given(name) is None}
         for name, value in self._filled.items():
             setattr(self, name, value)
+        return sizes
 
     def _given(self, name: str) -> Any:
         """Return what the user set, or None where the value is unset or only what `fill_derived` wrote."""

@@ -1,54 +1,103 @@
 """How many episodes an update has and how many updates a run has."""
 
+from __future__ import annotations
+
 import math
+from dataclasses import dataclass
 
 
-def batch_sizes(
-    per_device: int, accumulation: int, num_mini_batches: int, num_processes: int, num_examples: int | None
-) -> dict[str, int]:
-    """Count the episodes of one update, by the names of `PPOConfig`'s fields.
+@dataclass(frozen=True)
+class Sizes:
+    """The counts of one run: they follow from its arguments, the number of processes and the number of prompts.
 
     ```
-    local_batch_size = per_device x accumulation        batch_size      = local_batch_size x num_processes
-    micro_batch_size = per_device x num_processes       mini_batch_size = batch_size / num_mini_batches
+    local_batch_size = per_device x accumulation        batch_size      = local_batch_size x world_size
+    micro_batch_size = per_device x world_size          mini_batch_size = batch_size / num_mini_batches
     ```
 
-    Args:
-        per_device: `per_device_train_batch_size`.
-        accumulation: `gradient_accumulation_steps`.
-        num_mini_batches: Optimizer steps per pass over a rollout.
-        num_processes: Processes that train together.
-        num_examples: Prompts of the training set, or None if it has no length.
-
-    Returns:
-        The five sizes and `world_size`.
-
-    Raises:
-        ValueError: A process's episodes cannot be cut into equal mini-batches, or the training set has fewer prompts
-            than one update.
+    Attributes:
+        world_size: Processes that train together.
+        local_batch_size: Episodes of an update on each process.
+        micro_batch_size: Episodes of one forward and backward pass, on all processes.
+        batch_size: Episodes of an update, on all processes.
+        local_mini_batch_size: Episodes of an optimizer step on each process.
+        mini_batch_size: Episodes of an optimizer step, on all processes.
+        num_total_batches: Updates of the run.
+        total_episodes: Episodes of the run that were asked for; every update has a full batch.
     """
+
+    world_size: int
+    local_batch_size: int
+    micro_batch_size: int
+    batch_size: int
+    local_mini_batch_size: int
+    mini_batch_size: int
+    num_total_batches: int
+    total_episodes: int
+
+    @classmethod
+    def of(
+        cls,
+        per_device: int,
+        accumulation: int,
+        num_mini_batches: int,
+        num_processes: int,
+        num_examples: int | None,
+        num_train_epochs: float,
+        max_steps: int | None,
+        total_episodes: int | None,
+    ) -> Sizes:
+        """Count.
+
+        Args:
+            per_device: `per_device_train_batch_size`.
+            accumulation: `gradient_accumulation_steps`.
+            num_mini_batches: Optimizer steps per pass over a rollout.
+            num_processes: Processes that train together.
+            num_examples: Prompts of the training set, or None if it has no length.
+            num_train_epochs: Passes over the training set; need not be whole.
+            max_steps: Number of updates; not set if None or not positive.
+            total_episodes: Number of episodes, or None.
+
+        Raises:
+            ValueError: A process's episodes cannot be cut into equal mini-batches, the training set has fewer prompts
+                than one update, `max_steps` and `total_episodes` disagree, or nothing says when to stop.
+        """
+        check_mini_batches(per_device, accumulation, num_mini_batches)
+        local = per_device * accumulation
+        batch = local * num_processes
+        if num_examples is not None and num_examples < batch:
+            raise ValueError(
+                f"the training set has {num_examples} prompts, fewer than the {batch} of one batch "
+                f"({_made_of(per_device, accumulation)} x {num_processes} processes); lower "
+                "per_device_train_batch_size or gradient_accumulation_steps, or add prompts"
+            )
+        num_updates, num_episodes = run_length(batch, num_examples, num_train_epochs, max_steps, total_episodes)
+        return cls(
+            world_size=num_processes,
+            local_batch_size=local,
+            micro_batch_size=per_device * num_processes,
+            batch_size=batch,
+            local_mini_batch_size=local // num_mini_batches,
+            mini_batch_size=batch // num_mini_batches,
+            num_total_batches=num_updates,
+            total_episodes=num_episodes,
+        )
+
+
+def check_mini_batches(per_device: int, accumulation: int, num_mini_batches: int) -> None:
+    """Raise a `ValueError` if a process's episodes of an update cannot be cut into equal mini-batches."""
     local = per_device * accumulation
-    made_of = f"per_device_train_batch_size={per_device} x gradient_accumulation_steps={accumulation}"
     if local % num_mini_batches:
         divisors = [number for number in range(1, local + 1) if local % number == 0]
         raise ValueError(
-            f"num_mini_batches={num_mini_batches} does not divide the {local} episodes of a process ({made_of}); use "
-            f"one of {divisors}, or change the other two"
+            f"num_mini_batches={num_mini_batches} does not divide the {local} episodes of a process "
+            f"({_made_of(per_device, accumulation)}); use one of {divisors}, or change the other two"
         )
-    if num_examples is not None and num_examples < local * num_processes:
-        raise ValueError(
-            f"the training set has {num_examples} prompts, fewer than the {local * num_processes} of one batch "
-            f"({made_of} x {num_processes} processes); lower per_device_train_batch_size or "
-            "gradient_accumulation_steps, or add prompts"
-        )
-    return {
-        "world_size": num_processes,
-        "local_batch_size": local,
-        "micro_batch_size": per_device * num_processes,
-        "batch_size": local * num_processes,
-        "local_mini_batch_size": local // num_mini_batches,
-        "mini_batch_size": local * num_processes // num_mini_batches,
-    }
+
+
+def _made_of(per_device: int, accumulation: int) -> str:
+    return f"per_device_train_batch_size={per_device} x gradient_accumulation_steps={accumulation}"
 
 
 def run_length(
@@ -57,7 +106,7 @@ def run_length(
     num_train_epochs: float,
     max_steps: int | None,
     total_episodes: int | None,
-) -> dict[str, int]:
+) -> tuple[int, int]:
     """Count the updates and episodes of a run; every update has a full batch.
 
     ```
@@ -84,9 +133,9 @@ def run_length(
                 f"max_steps={max_steps} and total_episodes={total_episodes} contradict each other: {max_steps} "
                 f"updates of {batch_size} episodes make {max_steps * batch_size}; set only one of them"
             )
-        return {"num_total_batches": max_steps, "total_episodes": total_episodes or max_steps * batch_size}
+        return max_steps, total_episodes or max_steps * batch_size
     if total_episodes is None and num_examples is None:
         raise ValueError("the training set has no length, so max_steps or total_episodes must be set")
     if total_episodes is None:
         total_episodes = max(1, int(num_train_epochs * (num_examples or 0)))
-    return {"num_total_batches": math.ceil(total_episodes / batch_size), "total_episodes": total_episodes}
+    return math.ceil(total_episodes / batch_size), total_episodes

@@ -16,6 +16,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.estimate.update import (
     Estimate,
     Sharding,
@@ -60,7 +61,7 @@ def announce(trainer: Any, num_generated: int) -> None:
         estimate = forecast(trainer, num_generated)
         if estimate is not None:
             dtype = multiplied_dtype(args, trainer.policy_model)
-            print(describe(estimate, args.device, dtype, cast(int, args.num_total_batches)))
+            print(describe(estimate, args.device, dtype, trainer.sizes.num_total_batches))
     except Exception as error:  # what cannot be counted, or measured in the memory that is left, can still be trained
         logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
 
@@ -94,6 +95,7 @@ def forecast(trainer: Any, num_generated: int | None = None) -> Estimate | None:
     args, dtype = trainer.args, product_dtype(accelerator)
     return estimate_run(
         args,
+        trainer.sizes,
         trainer.policy_model,
         trainer.value_model,
         [*([] if trainer.reference.model is None else [trainer.reference.model.model]), *trainer.reward_models],
@@ -116,7 +118,7 @@ def generation_rows(trainer: Any) -> int:
         trainer: A `PPOTrainer` whose models are not yet placed by an engine.
     """
     args = trainer.args
-    least, most = args.local_rollout_forward_batch_size, cast(int, args.local_batch_size)
+    least, most = args.local_rollout_forward_batch_size, trainer.sizes.local_batch_size
     if args.generation_batch_size is not None or args.device.type != "cuda" or most <= least:
         return args.generation_batch_size or least
     try:
@@ -136,6 +138,7 @@ def generation_rows(trainer: Any) -> int:
 
 def estimate_run(
     args: PPOConfig,
+    sizes: Sizes,
     policy: nn.Module,
     value_model: nn.Module,
     frozen: Sequence[nn.Module],
@@ -148,7 +151,8 @@ def estimate_run(
     """Estimate the updates of a run.
 
     Args:
-        args: The arguments, with the derived ones.
+        args: The arguments.
+        sizes: What follows from them.
         policy: The trained language model, in training mode; it may have no storage.
         value_model: The trained value model, likewise.
         frozen: Reference and reward models that have weights of their own, the reference first.
@@ -168,7 +172,7 @@ def estimate_run(
             value_model,
             frozen,
             Workload(
-                rows=cast(int, args.local_batch_size),
+                rows=sizes.local_batch_size,
                 rows_per_call=num_generated or args.generation_batch_size or args.local_rollout_forward_batch_size,
                 rows_per_micro_batch=_rows_per_micro_batch(args, prompt_length + args.response_length),
                 prompt_length=prompt_length,

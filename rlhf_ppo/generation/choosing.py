@@ -35,6 +35,7 @@ def make_engine(
     stop_strings: StopStrings | None,
     opponents: Opponents,
     rows: int | None = None,
+    local_batch_size: int | None = None,
 ) -> GenerationEngine:
     """Make the engine that `args.generation_engine` names.
 
@@ -47,8 +48,9 @@ def make_engine(
         stop_strings: Texts that end a row too, or None. Only transformers' `generate` stops at these; the others'
             responses are cut there afterwards, which gives the same responses for more work.
         opponents: Whose responses the reward functions compare with.
-        rows: How many rows are generated from at once; None: `args.local_rollout_forward_batch_size`. vLLM goes by the
-            arguments.
+        rows: How many rows are generated from at once; None: `args.local_rollout_forward_batch_size`.
+        local_batch_size: Rows of an update on this process; vLLM takes all of them at once, where
+            `args.generation_batch_size` does not say how many.
 
     Raises:
         ValueError: The engine cannot run with what shards the policy, in float32 on a GPU or with the same bits at
@@ -62,7 +64,8 @@ def make_engine(
                 f"generation_engine='vllm' has the policy's weights only, but reward_funcs compare with {others}; "
                 "set generation_engine to 'continuous' or 'transformers'"
             )
-        return start_vllm(args, policy, accelerator, tokenizer, stop_token_id)
+        at_once = args.generation_batch_size or local_batch_size or args.local_rollout_forward_batch_size
+        return start_vllm(args, policy, accelerator, tokenizer, stop_token_id, at_once)
     if args.generation_engine == "transformers":
         if not is_sharded(policy):  # else its first call finds out
             generation_needs(policy)

@@ -115,15 +115,17 @@ def start_vllm(
     accelerator: Accelerator,
     tokenizer: PreTrainedTokenizerBase,
     stop_token_id: int | None,
+    rows: int,
 ) -> VLLMEngine:
     """Start a colocated vLLM, or connect to a server.
 
     Args:
-        args: Gives the `vllm_*` arguments, `response_length` and `generation_batch_size`, or the local batch's size.
+        args: Gives the `vllm_*` arguments, and `response_length`.
         policy: The policy that is trained.
         accelerator: Knows the processes.
         tokenizer: The policy's tokenizer.
         stop_token_id: Where a row ends, or None.
+        rows: How many rows are generated from at once.
 
     Raises:
         ValueError: The policy cannot be colocated, or the server's log-probabilities cannot be corrected for.
@@ -135,7 +137,6 @@ def start_vllm(
             "vllm_mode='colocate' loads the model from a directory or the hub, but the policy was made in memory; "
             "save_pretrained it and load it from there"
         )
-    rows = args.generation_batch_size or args.local_batch_size or args.local_rollout_forward_batch_size
     make: Any = _without_address(VLLMGeneration, args.vllm_server_base_url)
     vllm: Any = make(
         model=policy,

@@ -182,12 +182,13 @@ def check_collator(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None
         raise TypeError(f"data_collator returned {returned}, not a dict with input_ids and attention_mask")
 
 
-def check_optimization(args: PPOConfig, optimizers: Sequence[Any]) -> None:
+def check_optimization(args: PPOConfig, optimizers: Sequence[Any], num_updates: int) -> None:
     """Check that optimizer and schedule can be made from the arguments, on one number.
 
     Args:
-        args: The arguments, with the derived ones.
+        args: The arguments.
         optimizers: What was given; nothing is made instead of it.
+        num_updates: Updates of the run, which the schedule covers.
 
     Raises:
         ValueError: One cannot, or the schedule follows a metric that is never computed.
@@ -204,7 +205,6 @@ def check_optimization(args: PPOConfig, optimizers: Sequence[Any]) -> None:
             given = f"optim={args.optim.value!r} with optim_args={args.optim_args!r}"  # pyright: ignore
             raise ValueError(f"{given} cannot be used: {error}") from error
     if optimizers[1] is None:
-        num_updates = cast(int, args.num_total_batches)
         try:
             get_scheduler(
                 args.lr_scheduler_type,

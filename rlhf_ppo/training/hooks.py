@@ -76,7 +76,7 @@ class TrainerHooks(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue)
             return self._get_dataloader(
                 dataset=self.train_dataset,
                 description="Training",
-                batch_size=cast(int, self.args.local_batch_size),
+                batch_size=self.sizes.local_batch_size,
                 sampler_fn=self._get_train_sampler,
                 is_training=True,
             )
@@ -118,7 +118,7 @@ class TrainerHooks(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue)
         self, args: PPOConfig, dataloader: DataLoader
     ) -> tuple[int, int, int, int, int, int | None, int]:
         """Count epochs, steps and samples in PPO updates."""
-        num_updates, batch_size = cast(int, args.num_total_batches), cast(int, args.batch_size)
+        num_updates, batch_size = self.sizes.num_total_batches, self.sizes.batch_size
         if has_length(dataloader):
             per_epoch = len(dataloader)
             num_epochs = math.ceil(num_updates / per_epoch)
@@ -146,7 +146,7 @@ class TrainerHooks(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue)
             )
             check_same_split(
                 self._progress,
-                cast(int, self.args.batch_size),
+                self.sizes.batch_size,
                 self.accelerator.num_processes,
                 self.accelerator.distributed_type == DistributedType.DEEPSPEED,
             )
@@ -194,7 +194,7 @@ class TrainerHooks(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue)
         drop_foreign_padding(self._unwrapped(self.model).policy)
         self._engine.policy_changed()
         self.accelerator.free_memory()
-        self.args.fill_derived(num_processes(self.args), length(self.train_dataset))
+        self.sizes = self.args.fill_derived(num_processes(self.args), length(self.train_dataset))
         loader = self.get_train_dataloader()
         num_epochs, per_epoch, _, _, _, _, max_steps = self.set_initial_training_values(self.args, loader)
         self._updates_per_epoch = per_epoch
@@ -229,7 +229,7 @@ class TrainerHooks(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue)
             first = list(itertools.islice(batches, 1))
         num_batches = num_skipped
         for batch in itertools.chain(first, batches):
-            if len(batch["input_ids"]) == self.args.local_batch_size:  # a stream may end in a part of a batch
+            if len(batch["input_ids"]) == self.sizes.local_batch_size:  # a stream may end in a part of a batch
                 num_batches += 1
                 self._latest_prompts = Prompts.from_collated(batch, self.args.device)
                 yield self._latest_prompts
@@ -252,7 +252,7 @@ class TrainerHooks(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue)
         state.global_step += 1
         state.epoch = state.global_step / self._updates_per_epoch
         self._progress.batches_in_epoch += 1
-        self._progress.episode += cast(int, args.batch_size)
+        self._progress.episode += self.sizes.batch_size
         state.episode = self._progress.episode
         seconds = self._timer.drain()
         self._window.add(

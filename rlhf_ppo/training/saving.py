@@ -43,6 +43,7 @@ from rlhf_ppo.checkpoints.whole import (
     what_was_changed,
 )
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import is_peft_model
@@ -64,6 +65,7 @@ class SavesPolicyAndValue(FinishesHalfLearned, WritesRunCard, Trainer):
     args: PPOConfig
     state: PPOTrainerState
     model: PolicyAndValue
+    sizes: Sizes
     _guard: DivergenceGuard
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -195,7 +197,7 @@ class SavesPolicyAndValue(FinishesHalfLearned, WritesRunCard, Trainer):
         save_record(directory, {**self._record, "optimizer": optimizer_name(self.optimizer)})
         self._progress.last_logged_step = self._globalstep_last_logged
         self._progress.pending_metrics = self._window.updates
-        self._progress.batch_size = cast(int, self.args.batch_size)
+        self._progress.batch_size = self.sizes.batch_size
         self._progress.num_processes = self.accelerator.num_processes
         self._progress.skipped = dataclasses.asdict(self._guard.skipped)
         self._progress.num_logged = len(self.state.log_history)

@@ -25,7 +25,10 @@ def test_derived_fields_by_hand():
         per_device_train_batch_size=4, gradient_accumulation_steps=3, num_mini_batches=2, num_train_epochs=1.5
     )
     assert [getattr(args, name) for name in DERIVED] == [None] * 7
-    args.fill_derived(num_processes=2, num_examples=100)
+    sizes = args.count_sizes(num_processes=2, num_examples=100)
+    assert [getattr(args, name) for name in DERIVED] == [None] * 7
+    assert args.fill_derived(num_processes=2, num_examples=100) == sizes
+    assert {name: getattr(args, name) for name in (*DERIVED, "total_episodes")} == dataclasses.asdict(sizes)
     assert {name: getattr(args, name) for name in DERIVED} == {
         "world_size": 2,
         "local_batch_size": 12,  # 4 x 3

@@ -1,41 +1,60 @@
 """Batch sizes and the length of a run, by hand and as properties."""
 
+from dataclasses import FrozenInstanceError, asdict
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_ppo.config.sizes import batch_sizes, run_length
+from rlhf_ppo.config.sizes import Sizes, check_mini_batches, run_length
 
 SMALL = st.integers(1, 16)
 
 
-def test_batch_sizes_by_hand():
-    assert batch_sizes(per_device=4, accumulation=3, num_mini_batches=2, num_processes=5, num_examples=60) == {
-        "world_size": 5,
-        "local_batch_size": 12,
-        "micro_batch_size": 20,
-        "batch_size": 60,
-        "local_mini_batch_size": 6,
-        "mini_batch_size": 30,
-    }
+def sizes_of(per_device, accumulation, num_mini_batches, num_processes, num_examples=None) -> Sizes:
+    return Sizes.of(
+        per_device, accumulation, num_mini_batches, num_processes, num_examples, 1.0, max_steps=7, total_episodes=None
+    )
+
+
+def test_sizes_by_hand():
+    assert sizes_of(4, 3, num_mini_batches=2, num_processes=5, num_examples=60) == Sizes(
+        world_size=5,
+        local_batch_size=12,
+        micro_batch_size=20,
+        batch_size=60,
+        local_mini_batch_size=6,
+        mini_batch_size=30,
+        num_total_batches=7,
+        total_episodes=420,
+    )
+
+
+def test_sizes_cannot_be_changed():
+    sizes = sizes_of(4, 3, 2, 5)
+    with pytest.raises(FrozenInstanceError):
+        sizes.batch_size = 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert {type(size) for size in asdict(sizes).values()} == {int}
 
 
 @given(per_device=SMALL, accumulation=SMALL, num_mini_batches=SMALL, num_processes=SMALL)
 def test_mini_batches_add_up_or_are_refused(per_device, accumulation, num_mini_batches, num_processes):
     try:
-        sizes = batch_sizes(per_device, accumulation, num_mini_batches, num_processes, None)
+        sizes = sizes_of(per_device, accumulation, num_mini_batches, num_processes)
     except ValueError:
         assert per_device * accumulation / num_mini_batches != per_device * accumulation // num_mini_batches
         return
-    assert sizes["local_mini_batch_size"] * num_mini_batches == sizes["local_batch_size"] == per_device * accumulation
-    assert sizes["mini_batch_size"] * num_mini_batches == sizes["batch_size"]
-    assert sizes["mini_batch_size"] == sizes["local_mini_batch_size"] * num_processes
-    assert sizes["micro_batch_size"] * accumulation == sizes["batch_size"]
+    assert sizes.local_mini_batch_size * num_mini_batches == sizes.local_batch_size == per_device * accumulation
+    assert sizes.mini_batch_size * num_mini_batches == sizes.batch_size
+    assert sizes.mini_batch_size == sizes.local_mini_batch_size * num_processes
+    assert sizes.micro_batch_size * accumulation == sizes.batch_size
 
 
 def test_inexact_division_names_the_numbers_and_valid_choices():
     with pytest.raises(ValueError, match=r"num_mini_batches=5 .* 12 .*=4 x .*=3\); use one of \[1, 2, 3, 4, 6, 12\]"):
-        batch_sizes(4, 3, 5, 1, None)
+        check_mini_batches(4, 3, 5)
+    with pytest.raises(ValueError, match="num_mini_batches=5 does not divide"):
+        sizes_of(4, 3, 5, 1)
 
 
 @pytest.mark.parametrize("num_examples", [0, 23])
@@ -43,7 +62,7 @@ def test_a_training_set_smaller_than_one_batch(num_examples: int):
     with pytest.raises(
         ValueError, match=f"{num_examples} prompts, fewer than the 24 .*=4 x .*=3 x 2 processes.*lower"
     ):
-        batch_sizes(4, 3, 1, 2, num_examples)
+        sizes_of(4, 3, 1, 2, num_examples)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +82,8 @@ def test_a_training_set_smaller_than_one_batch(num_examples: int):
     ],
 )
 def test_length_by_hand(batch_size, num_examples, epochs, max_steps, episodes, expected_updates, expected_episodes):
-    assert run_length(batch_size, num_examples, epochs, max_steps, episodes) == {
-        "num_total_batches": expected_updates,
-        "total_episodes": expected_episodes,
-    }
+    length = run_length(batch_size, num_examples, epochs, max_steps, episodes)
+    assert length == (expected_updates, expected_episodes)
 
 
 @pytest.mark.parametrize("max_steps", [12, 14])

@@ -270,7 +270,7 @@ def test_a_run_starts_with_one_line(make_trainer: Callable[..., PPOTrainer], cap
     estimate = forecast(trainer)
     assert estimate is not None
     assert estimate.weights == held(trainer.model.parameters())
-    text = describe(estimate, torch.device("cpu"), torch.float32, trainer.args.num_total_batches)
+    text = describe(estimate, torch.device("cpu"), torch.float32, trainer.sizes.num_total_batches)
     assert line.partition(", and ")[0] == text.partition(", and ")[0]
     assert "and at least" in line and "not counted is what each call costs" in line  # .075 s, where .004 s was said
     make_trainer(disable_tqdm=True)
@@ -364,9 +364,8 @@ def test_the_whole_batch_is_generated_at_once_where_its_cache_fits(
         generation_batch_size=given,
         device=torch.device(device),
         local_rollout_forward_batch_size=8,
-        local_batch_size=64,
     )
-    assert forecasting.generation_rows(SimpleNamespace(args=args)) == rows
+    assert forecasting.generation_rows(SimpleNamespace(args=args, sizes=SimpleNamespace(local_batch_size=64))) == rows
 
 
 def test_the_line_counts_the_rows_that_are_generated_from(make_trainer, monkeypatch):

@@ -142,11 +142,14 @@ def test_the_engine_is_told_when_the_policy_may_have_changed(make_trainer: MakeT
 # ---- Which are refused ----
 
 
-def make(make_args: Any, functions: Any = (), accelerator: Any = None, **given: Any) -> Any:
+def make(
+    make_args: Any, functions: Any = (), accelerator: Any = None, local_batch_size: Any = None, **given: Any
+) -> Any:
     args, tokenizer = make_args(**given), make_tokenizer()
     tokens, opponents = special_tokens(args, tokenizer), Opponents.of(functions, tokenizer, lambda _: torch.tensor([]))
     accelerator = accelerator or Accelerator(cpu=True)
-    return make_engine(args, tiny_policy(), accelerator, tokenizer, tokens.stop, tokens.stop_strings, opponents)
+    how = (tokens.stop, tokens.stop_strings, opponents, None, local_batch_size)
+    return make_engine(args, tiny_policy(), accelerator, tokenizer, *how)
 
 
 @pytest.fixture
@@ -160,7 +163,10 @@ def test_each_engine_gets_what_it_needs(make_args: Any, vllm_installed: None) ->
     engine = make(make_args, **given)
     assert engine.rows_per_call == 7 and engine.stop_strings.strings == ("w3",)
     assert make(make_args, generation_engine="continuous", **given).max_rows == 7
-    assert make(make_args, generation_engine="vllm", **given).vllm[-1] == 1  # the stop token
+    vllm = {"generation_engine": "vllm", **given}
+    assert make(make_args, **vllm).vllm[-2:] == (1, 7)  # the stop token, and rows at once
+    assert make(make_args, **vllm, local_batch_size=12).vllm[-1] == 12
+    assert make(make_args, **vllm, local_batch_size=12, generation_batch_size=3).vllm[-1] == 3
 
 
 def test_continuous_batching_needs_a_whole_policy(make_args: Any) -> None:

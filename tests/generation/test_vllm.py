@@ -244,24 +244,24 @@ def test_every_argument_is_passed_on(make_vllm_args: MakeArgs, monkeypatch: pyte
     }
     made = create_autospec(VLLMGeneration)
     monkeypatch.setattr(vllm_generation, "VLLMGeneration", made)
-    args = make_vllm_args(response_length=9, local_rollout_forward_batch_size=16, **given)
+    args = make_vllm_args(response_length=9, **given)
     policy, accelerator, tokenizer = tiny_policy(), Accelerator(cpu=True), make_tokenizer()
     policy.name_or_path = "somewhere"
 
-    start_vllm(args, policy, accelerator, tokenizer, stop_token_id=5)
+    start_vllm(args, policy, accelerator, tokenizer, stop_token_id=5, rows=16)
 
     passed = made.call_args.kwargs
     assert {f"vllm_{name}": value for name, value in passed.items() if f"vllm_{name}" in given} == given
     assert passed["mode"] == "colocate" and passed["model"] is policy and passed["processing_class"] is tokenizer
     assert passed["max_num_seqs"] == 32 and passed["max_completion_length"] == 9 and passed["logprobs"] == 0
     assert passed["generation_kwargs"] == {"ignore_eos": True, "stop_token_ids": [5]}
-    start_vllm(args, policy, accelerator, tokenizer, stop_token_id=None)
+    start_vllm(args, policy, accelerator, tokenizer, stop_token_id=None, rows=16)
     assert made.call_args.kwargs["generation_kwargs"] == {"ignore_eos": True, "stop_token_ids": []}
 
 
 def test_a_policy_made_in_memory_cannot_be_colocated(make_vllm_args: MakeArgs) -> None:
     with pytest.raises(ValueError, match=r"vllm_mode='colocate' loads the model from .*; save_pretrained it"):
-        start_vllm(make_vllm_args(), tiny_policy(), Accelerator(cpu=True), make_tokenizer(), 1)
+        start_vllm(make_vllm_args(), tiny_policy(), Accelerator(cpu=True), make_tokenizer(), 1, 2)
 
 
 # ---- Server mode: TRL's own adapter and client, over HTTP ----
@@ -334,7 +334,7 @@ def test_a_server_gets_the_weights_then_the_prompts(make_vllm_args: MakeArgs, se
         vllm_mode="server", vllm_server_base_url=url, temperature=0.8, top_k=5, top_p=0.9, min_p=0.1, response_length=6
     )
     policy = tiny_policy()
-    engine = start_vllm(args, policy, Accelerator(cpu=True), make_tokenizer(), stop_token_id=1)
+    engine = start_vllm(args, policy, Accelerator(cpu=True), make_tokenizer(), stop_token_id=1, rows=2)
 
     sampled = engine.sample(policy, prompts([5, 9, 3], [20]), sampling_config(args, 1))
 
@@ -361,7 +361,7 @@ def test_a_signal_breaks_off_a_request(make_vllm_args: MakeArgs, server: Any) ->
 
     handler.do_POST = never
     args = make_vllm_args(vllm_mode="server", vllm_server_base_url=url)
-    engine = start_vllm(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), stop_token_id=1)
+    engine = start_vllm(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), stop_token_id=1, rows=2)
     engine.vllm.sync_weights = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     before = time.monotonic()
     with EndsOnSignals(lambda flags: flags, awaited=lambda: "it ends").listening(), pytest.raises(Stopped):
@@ -378,7 +378,7 @@ def test_an_adapter_is_sent_merged_and_the_base_stays_bit_for_bit(make_vllm_args
     lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, lora_alpha=32)
     policy = peft.get_peft_model(tiny_policy().bfloat16(), lora)
     before = {name: weight.clone() for name, weight in policy.named_parameters()}
-    engine = start_vllm(args, policy, Accelerator(cpu=True), make_tokenizer(), stop_token_id=1)
+    engine = start_vllm(args, policy, Accelerator(cpu=True), make_tokenizer(), stop_token_id=1, rows=2)
 
     for _ in range(3):
         engine.sample(policy, prompts([4]), sampling_config(args, 1))
@@ -401,7 +401,7 @@ def test_a_server_whose_logprobs_cannot_be_corrected_for(make_vllm_args: MakeArg
     url, handler = server
     handler.logprobs_mode = "raw_logprobs"
     args = make_vllm_args(vllm_mode="server", vllm_server_base_url=url)
-    start = (tiny_policy(), Accelerator(cpu=True), make_tokenizer(), 1)
+    start = (tiny_policy(), Accelerator(cpu=True), make_tokenizer(), 1, 2)
     with pytest.raises(ValueError, match=r"--logprobs-mode raw_logprobs.*importance_sampling_correction=False"):
         start_vllm(args, *start)
     args.importance_sampling_correction = False

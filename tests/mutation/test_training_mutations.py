@@ -42,7 +42,7 @@ MUTATIONS = {
     "episodes_epochs_and_tokens_are_counted": [
         (HOOKS, "math.ceil(num_updates / per_epoch)", "num_updates // per_epoch"),
         (HOOKS, "state.global_step / self._updates_per_epoch", "state.global_step"),
-        (HOOKS, "self._progress.episode += cast(int, args.batch_size)", "self._progress.episode += 1"),
+        (HOOKS, "self._progress.episode += self.sizes.batch_size", "self._progress.episode += 1"),
         (HOOKS, 'if counted == "non_padding" else', 'if counted == "all" else'),
         (HOOKS, 'if counted != "no":', "if True:"),
     ],
