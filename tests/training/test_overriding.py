@@ -164,16 +164,16 @@ def test_learn(make_trainer):
 
 def test_update_is_one_optimizer_step(make_trainer):
     class Counting(PPOTrainer):
-        sizes: tuple[int, ...] = ()
+        row_counts: tuple[int, ...] = ()
 
         def update(self, model: nn.Module, minibatch: Experience, statistics: Any) -> Any:
-            self.sizes += (len(minibatch),)
+            self.row_counts += (len(minibatch),)
             return super().update(model, minibatch, statistics)
 
     trainer = make_trainer(Counting, num_ppo_epochs=3, num_mini_batches=2, total_episodes=16)
     trainer.train()
 
-    assert trainer.sizes == (4,) * 12  # 2 updates x 3 epochs x 2 mini-batches
+    assert trainer.row_counts == (4,) * 12  # 2 updates x 3 epochs x 2 mini-batches
 
 
 def test_compute_loss(make_trainer):
