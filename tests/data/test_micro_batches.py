@@ -96,14 +96,14 @@ def test_combinations_that_do_not_divide_are_errors(make_args: Callable[..., Any
 class CuttingTrainer(PPOTrainer):
     """Instead of learning, takes the gradient of the same mini-batch cut into micro-batches of several sizes."""
 
-    sizes = (1, 2, 3, 5, 8, 12, 100)
+    row_limits = (1, 2, 3, 5, 8, 12, 100)
     budgets = (1, 17, 30)
     """Tokens: fewer than any row has, than two long rows have, and enough for several."""
 
     def learn(self, model: torch.nn.Module, experience: Experience) -> float | torch.Tensor:
         model.train()
         self.experience = experience
-        for size in self.sizes:
+        for size in self.row_limits:
             self.args.per_device_train_batch_size = size
             grad_norm = self.update(model, experience, UpdateStatistics())
         for budget in self.budgets:
