@@ -28,7 +28,8 @@ class HostMasks(NamedTuple):
     def of(cls, attention_mask: Tensor, response_mask: Tensor) -> Self:
         """Copy masks, bool, once their device has computed them."""
         source = attention_mask, response_mask
-        return cls(*(mask.bool().cpu().numpy() for mask in source), source)
+        attention, response = (mask.bool().cpu().numpy() for mask in source)
+        return cls(attention, response, source)
 
     def are_of(self, attention_mask: Tensor, response_mask: Tensor) -> bool:
         """Tell whether they are copies of these very tensors."""

@@ -149,9 +149,9 @@ def test_gradients_do_not_depend_on_how_a_mini_batch_is_cut(
     trainer.train()
     lengths = trainer.experience.response_mask.sum(dim=1)
     assert lengths.min() <= 2 and lengths.max() == 8
-    cuts = (*CuttingTrainer.sizes, *(f"at most {budget} tokens" for budget in CuttingTrainer.budgets))
+    cuts = (*CuttingTrainer.row_limits, *(f"at most {budget} tokens" for budget in CuttingTrainer.budgets))
     assert len(gradients.taken) == len(cuts)
-    whole = gradients.taken[len(CuttingTrainer.sizes) - 1]
+    whole = gradients.taken[len(CuttingTrainer.row_limits) - 1]
     assert len(whole) == len(list(trainer.model.parameters()))
     assert 0.1 < max(float(gradient.abs().max()) for gradient in whole.values()) < 1
     for size, cut in zip(cuts, gradients.taken, strict=True):
