@@ -73,6 +73,19 @@ def test_checkpoints_of_which_each_rank_writes_its_shards(models, tmp_path):
     np.testing.assert_allclose(loaded, saved[0]["logits"], rtol=0, atol=1e-6)
 
 
+def test_three_processes_resume_bit_for_bit(models, tmp_path):
+    """Of three numbers the order of a sum shows: DDP must group gradients alike after a start and later.
+
+    With `ddp_find_unused_parameters=False` it groups them anew after the first backward pass, and this fails.
+    """
+    run = {"models": str(models), "output_dir": str(tmp_path / "whole")}
+    resume = {"output_dir": str(tmp_path / "resumed"), "resume": str(tmp_path / "whole" / "checkpoint-1")}
+    whole, resumed = processes.run_all(
+        "multi_gpu", [("train_with_checkpoints", run), ("train_with_checkpoints", run | resume)], world=3
+    )
+    assert_same_end(resumed, whole)
+
+
 def assert_loads_as_trained(folder, whole, adapters):
     """The last checkpoints' policies are those of the processes, as exactly as the file's type holds them."""
     loaded = AutoModelForCausalLM.from_pretrained(folder / "a" / "checkpoint-3").state_dict()
