@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from rlhf_ppo.data.rollout import Responses, Rollout, check_shape
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.shaping import whole_scores
 from tests.conftest import tiny_scorer
-from tests.episodes import RespondsInTurns
+from tests.episodes import EOS, RespondsInTurns
 from tests.recorded_update import RecordingTrainer, check_update, run_update, share_of_w4
 from tests.runs import assert_identical, parameters
 
@@ -64,6 +65,7 @@ def test_an_update_equals_numpy(make_trainer: MakeTrainer, variant: str) -> None
     written = [episode.written for episode in update.episodes]
     assert any(False in row[: len(episode.own)] for row, episode in zip(written, update.episodes, strict=True))
     assert {row[-1] for row in written} == {row[0] for row in written} == {True, False}
+    assert any(EOS in np.array(row.response)[row.own] and not row.stopped for row in update.episodes)
     assert 0 < update.logged["response/ended_frac"] < 1
     check_update(update)
 

@@ -29,6 +29,7 @@ from rlhf_ppo.rewards.preference import PreferenceReward
 from rlhf_ppo.training import learning
 from rlhf_ppo.training.sharding import on_whole_policy
 from tests import conftest
+from tests.episodes import RespondsInTurns
 from tests.runs import record_rollouts
 
 
@@ -261,10 +262,16 @@ async def slow_length(completion_ids: list[list[int]], **_: Any) -> list[float |
     return [None if ids[0] % 3 == 0 else float(len(ids)) for ids in completion_ids]
 
 
-def two_updates_of_scaled_rewards(output_dir: str, models: str, local_batch_size: int) -> dict[str, Any]:
-    """Train on rewards per token and a slow function, scaled by the scores of all ranks; responses are given."""
+def two_updates_of_scaled_rewards(
+    output_dir: str, models: str, local_batch_size: int, in_turns: bool = False
+) -> dict[str, Any]:
+    """Train on rewards per token and a slow function, scaled by the scores of all ranks; responses are given.
+
+    With `in_turns` their masks have holes.
+    """
     trainer = make_trainer(
-        output_dir, models, FixedResponses, num_prompts=16, gradient_accumulation_steps=local_batch_size // 2,
+        output_dir, models, RespondsInTurns if in_turns else FixedResponses, num_prompts=16,
+        gradient_accumulation_steps=local_batch_size // 2,
         given={"reward_funcs": [even_tokens, slow_length], "ref_model": f"{models}/policy"},
         reward_weights={"even_tokens": 2.0, "slow_length": 0.5}, score_scaling=True, score_clip=1.5,
         missing_eos_penalty=0.25, num_ppo_epochs=1, num_mini_batches=1, max_steps=2, optim="sgd", learning_rate=0.1,

@@ -1,5 +1,7 @@
 """Two processes on the CPU under the shipped configurations: one algorithm, whatever splits the models."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
@@ -47,16 +49,24 @@ def one_process(models, tmp_path_factory):
 
 
 def test_rewards_per_token_and_scaled_scores_are_those_of_one_process(models, tmp_path):
-    """The running deviation is that of all ranks' scores; a slow reward and unscored rows change nothing of it."""
-    (one,) = processes.run(
-        "multi_gpu", "two_updates_of_scaled_rewards", world=1, output_dir=str(tmp_path / "1"), models=str(models),
-        local_batch_size=8,
-    )  # fmt: skip
-    two = processes.run(
-        "multi_gpu", "two_updates_of_scaled_rewards", output_dir=str(tmp_path / "2"), models=str(models),
-        local_batch_size=4,
-    )  # fmt: skip
+    """The running deviation is that of all ranks' scores; a slow reward and unscored rows change nothing of it.
 
+    Neither do holes in the response masks.
+    """
+
+    def ranks(world: int) -> list[list[dict[str, Any]]]:
+        how = {"models": str(models), "local_batch_size": 8 // world}
+        calls = [
+            ("two_updates_of_scaled_rewards", {"output_dir": f"{tmp_path}/{world}-{turns}", "in_turns": turns, **how})
+            for turns in (False, True)
+        ]
+        return processes.run_all("multi_gpu", calls, world=world)
+
+    for (one,), two in zip(ranks(1), ranks(2), strict=True):
+        assert_same_updates(one, two)
+
+
+def assert_same_updates(one, two):
     assert one["score_moments"]["count"] == 16
     for rank in two:
         assert rank["num_processes"] == 2

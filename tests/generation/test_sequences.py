@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.generation.sequences import contains_token, join_responses, response_mask, truncate_response
+from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.generation.sequences import (
+    contains_token,
+    ended,
+    join_responses,
+    last_turn,
+    response_mask,
+    truncate_response,
+)
+from rlhf_ppo.generation.stopping import StopStrings
+from tests.conftest import make_tokenizer
 
 PAD = 99
 
@@ -80,6 +90,24 @@ def test_a_token_counts_only_where_it_is_real() -> None:
     assert contains_token(joined, None).tolist() == [False, False, False]
     ended_by_another = join_responses(prompts([1], [1, 1], [5]), sampled, stop_token_id=4, pad_token_id=1)
     assert contains_token(ended_by_another, 1).tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("written", "last"), [("111", "111"), ("110", "110"), ("0110", "0110"), ("101100", "001100"), ("1001", "0001")]
+)
+def test_the_last_turn_is_behind_the_last_gap(written: str, last: str) -> None:
+    mask = torch.tensor([[letter == "1" for letter in written]])
+    assert last_turn(mask).tolist() == [[letter == "1" for letter in last]]
+
+
+def test_a_response_has_ended_if_its_last_turn_has() -> None:
+    """The stop token 1, or the stop string w4 (id 7), ends other turns too, and tools may write it."""
+    ids = torch.tensor([[4, 1, 5, 6], [4, 5, 6, 1], [4, 6, 1, 6], [4, 7, 5, 6], [4, 5, 6, 7], [4, 6, 7, 6]])
+    written = torch.tensor([[True, True, False, True]] * 6)
+    in_turns = Responses(torch.cat((ids[:, :1], ids), dim=1), torch.ones(6, 5).bool(), written)
+    assert contains_token(in_turns, 1).tolist() == [False, True, False, False, False, False]
+    strings = StopStrings(make_tokenizer(), ("w4",))
+    assert ended(in_turns, 1, strings).tolist() == [False, True, False, False, True, False]
 
 
 def test_sampling_logprobs_are_cut_like_their_tokens() -> None:

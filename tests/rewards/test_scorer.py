@@ -64,6 +64,16 @@ def test_rewards_per_token_are_added_token_by_token_beside_the_scores() -> None:
     assert scores.total.tolist() == pytest.approx([8.5, -4.0, NAN], nan_ok=True)
 
 
+def test_rewards_of_tokens_that_the_policy_did_not_write_are_not_paid() -> None:
+    """Whatever stands there: NaN at a response's first token says nothing if a tool wrote that."""
+    mask = torch.tensor([[False, True, True], [True, False, True], [False, True, False]])
+    batch = ScoringBatch(torch.full((3, 4), 3), torch.ones(3, 4).bool(), mask, {}, torch.ones(3).bool())
+    scores = Scorer([Fixed("a", [[NAN, 1.0, 2.0], [3.0, 999.0, 4.0], [5.0, NAN, 6.0]])])(batch)
+    assert scores.per_token.tolist() == [[0.0, 1.0, 2.0], [3.0, 0.0, 4.0], [0.0, 0.0, 0.0]]
+    assert scores.total.tolist() == pytest.approx([3.0, 7.0, NAN], nan_ok=True)
+    assert batch.response_ids() == [[3, 3, 3]] * 3
+
+
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], []])
 def test_wrong_number_of_weights(weights: list[float]) -> None:
     with pytest.raises(ValueError, match=rf"has {len(weights)} numbers .*for 2 rewards \(\['a', 'b'\]\)"):
