@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from rlhf_ppo.models import varlen
 from rlhf_ppo.models.logprobs import response_logprobs
-from rlhf_ppo.models.packing import pack_rows
+from rlhf_ppo.models.packing import PACKED, pack_rows
 from rlhf_ppo.models.passes import hidden_states
 from tests.models.test_packing import PACKING, ROWS, alone, gradients, model_of, padded
 
@@ -132,6 +132,7 @@ def test_an_older_pytorch_runs_what_it_knows(
     model = model_of(name, **changes)
     expected = alone(model, ROWS)
     pack_rows(model)
+    assert model.config._attn_implementation == PACKED
     CALLS.clear()
     ids, mask = padded(ROWS)
     assert_allclose(hidden_states(model, ids, mask)[mask].detach(), expected.detach(), rtol=0, atol=1e-5)
