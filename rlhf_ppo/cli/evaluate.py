@@ -156,7 +156,7 @@ def given_answers(ours: Sequence[Answer], responses: Sequence[Any]) -> list[Answ
     return [
         None
         if response is None
-        else dataclasses.replace(one, response=response_texts([response])[0], response_ids=None, ended=True)
+        else Answer(one.prompt, response_texts([response])[0], prompt_ids=one.prompt_ids, tokenizer=one.tokenizer)
         for one, response in zip(ours, responses, strict=True)
     ]
 

@@ -14,6 +14,7 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.processes.random_numbers import isolated_rng, upcoming_seed
 from rlhf_ppo.rewards.preference import OPPONENT_COLUMNS, opponent_of
+from rlhf_ppo.rewards.scorer import selected
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,17 @@ class Opponents:
             generate: Samples a response to each prompt from an opponent of a kind.
 
         Returns:
-            The prompts with three more columns for each opponent: its `B` responses' texts, without special tokens;
-            with `_ids` behind the name, their token ids; with `_ended`, whether they ended by themselves.
+            The prompts with four more columns for each opponent: its `B` responses' texts, without special tokens;
+            with `_ids` behind the name, their token ids; with `_written`, which of these the opponent wrote; with
+            `_ended`, whether they ended by themselves.
         """
         columns = dict(prompts.columns)
         for kind in self.kinds:
             with isolated_rng(upcoming_seed(kind), device_specific=False):
                 answers = generate(kind)
-            rows = zip(answers.responses, answers.episode_mask, strict=True)
-            response_ids = [ids[real].tolist() for ids, real in rows]
+            response_ids = selected(answers.responses, answers.episode_mask)
             name = OPPONENT_COLUMNS[kind]
             columns[name] = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
             columns[f"{name}_ids"], columns[f"{name}_ended"] = response_ids, self.ended(answers).tolist()
+            columns[f"{name}_written"] = selected(answers.response_mask, answers.episode_mask)
         return dataclasses.replace(prompts, columns=columns)

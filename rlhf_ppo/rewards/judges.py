@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, cast
 
+import torch
 from accelerate import PartialState
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.data.encoding import is_conversation
@@ -153,7 +155,7 @@ class FunctionJudge(ScoringJudge):
         self.function, self.__name__ = function, function_name(function)
 
     def scores(self, answers: Sequence[Answer], columns: Mapping[str, Any]) -> list[float | None]:
-        """Score answers; rewards per token are added up."""
+        """Score answers; rewards per token are added up, over those that a policy wrote."""
         ids = [_token_ids(answer) for answer in answers]
         offered = {
             "trainer_state": TrainerState(),
@@ -168,7 +170,9 @@ class FunctionJudge(ScoringJudge):
         with nullcontext() if isinstance(self.function, RewardEndpoint) else naming(self.__name__, len(ids)):
             returned = finished(self.function(**arguments))
         scores = check_scores(returned, self.__name__, list(map(len, ids)))
-        totals = cast("list[float]", (scores.sum(dim=1) if scores.dim() == 2 else scores).tolist())
+        if scores.dim() == 2:
+            scores = torch.stack([_total(row, answer) for row, answer in zip(scores, answers, strict=True)])
+        totals = cast("list[float]", scores.tolist())
         return [None if math.isnan(score) else score for score in totals]
 
     def verdict(self, first: float, second: float) -> float:
@@ -238,6 +242,12 @@ def _token_ids(answer: Answer) -> list[int]:
     if answer.response_ids is not None:
         return list(answer.response_ids)
     return [] if answer.tokenizer is None else list(answer.tokenizer(answer.response)["input_ids"])
+
+
+def _total(rewards: Tensor, answer: Answer) -> Tensor:
+    if answer.written is None:
+        return rewards.sum()
+    return rewards[: len(answer.written)][torch.tensor(answer.written)].sum()
 
 
 def _drop(*_: Any) -> None:

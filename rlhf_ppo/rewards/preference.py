@@ -112,8 +112,8 @@ class PreferenceReward:
         (text,) = response_texts([given])
         if self.opponent == "dataset" or f"{self.column}_ids" not in columns:
             return Answer(ours.prompt, text, tokenizer=ours.tokenizer, prompt_ids=ours.prompt_ids)
-        ids, ended = columns[f"{self.column}_ids"][row], columns[f"{self.column}_ended"][row]
-        return dataclasses.replace(ours, response=text, response_ids=ids, ended=ended)
+        ids, ended, written = (columns[f"{self.column}_{what}"][row] for what in ("ids", "ended", "written"))
+        return dataclasses.replace(ours, response=text, response_ids=ids, ended=ended, written=written)
 
     def _verdicts(self, pairs: Sequence[tuple[Answer, Answer]], columns: Mapping[str, Any]) -> list[float | None]:
         if not pairs:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_ppo.data.encoding import is_conversation
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
-from rlhf_ppo.rewards.scorer import ScoringBatch
+from rlhf_ppo.rewards.scorer import ScoringBatch, selected
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Answer:
         response_ids: The response in the policy's tokens, the stop token and what tools and environments wrote
             included.
         tokenizer: The policy's tokenizer.
+        written: Which of `response_ids` the policy wrote; None: all of them.
     """
 
     prompt: Any
@@ -34,6 +35,7 @@ class Answer:
     prompt_ids: Sequence[int] | None = None
     response_ids: Sequence[int] | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
+    written: Sequence[bool] | None = None
 
     @property
     def asked(self) -> Any:
@@ -82,8 +84,9 @@ def _answers(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[An
     prompt_ids, response_ids = batch.prompt_ids(), batch.response_ids()
     prompts = batch.columns.get("prompt", [None] * len(batch))
     texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    written = selected(batch.response_mask, batch.episode_mask)
     rows = zip(prompts, texts, batch.ended.tolist(), prompt_ids, response_ids, strict=True)
-    return [Answer(*row, tokenizer=tokenizer) for row in rows]
+    return [Answer(*row, tokenizer, own) for row, own in zip(rows, written, strict=True)]
 
 
 def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:

@@ -100,7 +100,7 @@ class ScoringBatch:
     @cached_property
     def _prompt_ids(self) -> list[list[int]]:
         context = self.query_responses.shape[1] - self.response_mask.shape[1]
-        return _selected(self.query_responses[:, :context], self.attention_mask[:, :context])
+        return selected(self.query_responses[:, :context], self.attention_mask[:, :context])
 
     @property
     def episode_mask(self) -> Tensor:
@@ -110,7 +110,7 @@ class ScoringBatch:
     @cached_property
     def _response_ids(self) -> list[list[int]]:
         context = self.query_responses.shape[1] - self.response_mask.shape[1]
-        return _selected(self.query_responses[:, context:], self.episode_mask)
+        return selected(self.query_responses[:, context:], self.episode_mask)
 
     def _texts(self, part: str, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
         def decoded() -> list[str]:
@@ -352,8 +352,9 @@ def _cancel(running: Mapping[str, Future[Tensor]]) -> None:
         future.cancel()  # of one that is done, without effect
 
 
-def _selected(ids: Tensor, mask: Tensor) -> list[list[int]]:
-    return [row[real].tolist() for row, real in zip(ids.cpu(), mask.bool().cpu(), strict=True)]
+def selected(values: Tensor, mask: Tensor) -> list[list[Any]]:
+    """Return those values of each row of `(B, T)` where a mask is True."""
+    return [row[real].tolist() for row, real in zip(values.cpu(), mask.bool().cpu(), strict=True)]
 
 
 def _unique(names: Sequence[str]) -> list[str]:

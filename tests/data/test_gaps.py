@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,20 @@ from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.advantages import gae
+from rlhf_ppo.checkpoints.half_learned import HalfLearned
+from rlhf_ppo.data import rollout as rollout_module
+from rlhf_ppo.data.datasets import PromptCollator
 from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, check_shape
+from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.reporting.metrics import UpdateStatistics
+from rlhf_ppo.rewards.judges import FunctionJudge
+from rlhf_ppo.rewards.preference import PreferenceReward
+from rlhf_ppo.rewards.reading import answers_of
+from rlhf_ppo.rewards.scorer import ScoringBatch
 from rlhf_ppo.rewards.shaping import whole_scores
-from tests.conftest import tiny_scorer
+from tests.conftest import prompt_rows, tiny_scorer
 from tests.episodes import EOS, RespondsInTurns
 from tests.recorded_update import RecordingTrainer, check_update, run_update, share_of_w4
 from tests.runs import assert_identical, parameters
@@ -269,6 +279,29 @@ def test_a_mask_that_is_replaced_is_the_one_that_is_read() -> None:
         dataclasses.replace(batch, response_mask=holes & torch.tensor([[True], [False]]))
 
 
+def test_masks_are_read_and_checked_once_in_each_update(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often the batch is cut: on a GPU each reading is a wait."""
+    checked: list[int] = []
+    check = rollout_module.check_masks
+    monkeypatch.setattr(
+        rollout_module, "check_masks", lambda masks: (checked.append(len(masks.response)), check(masks))
+    )
+    make_trainer(RespondsInTurns, total_episodes=16).train()
+    assert checked == [8, 8]
+
+
+def test_a_half_learned_update_keeps_its_gaps(tmp_path: Path) -> None:
+    written = torch.tensor([[True, False, True], [False, True, False]])
+    rollout = a_rollout(torch.ones(2, 3).bool(), written, seed=0)
+    figures = (rollout.values, rollout.values, rollout.values, rollout.values, written)
+    masks = rollout.query_responses, rollout.attention_mask, written
+    HalfLearned(Experience(*masks, *figures), {}).save(str(tmp_path), 0)  # pyright: ignore[reportCallIssue]
+    loaded = HalfLearned.load(str(tmp_path), 0, torch.device("cpu")).experience
+    assert torch.equal(loaded.response_mask, written) and loaded.masks.response.tolist() == written.tolist()
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -295,7 +328,35 @@ def test_what_was_written_is_seen_and_masks_are_bool() -> None:
         dataclasses.replace(fine, attention_mask=fine.attention_mask.float())
 
 
-# ---- Sample tables and evaluation ----
+# ---- Opponents, sample tables and evaluation ----
+
+
+def test_opponents_answer_with_whole_responses_and_win_by_what_they_wrote(make_trainer: MakeTrainer) -> None:
+    prompts = Prompts.from_collated(PromptCollator(0)(prompt_rows(8)), torch.device("cpu"))
+    trainer: Any = make_trainer(RespondsInTurns)
+    opponents = Opponents(("self",), trainer.processing_class, trainer.tokens.ended)
+    columns = opponents.respond(prompts, lambda _: trainer.generate_responses(None, prompts, None)).columns
+    episodes = trainer.episodes
+    assert columns["opponent_self_ids"] == [episode.response for episode in episodes]
+    assert columns["opponent_self_written"] == [episode.written for episode in episodes]
+    assert columns["opponent_self_ended"] == [episode.stopped for episode in episodes]
+
+    batch = trainer.generate_responses(None, prompts, None)
+    ours = answers_of(ScoringBatch.of(batch, prompts, trainer.tokens.ended(batch)), trainer.processing_class)
+    assert [answer.response_ids for answer in ours] == columns["opponent_self_ids"]
+    assert [answer.written for answer in ours] == columns["opponent_self_written"]
+    judge = FunctionJudge(reward_of_each_token)
+    expected = [
+        float(np.array(row)[episode.own].sum())
+        for row, episode in zip(
+            reward_of_each_token([episode.response for episode in episodes]), episodes, strict=True
+        )
+    ]
+    assert judge.scores(ours, {}) == pytest.approx(expected)
+    unknown = [dataclasses.replace(answer, written=None) for answer in ours]
+    assert judge.scores(unknown, {}) != pytest.approx(expected)
+    theirs = PreferenceReward(judge, "self")._opponents_answer(ours[0], 1, columns)
+    assert theirs is not None and theirs.written == episodes[1].written
 
 
 def test_tables_and_evaluation_show_whole_responses_and_count_the_policys_tokens(make_trainer: MakeTrainer) -> None:
