@@ -73,11 +73,9 @@ from rlhf_ppo.training.construction import (
     special_tokens,
     use_one_device,
 )
-from rlhf_ppo.training.evaluating import EvaluatesPolicy
-from rlhf_ppo.training.hooks import length, num_processes
+from rlhf_ppo.training.hooks import TrainerHooks, length, num_processes
 from rlhf_ppo.training.learning import LossParts, can_learn_in_turn, learn_in_turn, policy_term, value_term
 from rlhf_ppo.training.optimization import Optimizers
-from rlhf_ppo.training.samples import PrintsSamples
 from rlhf_ppo.training.sharding import on_whole_policy, place_frozen
 
 if TYPE_CHECKING:
@@ -85,7 +83,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-class PPOTrainer(EvaluatesPolicy, PrintsSamples):
+class PPOTrainer(TrainerHooks):
     """Train a language model with PPO (Schulman et al., arXiv 1707.06347) against a reward, under a KL penalty.
 
     One Trainer step is one PPO update: generate `per_device_train_batch_size * gradient_accumulation_steps` responses
@@ -406,6 +404,14 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
             give_up_if_stopped()
         return scores
 
+    def _answered(
+        self, model: nn.Module, prompts: Prompts, config: GenerationConfig
+    ) -> tuple[Prompts, Responses, Scores]:
+        """Respond to prompts, let the opponents respond, and score the responses."""
+        responses = self._generate(model, prompts, config)
+        prompts = self._with_opponents(model, prompts)
+        return prompts, responses, self.score_responses(responses, prompts)
+
     def _in_passes(
         self, responses: Responses, forward: Callable[..., tuple[Tensor, ...]], is_packed: bool
     ) -> tuple[Tensor, ...]:
@@ -586,6 +592,3 @@ class PPOTrainer(EvaluatesPolicy, PrintsSamples):
 
     def _metrics_of_reward_functions(self) -> dict[str, float]:
         return self._logged.drain() if self._functions else {}
-
-    def _reward_functions_read_columns(self) -> bool:
-        return self.scorer.reads_columns

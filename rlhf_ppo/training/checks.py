@@ -86,6 +86,17 @@ def _no_model(name: str, value: Any) -> str:
     )
 
 
+def check_is_name(name: str, datasets: Any) -> None:
+    """Check that one of several evaluation sets has that name.
+
+    Raises:
+        ValueError: None has it.
+    """
+    names = list(datasets) if isinstance(datasets, Mapping) else []
+    if name not in names:
+        raise ValueError(f"eval_dataset={name!r} is none of {names}")
+
+
 def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any) -> None:
     """Check the kinds of the data sets, their first rows, and that there is something to evaluate on.
 

@@ -10,19 +10,21 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from accelerate import PartialState, skip_first_batches
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType, gather_object, set_seed
 from accelerate.utils.memory import clear_device_cache
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers.optimization import GreedyLR
-from transformers.trainer_utils import has_length
+from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import BestRun, EvalLoopOutput, HPSearchBackend, has_length
 
 from rlhf_ppo.checkpoints.disk import naming_full_disk
 from rlhf_ppo.checkpoints.fits import check_same_split, naming
@@ -30,31 +32,88 @@ from rlhf_ppo.checkpoints.history import whole_history
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.evaluation.best_metric import evaluated_name, missing_best_metric
+from rlhf_ppo.evaluation.completions import sample_rows, show_table, table_of
+from rlhf_ppo.evaluation.rollouts import evaluated
+from rlhf_ppo.evaluation.runnable import runnable
+from rlhf_ppo.evaluation.samples import first_prompts, held_out_prompts
 from rlhf_ppo.generation.protocol import GenerationEngine
+from rlhf_ppo.generation.transformers_engine import greedy_config
+from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import drop_foreign_padding
+from rlhf_ppo.models.vocabulary import Vocabulary
 from rlhf_ppo.processes.collectives import gather_over_ranks, sum_over_ranks
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.random_numbers import isolated_rng
 from rlhf_ppo.processes.streams import Streams, draw_apart
-from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics
+from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics, evaluation_metrics
+from rlhf_ppo.reporting.model_card import FinalMetrics
+from rlhf_ppo.reporting.run_card import reward_origins, save_run_card
 from rlhf_ppo.reporting.timing import PhaseTimer
+from rlhf_ppo.rewards.logged import LoggedByFunctions
+from rlhf_ppo.rewards.scorer import Scorer, Scores
+from rlhf_ppo.training.checks import check_datasets, check_is_name
+from rlhf_ppo.training.construction import SpecialTokens
 from rlhf_ppo.training.divergence import DivergenceGuard, Skipped
 from rlhf_ppo.training.ingredients import find_place, record_and_compare
-from rlhf_ppo.training.optimization import OptimizesPolicyAndValue
-from rlhf_ppo.training.search import SearchesHyperparameters
+from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
+from rlhf_ppo.training.saving import SavesPolicyAndValue
+from rlhf_ppo.training.search import (
+    Recipe,
+    Trials,
+    check_backend,
+    check_can_search,
+    check_has_score,
+    default_hp_space,
+    end_pruned,
+    eval_score,
+    is_pruned,
+    on_cpu,
+)
 from rlhf_ppo.training.sharding import set_up_engine
 from rlhf_ppo.training.stopping import StopsWhole
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from transformers import GenerationConfig
 
 logger = get_logger(__name__)
 
 
-class TrainerHooks(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue):
-    """Trainer with the hooks that PPO needs."""
+class TrainerHooks(StopsWhole, SavesPolicyAndValue):
+    """Trainer with the hooks that PPO needs.
 
+    Attributes:
+        dataset_name: Hub name or path of the prompts, which their data set does not know; scripts set it.
+    """
+
+    dataset_name: str | None = None
+    objective: Any = None
+    objective_step: int | None = None
+    policy_model: nn.Module
+    reference: Reference
+    reward_models: list[nn.Module]
+    scorer: Scorer
+    tokens: SpecialTokens
     _engine: GenerationEngine
+    _logged: LoggedByFunctions
+    _tokenizer: PreTrainedTokenizerBase
+    _vocabulary: Vocabulary
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    _as_given: dict[str, Any]  # the constructor's models that may be functions, and callbacks
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keep the arguments, from which the trainer of each trial of a search is made."""
+        self = super().__new__(cls)
+        self._made_with = args, kwargs
+        return self
+
+    def __init__(self, *args: Any, optimizers: Optimizers = (None, None), **kwargs: Any) -> None:
+        self._optimization = Optimization(optimizers)
+        self._final_metrics = FinalMetrics()
+        super().__init__(*args, optimizers=cast(Any, self._optimization.given), **kwargs)
+        self._optimization.check(self.model, self.accelerator)
         self._timer = PhaseTimer()
         self._sum, self._gather = sum_over_ranks(self.accelerator), gather_over_ranks(self.accelerator)
         run = (self.args, self.accelerator, self._sum, self._unwrapped(self.model), self._moment)
@@ -110,6 +169,299 @@ class TrainerHooks(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue)
         return super()._get_collator_with_removed_columns(data_collator, description)
 
     def _reward_functions_read_columns(self) -> bool:
+        return self.scorer.reads_columns
+
+    # ---- Optimizer and schedule ----
+
+    def create_optimizer(self, model: Any = None) -> Optimizer:
+        """Make the optimizer, by the function that was given if there is one.
+
+        Args:
+            model: The prepared model; None takes `self.model`.
+
+        Raises:
+            TypeError: The function returned something else.
+            ValueError: Its optimizer misses trainable parameters, or holds others.
+        """
+        if self.optimizer is None:
+            self.optimizer = self._optimization.made_optimizer(self.model if model is None else model)
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
+        """Make the scheduler; one that follows a metric follows it upwards where greater is better."""
+        follow_metric(self.args)
+        if self.lr_scheduler is None:
+            over = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = self._optimization.made_scheduler(cast(Optimizer, over), num_training_steps)
+            self._created_lr_scheduler = self.lr_scheduler is not None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        self._optimization.take(scheduler, self.args, num_training_steps)
+        return scheduler
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        is_sharding = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        check_prepared(cast(Optimizer, self.optimizer), prepared[0], self.args, is_sharding)
+        self._progress.optimization = self._optimization.recorded()
+        return prepared
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load both; where the arguments are no longer the checkpoint's, those of this run are in force."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        before, done = ({} if checkpoint is None else self._progress.optimization), self.state.global_step
+        if (changed := self._optimization.put_in_force(before, done)) is not None:
+            logger.warning(
+                f"The checkpoint's optimization was another; in force from update {done + 1} on is: {changed}. The "
+                f"learning rate is {self._get_learning_rate():.4g} now."
+            )
+
+    # ---- Evaluation ----
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Sample responses to evaluation prompts and score them.
+
+        Args:
+            eval_dataset: Prompts in any form that `train_dataset` may have, or a dict of such data sets; the
+                constructor's when None.
+            ignore_keys: Accepted as Trainer does; there are no model outputs to ignore.
+            metric_key_prefix: Put before each key.
+
+        Returns:
+            `eval_score` (as it is paid in training, but never scaled), `eval_kl` and `eval_entropy`
+            (nats per response), `eval_response_length_mean` (tokens), `eval_ended_frac`,
+            `eval_rewards/<name>/mean|std`, and speed.
+        """
+        if isinstance(eval_dataset, str):
+            check_is_name(eval_dataset, self.eval_dataset)
+        elif eval_dataset is not None:
+            check_datasets(self.args, self.train_dataset, eval_dataset)
+            eval_dataset = self._prepared(eval_dataset, "eval_dataset")
+        return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate for a run that trains, and step a schedule that follows a metric.
+
+        Raises:
+            ValueError: The metric by which models are compared is not there; the run was saved before.
+        """
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        if (missing := missing_best_metric(self.args, metrics)) is not None:
+            if self.state.global_step > 0:
+                self.control.should_evaluate = True  # the resumed run begins with this evaluation
+                self._save_where_it_stopped(cast(nn.Module, self.model_wrapped), trial)
+                missing += f"; go on with resume_from_checkpoint={self._guard.last_checkpoint!r}"
+            raise ValueError(missing)
+        if follows_metric(self.lr_scheduler) and not skip_scheduler:
+            cast(Any, self.lr_scheduler).step(metrics[evaluated_name(self.args.metric_for_best_model or "score")])
+        return metrics
+
+    @torch.no_grad()
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Collect a rollout for every batch of `dataloader`, with its own random numbers, the same at every call."""
+        gather = cast(Any, self.accelerator.gather_for_metrics)
+        with self._apart_from_training() as model:
+            self.callback_handler.eval_dataloader = cast(Any, dataloader)
+            after_batch = partial(self._fire, "on_prediction_step")
+            columns = evaluated(dataloader, partial(self._evaluated, model), gather, self.args.device, after_batch)
+        self._timer.drain()
+        extra = {f"{metric_key_prefix}_{name}": value for name, value in self._metrics_of_reward_functions().items()}
+        metrics = evaluation_metrics(columns, metric_key_prefix) | extra
+        return EvalLoopOutput(None, None, metrics, len(columns["scores"]))  # pyright: ignore
+
+    def _evaluated(self, model: nn.Module, prompts: Prompts) -> dict[str, Tensor]:
+        rollout = self._guard.checked_rollout(self.collect_rollout(model, prompts))
+        return self._rewards_of(rollout, score_std=None)[1]
+
+    @torch.no_grad()
+    def generate_completions(self, sampling: bool = False) -> pd.DataFrame | None:
+        """Respond greedily to prompts; print the table, save it and send it to the trackers in `report_to`.
+
+        The prompts are held-out ones, those of `eval_dataset`; without it one batch of training prompts: the first
+        rows, or those of a stream's latest update. The table's title says which.
+
+        Args:
+            sampling: Whether to stop after one batch.
+
+        Returns:
+            One row per prompt: query, model response, score, and each reward when there are several; on rank 0 also
+            in `output_dir/_samples/`. None before the first update on a stream without an evaluation data set.
+        """
+        rows: list[dict[str, Any]] = []
+        held_out = self.eval_dataset is not None
+        gather = partial(self.accelerator.gather_for_metrics, use_gather_object=True) if held_out else gather_object
+        config = greedy_config(self.args, self.tokens.stop, self._vocabulary.never_sampled)
+        with self._apart_from_training() as model:
+            for prompts in itertools.islice(self._sample_prompts(), 1 if sampling else None):
+                prompts, responses, scores = self._answered(model, prompts, config)
+                rows += gather(sample_rows(self._tokenizer, prompts, responses, scores, self._logged.drain_columns()))
+        self._metrics_of_reward_functions()
+        if not rows:
+            return None
+        table = table_of(rows, self.scorer.names)
+        if self.is_world_process_zero():
+            show_table(table, self, held_out)
+        return table
+
+    def _sample_prompts(self) -> Iterator[Prompts]:
+        """Yield all held-out prompts in batches; where there are none, one batch of training prompts.
+
+        These are the first rows, or a stream's latest ones: a stream may not bear being read twice at a time.
+        """
+        num_rows, latest, device = self.args.eval_batch_size, self._latest_prompts, self.args.device
+        if self.eval_dataset is not None:
+            yield from held_out_prompts(self.eval_dataset, self.get_eval_dataloader, device)
+        elif has_length(self.train_dataset):
+            collate = self._get_collator_with_removed_columns(self.data_collator, "sampling")
+            yield first_prompts(cast(Any, self.train_dataset), num_rows, collate, self.accelerator, device)
+        elif latest is not None:
+            yield latest.first(num_rows)
+
+    @contextmanager
+    def _apart_from_training(self) -> Iterator[nn.Module]:
+        """Give the model to evaluate, with random numbers of its own, the same at every call."""
+        self._engine.policy_changed()  # the best checkpoint may have been loaded, or the caller changed it
+        self._learns_now = False
+        try:
+            with (
+                isolated_rng(self.args.seed),
+                self._streams.rewards.apart(self.args.seed, self.args.process_index),
+                runnable(cast(nn.Module, self.model_wrapped), self.args.device) as model,
+                self._guard.apart_from_updates(),
+            ):
+                yield model
+        finally:
+            self._learns_now = True
+
+    # ---- Hyperparameter search ----
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], float] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "maximize",
+        backend: str | HPSearchBackend | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> BestRun | list[BestRun]:
+        """Search hyperparameters with Optuna; this trainer itself stays as it is.
+
+        Each trial is a new trainer with new models, in `output_dir/run-<number>`, seeded by its own `seed`: trials of
+        the same hyperparameters give the same numbers. What is compared is the policy that the trial ends with.
+
+        Args:
+            hp_space: Takes the trial, returns values of `PPOConfig`'s fields; None searches `learning_rate`,
+                `kl_coef` and `num_ppo_epochs`.
+            compute_objective: Takes what `evaluate` returns, returns what is compared; None takes `eval_score`.
+            n_trials: Number of trials.
+            direction: "maximize" (unlike Trainer's default: a score is the better the higher) or "minimize"; a list
+                for several objectives.
+            backend: "optuna", the only one.
+            hp_name: Takes the trial, returns the name of its directory.
+            **kwargs: For `optuna.create_study` (`sampler`, `pruner`, `storage`, ...), and `timeout`,
+                `gc_after_trial` and `catch` for `Study.optimize`.
+
+        Returns:
+            The best run, or for several objectives those that none surpasses: number, objective, hyperparameters.
+
+        Raises:
+            ValueError: A trial could not start anew, or nothing could be compared.
+        """
+        check_backend(backend, kwargs)
+        if compute_objective is None:
+            check_has_score(self.eval_dataset, direction)
+        check_can_search(self.args, self.eval_dataset, self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        recipe = Recipe(type(self), *self._made_with, self._as_given)
+        recipe.check_starts_anew()
+        what = (hp_space or default_hp_space, compute_objective or eval_score, hp_name)
+        frozen = [] if self.args.offload_frozen else [self.reference.model, *self.reward_models]
+        with on_cpu([self.model, *frozen], self.args.device):
+            return Trials(recipe, self.args, self.accelerator, *what).run(n_trials, direction, **kwargs)
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        self._trial = trial  # its arguments are in force already
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return cast(str, self.args.output_dir)  # a trial's own
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """Report an evaluation to Optuna; where it prunes the trial, end it on all ranks."""
+        if self.hp_search_backend is not None and trial is not None:
+            self.objective, self.objective_step = self.compute_objective(metrics.copy()), step
+            if is_pruned(trial, self.objective, step, self.accelerator):
+                self.callback_handler.on_train_end(self.args, self.state, self.control)
+                end_pruned()
+
+    # ---- The hub ----
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        *,
+        language: str | None = None,
+        license: str | None = None,
+        finetuned_from: str | None = None,
+        dataset: str | None = None,
+    ) -> None:
+        """Write `README.md` into `output_dir`: base model, prompts, rewards, settings, metrics, versions, citations.
+
+        `push_to_hub` passes its keyword arguments on to here.
+
+        Args:
+            model_name: The card's title; the last part of `hub_model_id` or `output_dir` when None.
+            dataset_name: Hub name or path of the prompts; the trainer's `dataset_name` when None.
+            tags: One or several tags beside the usual ones.
+            language: The language in the card's metadata.
+            license: The licence in the card's metadata.
+            finetuned_from: Hub name or path of the model that training started from; where the policy was loaded from
+                when None.
+            dataset: Trainer's name for `dataset_name`.
+        """
+        if self.is_world_process_zero():
+            save_run_card(
+                self.args,
+                self.policy_model,
+                reward_origins(self.reward_models, self.scorer.names),
+                self._final_metrics.of(self.state.log_history),
+                title=model_name,
+                base_model=finetuned_from,
+                dataset=dataset_name or dataset or self.dataset_name,
+                tags=tags,
+                license=license,
+                language=language,
+            )
+
+    # ---- What PPOTrainer adds ----
+
+    def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
+        """See `PPOTrainer`."""
+        raise NotImplementedError
+
+    def _answered(
+        self, model: nn.Module, prompts: Prompts, config: GenerationConfig
+    ) -> tuple[Prompts, Responses, Scores]:
+        raise NotImplementedError
+
+    def _rewards_of(self, rollout: Rollout, score_std: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+        raise NotImplementedError
+
+    def _metrics_of_reward_functions(self) -> dict[str, float]:
+        raise NotImplementedError
+
+    def _prepared(self, dataset: Any, name: str) -> Any:
         raise NotImplementedError
 
     # ---- Counting: one step is one PPO update ----
@@ -247,7 +599,7 @@ class TrainerHooks(StopsWhole, SearchesHyperparameters, OptimizesPolicyAndValue)
         args, state = self.args, self.state
         self._half_learned = None  # also where an overridden `learn` has passed it over
         self._metrics |= self._guard.finish_update()
-        if not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR):
+        if not follows_metric(self.lr_scheduler):
             cast(Any, self.lr_scheduler).step()
         state.global_step += 1
         state.epoch = state.global_step / self._updates_per_epoch

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from accelerate.logging import get_logger
+from accelerate import Accelerator
 from torch import nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from transformers.optimization import GreedyLR
 
-from rlhf_ppo.training.saving import SavesPolicyAndValue
+from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.training.schedules import Settings, changes, describe_changes
-
-logger = get_logger(__name__)
 
 MakeOptimizer = Callable[[list[tuple[str, Parameter]]], Optimizer]
 """Takes the names and parameters that are trained, `policy...` and `value_model...`; returns the optimizer."""
@@ -32,23 +30,41 @@ _FIX = (
 )
 
 
-class OptimizesPolicyAndValue(SavesPolicyAndValue):
-    """Trainer whose optimizer holds every trainable parameter, and whose schedule is that of its own arguments."""
+class Optimization:
+    """The optimizer over all that is trained, and the schedule of the run's own arguments.
 
-    def __init__(self, *args: Any, optimizers: Any = (None, None), **kwargs: Any) -> None:
+    Args:
+        optimizers: Optimizer and scheduler, each an instance, a function that makes one, or None.
+
+    Attributes:
+        given: The instances among them, for Trainer.
+
+    Raises:
+        TypeError: It is no pair, or holds something else.
+        ValueError: The scheduler is of another optimizer.
+    """
+
+    def __init__(self, optimizers: Optimizers) -> None:
         optimizer, scheduler = checked_pair(optimizers)
+        self.given = (optimizer if _is_optimizer(optimizer) else None, scheduler if _is_scheduler(scheduler) else None)
         self._make_optimizer: MakeOptimizer | None = None if _is_optimizer(optimizer) else optimizer
         self._make_scheduler: MakeScheduler | None = None if _is_scheduler(scheduler) else scheduler
         self._settings: Settings | None = None
-        given = (optimizer if _is_optimizer(optimizer) else None, scheduler if _is_scheduler(scheduler) else None)
-        super().__init__(*args, optimizers=cast(Any, given), **kwargs)
-        if given[0] is not None:
-            check_covers(given[0], self.model)
-        self._check_engine_takes(optimizer)
 
-    def _check_engine_takes(self, optimizer: Any) -> None:
-        """Check that DeepSpeed neither replaces the optimizer that was given nor steps the scheduler itself."""
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+    def check(self, model: nn.Module, accelerator: Accelerator) -> None:
+        """Check the optimizer that was given, and that DeepSpeed neither replaces it nor steps the scheduler itself.
+
+        Args:
+            model: The `PolicyAndValue`.
+            accelerator: Knows DeepSpeed's configuration.
+
+        Raises:
+            ValueError: It holds other parameters than the model's, or DeepSpeed does.
+        """
+        optimizer = self.given[0]
+        if optimizer is not None:
+            check_covers(optimizer, model)
+        plugin = getattr(accelerator.state, "deepspeed_plugin", None)
         if plugin is None:
             return
         if "scheduler" in plugin.deepspeed_config or "optimizer" in plugin.deepspeed_config:
@@ -57,72 +73,94 @@ class OptimizesPolicyAndValue(SavesPolicyAndValue):
                 "schedule at every optimizer step; remove both and set optim, learning_rate, lr_scheduler_type and "
                 "warmup_steps, which count PPO updates"
             )
-        if _is_optimizer(optimizer):
+        if optimizer is not None:
             raise ValueError(
                 f"optimizers[0] is a {type(optimizer).__name__}, but DeepSpeed needs one that is made when training "
                 f"starts; {_FIX}"
             )
 
-    def create_optimizer(self, model: Any = None) -> Optimizer:
-        """Make the optimizer, by the function that was given if there is one.
+    def made_optimizer(self, model: nn.Module) -> Optimizer | None:
+        """Make the optimizer by the function that was given; None if there is none.
 
         Args:
-            model: The prepared model; None takes `self.model`.
+            model: The prepared model.
 
         Raises:
             TypeError: The function returned something else.
             ValueError: Its optimizer misses trainable parameters, or holds others.
         """
-        if self.optimizer is None and self._make_optimizer is not None:
-            model = self.model if model is None else model
-            self.optimizer = self._make_optimizer(_trainable(model))
-            if not _is_optimizer(self.optimizer):
-                raise TypeError(f"optimizers[0] returned {type(self.optimizer).__name__}, not a torch optimizer")
-            check_covers(self.optimizer, model)
-        return super().create_optimizer(model)
+        if self._make_optimizer is None:
+            return None
+        optimizer = self._make_optimizer(_trainable(model))
+        if not _is_optimizer(optimizer):
+            raise TypeError(f"optimizers[0] returned {type(optimizer).__name__}, not a torch optimizer")
+        check_covers(optimizer, model)
+        return optimizer
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
-        """Make the scheduler; one that follows a metric follows it upwards where greater is better."""
-        if self.args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-            mode = "max" if self.args.greater_is_better else "min"
-            self.args.lr_scheduler_kwargs = {"mode": mode} | cast(dict, self.args.lr_scheduler_kwargs or {})
-        if self.lr_scheduler is None and self._make_scheduler is not None:
-            self.lr_scheduler = self._make_scheduler(
-                self.optimizer if optimizer is None else optimizer, num_training_steps
-            )
-            self._created_lr_scheduler = True
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
+    def made_scheduler(self, optimizer: Optimizer, num_updates: int) -> Any:
+        """Make the scheduler by the function that was given; None if there is none."""
+        return None if self._make_scheduler is None else self._make_scheduler(optimizer, num_updates)
+
+    def take(self, scheduler: Any, args: PPOConfig, num_updates: int) -> None:
+        """Take down what a new scheduler and its optimizer are set to, before any checkpoint is loaded."""
         if self._settings is None or self._settings.scheduler is not scheduler:
             self._settings = Settings(scheduler)
         self._settings.arguments = {
-            "num_total_batches": num_training_steps,
-            "lr_scheduler_type": str(self.args.lr_scheduler_type),
-            "lr_scheduler_kwargs": self.args.lr_scheduler_kwargs,
-            "warmup_steps": self.args.warmup_steps,
+            "num_total_batches": num_updates,
+            "lr_scheduler_type": str(args.lr_scheduler_type),
+            "lr_scheduler_kwargs": args.lr_scheduler_kwargs,
+            "warmup_steps": args.warmup_steps,
         }
-        return scheduler
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        shards = self.is_deepspeed_enabled or self.is_fsdp_enabled  # these put tensors of their own into the optimizer
-        layer_by_layer = any(part in self.args.optim for part in ("layerwise", "lomo"))  # and these none
-        if not shards and not layer_by_layer:
-            check_covers(self.optimizer, prepared[0])
-        self._progress.optimization = cast(Settings, self._settings).recorded()
-        return prepared
+    def recorded(self) -> dict[str, Any]:
+        """Return all settings by name, for checkpoints."""
+        return cast(Settings, self._settings).recorded()
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load both; where the arguments are no longer the checkpoint's, those of this run are in force."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        settings, before = cast(Settings, self._settings), self._progress.optimization
-        changed = changes(before, settings.recorded()) if checkpoint is not None and before else {}
+    def put_in_force(self, before: Mapping[str, Any], num_updates: int) -> str | None:
+        """Put this run's settings in force where a checkpoint that was loaded has brought others.
+
+        Args:
+            before: The checkpoint's settings; empty if it knows none.
+            num_updates: Updates that are done.
+
+        Returns:
+            What has changed, or None.
+        """
+        settings = cast(Settings, self._settings)
+        changed = changes(before, settings.recorded()) if before else {}
         if not changed:
-            return
-        settings.put_in_force(changed, self.state.global_step)
-        logger.warning(
-            f"The checkpoint's optimization was another; in force from update {self.state.global_step + 1} on is: "
-            f"{describe_changes(changed)}. The learning rate is {self._get_learning_rate():.4g} now."
-        )
+            return None
+        settings.put_in_force(changed, num_updates)
+        return describe_changes(changed)
+
+
+def follow_metric(args: PPOConfig) -> None:
+    """Let a schedule that follows a metric follow it upwards where greater is better."""
+    if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        mode = "max" if args.greater_is_better else "min"
+        args.lr_scheduler_kwargs = {"mode": mode} | cast(dict, args.lr_scheduler_kwargs or {})
+
+
+def follows_metric(scheduler: Any) -> bool:
+    """Tell whether a scheduler steps with each evaluation's metric, and not with each update."""
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR)
+
+
+def check_prepared(optimizer: Optimizer, model: nn.Module, args: PPOConfig, is_sharding: bool) -> None:
+    """Check, before the first update, the optimizer that the run has come to.
+
+    Args:
+        optimizer: The prepared optimizer.
+        model: The prepared model.
+        args: The arguments.
+        is_sharding: Whether DeepSpeed or FSDP runs, which put tensors of their own into the optimizer.
+
+    Raises:
+        ValueError: It misses trainable parameters, or holds others.
+    """
+    layer_by_layer = any(part in args.optim for part in ("layerwise", "lomo"))  # which put none into it
+    if not is_sharding and not layer_by_layer:
+        check_covers(optimizer, model)
 
 
 def check_covers(optimizer: Optimizer, model: nn.Module) -> None:

@@ -52,14 +52,13 @@ from rlhf_ppo.processes.engines import is_sharding
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.results import where_results_are
-from rlhf_ppo.reporting.run_card import WritesRunCard
 from rlhf_ppo.training.divergence import DivergenceGuard
 from rlhf_ppo.training.half_learned import FinishesHalfLearned
 
 logger = get_logger(__name__)
 
 
-class SavesPolicyAndValue(FinishesHalfLearned, WritesRunCard, Trainer):
+class SavesPolicyAndValue(FinishesHalfLearned, Trainer):
     """Trainer of a `PolicyAndValue`: in a checkpoint the policy stands at the root, the value model below it."""
 
     args: PPOConfig

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Protocol
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import Trainer
+from transformers import TrainerState
 from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.making import is_function, made
+from rlhf_ppo.rewards.scorer import Scorer
 
 _FOLLOWING = {
     "warmup_ratio": {"warmup_steps": 0},
@@ -61,89 +64,31 @@ def trial_arguments(args: PPOConfig, hyperparameters: Mapping[str, Any], output_
     return dataclasses.replace(args, **{**derived, **following, **hyperparameters, "output_dir": output_dir})
 
 
-class SearchesHyperparameters(Trainer):
-    """Trainer whose search makes a new trainer for each trial, by the arguments that it was made with."""
+@dataclass(frozen=True)
+class Recipe:
+    """How a trainer was made, so that each trial has one that is made the same way.
 
-    args: PPOConfig
-    objective: float | None = None
-    objective_step: int | None = None
-    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
-    _as_given: dict[str, Any]  # the constructor's models that may be functions, and callbacks
+    Attributes:
+        trainer_class: The class, of which each trial has an instance.
+        args: What it was given by position.
+        kwargs: What it was given by name.
+        as_given: The constructor's models that may be functions, and callbacks, by parameter.
+    """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep the arguments."""
-        self = super().__new__(cls)
-        self._made_with = args, kwargs
-        return self
+    trainer_class: type
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    as_given: Mapping[str, Any]
 
-    def hyperparameter_search(
-        self,
-        hp_space: Callable[[Any], dict[str, Any]] | None = None,
-        compute_objective: Callable[[dict[str, float]], float] | None = None,
-        n_trials: int = 20,
-        direction: str | list[str] = "maximize",
-        backend: str | HPSearchBackend | None = None,
-        hp_name: Callable[[Any], str] | None = None,
-        **kwargs: Any,
-    ) -> BestRun | list[BestRun]:
-        """Search hyperparameters with Optuna; this trainer itself stays as it is.
-
-        Each trial is a new trainer with new models, in `output_dir/run-<number>`, seeded by its own `seed`: trials of
-        the same hyperparameters give the same numbers. What is compared is the policy that the trial ends with.
-
-        Args:
-            hp_space: Takes the trial, returns values of `PPOConfig`'s fields; None searches `learning_rate`,
-                `kl_coef` and `num_ppo_epochs`.
-            compute_objective: Takes what `evaluate` returns, returns what is compared; None takes `eval_score`.
-            n_trials: Number of trials.
-            direction: "maximize" (unlike Trainer's default: a score is the better the higher) or "minimize"; a list
-                for several objectives.
-            backend: "optuna", the only one.
-            hp_name: Takes the trial, returns the name of its directory.
-            **kwargs: For `optuna.create_study` (`sampler`, `pruner`, `storage`, ...), and `timeout`,
-                `gc_after_trial` and `catch` for `Study.optimize`.
-
-        Returns:
-            The best run, or for several objectives those that none surpasses: number, objective, hyperparameters.
+    def check_starts_anew(self) -> None:
+        """Check that a trial shares no weights with the trainer, nor an optimizer.
 
         Raises:
-            ValueError: A trial could not start anew, or nothing could be compared.
+            ValueError: It would.
         """
-        _check_backend(backend, kwargs)
-        if compute_objective is None:
-            self._check_has_score(direction)
-            compute_objective = eval_score
-        self._check_starts_anew()
-        trials = _Trials(self, default_hp_space if hp_space is None else hp_space, compute_objective, hp_name)
-        optuna = ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA]()
-        with self._models_on_cpu():
-            return cast(Any, optuna).run(trials, n_trials, direction, **kwargs)
-
-    def _check_has_score(self, direction: str | list[str]) -> None:
-        if not isinstance(self.eval_dataset, Mapping) and direction == "minimize":
-            raise ValueError(
-                "direction='minimize' would look for the worst eval_score; leave it 'maximize', or pass "
-                "compute_objective"
-            )
-        if isinstance(self.eval_dataset, Mapping) or isinstance(direction, list):
-            raise ValueError(
-                "there is more than one eval_dataset or direction, and no single eval_score: pass compute_objective, "
-                "which takes what evaluate() returns"
-            )
-
-    def _check_starts_anew(self) -> None:
-        if self.eval_dataset is None:
-            raise ValueError("hyperparameter_search compares evaluations, but eval_dataset=None: pass eval_dataset")
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise ValueError("hyperparameter_search runs in one process or under DDP, not under DeepSpeed or FSDP")
-        if self.args.generation_engine == "vllm":
-            raise ValueError(
-                "generation_engine='vllm' cannot start anew for each trial of hyperparameter_search; set it to "
-                "'transformers' or 'continuous'"
-            )
-        given = [*self._made_with[0], *self._made_with[1].values()]
+        given = [*self.args, *self.kwargs.values()]
         for name in ("model", "value_model"):
-            model = self._as_given[name]
+            model = self.as_given[name]
             if isinstance(model, nn.Module) and any(model is value for value in given):
                 raise ValueError(
                     f"{name} is a {type(model).__name__}, but each trial of hyperparameter_search starts from new "
@@ -156,69 +101,140 @@ class SearchesHyperparameters(Trainer):
                 "has new ones: pass functions that make optimizer and scheduler"
             )
 
-    def _make_trial(self, args: PPOConfig, trial: Any) -> Self:
-        """Make the trainer of a trial, as this one was made, with other arguments and new models and callbacks."""
-        args_given, kwargs_given = self._made_with
-        given = dict(self._as_given)
+    def make(self, searching: PPOConfig, config: PPOConfig, trial: Any) -> TrialTrainer:
+        """Make the trainer of a trial, with other arguments and new models and callbacks.
+
+        Args:
+            searching: The arguments of the trainer that searches.
+            config: The trial's.
+            trial: The trial, for functions that make models.
+
+        Raises:
+            ValueError: The class does not take its arguments from its caller.
+        """
+        given = dict(self.as_given)
         callbacks = given.pop("callbacks")
         functions = {name: model for name, model in given.items() if is_function(model)}
         instead: dict[int, Any] = {id(model): partial(made, model, name, trial) for name, model in functions.items()}
-        instead |= {id(self.args): args, id(callbacks): _started_anew(callbacks)}
-        set_seed(args.seed)
-        trainer = cast(Any, type(self))(
-            *[instead.get(id(value), value) for value in args_given],
-            **{name: instead.get(id(value), value) for name, value in kwargs_given.items()},
+        instead |= {id(searching): config, id(callbacks): _started_anew(callbacks)}
+        set_seed(config.seed)
+        trainer: TrialTrainer = self.trainer_class(
+            *[instead.get(id(value), value) for value in self.args],
+            **{name: instead.get(id(value), value) for name, value in self.kwargs.items()},
         )
-        if trainer.args is not args:
+        if trainer.args is not config:
             raise ValueError(
-                f"{type(self).__name__} makes its own PPOConfig, so that a trial's values would not be in force; let "
-                "it take args from its caller"
+                f"{self.trainer_class.__name__} makes its own PPOConfig, so that a trial's values would not be in "
+                "force; let it take args from its caller"
             )
         return trainer
 
-    @contextmanager
-    def _models_on_cpu(self) -> Iterator[None]:
-        """Make room for the trials' models."""
-        trainer = cast(Any, self)
-        frozen = [] if self.args.offload_frozen else [trainer.reference.model, *trainer.reward_models]
-        models: list[nn.Module] = [model for model in (trainer.model, *frozen) if model is not None]
-        for model in models:
-            model.to("cpu")
-        try:
-            yield
-        finally:
-            for model in models:
-                model.to(self.args.device)
 
-    # ---- In a trial ----
+class TrialTrainer(Protocol):
+    """What a search asks of the trainer of a trial."""
 
-    def _hp_search_setup(self, trial: Any) -> None:
-        self._trial = trial  # its arguments are in force already
+    args: PPOConfig
+    state: TrainerState
+    accelerator: Accelerator
+    scorer: Scorer
+    hp_search_backend: HPSearchBackend | None
+    hp_name: Callable[[Any], str] | None
+    compute_objective: Callable[[dict[str, float]], Any]
+    objective: Any
+    objective_step: int | None
 
-    def _get_output_dir(self, trial: Any) -> str:
-        return cast(str, self.args.output_dir)  # a trial's own
+    def train(self, *, trial: Any) -> Any:
+        """Run the trial."""
+        ...
 
-    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """Report an evaluation to Optuna; where it prunes the trial, end it on all ranks."""
-        if self.hp_search_backend is None or trial is None:
-            return
-        import optuna
-
-        self.objective, self.objective_step = self.compute_objective(metrics.copy()), step
-        prunes = False
-        if hasattr(trial, "study") and not trial.study._is_multi_objective():
-            trial.report(self.objective, step)
-            prunes = trial.should_prune()
-        if self.accelerator.reduce(torch.tensor(float(prunes), device=self.args.device)) > 0:  # pyright: ignore
-            self.callback_handler.on_train_end(self.args, self.state, self.control)
-            raise optuna.TrialPruned
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the policy that it has."""
+        ...
 
 
-class _Trials:
+def check_can_search(args: PPOConfig, eval_dataset: Any, is_sharding: bool) -> None:
+    """Check that there is something to compare, and that what runs the trainer can run another one.
+
+    Args:
+        args: The arguments of the trainer that searches.
+        eval_dataset: What is compared by.
+        is_sharding: Whether DeepSpeed or FSDP runs.
+
+    Raises:
+        ValueError: There is not, or it cannot.
+    """
+    if eval_dataset is None:
+        raise ValueError("hyperparameter_search compares evaluations, but eval_dataset=None: pass eval_dataset")
+    if is_sharding:
+        raise ValueError("hyperparameter_search runs in one process or under DDP, not under DeepSpeed or FSDP")
+    if args.generation_engine == "vllm":
+        raise ValueError(
+            "generation_engine='vllm' cannot start anew for each trial of hyperparameter_search; set it to "
+            "'transformers' or 'continuous'"
+        )
+
+
+def check_has_score(eval_dataset: Any, direction: str | list[str]) -> None:
+    """Check that the mean score of one evaluation can be compared.
+
+    Raises:
+        ValueError: There are several, or the worst is asked for.
+    """
+    if not isinstance(eval_dataset, Mapping) and direction == "minimize":
+        raise ValueError(
+            "direction='minimize' would look for the worst eval_score; leave it 'maximize', or pass compute_objective"
+        )
+    if isinstance(eval_dataset, Mapping) or isinstance(direction, list):
+        raise ValueError(
+            "there is more than one eval_dataset or direction, and no single eval_score: pass compute_objective, "
+            "which takes what evaluate() returns"
+        )
+
+
+@contextmanager
+def on_cpu(models: Iterable[nn.Module | None], device: torch.device) -> Iterator[None]:
+    """Make room for the trials' models while the context lasts."""
+    moved = [model for model in models if model is not None]
+    for model in moved:
+        model.to("cpu")
+    try:
+        yield
+    finally:
+        for model in moved:
+            model.to(device)
+
+
+def is_pruned(trial: Any, objective: Any, step: int, accelerator: Accelerator) -> bool:
+    """Report an evaluation to Optuna; every rank calls this.
+
+    Returns:
+        Whether Optuna ends the trial, the same on all ranks.
+    """
+    prunes = False
+    if hasattr(trial, "study") and not trial.study._is_multi_objective():
+        trial.report(objective, step)
+        prunes = trial.should_prune()
+    return bool(accelerator.reduce(torch.tensor(float(prunes), device=accelerator.device)) > 0)  # pyright: ignore
+
+
+def end_pruned() -> NoReturn:
+    """End a trial, for Optuna.
+
+    Raises:
+        optuna.TrialPruned: Always.
+    """
+    import optuna
+
+    raise optuna.TrialPruned
+
+
+class Trials:
     """What Trainer's loop over trials asks of a trainer.
 
     Args:
-        searcher: The trainer whose method was called.
+        recipe: Makes the trials' trainers.
+        args: The arguments of the trainer that searches.
+        accelerator: Its accelerator.
         hp_space: Takes the trial, returns its hyperparameters.
         compute_objective: Takes an evaluation's metrics.
         hp_name: Takes the trial, returns its name.
@@ -228,14 +244,21 @@ class _Trials:
 
     def __init__(
         self,
-        searcher: SearchesHyperparameters,
+        recipe: Recipe,
+        args: PPOConfig,
+        accelerator: Accelerator,
         hp_space: Callable[[Any], dict[str, Any]],
         compute_objective: Callable[[dict[str, float]], float],
         hp_name: Callable[[Any], str] | None,
     ) -> None:
-        self.searcher, self.args, self.accelerator = searcher, searcher.args, searcher.accelerator
+        self.recipe, self.args, self.accelerator = recipe, args, accelerator
         self.hp_space, self.compute_objective, self.hp_name = hp_space, compute_objective, hp_name
         self.objective: Any = None
+
+    def run(self, n_trials: int, direction: str | list[str], **options: Any) -> BestRun | list[BestRun]:
+        """Run the trials, with the options of Optuna."""
+        optuna: Any = ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA]()
+        return optuna.run(self, n_trials, direction, **options)
 
     def train(self, resume_from_checkpoint: None, trial: Any) -> None:
         """Run a trial."""
@@ -243,7 +266,7 @@ class _Trials:
 
         name = f"run-{trial.number}" if self.hp_name is None else self.hp_name(trial)
         args = trial_arguments(self.args, self.hp_space(trial), os.path.join(str(self.args.output_dir), name))
-        trainer: Any = self.searcher._make_trial(args, trial)
+        trainer = self.recipe.make(self.args, args, trial)
         trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.OPTUNA, self.hp_name
         trainer.compute_objective = self.compute_objective
         try:
@@ -256,7 +279,7 @@ class _Trials:
             trainer.scorer.stop()
             trainer.accelerator.free_memory()
 
-    def _objective_of(self, trainer: Any, trial: Any) -> Any:
+    def _objective_of(self, trainer: TrialTrainer, trial: Any) -> Any:
         trainer.train(trial=trial)
         if trainer.objective_step != trainer.state.global_step or trainer.args.load_best_model_at_end:
             return self.compute_objective(trainer.evaluate())  # of the policy that the trial ends with
@@ -268,7 +291,12 @@ def eval_score(metrics: dict[str, float]) -> float:
     return metrics["eval_score"]
 
 
-def _check_backend(backend: Any, options: Mapping[str, Any]) -> None:
+def check_backend(backend: Any, options: Mapping[str, Any]) -> None:
+    """Check that the search is Optuna's, one trial after the other.
+
+    Raises:
+        ValueError: It is another.
+    """
     if backend not in (None, "optuna", HPSearchBackend.OPTUNA):
         raise ValueError(f"backend={backend!r}: hyperparameter_search runs with 'optuna' only")
     ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA]().ensure_available()

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from rlhf_ppo.evaluation.completions import is_due
 from rlhf_ppo.processes.signals import (
     BetweenMicroBatches,
     EndsOnSignals,
@@ -69,15 +70,19 @@ class StopsWhole:
 
     def _sample_or_leave(self: Any) -> None:
         try:
-            self._sample_completions_if_due()
+            self._sample_if_due()
         except Stopped:
             self._progress.due.append("samples")
+
+    def _sample_if_due(self: Any) -> None:
+        if is_due(self.state.global_step, self.state.max_steps, self.args.num_sample_generations):
+            self.generate_completions(sampling=True)
 
     def _make_up(self: Any) -> None:
         """Make the sample table and the evaluation that a signal has cut short, after the checkpoint was loaded."""
         self._marked = self._streams.mark()
         if "samples" in self._progress.due:
-            self._sample_completions_if_due()
+            self._sample_if_due()
         if "evaluation" in self._progress.due and self._determine_best_metric(self._evaluate(None, None), None):
             self.state.best_model_checkpoint = self._guard.last_checkpoint
         self._progress.due = []

@@ -64,15 +64,15 @@ MUTATIONS = {
         (HOOKS, "cast(Any, self.lr_scheduler).step()", "pass"),
     ],
     "a_longer_run_has_the_schedule_of_its_length_and_its_rate": [
-        (OPTIMIZATION, "settings.put_in_force(changed, self.state.global_step)", "pass"),
-        (OPTIMIZATION, 'num_total_batches": num_training_steps', 'num_total_batches": 0'),
+        (OPTIMIZATION, "settings.put_in_force(changed, num_updates)", "pass"),
+        (OPTIMIZATION, 'num_total_batches": num_updates', 'num_total_batches": 0'),
     ],
     "an_optimizer_without_the_value_model_is_refused": [
-        (OPTIMIZATION, "check_covers(given[0], self.model)", "pass"),
+        (OPTIMIZATION, "if optimizer is not None:\n            check_covers(optimizer, model)", ""),
         (OPTIMIZATION, "if id(parameter) not in held", "if id(parameter) in held"),
     ],
     "a_subclass_whose_optimizer_lacks_parameters_is_stopped_before_the_first_update": [
-        (OPTIMIZATION, "check_covers(self.optimizer, prepared[0])", "pass"),
+        (OPTIMIZATION, "if not is_sharding and not layer_by_layer:", "if False:"),
     ],
     "what_is_frozen_on_purpose_need_not_be_held": [
         (OPTIMIZATION, "        if parameter.requires_grad\n", ""),
