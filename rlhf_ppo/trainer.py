@@ -179,7 +179,7 @@ class PPOTrainer(TrainerHooks):
             )
         self._make_engine_and_scorer(models)
         self._check_data(data_collator)
-        self._listen()
+        self.add_callback(self._signals)
 
     def _make_engine_and_scorer(self, models: Models) -> None:
         args, tokens, functions = self._config, self.tokens, self._functions
@@ -242,7 +242,8 @@ class PPOTrainer(TrainerHooks):
             RunStopped: A signal has ended the run; a `SystemExit` with the code 143 (SIGTERM) or 130 (SIGINT).
         """
         self._check_columns(train_dataset=self.train_dataset)
-        with self._signals.listening(), self._opened_run(trial, resume_from_checkpoint) as checkpoint:
+        directory = self._get_output_dir(trial)
+        with self._signals.listening(), self._directory.opened(directory, resume_from_checkpoint) as checkpoint:
             self._guard.last_checkpoint = checkpoint
             self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
             self._logged.forget()
@@ -265,12 +266,12 @@ class PPOTrainer(TrainerHooks):
         def finish(event: str | None = None) -> None:
             report = self._log_what_is_left if event is None else self._maybe_log_save_evaluate
             if event is not None:
-                self._after_event(event)
+                self._end.after_event(event)
             report(self._tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start, learning_rate)
-            self._end_if_stopped(event)
+            self._end.end_if_stopped(event)
 
         self._fire("on_train_begin")
-        with self._saved_if_stopped(model, trial):
+        with self._end.saving(model, trial):
             if args.eval_on_start:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
             for epoch in epochs:
@@ -279,7 +280,7 @@ class PPOTrainer(TrainerHooks):
                     grad_norm = self.learn(model, self._experience(model, prompts))
                     learning_rate = self._get_learning_rate()
                     self._advance_step(learning_rate, (start, episodes_before))
-                    self._sample_or_leave()
+                    self._end.sample_or_leave()
                     finish("on_step_end")
                     if self.control.should_epoch_stop or self.control.should_training_stop:
                         break
@@ -494,8 +495,8 @@ class PPOTrainer(TrainerHooks):
             Gradient norm of the last step taken, before clipping.
         """
         model.train()
-        with self._learning(model, experience) as (learned, statistics), self._timer.phase("learn"):
-            for minibatch in self._minibatches(learned, statistics):
+        with self._learning.learning(model, experience) as (learned, statistics), self._timer.phase("learn"):
+            for minibatch in self._learning.minibatches(learned, statistics, self.state.global_step):
                 norm = self.update(model, minibatch, statistics)
                 if self._guard.is_update_cut:
                     break
@@ -524,7 +525,7 @@ class PPOTrainer(TrainerHooks):
         parts = minibatch.micro_batches(max_rows, max_tokens, self._gather, self._unwrapped(model).packs_rows)
         losses: list[Tensor] = []
         for index, part in enumerate(parts):
-            self._begin_micro_batch(index)
+            self._learning.begin_micro_batch(index)
             is_last = index == len(parts) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with self._gradient_sync(model, is_last):
@@ -532,7 +533,7 @@ class PPOTrainer(TrainerHooks):
             statistics.add(part, *parts_of_loss)
             losses.append(loss.detach() * self.accelerator.num_processes)
             if not is_last:
-                self._end_micro_batch(index)
+                self._learning.end_micro_batch(index)
         return self._optimizer_step(model, losses, statistics)
 
     def _has_own_loss(self) -> bool:
@@ -589,6 +590,3 @@ class PPOTrainer(TrainerHooks):
     def _check_columns(self, **datasets: Any) -> None:
         if not self._adds_columns:
             check_columns(self.scorer.sources.values(), OPPONENT_COLUMNS.values(), **datasets)
-
-    def _metrics_of_reward_functions(self) -> dict[str, float]:
-        return self._logged.drain() if self._functions else {}

@@ -253,8 +253,8 @@ def train_and_save(
         )
 
 
-def _merge_and_upload(trainer: Any, dataset_name: str | None, merge: bool) -> None:
-    args = trainer.args
+def _merge_and_upload(trainer: Trainer, dataset_name: str | None, merge: bool) -> None:
+    args: Any = trainer.args
     adapter = os.path.join(args.output_dir, "adapter_config.json")
     trainer.accelerator.wait_for_everyone()
     if not (merge and os.path.isfile(adapter)):

@@ -121,14 +121,15 @@ class HidesSecrets:
         made.__dict__.update(self.__dict__)
         return made
 
-    def to_dict(self: Any) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the arguments as JSON values, without secrets."""
         written = super().to_dict()  # pyright: ignore[reportAttributeAccessIssue]
         unhidden = {name: getattr(self, name) for name in written if name.endswith("_token") and not is_secret(name)}
         return {name: shown(value, name) for name, value in (written | unhidden).items()}
 
-    def __str__(self: Any) -> str:
-        lines = [f"{name}={shown(value, name)},\n" for name, value in sorted(asdict(self).items())]
+    def __str__(self) -> str:
+        values = asdict(self)  # pyright: ignore[reportArgumentType]
+        lines = [f"{name}={shown(value, name)},\n" for name, value in sorted(values.items())]
         return f"{type(self).__name__}(\n{''.join(lines)})"
 
     __repr__ = __str__

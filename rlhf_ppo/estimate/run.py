@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
-from accelerate import DistributedType
+from accelerate import Accelerator, DistributedType
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
@@ -26,6 +26,7 @@ from rlhf_ppo.estimate.update import (
     optimizer_bytes_per_parameter,
 )
 from rlhf_ppo.models.modes import as_in_learning
+from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.sharded import is_sharded
 from rlhf_ppo.processes.engines import is_fsdp, product_dtype, zero_stage
 
@@ -47,7 +48,25 @@ MEMORY_NOT_COUNTED = (
 """What the estimated memory leaves out."""
 
 
-def announce(trainer: Any, num_generated: int) -> None:
+class EstimatedTrainer(Protocol):
+    """What an estimate reads of a `PPOTrainer`."""
+
+    args: PPOConfig
+    accelerator: Accelerator
+    train_dataset: Any
+    policy_model: nn.Module
+    value_model: nn.Module
+    reference: Reference
+    reward_models: list[nn.Module]
+
+    def is_world_process_zero(self) -> bool:
+        """Tell whether this is the main process."""
+        ...
+
+    def _has_own_loss(self) -> bool: ...
+
+
+def announce(trainer: EstimatedTrainer, num_generated: int) -> None:
     """Print the estimate, in the main process and where progress is shown.
 
     Args:
@@ -76,7 +95,7 @@ def multiplied_dtype(args: PPOConfig, policy: nn.Module) -> torch.dtype:
     return half_dtype(args) or next(weight.dtype for weight in policy.parameters() if weight.is_floating_point())
 
 
-def forecast(trainer: Any, num_generated: int | None = None) -> Estimate | None:
+def forecast(trainer: EstimatedTrainer, num_generated: int | None = None) -> Estimate | None:
     """Estimate the updates of a trainer whose models are not yet placed by an engine.
 
     Prompts count with the mean length of the training set, responses with `response_length`.
@@ -93,12 +112,13 @@ def forecast(trainer: Any, num_generated: int | None = None) -> Estimate | None:
     if isinstance(dataset, IterableDataset) or not has_length(dataset) or is_sharded(trainer.policy_model):
         return None
     args, dtype = trainer.args, product_dtype(accelerator)
+    reference: Any = trainer.reference.model
     return estimate_run(
         args,
         trainer.sizes,
         trainer.policy_model,
         trainer.value_model,
-        [*([] if trainer.reference.model is None else [trainer.reference.model.model]), *trainer.reward_models],
+        [*([] if reference is None else [reference.model]), *trainer.reward_models],
         mean_prompt_length(dataset),
         Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes, dtype),
         dtype,
@@ -107,7 +127,7 @@ def forecast(trainer: Any, num_generated: int | None = None) -> Estimate | None:
     )
 
 
-def generation_rows(trainer: Any) -> int:
+def generation_rows(trainer: EstimatedTrainer) -> int:
     """Return how many rows are generated from at once, on this process.
 
     What `args.generation_batch_size` says; else on a GPU the whole local batch, halved until its cache fits beside

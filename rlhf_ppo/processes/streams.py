@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,30 +101,36 @@ class Streams:
         for stream in (self.rewards, self.callbacks):
             stream.seed(*words, self.process_index)
 
-    def mark(self) -> dict[str, Any]:
-        """Return where training's generators and the streams are, for `go_back`."""
-        states = {stream.label: stream.state() for stream in (self.rewards, self.callbacks)}
-        return {**states, "training": _current(torch.cuda.is_available())}
+    def mark(self) -> None:
+        """Remember where training's generators and the streams are, for `go_back`."""
+        self._marked = {**self._states(), "training": _current(torch.cuda.is_available())}
 
-    def go_back(self, mark: dict[str, Any]) -> None:
-        """Go on from where `mark` was called: what was drawn since is drawn again."""
+    def mark_streams(self) -> None:
+        """Do so for the streams alone; training's generators go back to where they were before."""
+        self._marked |= self._states()
+
+    def go_back(self) -> None:
+        """Go on from the mark: what was drawn since is drawn again."""
+        self._restore(self._marked)
+        _put_in_place(self._marked["training"])
+
+    def _states(self) -> dict[str, dict[str, Any]]:
+        return {stream.label: stream.state() for stream in (self.rewards, self.callbacks)}
+
+    def _restore(self, states: Mapping[str, dict[str, Any]]) -> None:
         for stream in (self.rewards, self.callbacks):
-            stream.restore(mark[stream.label])
-        _put_in_place(mark["training"])
+            stream.restore(states[stream.label])
 
     def save(self, checkpoint: str) -> None:
         """Write this process' file into a checkpoint."""
         os.makedirs(checkpoint, exist_ok=True)
-        states = {stream.label: stream.state() for stream in (self.rewards, self.callbacks)}
-        torch.save(states, self._file(checkpoint))
+        torch.save(self._states(), self._file(checkpoint))
 
     def load(self, checkpoint: str) -> None:
         """Go on from a checkpoint; older ones have no such file, and leave the streams as they are."""
         if not os.path.isfile(self._file(checkpoint)):
             return
-        saved = torch.load(self._file(checkpoint), weights_only=True, map_location="cpu")
-        for stream in (self.rewards, self.callbacks):
-            stream.restore(saved[stream.label])
+        self._restore(torch.load(self._file(checkpoint), weights_only=True, map_location="cpu"))
 
     def _file(self, checkpoint: str) -> str:
         return os.path.join(checkpoint, f"separate_rng_state_{self.process_index}.pth")

@@ -6,8 +6,10 @@ makes Trainer's own code right for a model of two parts and a step that is a who
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,14 +25,18 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase
-from transformers.trainer_utils import BestRun, EvalLoopOutput, HPSearchBackend, has_length
+from transformers import PreTrainedTokenizerBase, Trainer
+from transformers.trainer_utils import BestRun, EvalLoopOutput, HPSearchBackend, TrainOutput, has_length
 
 from rlhf_ppo.checkpoints.disk import naming_full_disk
-from rlhf_ppo.checkpoints.fits import check_same_split, naming
-from rlhf_ppo.checkpoints.history import whole_history
+from rlhf_ppo.checkpoints.fits import check_optimizer, check_same_split, naming, optimizer_name
+from rlhf_ppo.checkpoints.half_learned import HalfLearned, half_learned_in
+from rlhf_ppo.checkpoints.history import last_entries, whole_history
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
+from rlhf_ppo.checkpoints.record import save_record
+from rlhf_ppo.checkpoints.whole import start_checkpoint
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.evaluation.best_metric import evaluated_name, missing_best_metric
@@ -40,15 +46,18 @@ from rlhf_ppo.evaluation.runnable import runnable
 from rlhf_ppo.evaluation.samples import first_prompts, held_out_prompts
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.transformers_engine import greedy_config
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import drop_foreign_padding
 from rlhf_ppo.models.vocabulary import Vocabulary
 from rlhf_ppo.processes.collectives import gather_over_ranks, sum_over_ranks
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.random_numbers import isolated_rng
+from rlhf_ppo.processes.signals import BetweenMicroBatches, EndsOnSignals
 from rlhf_ppo.processes.streams import Streams, draw_apart
 from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics, evaluation_metrics
 from rlhf_ppo.reporting.model_card import FinalMetrics
+from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.reporting.run_card import reward_origins, save_run_card
 from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.rewards.logged import LoggedByFunctions
@@ -56,9 +65,11 @@ from rlhf_ppo.rewards.scorer import Scorer, Scores
 from rlhf_ppo.training.checks import check_datasets, check_is_name
 from rlhf_ppo.training.construction import SpecialTokens
 from rlhf_ppo.training.divergence import DivergenceGuard, Skipped
+from rlhf_ppo.training.half_learned import LearningInParts
 from rlhf_ppo.training.ingredients import find_place, record_and_compare
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
-from rlhf_ppo.training.saving import SavesPolicyAndValue
+from rlhf_ppo.training.run_directory import RunDirectory
+from rlhf_ppo.training.saving import CheckpointWriter, check_best
 from rlhf_ppo.training.search import (
     Recipe,
     Trials,
@@ -72,7 +83,9 @@ from rlhf_ppo.training.search import (
     on_cpu,
 )
 from rlhf_ppo.training.sharding import set_up_engine
-from rlhf_ppo.training.stopping import StopsWhole
+from rlhf_ppo.training.stopping import EndAfterSignal, awaited
+from rlhf_ppo.training.two_models import load_models, save_models, without_frozen
+from rlhf_ppo.training.withholding import WithheldArguments
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,7 +94,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class TrainerHooks(StopsWhole, SavesPolicyAndValue):
+class TrainerHooks(Trainer):
     """Trainer with the hooks that PPO needs.
 
     Attributes:
@@ -91,12 +104,16 @@ class TrainerHooks(StopsWhole, SavesPolicyAndValue):
     dataset_name: str | None = None
     objective: Any = None
     objective_step: int | None = None
+    args: PPOConfig
+    state: PPOTrainerState
+    model: PolicyAndValue
     policy_model: nn.Module
     reference: Reference
     reward_models: list[nn.Module]
     scorer: Scorer
     tokens: SpecialTokens
     _engine: GenerationEngine
+    _functions: Sequence[Callable[..., Any]]
     _logged: LoggedByFunctions
     _tokenizer: PreTrainedTokenizerBase
     _vocabulary: Vocabulary
@@ -114,12 +131,24 @@ class TrainerHooks(StopsWhole, SavesPolicyAndValue):
         self._final_metrics = FinalMetrics()
         super().__init__(*args, optimizers=cast(Any, self._optimization.given), **kwargs)
         self._optimization.check(self.model, self.accelerator)
-        self._timer = PhaseTimer()
+        self.state = PPOTrainerState.of(self.state)
+        self._progress, self._window, self._timer = Progress(), MetricWindow(), PhaseTimer()
+        self._record: dict[str, Any] = {}
         self._sum, self._gather = sum_over_ranks(self.accelerator), gather_over_ranks(self.accelerator)
         run = (self.args, self.accelerator, self._sum, self._unwrapped(self.model), self._moment)
         self._guard = DivergenceGuard(*run, num_updates=lambda: self.state.global_step)
         self._streams = Streams(self.args.process_index, self.args.seed)
         draw_apart(self.callback_handler, self._streams.callbacks)
+        self._directory = RunDirectory(self.args, self.accelerator, self.is_deepspeed_enabled, self.is_fsdp_enabled)
+        self._checkpoints = CheckpointWriter(self.args, self.accelerator, self._guard)
+        self._withheld = WithheldArguments(self.args)
+        num_processes = self.accelerator.num_processes
+        self._signals = EndsOnSignals(self._sum, self._awaited, num_processes)
+        between = BetweenMicroBatches(self._signals, num_processes, self.args.device)
+        self._learning = LearningInParts(
+            self.args, self.accelerator, self._streams, between, self._fire, self._keep_figures
+        )
+        self._end = EndAfterSignal(self, self._signals, self._learning, self._streams, self._guard)
         self._metrics: dict[str, float] = {}
         self._num_response_tokens = 0
         self._updates_per_epoch = 1
@@ -205,15 +234,130 @@ class TrainerHooks(StopsWhole, SavesPolicyAndValue):
         self._progress.optimization = self._optimization.recorded()
         return prepared
 
+    # ---- Checkpoints ----
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        directory, updates = self._get_output_dir(trial), self.state.global_step
+        with self._checkpoints.place_for(directory, self._learning.checkpoint_name(updates), updates) as place:
+            self._write_checkpoint(place, model, trial)
+        newest = cast(str, self._guard.last_checkpoint)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(newest)
+        if self.args.should_save:
+            self._directory.rotate(directory, self.args.save_total_limit, self.state.best_model_checkpoint, newest)
+
+    def _write_checkpoint(self, directory: str, model: nn.Module, trial: Any) -> None:
+        self._progress.keep_losses(self._gather(self._tr_loss.reshape(1)).tolist())
+        with failing_together(self.accelerator):
+            if self.args.should_save:
+                self._begin_checkpoint(directory)
+        # the first two wait for the manifest
+        withheld = {"save_total_limit": None, "push_to_hub": False, "output_dir": os.path.dirname(directory)}
+        with (
+            self._checkpoints.writing(),
+            self._withheld.instead(**withheld),
+            last_entries(self.state),
+            self._checkpoints.failing_in_saving(),
+        ):
+            super()._save_checkpoint(model, trial)
+
+    def _begin_checkpoint(self, directory: str) -> None:
+        """Write what this package adds to a checkpoint, into an empty directory."""
+        start_checkpoint(directory)
+        self._directory.run.save(directory)
+        save_record(directory, {**self._record, "optimizer": optimizer_name(self.optimizer)})
+        self._progress.last_logged_step = self._globalstep_last_logged
+        self._progress.pending_metrics = self._window.updates
+        self._progress.batch_size = cast(int, self.args.batch_size)
+        self._progress.num_processes = self.accelerator.num_processes
+        self._progress.skipped = dataclasses.asdict(self._guard.skipped)
+        self._progress.num_logged = len(self.state.log_history)
+        self._progress.save(directory)
+        self._directory.write_history(self.state.log_history)
+        self.create_model_card()
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        with self._withheld.instead(save_total_limit=None):  # Trainer would delete checkpoints of other runs as well
+            output = super()._finalize_training(trial, num_train_samples, start_time)
+        if self.args.should_save and limit == 1 and best is not None:
+            self._directory.rotate(self._get_output_dir(trial), limit, best, newest=None)
+        return output
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        engine = cast(nn.Module, self.model_wrapped)
+        with without_frozen(engine, self._unwrapped(self.model), self.is_deepspeed_enabled):
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy (or its adapter) and the tokenizer, loadable with `from_pretrained`, under every launcher.
+
+        Then say in one line where policy, curves and samples are, where progress is shown.
+
+        Args:
+            output_dir: Where to; `args.output_dir` when None.
+
+        Raises:
+            DivergenceError: A weight is not finite; nothing is written then.
+            DiskFullError: There is no room.
+        """
+        own = cast(str, self.args.output_dir)
+        directory = own if output_dir is None else output_dir
+        with self._checkpoints.saving_model(directory):
+            self._save_whole_model(output_dir, _internal_call)
+        if not _internal_call and self.is_world_process_zero() and not self.args.disable_tqdm:
+            print(where_results_are(directory, own))
+
+    def _save_whole_model(self, output_dir: str | None, _internal_call: bool) -> None:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
+            # Trainer writes nothing here for sharded checkpoints
+            self._save(output_dir, state_dict=cast(Any, self.accelerator.get_state_dict(self.model_wrapped)))
+        super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self.args.should_save:
+            directory = cast(str, self.args.output_dir if output_dir is None else output_dir)
+            save_models(self._unwrapped(self.model), directory, state_dict, self._checkpoints.is_writing)
+            if self.processing_class is not None:
+                cast(Any, self.processing_class).save_pretrained(directory)
+            torch.save(self._withheld.as_given(), os.path.join(directory, "training_args.bin"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_models(self._unwrapped(self.model), resume_from_checkpoint, super()._load_from_checkpoint)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both; where the arguments are no longer the checkpoint's, those of this run are in force."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        before, done = ({} if checkpoint is None else self._progress.optimization), self.state.global_step
-        if (changed := self._optimization.put_in_force(before, done)) is not None:
+        if checkpoint is None:
+            return
+        check_optimizer(self.optimizer, checkpoint)
+        with naming(checkpoint, "its optimizer.pt or scheduler.pt"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        done = self.state.global_step
+        if self.is_fsdp_enabled and done == 0 and not half_learned_in(checkpoint):
+            cast(Any, self.optimizer).state.clear()  # torch has taken an empty step to save it, which Adam counts
+        if (changed := self._optimization.put_in_force(self._progress.optimization, done)) is not None:
             logger.warning(
                 f"The checkpoint's optimization was another; in force from update {done + 1} on is: {changed}. The "
                 f"learning rate is {self._get_learning_rate():.4g} now."
             )
+
+    def _load_best_model(self) -> None:
+        best = cast(str, self.state.best_model_checkpoint)
+        with failing_together(self.accelerator):
+            if self.is_world_process_zero():
+                check_best(best, self._guard.last_checkpoint)
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            super()._load_best_model()
+            return
+        logger.info(f"Loading the best model from {best} ({self.state.best_metric}).")
+        self._load_from_checkpoint(best)
+
+    def _unwrapped(self, model: nn.Module) -> PolicyAndValue:
+        return cast(PolicyAndValue, self.accelerator.unwrap_model(model, keep_torch_compile=False))
 
     # ---- Evaluation ----
 
@@ -252,7 +396,7 @@ class TrainerHooks(StopsWhole, SavesPolicyAndValue):
         if (missing := missing_best_metric(self.args, metrics)) is not None:
             if self.state.global_step > 0:
                 self.control.should_evaluate = True  # the resumed run begins with this evaluation
-                self._save_where_it_stopped(cast(nn.Module, self.model_wrapped), trial)
+                self._end.save_where_it_stopped(cast(nn.Module, self.model_wrapped), trial)
                 missing += f"; go on with resume_from_checkpoint={self._guard.last_checkpoint!r}"
             raise ValueError(missing)
         if follows_metric(self.lr_scheduler) and not skip_scheduler:
@@ -342,6 +486,9 @@ class TrainerHooks(StopsWhole, SavesPolicyAndValue):
                 yield model
         finally:
             self._learns_now = True
+
+    def _metrics_of_reward_functions(self) -> dict[str, float]:
+        return self._logged.drain() if self._functions else {}
 
     # ---- Hyperparameter search ----
 
@@ -450,15 +597,16 @@ class TrainerHooks(StopsWhole, SavesPolicyAndValue):
         """See `PPOTrainer`."""
         raise NotImplementedError
 
+    def estimate_advantages(self, rollout: Rollout) -> Experience:
+        """See `PPOTrainer`."""
+        raise NotImplementedError
+
     def _answered(
         self, model: nn.Module, prompts: Prompts, config: GenerationConfig
     ) -> tuple[Prompts, Responses, Scores]:
         raise NotImplementedError
 
     def _rewards_of(self, rollout: Rollout, score_std: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        raise NotImplementedError
-
-    def _metrics_of_reward_functions(self) -> dict[str, float]:
         raise NotImplementedError
 
     def _prepared(self, dataset: Any, name: str) -> Any:
@@ -507,7 +655,7 @@ class TrainerHooks(StopsWhole, SavesPolicyAndValue):
         self._record = record_and_compare(self, resume_from_checkpoint)
         self._progress.num_prompts = num_prompts
         self._guard.start(Skipped(**self._progress.skipped))
-        self._load_half_learned(resume_from_checkpoint)
+        self._learning.start(resume_from_checkpoint, self._progress)
         self._window = MetricWindow(self._progress.pending_metrics)
         self.state = PPOTrainerState.of(self.state, self._progress.episode)
         skipped = 0 if self.args.ignore_data_skip else self._progress.batches_in_epoch
@@ -527,8 +675,7 @@ class TrainerHooks(StopsWhole, SavesPolicyAndValue):
 
     def _save_rng_state(self, output_dir: str) -> None:
         self._streams.save(output_dir)
-        if self._half_learned is not None:
-            self._half_learned.save(output_dir, self.args.process_index)
+        self._learning.save(output_dir)
         super()._save_rng_state(output_dir)
 
     # ---- The loop's bookkeeping ----
@@ -560,7 +707,7 @@ class TrainerHooks(StopsWhole, SavesPolicyAndValue):
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = self._progress.last_logged_step
         model.zero_grad()
-        self._note_run(trial)
+        self._directory.note(self._get_output_dir(trial), self.state.log_history)
         return model, loader, itertools.count(first_epoch), num_skipped
 
     def _rollout_prompts(
@@ -568,7 +715,7 @@ class TrainerHooks(StopsWhole, SavesPolicyAndValue):
     ) -> Iterator[Prompts]:
         """Yield this rank's prompts for each update of an epoch, going on where a checkpoint was written."""
         self._load_rng_state(resume_from_checkpoint)
-        self._make_up()
+        self._end.make_up()
         if self.state.global_step >= self.state.max_steps:  # resumed from the run's last checkpoint
             self.control.should_training_stop = True
             return
@@ -597,7 +744,7 @@ class TrainerHooks(StopsWhole, SavesPolicyAndValue):
             since: Time and number of episodes at the start of this call of `train`.
         """
         args, state = self.args, self.state
-        self._half_learned = None  # also where an overridden `learn` has passed it over
+        self._learning.unfinished = None  # also where an overridden `learn` has passed it over
         self._metrics |= self._guard.finish_update()
         if not follows_metric(self.lr_scheduler):
             cast(Any, self.lr_scheduler).step()
@@ -623,6 +770,34 @@ class TrainerHooks(StopsWhole, SavesPolicyAndValue):
 
     def _advance_epoch(self, epoch: int) -> None:
         self._progress.epoch, self._progress.batches_in_epoch = epoch + 1, 0
+
+    def _experience(self, model: nn.Module, prompts: Prompts) -> Experience:
+        """Return what an update learns from: a new rollout, or the one that a resumed run was learning from."""
+        if (learned := self._learning.unfinished) is not None:
+            self._take_figures(learned)
+            return learned.experience
+        self._fire("on_step_begin")
+        with self._guard.explaining():
+            rollout = self._guard.checked_rollout(self.collect_rollout(model, prompts))
+        return self._guard.checked_experience(self.estimate_advantages(rollout))
+
+    def _keep_figures(self, learned: HalfLearned) -> None:
+        """Note what a resumed run needs of the update beside the experience."""
+        learned.metrics, learned.num_response_tokens = self._metrics, self._num_response_tokens
+        learned.seconds = self._timer.seconds
+        learned.left_out, learned.num_steps = self._guard.left_out, self._guard.num_steps
+        learned.wishes = self.control.state()["args"]
+
+    def _take_figures(self, learned: HalfLearned) -> None:
+        self._metrics, self._num_response_tokens = dict(learned.metrics), learned.num_response_tokens
+        self._timer.seconds = dict(learned.seconds)
+        self._guard.left_out, self._guard.num_steps = list(learned.left_out), learned.num_steps
+        for name, value in learned.wishes.items():
+            setattr(self.control, name, value)
+
+    def _awaited(self) -> str:
+        is_half_learned = self._learning.unfinished is not None
+        return awaited(self.state.global_step, self._timer.running, self._checkpoints.is_writing, is_half_learned)
 
     def _count_input_tokens(self, attention_mask: Tensor) -> None:
         counted = self.args.include_num_input_tokens_seen

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+from accelerate import Accelerator
 from accelerate.logging import get_logger
+from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.checkpoints.progress import Progress
@@ -18,13 +21,35 @@ from rlhf_ppo.checkpoints.record import (
     recorded_arguments,
     what_changed,
 )
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.rewards.functions import function_name
 
 logger = get_logger(__name__)
 
 
-def record_and_compare(trainer: Any, checkpoint: str | None) -> dict[str, Any]:
+class RecordedTrainer(Protocol):
+    """What is recorded of a `PPOTrainer`."""
+
+    args: PPOConfig
+    accelerator: Accelerator
+    model: PolicyAndValue
+    reference: Reference
+    reward_models: list[nn.Module]
+    train_dataset: Any
+    _functions: Sequence[Callable[..., Any]]
+    _tokenizer: PreTrainedTokenizerBase
+
+    def is_world_process_zero(self) -> bool:
+        """Tell whether this is the main process."""
+        ...
+
+    def _unwrapped(self, model: nn.Module) -> PolicyAndValue: ...
+
+
+def record_and_compare(trainer: RecordedTrainer, checkpoint: str | None) -> dict[str, Any]:
     """Record what the run is made of, and say what of it is another than the checkpoint's.
 
     Args:
@@ -72,7 +97,7 @@ def find_place(
         )
 
 
-def recorded(trainer: Any) -> dict[str, Any]:
+def recorded(trainer: RecordedTrainer) -> dict[str, Any]:
     """Describe arguments, data, tokenizer, rewards and the weights that are not trained, without any secret.
 
     Args:

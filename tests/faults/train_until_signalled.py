@@ -97,7 +97,7 @@ def run_command(output_dir: str, words: list[str]) -> None:
     save = PPOTrainer._save_whole_model
 
     def slow(trainer: PPOTrainer, *args: Any) -> None:
-        if not trainer._writing_checkpoint:
+        if not trainer._checkpoints.is_writing:
             now()
             time.sleep(FOR_LONG)
         save(trainer, *args)

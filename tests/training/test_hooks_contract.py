@@ -15,20 +15,23 @@ from transformers.trainer_callback import CallbackHandler
 from rlhf_ppo import PPOTrainer
 
 PACKAGE = Path(inspect.getfile(PPOTrainer)).parent
-FILES = [PACKAGE / name for name in ("trainer.py", "training/hooks.py", "training/saving.py")]
+FILES = [PACKAGE / name for name in ("trainer.py", "training/hooks.py", "training/stopping.py")]
 
 # Trainer's methods that the package calls or overrides: their parameters, in order.
 METHODS: dict[str, tuple[str, ...]] = {
     "add_callback": ("callback",),
     "_clip_grad_norm": ("model",),
+    "_determine_best_metric": ("metrics", "trial"),
     "_evaluate": ("trial", "ignore_keys_for_eval", "skip_scheduler"),
     "_finalize_training": ("trial", "num_train_samples", "start_time"),
+    "_finish_current_push": (),
     "_get_collator_with_removed_columns": ("data_collator", "description"),
     "_get_dataloader": ("dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"),
     "_get_grad_norm": ("model", "grad_norm"),
     "_get_learning_rate": (),
     "_get_output_dir": ("trial",),
     "_get_train_sampler": ("train_dataset",),
+    "_hp_search_setup": ("trial",),
     "_init_training_state": (
         "max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint", "trial",
     ),
@@ -43,6 +46,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
     "_push_from_checkpoint": ("checkpoint_folder",),
     "_remove_unused_columns": ("dataset", "description"),
+    "_report_to_hp_search": ("trial", "step", "metrics"),
     "_save": ("output_dir", "state_dict"),
     "_save_checkpoint": ("model", "trial"),
     "_save_optimizer_and_scheduler": ("output_dir",),
@@ -54,9 +58,13 @@ METHODS: dict[str, tuple[str, ...]] = {
         "language", "license", "tags", "model_name", "finetuned_from", "tasks", "dataset_tags", "dataset",
         "dataset_args",
     ),
+    "create_optimizer": ("model",),
     "create_scheduler": ("num_training_steps", "optimizer"),
     "evaluate": ("eval_dataset", "ignore_keys", "metric_key_prefix"),
     "evaluation_loop": ("dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"),
+    "hyperparameter_search": (
+        "hp_space", "compute_objective", "n_trials", "direction", "backend", "hp_name", "kwargs",
+    ),
     "get_eval_dataloader": ("eval_dataset",),
     "get_train_dataloader": (),
     "is_world_process_zero": (),
@@ -69,21 +77,28 @@ METHODS: dict[str, tuple[str, ...]] = {
 
 # Trainer's own attributes that the package reads or sets, and what Trainer does with them.
 ATTRIBUTES: dict[str, str] = {
+    "_created_lr_scheduler": "makes a new scheduler in the next call of train",
     "_globalstep_last_logged": "divides the loss that is logged",
     "_initial_num_input_tokens_seen": "counts the tokens of this call of train",
     "_signature_columns": "the columns that are kept",
     "_total_loss_scalar": "adds up the losses for train_loss",
     "_tr_loss": "adds up the loss until it is logged",
+    "_trial": "names the search's runs for trackers",
     "accelerator": "prepares models, gathers and reduces",
     "args": "the arguments",
     "callback_handler": "calls the callbacks",
+    "compute_objective": "what a search compares",
     "control": "what callbacks ask for",
+    "data_collator": "makes batches",
     "eval_dataset": "the prompts of evaluations",
+    "hp_search_backend": "whether a search has made the trainer",
     "is_deepspeed_enabled": "who loads and saves",
     "is_fsdp_enabled": "who loads and saves",
+    "is_in_train": "tells callbacks and the hub",
     "lr_scheduler": "the learning rate",
     "model": "what is saved",
     "model_wrapped": "what is called",
+    "objective": "what a trial has come to",
     "optimizer": "takes the steps",
     "processing_class": "is saved with the policy",
     "state": "steps, epochs, history",
@@ -95,7 +110,7 @@ NEWER_ATTRIBUTES = {"_initial_global_step"}
 
 
 def complaint(what: str) -> str:
-    return f"transformers {transformers.__version__}: {what}; look at rlhf_ppo/training/hooks.py and saving.py"
+    return f"transformers {transformers.__version__}: {what}; look at rlhf_ppo/training/hooks.py"
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -128,7 +143,7 @@ def test_nothing_else_of_trainer_is_used() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 (used if hasattr(Trainer, node.name) else own).add(node.name)
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()"):
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()", "run", "self.run"):
                 used.add(node.attr)
     source = inspect.getsource(Trainer)
     of_trainer = {name for name in used - own if hasattr(Trainer, name) or f"self.{name} =" in source}
