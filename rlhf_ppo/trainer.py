@@ -528,13 +528,13 @@ class PPOTrainer(TrainerHooks):
             self._learning.begin_micro_batch(index)
             is_last = index == len(parts) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
-            with self._gradient_sync(model, is_last):
+            with self._steps.gradient_sync(model, is_last):
                 loss, parts_of_loss = self._backpropagate(model, part, num_tokens)
             statistics.add(part, *parts_of_loss)
             losses.append(loss.detach() * self.accelerator.num_processes)
             if not is_last:
                 self._learning.end_micro_batch(index)
-        return self._optimizer_step(model, losses, statistics)
+        return self._steps.step(model, losses, statistics)
 
     def _has_own_loss(self) -> bool:
         """Tell whether a subclass, or this instance, has replaced `compute_loss`."""
@@ -545,7 +545,7 @@ class PPOTrainer(TrainerHooks):
 
         def backward(loss: Tensor) -> None:
             # Data-parallel engines average gradients over ranks; the loss is already divided by all ranks' tokens.
-            self._backward(loss * self.accelerator.num_processes)
+            self._steps.backward(loss * self.accelerator.num_processes)
 
         if can_learn_in_turn(model) and not self._has_own_loss():
             return learn_in_turn(model, self.args, part, num_tokens, self._forward_context, backward)

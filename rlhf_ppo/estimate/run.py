@@ -52,6 +52,7 @@ class EstimatedTrainer(Protocol):
     """What an estimate reads of a `PPOTrainer`."""
 
     args: PPOConfig
+    sizes: Sizes
     accelerator: Accelerator
     train_dataset: Any
     policy_model: nn.Module

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
-from accelerate import PartialState, skip_first_batches
+from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, gather_object, set_seed
 from accelerate.utils.memory import clear_device_cache
@@ -36,6 +36,7 @@ from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
 from rlhf_ppo.checkpoints.record import save_record
 from rlhf_ppo.checkpoints.whole import start_checkpoint
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout
@@ -55,7 +56,7 @@ from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.random_numbers import isolated_rng
 from rlhf_ppo.processes.signals import BetweenMicroBatches, EndsOnSignals
 from rlhf_ppo.processes.streams import Streams, draw_apart
-from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics, evaluation_metrics
+from rlhf_ppo.reporting.metrics import MetricWindow, evaluation_metrics
 from rlhf_ppo.reporting.model_card import FinalMetrics
 from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.reporting.run_card import reward_origins, save_run_card
@@ -64,6 +65,7 @@ from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import Scorer, Scores
 from rlhf_ppo.training.checks import check_datasets, check_is_name
 from rlhf_ppo.training.construction import SpecialTokens
+from rlhf_ppo.training.data_order import batches_of_pass, data_order
 from rlhf_ppo.training.divergence import DivergenceGuard, Skipped
 from rlhf_ppo.training.half_learned import LearningInParts
 from rlhf_ppo.training.ingredients import find_place, record_and_compare
@@ -83,6 +85,7 @@ from rlhf_ppo.training.search import (
     on_cpu,
 )
 from rlhf_ppo.training.sharding import set_up_engine
+from rlhf_ppo.training.stepping import OptimizerSteps
 from rlhf_ppo.training.stopping import EndAfterSignal, awaited
 from rlhf_ppo.training.two_models import load_models, save_models, without_frozen
 from rlhf_ppo.training.withholding import WithheldArguments
@@ -107,6 +110,7 @@ class TrainerHooks(Trainer):
     args: PPOConfig
     state: PPOTrainerState
     model: PolicyAndValue
+    sizes: Sizes
     policy_model: nn.Module
     reference: Reference
     reward_models: list[nn.Module]
@@ -148,6 +152,7 @@ class TrainerHooks(Trainer):
         self._learning = LearningInParts(
             self.args, self.accelerator, self._streams, between, self._fire, self._keep_figures
         )
+        self._steps = OptimizerSteps(self, self._guard)
         self._end = EndAfterSignal(self, self._signals, self._learning, self._streams, self._guard)
         self._metrics: dict[str, float] = {}
         self._num_response_tokens = 0
@@ -160,7 +165,7 @@ class TrainerHooks(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader whose every batch is this rank's prompts for one update."""
-        with self._data_order():  # the sampler takes its seed when it is made
+        with data_order(self.args):  # the sampler takes its seed when it is made
             return self._get_dataloader(
                 dataset=self.train_dataset,
                 description="Training",
@@ -168,11 +173,6 @@ class TrainerHooks(Trainer):
                 sampler_fn=self._get_train_sampler,
                 is_training=True,
             )
-
-    def _data_order(self, epoch: int = 0) -> AbstractContextManager[None]:
-        """Draw the order of an epoch's prompts: the same on all ranks, which share it, and after resuming."""
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return isolated_rng(seed + epoch, device_specific=False)
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
         # Rollouts are full batches (dataloader_drop_last); evaluation covers every row.
@@ -268,7 +268,7 @@ class TrainerHooks(Trainer):
         save_record(directory, {**self._record, "optimizer": optimizer_name(self.optimizer)})
         self._progress.last_logged_step = self._globalstep_last_logged
         self._progress.pending_metrics = self._window.updates
-        self._progress.batch_size = cast(int, self.args.batch_size)
+        self._progress.batch_size = self.sizes.batch_size
         self._progress.num_processes = self.accelerator.num_processes
         self._progress.skipped = dataclasses.asdict(self._guard.skipped)
         self._progress.num_logged = len(self.state.log_history)
@@ -719,19 +719,11 @@ class TrainerHooks(Trainer):
         if self.state.global_step >= self.state.max_steps:  # resumed from the run's last checkpoint
             self.control.should_training_stop = True
             return
-        if num_skipped > 0:
-            loader = skip_first_batches(loader, num_skipped)
-        if hasattr(loader, "set_epoch"):
-            cast(Any, loader).set_epoch(epoch)
-        batches = iter(loader)
-        with self._data_order(epoch):  # samplers without a generator of their own draw when they start
-            first = list(itertools.islice(batches, 1))
         num_batches = num_skipped
-        for batch in itertools.chain(first, batches):
-            if len(batch["input_ids"]) == self.sizes.local_batch_size:  # a stream may end in a part of a batch
-                num_batches += 1
-                self._latest_prompts = Prompts.from_collated(batch, self.args.device)
-                yield self._latest_prompts
+        for batch in batches_of_pass(loader, self.args, self.sizes, epoch, num_skipped):
+            num_batches += 1
+            self._latest_prompts = Prompts.from_collated(batch, self.args.device)
+            yield self._latest_prompts
         if num_batches == 0:
             logger.warning(f"The data gave no full batch in pass {epoch}; training stops.")
             self.control.should_training_stop = True
@@ -804,49 +796,6 @@ class TrainerHooks(Trainer):
         if counted != "no":
             tokens = attention_mask.sum() if counted == "non_padding" else torch.tensor(attention_mask.numel())
             self.state.num_input_tokens_seen += int(self.accelerator.reduce(tokens.to(self.args.device)))  # pyright: ignore
-
-    def _gradient_sync(self, model: torch.nn.Module, is_last: bool) -> AbstractContextManager[Any]:
-        """Exchange gradients with the last micro-batch only.
-
-        DeepSpeed keeps its own account; FSDP would keep whole gradients of both models on every rank.
-        """
-        if is_last or self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-            return nullcontext()
-        return self.accelerator.no_sync(model)
-
-    def _backward(self, loss: Tensor) -> None:
-        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        self.accelerator.backward(loss, **({"scale_wrt_gas": False} if is_deepspeed else {}))
-
-    def _optimizer_step(
-        self, model: torch.nn.Module, losses: Sequence[Tensor], statistics: UpdateStatistics
-    ) -> float | Tensor:
-        """Clip, step and clear the gradients, and count the step, unless something of it is not finite.
-
-        Args:
-            model: The prepared model.
-            losses: Those of the step's micro-batches; the mean over the update's steps is what Trainer logs.
-            statistics: Holds the figures of these micro-batches, which are dropped with the step.
-
-        Returns:
-            The gradients' norm before clipping.
-        """
-        clipped = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
-        grad_norm = cast("float | Tensor", self._get_grad_norm(model, grad_norm=clipped))
-        if self.is_deepspeed_enabled and self.accelerator.optimizer_step_was_skipped:
-            grad_norm = math.inf  # its step is behind us; it leaves out those whose gradients overflow
-        if self._guard.allows_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm):
-            self._fire("on_pre_optimizer_step")
-            cast(Any, self.optimizer).step()
-            self._fire("on_optimizer_step")
-            for loss in losses:
-                self._tr_loss += loss / (self.args.num_ppo_epochs * self.args.num_mini_batches)
-        else:
-            statistics.drop_last(len(losses))
-            if self.accelerator.scaler is not None:
-                self.accelerator.scaler.update()  # the gradients were unscaled, which it expects a step to follow
-        model.zero_grad()
-        return grad_norm
 
     def _fire(self, event: str) -> None:
         self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)

@@ -16,26 +16,27 @@ from tests.mutation.nursery import (
 )
 
 HOOKS, SIZES, SCHEDULES = "training/hooks.py", "config/sizes.py", "training/schedules.py"
-OPTIMIZATION = "training/optimization.py"
+OPTIMIZATION, STEPPING, ORDER = "training/optimization.py", "training/stepping.py", "training/data_order.py"
 FILES = {file: f"tests/{file.replace('/', '/test_')}" for file in (HOOKS, SIZES, SCHEDULES, OPTIMIZATION)}
-LOSS = "loss / (self.args.num_ppo_epochs * self.args.num_mini_batches)"
+FILES |= {STEPPING: FILES[HOOKS], ORDER: FILES[HOOKS]}
+LOSS = "loss / (args.num_ppo_epochs * args.num_mini_batches)"
 
 # The tests that must notice (all of the file's where the name is empty), and what they must notice.
 MUTATIONS = {
     "the_logged_loss_is_the_mean_over_the_optimizer_steps_since_the_last_log": [
-        (HOOKS, LOSS, "loss / self.args.num_ppo_epochs"),
-        (HOOKS, LOSS, "loss / self.args.num_mini_batches"),
-        (HOOKS, LOSS, "loss"),
+        (STEPPING, LOSS, "loss / args.num_ppo_epochs"),
+        (STEPPING, LOSS, "loss / args.num_mini_batches"),
+        (STEPPING, LOSS, "loss"),
     ],
     "each_pass_has_an_order_of_its_own_that_the_seed_alone_decides": [
-        (HOOKS, "isolated_rng(seed + epoch,", "isolated_rng(seed,"),
-        (HOOKS, "with self._data_order(epoch):", "with self._data_order():"),
-        (HOOKS, "with self._data_order(epoch):", "with nullcontext():"),
-        (HOOKS, "self.args.seed if self.args.data_seed is None else self.args.data_seed", "self.args.seed"),
-        (HOOKS, "cast(Any, loader).set_epoch(epoch)", "cast(Any, loader).set_epoch(0)"),
+        (ORDER, "isolated_rng(seed + epoch,", "isolated_rng(seed,"),
+        (ORDER, "with data_order(args, epoch):", "with data_order(args):"),
+        (ORDER, "with data_order(args, epoch):", "if True:"),
+        (ORDER, "args.seed if args.data_seed is None else args.data_seed", "args.seed"),
+        (ORDER, "cast(Any, loader).set_epoch(epoch)", "cast(Any, loader).set_epoch(0)"),
     ],
     "a_resumed_pass_has_the_same_order": [
-        (HOOKS, "skip_first_batches(loader, num_skipped)", "skip_first_batches(loader, num_skipped - 1)"),
+        (ORDER, "skip_first_batches(loader, num_skipped)", "skip_first_batches(loader, num_skipped - 1)"),
         (HOOKS, "else self._progress.batches_in_epoch", "else 0"),
         (HOOKS, "self._progress.batches_in_epoch += 1", "self._progress.batches_in_epoch += 2"),
     ],
@@ -47,15 +48,15 @@ MUTATIONS = {
         (HOOKS, 'if counted != "no":', "if True:"),
     ],
     "gradients_are_exchanged_with_the_last_micro_batch_only": [
-        (HOOKS, "if is_last or", "if True or"),
-        (HOOKS, "if is_last or", "if not is_last or"),
+        (STEPPING, "if is_last or", "if True or"),
+        (STEPPING, "if is_last or", "if not is_last or"),
     ],
     "no_gradient_is_carried_into_the_next_optimizer_step": [
-        (HOOKS, "        model.zero_grad()\n        return grad_norm", "        return grad_norm"),
+        (STEPPING, "        model.zero_grad()\n        return grad_norm", "        return grad_norm"),
     ],
     "the_gradient_is_clipped_where_a_norm_is_set": [
-        (HOOKS, "if self.args.max_grad_norm > 0 else None", "if False else None"),
-        (HOOKS, "if self.args.max_grad_norm > 0 else None", ""),
+        (STEPPING, "if args.max_grad_norm > 0 else None", "if False else None"),
+        (STEPPING, "if args.max_grad_norm > 0 else None", ""),
     ],
     "evaluation_covers_every_row_and_training_full_batches_only": [
         (HOOKS, "self.args.dataloader_drop_last = is_training", "self.args.dataloader_drop_last = True"),

@@ -15,7 +15,9 @@ from transformers.trainer_callback import CallbackHandler
 from rlhf_ppo import PPOTrainer
 
 PACKAGE = Path(inspect.getfile(PPOTrainer)).parent
-FILES = [PACKAGE / name for name in ("trainer.py", "training/hooks.py", "training/stopping.py")]
+FILES = [
+    PACKAGE / name for name in ("trainer.py", "training/hooks.py", "training/stopping.py", "training/stepping.py")
+]
 
 # Trainer's methods that the package calls or overrides: their parameters, in order.
 METHODS: dict[str, tuple[str, ...]] = {

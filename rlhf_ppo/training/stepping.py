@@ -1,0 +1,87 @@
+"""Optimizer steps of several micro-batches, under every launcher."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.reporting.metrics import UpdateStatistics
+from rlhf_ppo.training.divergence import DivergenceGuard
+
+
+class SteppedRun(Protocol):
+    """What an optimizer step asks of its trainer."""
+
+    args: PPOConfig
+    accelerator: Accelerator
+    is_deepspeed_enabled: bool
+    optimizer: Any
+    _tr_loss: Tensor
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any: ...
+    def _fire(self, event: str) -> None: ...
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any: ...
+
+
+class OptimizerSteps:
+    """Adds the gradients of micro-batches up, and takes the steps.
+
+    Args:
+        run: The trainer.
+        guard: Tells whether a step may be taken.
+    """
+
+    def __init__(self, run: SteppedRun, guard: DivergenceGuard) -> None:
+        self.run, self.guard = run, guard
+
+    def gradient_sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+        """Exchange gradients with the last micro-batch only.
+
+        DeepSpeed keeps its own account; FSDP would keep whole gradients of both models on every rank.
+        """
+        accelerator = self.run.accelerator
+        if is_last or accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+            return nullcontext()
+        return accelerator.no_sync(model)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss to the parameters'."""
+        is_deepspeed = self.run.accelerator.distributed_type == DistributedType.DEEPSPEED
+        self.run.accelerator.backward(loss, **({"scale_wrt_gas": False} if is_deepspeed else {}))
+
+    def step(self, model: nn.Module, losses: Sequence[Tensor], statistics: UpdateStatistics) -> float | Tensor:
+        """Clip, step and clear the gradients, and count the step, unless something of it is not finite.
+
+        Args:
+            model: The prepared model.
+            losses: Those of the step's micro-batches; the mean over the update's steps is what Trainer logs.
+            statistics: Holds the figures of these micro-batches, which are dropped with the step.
+
+        Returns:
+            The gradients' norm before clipping.
+        """
+        run, args = self.run, self.run.args
+        clipped = run._clip_grad_norm(model) if args.max_grad_norm > 0 else None
+        grad_norm = cast("float | Tensor", run._get_grad_norm(model, grad_norm=clipped))
+        if run.is_deepspeed_enabled and run.accelerator.optimizer_step_was_skipped:
+            grad_norm = math.inf  # its step is behind us; it leaves out those whose gradients overflow
+        if self.guard.allows_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm):
+            run._fire("on_pre_optimizer_step")
+            run.optimizer.step()
+            run._fire("on_optimizer_step")
+            for loss in losses:
+                run._tr_loss += loss / (args.num_ppo_epochs * args.num_mini_batches)
+        else:
+            statistics.drop_last(len(losses))
+            if run.accelerator.scaler is not None:
+                run.accelerator.scaler.update()  # the gradients were unscaled, which it expects a step to follow
+        model.zero_grad()
+        return grad_norm
