@@ -409,8 +409,7 @@ class PPOTrainer(TrainerHooks):
         self, model: nn.Module, prompts: Prompts, config: GenerationConfig
     ) -> tuple[Prompts, Responses, Scores]:
         """Respond to prompts, let the opponents respond, and score the responses."""
-        responses = self._generate(model, prompts, config)
-        prompts = self._with_opponents(model, prompts)
+        responses, prompts = self._generate(model, prompts, config), self._with_opponents(model, prompts)
         return prompts, responses, self.score_responses(responses, prompts)
 
     def _in_passes(
