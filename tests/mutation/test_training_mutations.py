@@ -79,8 +79,8 @@ MUTATIONS = {
         (OPTIMIZATION, "        if parameter.requires_grad\n", ""),
     ],
     "": [
-        (SIZES, "local * num_processes // num_mini_batches", "local // num_mini_batches"),
-        (SIZES, "num_examples < local * num_processes", "num_examples < local"),
+        (SIZES, "batch // num_mini_batches", "local // num_mini_batches"),
+        (SIZES, "num_examples < batch", "num_examples < local"),
         (SIZES, "local % num_mini_batches:", "per_device % num_mini_batches:"),
         (SIZES, "math.ceil(total_episodes / batch_size), ", "total_episodes // batch_size, "),
         (SIZES, "total_episodes or max_steps * batch_size", "max_steps * batch_size"),
@@ -100,7 +100,8 @@ def sandbox(tmp_path: Path) -> Path:
     """A copy of what the tests import."""
     copy_package(tmp_path)
     for file in FILES.values():
-        shutil.copy(ROOT / file, tmp_path / "tests")
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
     return tmp_path
 
 
