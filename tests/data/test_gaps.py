@@ -30,10 +30,10 @@ from rlhf_ppo.rewards.preference import PreferenceReward
 from rlhf_ppo.rewards.reading import answers_of
 from rlhf_ppo.rewards.scorer import ScoringBatch
 from rlhf_ppo.rewards.shaping import whole_scores
-from tests.conftest import prompt_rows, tiny_scorer
+from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
 from tests.episodes import EOS, RespondsInTurns
 from tests.recorded_update import RecordingTrainer, check_update, run_update, share_of_w4
-from tests.runs import assert_identical, parameters
+from tests.runs import assert_identical, history, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]
 
@@ -94,6 +94,36 @@ def test_learning_in_turn_takes_the_same_steps(make_trainer: MakeTrainer) -> Non
     whole.train()
     assert_identical(parameters(in_turn), parameters(whole))
     assert any(not torch.equal(value, before[name]) for name, value in parameters(whole).items())
+
+
+def test_a_tools_tokens_may_be_masked_out_of_a_rollout_that_holds_figures_of_them(make_trainer: MakeTrainer) -> None:
+    """`collect_rollout` of a subclass takes them out late: their log-probabilities, values and KL are there."""
+
+    class MasksLate(RespondsInTurns):
+        def generate_responses(self, *args: Any) -> Responses:
+            self.in_turns = super().generate_responses(*args)
+            return dataclasses.replace(self.in_turns, response_mask=self.in_turns.episode_mask)
+
+        def collect_rollout(self, *args: Any) -> Rollout:
+            rollout = super().collect_rollout(*args)
+            assert rollout.logprobs[rollout.response_mask & ~self.in_turns.response_mask].any()
+            stopped = torch.tensor([episode.stopped for episode in self.episodes])
+            return dataclasses.replace(rollout, response_mask=self.in_turns.response_mask, stopped=stopped)
+
+    run: dict[str, Any] = {"total_episodes": 8, "missing_eos_penalty": 1.0, "ref_model": tiny_policy(seed=5)}
+    late, early = make_trainer(MasksLate, **run), make_trainer(RespondsInTurns, **run)
+    before = parameters(early)
+    late.train()
+    early.train()
+    assert_same_numbers(history(late), history(early))
+    for name, value in parameters(early).items():
+        assert_allclose(parameters(late)[name], value, rtol=0, atol=2e-6, err_msg=name)
+    assert max((value - before[name]).abs().max() for name, value in parameters(early).items()) > 1e-3
+
+
+def assert_same_numbers(ours: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for one, other in zip(ours, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
 # ---- What stands in the gaps ----
