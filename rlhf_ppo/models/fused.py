@@ -1,14 +1,17 @@
 """Log-probabilities and entropies of tokens straight from hidden states: the head and the softmax in one operation.
 
-Logits exist for one chunk of tokens at a time, forward and backward; the gradients of the head are summed in float32.
+Logits exist for one tile at a time, some tokens by some of the vocabulary, forward and backward. The tiles of one
+stretch of the vocabulary follow each other: each part of the head's weight is read, cast and given its gradient once,
+where chunks of tokens would do so with the whole weight for each chunk.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +19,12 @@ from torch.autograd.function import once_differentiable
 
 from rlhf_ppo.models.head_factors import HeadFactors
 
-_BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**19, 2**23
-"""Logits that the passes of one softmax go over at a time, tokens x vocabulary."""
+_BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**19, 2**22
+"""Logits that the passes of one softmax go over at a time, tokens x vocabulary: two such blocks in float32 fit into
+the cache, of a GPU 32 of 40 MiB."""
+_ROWS_ON_CPU, _ROWS_ELSEWHERE = 1, 2**13
+"""Tokens that a tile has at least, if there are as many: with few of them each reading of the weights serves few. On a
+CPU, where that is not what takes the time, a tile has the whole vocabulary whenever it can."""
 
 
 class LogitScaling(NamedTuple):
@@ -51,7 +58,7 @@ def fused_logprobs(
 ) -> tuple[Tensor, Tensor]:
     r"""Compute `log p_t[y_t]` and `-sum_v p_t[v] log p_t[v]` with `p_t = softmax(scaling(W h_t + b))`.
 
-    The logits of the last chunk are kept for the backward pass; those of the others are computed again.
+    The logits of the last tile are kept for the backward pass; those of the others are computed again.
 
     Args:
         head: The hidden states of `N` tokens and the head's weights.
@@ -81,150 +88,274 @@ class _FusedLogprobs(torch.autograd.Function):
         *factors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # the entropy is mostly only logged
-        logits = _Logits(bias, factors, scaling, _compute_dtype(factors[0]))
-        chunk = _even_chunk(len(targets), max(1, max_elements // logits.vocabulary))
-        logprobs, entropy, log_total = (
-            torch.empty(targets.shape, device=targets.device, dtype=torch.float32) for _ in range(3)
-        )
+        logits = _Logits(bias, factors, scaling, _compute_dtype(factors[0]), max_elements)
+        at_target = torch.empty(targets.shape, device=targets.device, dtype=torch.float32)
+        sums: dict[int, list[_Sums]] = defaultdict(list)
         scaled = None
-        for rows in _slices(len(targets), chunk):
-            scaled = logits.of(rows, scaled)
-            log_total[rows], entropy[rows] = _log_total_and_entropy(scaled, with_entropy)
-            logprobs[rows] = scaled.gather(1, targets[rows, None]).squeeze(1) - log_total[rows]
+        for tile in logits.tiles():
+            scaled = logits.of(tile, scaled)
+            sums[tile.rows.start].append(_merged(_sums(scaled, with_entropy)))
+            index, is_inside = tile.columns_of(targets)
+            found = scaled.gather(1, index).squeeze(1)
+            at_target[tile.rows] = torch.where(is_inside.squeeze(1), found, at_target[tile.rows])
+        merged = [_merged(parts) for parts in sums.values()]
+        log_total, entropy = (
+            torch.cat([getattr(part, name)() for part in merged]) if merged else torch.empty_like(at_target)
+            for name in ("log_total", "entropy")
+        )
         ctx.save_for_backward(targets, log_total, entropy, bias, *factors)
-        ctx.scaling, ctx.chunk, ctx.dtype = scaling, chunk, logits.dtype
-        ctx.last_chunk = scaled if any(ctx.needs_input_grad) else None
-        return logprobs, entropy
+        ctx.scaling, ctx.max_elements, ctx.dtype = scaling, max_elements, logits.dtype
+        ctx.last_tile = scaled if any(ctx.needs_input_grad) else None
+        return at_target - log_total, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         targets, log_total, entropy, bias, *factors = ctx.saved_tensors
-        needs_bias, *needs = ctx.needs_input_grad[4:]
-        logits = _Logits(bias, factors, ctx.scaling, ctx.dtype)
-        gradients = [
-            torch.zeros(factor.shape, device=factor.device, dtype=torch.float32) if needed else None
-            for factor, needed in zip(factors, needs, strict=True)
-        ]
-        by_bias = torch.zeros(logits.vocabulary, device=log_total.device) if needs_bias else None
-        buffer, ctx.last_chunk = ctx.last_chunk, None  # its memory is written to: a second backward computes it again
-        is_kept = buffer is not None
-        for rows in reversed(list(_slices(len(targets), ctx.chunk))):
-            buffer = buffer if is_kept else logits.of(rows, buffer)
+        logits = _Logits(bias, factors, ctx.scaling, ctx.dtype, ctx.max_elements)
+        gradients = _Gradients(logits, bias, factors, ctx.needs_input_grad[4:])
+        buffer, ctx.last_tile = ctx.last_tile, None  # its memory is written to: a second backward computes it again
+        is_kept, rounded = buffer is not None, None
+        for tile in logits.tiles(backwards=True):
+            buffer = buffer if is_kept else logits.of(tile, buffer)
             is_kept = False
-            by_logits = _to_gradient_(
+            if ctx.dtype != torch.float32:
+                rounded = _room(rounded, (len(buffer), buffer.shape[1]), ctx.dtype, buffer.device)
+            by_logits = buffer if rounded is None else rounded
+            _to_gradients(
                 buffer,
+                by_logits,
                 ctx.scaling,
-                targets[rows],
-                log_total[rows, None],
-                entropy[rows, None],
-                None if by_logprobs is None else by_logprobs[rows, None],
-                None if by_entropy is None else by_entropy[rows, None],
+                tile.columns_of(targets),
+                _Outputs.of(tile.rows, log_total, entropy, by_logprobs, by_entropy),
             )
-            logits.add_gradients(gradients, by_logits, rows)
-            if by_bias is not None:
-                by_bias += by_logits.sum(dim=0)
-        cast = [
-            None if gradient is None else gradient.to(factor.dtype)
-            for gradient, factor in zip(gradients, factors, strict=True)
-        ]
-        return None, None, None, None, None if by_bias is None or bias is None else by_bias.to(bias.dtype), *cast
+            gradients.add(tile, by_logits)
+        return None, None, None, None, *gradients.finished()
 
 
-def _log_total_and_entropy(scaled: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Compute `log sum_v exp z_v` and `-sum_v p_v log p_v`, or NaN, of each row, float32 `(n,)`."""
-    largest = scaled.amax(dim=1, keepdim=True)
-    total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
+class _Tile(NamedTuple):
+    """Some of the tokens, and a stretch of the vocabulary with its rows of the weights, in the type of products."""
+
+    rows: slice
+    columns: slice
+    weights: list[Tensor]
+
+    def columns_of(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where in the tile the rows' targets are `(n, 1)`, and whether they are in it; else any place."""
+        index = targets[self.rows, None] - self.columns.start
+        width = self.columns.stop - self.columns.start
+        return index.clamp(0, width - 1), (index >= 0) & (index < width)
+
+
+class _Sums(NamedTuple):
+    """Of each row, over part of the vocabulary `(n, 1)`: `m = max z`, `sum exp(z - m)`, `sum exp(z - m) (z - m)`."""
+
+    largest: Tensor
+    total: Tensor
+    weighted: Tensor
+
+    def log_total(self) -> Tensor:
+        """Return `log sum_v exp z_v`, float32 `(n,)`."""
+        return (self.total.log() + self.largest).squeeze(1)
+
+    def entropy(self) -> Tensor:
+        """Return `-sum_v p_v log p_v`, or NaN where `weighted` is, float32 `(n,)`."""
+        return (self.total.log() - self.weighted / self.total).squeeze(1)
+
+
+def _sums(scaled: Tensor, with_entropy: bool) -> list[_Sums]:
+    """Go over the blocks of a tile; without the entropy `weighted` is NaN."""
+    # Elsewhere a block's own largest is found while the block is in the cache: one reading of the tile less.
+    whole = _largest(scaled) if scaled.device.type == "cpu" else None
+    parts = []
     for columns in _blocks(scaled):
+        largest = _largest(columns) if whole is None else whole
         below = columns - largest
-        weights = below.exp()
-        total += weights.sum(dim=1, keepdim=True)
-        if with_entropy:
-            weighted += weights.mul_(below).nansum(dim=1, keepdim=True)  # a forbidden token, at -inf, adds 0 x -inf
-    if not with_entropy:
-        weighted.fill_(math.nan)
-    return (total.log() + largest).squeeze(1), (total.log() - weighted / total).squeeze(1)
+        weights = below.exp() if with_entropy else below.exp_()
+        total = weights.sum(dim=1, keepdim=True)
+        # A forbidden token, at -inf, adds 0 x -inf.
+        weighted = (
+            weights.mul_(below).nansum(dim=1, keepdim=True) if with_entropy else torch.full_like(total, math.nan)
+        )
+        parts.append(_Sums(largest, total, weighted))
+    return parts
 
 
-def _to_gradient_(
-    scaled: Tensor,
-    scaling: LogitScaling,
-    targets: Tensor,
-    log_total: Tensor,
-    entropy: Tensor,
-    by_logprobs: Tensor | None,
-    by_entropy: Tensor | None,
-) -> Tensor:
-    r"""Turn scaled logits, in place, into gradients by the head's output `(n, V)`.
+def _largest(scaled: Tensor) -> Tensor:
+    return scaled.amax(dim=1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+
+
+def _merged(parts: list[_Sums]) -> _Sums:
+    """Make the sums over several parts of the vocabulary those over all of them."""
+    if len(parts) == 1:
+        return parts[0]
+    largest, total, weighted = (torch.stack(each) for each in zip(*parts, strict=True))
+    highest = largest.amax(dim=0)
+    below = largest.sub_(highest)
+    weighted, shares = weighted.add_(below * total), below.exp_()
+    return _Sums(
+        highest,
+        functools.reduce(torch.add, total.mul_(shares).unbind()),
+        functools.reduce(torch.add, weighted.mul_(shares).unbind()),
+    )
+
+
+class _Outputs(NamedTuple):
+    """What is known of some rows in the backward pass, each `(n, 1)`: both results, and the gradients by them."""
+
+    log_total: Tensor
+    entropy: Tensor
+    by_logprobs: Tensor | None
+    by_entropy: Tensor | None
+
+    @classmethod
+    def of(cls, rows: slice, *all_rows: Tensor | None) -> _Outputs:
+        """Take the rows."""
+        return cls(*(None if each is None else each[rows, None] for each in all_rows))  # pyright: ignore
+
+
+def _to_gradients(
+    scaled: Tensor, into: Tensor, scaling: LogitScaling, targets: tuple[Tensor, Tensor], outputs: _Outputs
+) -> None:
+    r"""Make of a tile's scaled logits the gradients by the head's output `(n, V)`, in the same memory or beside it.
 
     `(g (1[v = y] - p_v) - g' p_v (log p_v + H)) dz_v/dx_v` with the gradients `g` by log-probabilities and `g'` by
-    entropies; all but the logits and the targets is `(n, 1)`.
+    entropies. The target's is rounded once, not after each of its two terms, which may nearly cancel.
     """
-    at_target = scaled.gather(1, targets[:, None])
-    for columns in _blocks(scaled):
-        slope = scaling.slope(columns)
-        by_distribution: Tensor | float = 0.0 if by_logprobs is None else by_logprobs
-        columns.sub_(log_total)
-        if by_entropy is not None:
-            finite = columns.clamp(min=torch.finfo(torch.float32).min)
-            by_distribution = finite.add_(entropy).mul_(by_entropy).add_(by_distribution)
-        columns.exp_().mul_(-by_distribution * slope)
-    if by_logprobs is not None:
-        scaled.scatter_add_(1, targets[:, None], by_logprobs * scaling.slope(at_target))
-    return scaled
+    index, is_inside = targets
+    at_target = scaled.gather(1, index)
+    for columns, block in zip(_blocks(scaled), _blocks(into), strict=True):
+        _gradient_by_distribution(columns, block, scaling, outputs, in_place=scaled is into)
+    if outputs.by_logprobs is not None:
+        by_target = into.gather(1, index) if scaled is into else torch.empty_like(at_target)
+        if scaled is not into:
+            _gradient_by_distribution(at_target, by_target, scaling, outputs, in_place=False)
+        by_target += outputs.by_logprobs * scaling.slope(at_target)
+        into.scatter_(1, index, torch.where(is_inside, by_target.to(into.dtype), into.gather(1, index)))
 
 
-def _blocks(chunk: Tensor) -> tuple[Tensor, ...]:
-    """Part a chunk by columns: on a CPU the passes over one block find it in the cache."""
-    size = _BLOCK_ON_CPU if chunk.device.type == "cpu" else _BLOCK_ELSEWHERE
-    return chunk.split(max(1, size // len(chunk)), dim=1)
+def _gradient_by_distribution(
+    scaled: Tensor, into: Tensor, scaling: LogitScaling, outputs: _Outputs, in_place: bool
+) -> None:
+    """Write `-p_v (g + g' (log p_v + H)) dz_v/dx_v`."""
+    slope = scaling.slope(scaled)
+    by_distribution: Tensor | float = 0.0 if outputs.by_logprobs is None else outputs.by_logprobs
+    logprobs = torch.sub(scaled, outputs.log_total, out=scaled if in_place else None)
+    if outputs.by_entropy is not None:
+        finite = logprobs.clamp(min=torch.finfo(torch.float32).min)
+        by_distribution = finite.add_(outputs.entropy).mul_(outputs.by_entropy).add_(by_distribution)
+    torch.mul(logprobs.exp_(), -by_distribution * slope, out=into)
+
+
+def _blocks(tile: Tensor) -> tuple[Tensor, ...]:
+    """Part a tile by columns: the passes over one block find it in the cache."""
+    size = _BLOCK_ON_CPU if tile.device.type == "cpu" else _BLOCK_ELSEWHERE
+    return tile.split(max(1, size // len(tile)), dim=1)
 
 
 class _Logits:
-    """Computes the head's scaled output for some of the tokens, and the gradients of what it came from."""
+    """Computes the head's scaled output, tile by tile."""
 
-    def __init__(self, bias: Tensor | None, factors: Any, scaling: LogitScaling, dtype: torch.dtype) -> None:
+    def __init__(
+        self, bias: Tensor | None, factors: Any, scaling: LogitScaling, dtype: torch.dtype, max_elements: int
+    ) -> None:
         self.bias, self.scaling, self.dtype = bias, scaling, dtype
         self.states = [states.detach() for states in factors[::2]]
-        self.weights = [weight.detach().to(dtype) for weight in factors[1::2]]
-        self.vocabulary = self.weights[0].shape[0]
+        self.weights = [weight.detach() for weight in factors[1::2]]
+        self.num_rows, self.vocabulary = len(self.states[0]), len(self.weights[0])
+        wanted = _ROWS_ON_CPU if self.states[0].device.type == "cpu" else _ROWS_ELSEWHERE
+        most_rows = min(self.num_rows, max_elements, max(wanted, max_elements // self.vocabulary))
+        self.rows = _even_slices(self.num_rows, most_rows)
+        self.columns = _even_slices(self.vocabulary, max_elements // max(1, most_rows))
 
-    def of(self, rows: slice, buffer: Tensor | None) -> Tensor:
-        """Compute float32 `(n, V)`, in the memory of the chunk before where that is possible."""
-        states = [states[rows].to(self.dtype) for states in self.states]
-        num_rows, weight = len(states[0]), self.weights[0].t()
-        has_room = buffer is not None and len(buffer) >= num_rows
-        if self.dtype == torch.float32 and has_room:
-            logits = torch.mm(states[0], weight, out=cast(Tensor, buffer)[:num_rows])
-        elif self.dtype != torch.float32 and multiplies_into_float32(states[0].device.type, self.dtype):
-            shape = num_rows, self.vocabulary
-            out = cast(Tensor, buffer)[:num_rows] if has_room else states[0].new_empty(shape, dtype=torch.float32)
-            logits = torch.mm(states[0], weight, out_dtype=torch.float32, out=out)  # pyright: ignore
+    def tiles(self, backwards: bool = False) -> Iterator[_Tile]:
+        """Yield all tiles, those of one stretch of the vocabulary one after the other."""
+        order = reversed if backwards else iter
+        for columns in order(self.columns):
+            weights = [weight[columns].to(self.dtype) for weight in self.weights]
+            yield from (_Tile(rows, columns, weights) for rows in order(self.rows))
+
+    def of(self, tile: _Tile, buffer: Tensor | None) -> Tensor:
+        """Compute float32 `(n, V)`, in the memory of the tile before where that is possible."""
+        states = [states[tile.rows].to(self.dtype) for states in self.states]
+        weight = tile.weights[0].t()
+        if self.dtype == torch.float32 or multiplies_into_float32(weight.device.type, self.dtype):
+            logits = _room(buffer, (len(states[0]), weight.shape[1]), torch.float32, weight.device)
+            _write_product(logits, states[0], weight)
         else:
             logits = torch.mm(states[0], weight).float()
-        for extra, weight in zip(states[1:], self.weights[1:], strict=True):
+        for extra, weight in zip(states[1:], tile.weights[1:], strict=True):
             logits += extra @ weight.t()
         if self.bias is not None:
-            logits += self.bias
+            logits += self.bias[tile.columns]
         return self.scaling.apply_(logits)
 
-    def add_gradients(self, gradients: list[Tensor | None], by_logits: Tensor, rows: slice) -> None:
-        """Add a chunk's share to the gradients of states and weights, in the order of the factors."""
-        by_logits = by_logits.to(self.dtype)
-        for index, (states, weight) in enumerate(zip(self.states, self.weights, strict=True)):
-            by_states, by_weight = gradients[2 * index : 2 * index + 2]
+
+class _Gradients:
+    """Adds up the gradients by bias, states and weights, tile by tile, from the last to the first.
+
+    What several tiles add to is float32, as sums of rounded products drift; what one product gives has its own type.
+    """
+
+    def __init__(self, logits: _Logits, bias: Tensor | None, factors: list[Tensor], needed: Sequence[bool]) -> None:
+        self.logits, self.factors = logits, [bias, *factors]
+        counts = [len(logits.columns), len(logits.rows)] * (len(factors) // 2)
+        make = torch.empty if logits.rows else torch.zeros
+        self.sums = [
+            make(
+                factor.shape,
+                device=factor.device,
+                dtype=factor.dtype if count == 1 and factor.dtype == logits.dtype else torch.float32,
+            )
+            if is_needed and factor is not None
+            else None
+            for factor, is_needed, count in zip(self.factors, needed, [2, *counts], strict=True)
+        ]
+
+    def add(self, tile: _Tile, by_logits: Tensor) -> None:
+        """Add a tile's share."""
+        first_of_columns, first_of_rows = tile.rows == self.logits.rows[-1], tile.columns == self.logits.columns[-1]
+        by_bias, *sums = self.sums
+        if by_bias is not None:
+            share = by_logits.sum(dim=0, dtype=torch.float32)
+            by_bias[tile.columns] = share if first_of_columns else by_bias[tile.columns] + share
+        for states, weight, by_states, by_weight in zip(
+            self.logits.states, tile.weights, sums[::2], sums[1::2], strict=True
+        ):
             if by_states is not None:
-                by_states[rows] = by_logits @ weight
+                _write_product(by_states[tile.rows], by_logits, weight, adds=not first_of_rows)
             if by_weight is not None:
-                _add_product_(by_weight, by_logits.t(), states[rows].to(self.dtype))
+                right = states[tile.rows].to(self.logits.dtype)
+                _write_product(by_weight[tile.columns], by_logits.t(), right, adds=not first_of_columns)
+
+    def finished(self) -> list[Tensor | None]:
+        """Return the gradients, each in its factor's type."""
+        return [
+            None if each is None or factor is None else each.to(factor.dtype)
+            for each, factor in zip(self.sums, self.factors, strict=True)
+        ]
 
 
-def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to a float32 tensor without rounding the product first: sums of rounded ones drift."""
-    if total.device.type == "cuda" and left.dtype != torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)  # pyright: ignore
+def _write_product(into: Tensor, left: Tensor, right: Tensor, adds: bool = False) -> None:
+    """Write `left @ right`, or add it, without rounding it to 16 bits on the way to float32."""
+    kind: dict[str, Any] = {}
+    if into.dtype != left.dtype:
+        if multiplies_into_float32(into.device.type, left.dtype):
+            kind = {"out_dtype": into.dtype}
+        else:
+            left, right = left.float(), right.float()
+    if adds:
+        torch.addmm(into, left, right, out=into, **kind)
     else:
-        total.addmm_(left.float(), right.float())
+        torch.mm(left, right, out=into, **kind)
+
+
+def _room(buffer: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a matrix in the memory of the one before, if that has room."""
+    rows, columns = shape
+    if buffer is None or buffer.untyped_storage().nbytes() < rows * columns * buffer.itemsize:
+        return torch.empty(rows, columns, dtype=dtype, device=device)
+    return buffer.as_strided((rows, columns), (columns, 1))
 
 
 @functools.cache
@@ -250,9 +381,6 @@ def _compute_dtype(states: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
-def _even_chunk(length: int, largest: int) -> int:
-    return max(1, math.ceil(length / max(1, math.ceil(length / largest))))
-
-
-def _slices(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+def _even_slices(length: int, largest: int) -> list[slice]:
+    size = max(1, math.ceil(length / max(1, math.ceil(length / max(1, largest)))))
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
