@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 _WAITING = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.equal)
-_MOVING_NOTHING = (aten.empty, aten.empty_like, aten.new_empty, aten._unsafe_view)
+MOVING_NOTHING = (aten.empty, aten.empty_like, aten.new_empty, aten._unsafe_view)
 _COPIES_TO_HOST = ("tolist", "cpu")
 _HERE = str(Path(__file__))
 
@@ -119,7 +119,7 @@ class Moves(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if func.is_view or not made or func.overloadpacket in _MOVING_NOTHING:
+        if func.is_view or not made or func.overloadpacket in MOVING_NOTHING:
             return result
         read = made if func.overloadpacket is aten.embedding else given  # of a table, the rows that are chosen
         moved = sum(map(_bytes, read)) + sum(map(_bytes, made))

@@ -2,7 +2,7 @@
 
 *decoding*: one step of LoRA's policy over a cache, with its casts, and the bytes that its operations read and write,
 against the ideal: each weight is read once in 16 bits, the cache once, and one token is written to it. *learning*: how
-often the host waits for its device, per micro-batch. *head*: the bytes of one pass of the head forward and backward.
+often the host waits for its device, per micro-batch. What the head moves, `head_bytes.py` counts.
 """
 
 from __future__ import annotations
@@ -154,23 +154,7 @@ def learning() -> list[Figure]:
     return [Figure("learning: waits of the host per micro-batch", sum(counted) / len(parts))]
 
 
-def head(tokens: int = 592, width: int = 64, vocabulary: int = 2048) -> list[Figure]:
-    """Count a pass of the head forward and backward, in as many chunks as 8192 tokens of a vocabulary of 152k have."""
-    from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
-    from rlhf_ppo.models.head_factors import HeadFactors
-
-    figures = []
-    for name, elements in (("2^24 logits", tokens // 74 * vocabulary), ("2^27 logits", tokens // 9 * vocabulary)):
-        states, weight = (torch.randn(n, width, dtype=DTYPE).requires_grad_() for n in (tokens, vocabulary))
-        factors, targets = HeadFactors((states,), (weight,), None), torch.zeros(tokens, dtype=torch.long)
-        with Moves() as counter:
-            logprobs, _ = fused_logprobs(factors, targets, LogitScaling(), elements, with_entropy=False)
-            logprobs.sum().backward()
-        figures.append(Figure(f"head: bytes of all operations, chunks of {name}", counter.total))
-    return figures
-
-
-PARTS = {"decoding": decoding, "learning": learning, "head": head}
+PARTS = {"decoding": decoding, "learning": learning}
 
 
 def main() -> None:

@@ -212,7 +212,7 @@ def test_the_entropy_is_computed_where_it_is_logged(
 ) -> None:
     """In the optimizer steps, and not in the rollout's passes of policy and reference."""
     seen: set[tuple[bool, bool]] = set()
-    computed = fused._log_total_and_entropy
+    computed = fused._sums
 
     def see(scaled: torch.Tensor, with_entropy: bool) -> Any:
         seen.add((phase[-1] == "learn", with_entropy))
@@ -221,7 +221,7 @@ def test_the_entropy_is_computed_where_it_is_logged(
     phase = ["rollout"]
     learn = PPOTrainer.learn
     monkeypatch.setattr(PPOTrainer, "learn", lambda *args: (phase.append("learn"), learn(*args))[1])
-    monkeypatch.setattr(fused, "_log_total_and_entropy", see)
+    monkeypatch.setattr(fused, "_sums", see)
     run_update()
     assert seen == {(False, False), (True, True)}
 

@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from rlhf_ppo.models.head_factors import HeadFactors
 
-_BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**19, 2**22
-"""Logits that the passes of one softmax go over at a time, tokens x vocabulary: two such blocks in float32 fit into
-the cache, of a GPU 32 of 40 MiB."""
+_BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**19, 2**21
+"""Logits that the passes of one softmax go over at a time, tokens x vocabulary: three such blocks in float32, of 8 MiB
+on a GPU, stay in its cache."""
 _ROWS_ON_CPU, _ROWS_ELSEWHERE = 1, 2**13
 """Tokens that a tile has at least, if there are as many: with few of them each reading of the weights serves few. On a
 CPU, where that is not what takes the time, a tile has the whole vocabulary whenever it can."""
@@ -166,19 +166,20 @@ class _Sums(NamedTuple):
 def _sums(scaled: Tensor, with_entropy: bool) -> list[_Sums]:
     """Go over the blocks of a tile; without the entropy `weighted` is NaN."""
     # Elsewhere a block's own largest is found while the block is in the cache: one reading of the tile less.
-    whole = _largest(scaled) if scaled.device.type == "cpu" else None
-    parts = []
-    for columns in _blocks(scaled):
-        largest = _largest(columns) if whole is None else whole
-        below = columns - largest
-        weights = below.exp() if with_entropy else below.exp_()
-        total = weights.sum(dim=1, keepdim=True)
-        # A forbidden token, at -inf, adds 0 x -inf.
-        weighted = (
-            weights.mul_(below).nansum(dim=1, keepdim=True) if with_entropy else torch.full_like(total, math.nan)
-        )
-        parts.append(_Sums(largest, total, weighted))
-    return parts
+    whole = _largest(scaled) if _is_on_cpu(scaled) else None
+    return [_sums_of_block(columns, whole, with_entropy) for columns in _blocks(scaled)]
+
+
+def _sums_of_block(columns: Tensor, largest: Tensor | None, with_entropy: bool) -> _Sums:
+    """Leave no memory in use, so that the next block's passes find the same in the cache."""
+    largest = _largest(columns) if largest is None else largest
+    below = columns - largest
+    weights = below.exp() if with_entropy else below.exp_()
+    total = weights.sum(dim=1, keepdim=True)
+    if not with_entropy:
+        return _Sums(largest, total, torch.full_like(total, math.nan))
+    # A forbidden token, at -inf, adds 0 x -inf.
+    return _Sums(largest, total, weights.mul_(below).nansum(dim=1, keepdim=True))
 
 
 def _largest(scaled: Tensor) -> Tensor:
@@ -244,12 +245,12 @@ def _gradient_by_distribution(
     if outputs.by_entropy is not None:
         finite = logprobs.clamp(min=torch.finfo(torch.float32).min)
         by_distribution = finite.add_(outputs.entropy).mul_(outputs.by_entropy).add_(by_distribution)
-    torch.mul(logprobs.exp_(), -by_distribution * slope, out=into)
+    torch.mul(logprobs.exp_(), by_distribution * -slope, out=into)
 
 
 def _blocks(tile: Tensor) -> tuple[Tensor, ...]:
     """Part a tile by columns: the passes over one block find it in the cache."""
-    size = _BLOCK_ON_CPU if tile.device.type == "cpu" else _BLOCK_ELSEWHERE
+    size = _BLOCK_ON_CPU if _is_on_cpu(tile) else _BLOCK_ELSEWHERE
     return tile.split(max(1, size // len(tile)), dim=1)
 
 
@@ -263,7 +264,7 @@ class _Logits:
         self.states = [states.detach() for states in factors[::2]]
         self.weights = [weight.detach() for weight in factors[1::2]]
         self.num_rows, self.vocabulary = len(self.states[0]), len(self.weights[0])
-        wanted = _ROWS_ON_CPU if self.states[0].device.type == "cpu" else _ROWS_ELSEWHERE
+        wanted = _ROWS_ON_CPU if _is_on_cpu(self.states[0]) else _ROWS_ELSEWHERE
         most_rows = min(self.num_rows, max_elements, max(wanted, max_elements // self.vocabulary))
         self.rows = _even_slices(self.num_rows, most_rows)
         self.columns = _even_slices(self.vocabulary, max_elements // max(1, most_rows))
@@ -278,9 +279,11 @@ class _Logits:
     def of(self, tile: _Tile, buffer: Tensor | None) -> Tensor:
         """Compute float32 `(n, V)`, in the memory of the tile before where that is possible."""
         states = [states[tile.rows].to(self.dtype) for states in self.states]
-        weight = tile.weights[0].t()
+        weight, scaling = tile.weights[0].t(), self.scaling
         if self.dtype == torch.float32 or multiplies_into_float32(weight.device.type, self.dtype):
             logits = _room(buffer, (len(states[0]), weight.shape[1]), torch.float32, weight.device)
+            if self._is_scaled_in_product:
+                return _write_product(logits, states[0], weight, factor=scaling.factor / scaling.temperature)
             _write_product(logits, states[0], weight)
         else:
             logits = torch.mm(states[0], weight).float()
@@ -288,7 +291,13 @@ class _Logits:
             logits += extra @ weight.t()
         if self.bias is not None:
             logits += self.bias[tile.columns]
-        return self.scaling.apply_(logits)
+        return scaling.apply_(logits)
+
+    @property
+    def _is_scaled_in_product(self) -> bool:
+        """Whether the product is all that is scaled, and on a GPU: a CPU may scale before, with other roundings."""
+        is_all = len(self.weights) == 1 and self.bias is None and self.scaling.cap is None
+        return is_all and not _is_on_cpu(self.states[0])
 
 
 class _Gradients:
@@ -336,18 +345,17 @@ class _Gradients:
         ]
 
 
-def _write_product(into: Tensor, left: Tensor, right: Tensor, adds: bool = False) -> None:
-    """Write `left @ right`, or add it, without rounding it to 16 bits on the way to float32."""
+def _write_product(into: Tensor, left: Tensor, right: Tensor, adds: bool = False, factor: float = 1.0) -> Tensor:
+    """Write `factor left @ right`, or add it, without rounding it to 16 bits on the way to float32."""
     kind: dict[str, Any] = {}
     if into.dtype != left.dtype:
         if multiplies_into_float32(into.device.type, left.dtype):
             kind = {"out_dtype": into.dtype}
         else:
             left, right = left.float(), right.float()
-    if adds:
-        torch.addmm(into, left, right, out=into, **kind)
-    else:
-        torch.mm(left, right, out=into, **kind)
+    if adds or factor != 1.0:
+        return torch.addmm(into, left, right, beta=1 if adds else 0, alpha=factor, out=into, **kind)
+    return torch.mm(left, right, out=into, **kind)
 
 
 def _room(buffer: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -356,6 +364,10 @@ def _room(buffer: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, dev
     if buffer is None or buffer.untyped_storage().nbytes() < rows * columns * buffer.itemsize:
         return torch.empty(rows, columns, dtype=dtype, device=device)
     return buffer.as_strided((rows, columns), (columns, 1))
+
+
+def _is_on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 @functools.cache

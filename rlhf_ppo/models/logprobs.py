@@ -22,8 +22,8 @@ from rlhf_ppo.models.sharded import is_managed, is_sharded
 from rlhf_ppo.models.unwrapping import probe_ids, text_config, transformers_model
 
 MAX_CHUNK_ELEMENTS, MAX_CHUNK_ELEMENTS_ON_GPU = 2**24, 2**27
-"""Logits computed at once, tokens x vocabulary: 64 and 512 MiB in float32. The fewer they are, the more often the head's
-weight, its gradient and the hidden states are read and written."""
+"""Logits computed at once, tokens x vocabulary: 64 and 512 MiB in float32. The fewer they are, the more often hidden
+states and their gradients are read and written, with few tokens the head's weight and its gradient too."""
 
 
 class ResponseLogprobs(NamedTuple):

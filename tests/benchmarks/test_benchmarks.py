@@ -57,6 +57,26 @@ def test_flops_of_adapters_over_a_frozen_gpt_neox() -> None:
     assert decoded_bytes(LLAMA, 7) == 7 * 4 * (2 * (4 * 16 + 3 * 24) + 4 * 10)
 
 
+@pytest.mark.parametrize(
+    ("stored", "trained"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)]
+)
+def test_a_pass_of_the_head_moves_at_most_half_as_much_again_as_it_must(stored: torch.dtype, trained: bool) -> None:
+    """In tiles of tokens and vocabulary, as on a GPU; what they compute is compared with whole logits in float64."""
+    from head_bytes import TEMPERATURE, Shape, count, ideal
+
+    shape = Shape(1024, 1024, 49152, stored, trained)
+    *here, (logprobs, targets, states, weight) = count(shape, 2**24)
+    assert [count <= 1.5 * least for count, least in zip(here, ideal(shape, 2**24), strict=True)] == [True, True]
+    exact = [each.detach().bfloat16().double().requires_grad_() for each in (states, weight)]
+    expected = (exact[0] @ exact[1].T / TEMPERATURE).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    expected.backward(torch.linspace(-1, 1, len(targets)).double())
+    assert float((logprobs - expected.detach()).abs().max()) < 1e-4
+    for ours, theirs in zip((states, weight) if trained else (states,), exact, strict=False):
+        assert ours.grad is not None and theirs.grad is not None and ours.grad.dtype == ours.dtype
+        difference = (ours.grad.double() - theirs.grad).norm() / theirs.grad.norm()
+        assert 0 < float(difference) < 2**-8  # bf16's rounding of gradients by logits, and of the result
+
+
 @pytest.mark.slow
 def test_the_tiny_workload_runs_and_is_measured() -> None:
     command = [sys.executable, str(FOLDER / "measure.py"), "ours", "tiny", "--updates=3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -77,13 +78,18 @@ def leaves(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: value.to(dtype).requires_grad_() for name, value in tensors.items()}
 
 
-@pytest.mark.parametrize("tokens_per_chunk", [1, 5, TOKENS], ids=lambda count: f"{count} tokens a chunk")
+@pytest.mark.parametrize(
+    ("tokens_per_chunk", "rows"),
+    [(1, 1), (5, 1), (TOKENS, 1), (5, TOKENS), (2, 6)],
+    ids=["a token", "5 tokens", "whole", "columns", "tokens and columns"],
+)
 @pytest.mark.parametrize("by", ["logprobs", "entropy", "both"])
 @pytest.mark.parametrize("name", HEADS)
 def test_values_and_gradients_are_those_of_whole_logits_in_float64(
-    name: str, by: str, tokens_per_chunk: int, monkeypatch: pytest.MonkeyPatch
+    name: str, by: str, tokens_per_chunk: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_module, "_BLOCK_ON_CPU", 35)  # 35, 7 or 2 of the 40 columns at a time
+    monkeypatch.setattr(fused_module, "_ROWS_ON_CPU", rows)
     has_bias, has_adapter, scaling = HEADS[name]
     tensors, targets = inputs(has_bias, has_adapter)
     ours, theirs = leaves(tensors, torch.float32), leaves(tensors, torch.float64)
@@ -122,14 +128,25 @@ def test_frozen_parts_get_no_gradient() -> None:
 
 
 def test_gradients_of_a_bfloat16_head_are_summed_in_float32() -> None:
-    """`V` equal rows summed over 4096 tokens one by one: in bfloat16 the sum would stop growing at a few hundred."""
-    states = torch.ones(4096, 1, dtype=torch.bfloat16)
+    """`V` equal rows summed over 1024 tokens one by one: in bfloat16 the sum would stop growing at 128."""
+    states = torch.ones(1024, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     head = HeadFactors((states,), (weight,), None)
-    logprobs_, _ = fused_logprobs(head, torch.zeros(4096, dtype=torch.long), LogitScaling(), max_elements=2)
+    logprobs_, _ = fused_logprobs(head, torch.zeros(1024, dtype=torch.long), LogitScaling(), max_elements=2)
     logprobs_.sum().backward()
     assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
-    assert weight.grad.flatten().tolist() == [2048.0, -2048.0]  # 4096 x (1 - 1/2)
+    assert weight.grad.flatten().tolist() == [512.0, -512.0]  # 1024 x (1 - 1/2)
+
+
+def test_a_bfloat16_gradient_by_the_targets_logit_is_rounded_once() -> None:
+    """Of a token that is all but certain, `1 - p` is 1/1000; with `-p` rounded before, it would be 0 or 1/256."""
+    states = torch.ones(1, 1, dtype=torch.bfloat16)
+    weight = torch.tensor([[6.90625], [0.0]], dtype=torch.bfloat16, requires_grad=True)
+    head = HeadFactors((states,), (weight,), None)
+    fused_logprobs(head, torch.zeros(1, dtype=torch.long), LogitScaling(), 2)[0].sum().backward()
+    assert weight.grad is not None
+    expected = 1 / (1 + math.exp(6.90625))
+    assert weight.grad.flatten().tolist() == pytest.approx([expected, -expected], rel=2**-7)
 
 
 def test_autocast_reaches_the_head_as_it_reaches_a_called_one() -> None:

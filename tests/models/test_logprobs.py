@@ -290,7 +290,7 @@ def test_logits_of_the_last_chunk_are_kept_and_the_others_recomputed(monkeypatch
     with saved_for_backward() as saved:
         result, _ = token_logprobs(model, states, targets, 1.0)
     assert max(saved) <= vocabulary * 16 and sum(saved) < num_tokens * vocabulary / 2
-    assert result.grad_fn is not None and cast(Any, result.grad_fn).last_chunk.shape == (4, vocabulary)
+    assert result.grad_fn is not None and cast(Any, result.grad_fn).last_tile.shape == (4, vocabulary)
     with ProductShapes() as products:
         result.sum().backward()
     assert [shape for shape in products.shapes if shape[1] == vocabulary] == 7 * [(8, vocabulary)]
