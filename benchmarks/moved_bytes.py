@@ -137,7 +137,7 @@ def learning() -> list[Figure]:
         mock.patch.object(packing, "_attend_row_by_row", packing._attend_padded),
     ):
         trainer = trainer_over(folder, 1, 64, 2048)
-        learn, backpropagate, counted, parts = trainer.learn, trainer._backpropagate, [], []
+        learn, policy_loss, counted, parts = trainer.learn, trainer.policy_loss, [], []
 
         def counting(*args: Any) -> Any:
             with waits() as counter:
@@ -147,9 +147,9 @@ def learning() -> list[Figure]:
 
         def noting(*args: Any) -> Any:
             parts.append(1)
-            return backpropagate(*args)
+            return policy_loss(*args)
 
-        trainer.learn, trainer._backpropagate = counting, noting
+        trainer.learn, trainer.policy_loss = counting, noting
         trainer.train()
     return [Figure("learning: waits of the host per micro-batch", sum(counted) / len(parts))]
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo.algorithm.advantages import gae
-from rlhf_ppo.algorithm.losses import explained_variance
+from rlhf_ppo.algorithm.controllers import FixedKLController, KLController
+from rlhf_ppo.algorithm.losses import (
+    PolicyLoss,
+    ValueLoss,
+    clipped_policy_loss,
+    clipped_value_loss,
+    explained_variance,
+    token_mean,
+)
 from rlhf_ppo.algorithm.masked import masked_whiten
-from rlhf_ppo.algorithm.moments import ScoreMoments
-from rlhf_ppo.algorithm.penalties import kl_estimate, token_rewards
+from rlhf_ppo.algorithm.moments import RunningMoments
+from rlhf_ppo.algorithm.penalties import token_rewards
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.datasets import PromptCollator
 from rlhf_ppo.data.experience import Experience
@@ -37,13 +45,13 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutpu
 from rlhf_ppo.models.storing import store_frozen
 from rlhf_ppo.models.unwrapping import configuration_kept
 from rlhf_ppo.models.vocabulary import shared_vocabulary
-from rlhf_ppo.processes.engines import autocast_dtype
+from rlhf_ppo.processes.engines import autocast_dtype, learns_in_turn
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.signals import give_up_if_stopped
 from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
-    episode_columns,
     gather_columns,
+    rollout_columns,
     rollout_metrics,
     sampling_metrics,
     warn_of_unscored,
@@ -54,11 +62,12 @@ from rlhf_ppo.rewards.preference import OPPONENT_COLUMNS
 from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
-from rlhf_ppo.rewards.shaping import shape_scores, whole_scores
+from rlhf_ppo.rewards.shaping import masked_kl, shape_scores, whole_scores
 from rlhf_ppo.training.checks import (
     check_arguments,
     check_collator,
     check_datasets,
+    check_doors,
     check_models,
     check_optimization,
     check_others,
@@ -74,13 +83,15 @@ from rlhf_ppo.training.construction import (
     use_one_device,
 )
 from rlhf_ppo.training.hooks import TrainerHooks, length, num_processes
-from rlhf_ppo.training.learning import LossParts, can_learn_in_turn, learn_in_turn, policy_term, value_term
 from rlhf_ppo.training.optimization import Optimizers
 from rlhf_ppo.training.sharding import on_whole_policy, place_frozen
+from rlhf_ppo.training.stateful import Stateful, StatefulParts
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import GenerationConfig
+
+    from rlhf_ppo.generation.protocol import GenerationEngine
 
 
 class PPOTrainer(TrainerHooks):
@@ -110,11 +121,14 @@ class PPOTrainer(TrainerHooks):
         callbacks: Trainer callbacks.
         peft_config: Adds an adapter to the policy; the reference is then the policy without it.
         reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async, or their names:
-            see `rlhf_ppo.rewards.resolve.resolve_reward`.
+            see `rlhf_ppo.rewards.resolve.resolve_reward`. Also objects that score a whole batch by its token ids: see
+            `rlhf_ppo.rewards.scorer.RewardSource`.
         reward_processing_classes: The tokenizer of each reward model that reads other tokens than the policy's; None
             takes the one saved beside the model if its tokens differ.
         value_peft_config: Adds an adapter to the value model, which is trained with the head instead of all weights.
             With `args.share_base_model` None copies the policy's.
+        kl_controller: Sets the coefficient of the KL penalty after each update; None keeps `args.kl_coef`.
+        engine: Generates the responses, in place of the engine that `args.generation_engine` names.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -141,8 +155,11 @@ class PPOTrainer(TrainerHooks):
         reward_funcs: RewardSpec | Sequence[RewardSpec] | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
         value_peft_config: PeftConfig | None = None,
+        kl_controller: KLController | None = None,
+        engine: GenerationEngine | None = None,
     ) -> None:
         self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
+        self._as_given |= {"kl_controller": kl_controller}
         self._functions = functions = resolve_rewards(reward_funcs)
         self._logged = LoggedByFunctions()
         check_arguments(args)
@@ -150,6 +167,12 @@ class PPOTrainer(TrainerHooks):
         check_datasets(args, train_dataset, eval_dataset)
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
         check_others(data_collator, callbacks, optimizers, **adapters)
+        check_doors(kl_controller, engine)
+        self.kl_controller = FixedKLController(args) if kl_controller is None else kl_controller
+        self.score_moments = RunningMoments()
+        self._stateful = StatefulParts()
+        self.register_stateful("kl_controller", self.kl_controller)
+        self.register_stateful("score_moments", self.score_moments)
         self.tokens = tokens = special_tokens(args, processing_class)
         num_updates = args.count_sizes(num_processes(args), length(train_dataset)).num_total_batches
         check_optimization(args, optimizers, num_updates)
@@ -177,11 +200,11 @@ class PPOTrainer(TrainerHooks):
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
-        self._make_engine_and_scorer(models)
+        self._make_engine_and_scorer(models, engine)
         self._check_data(data_collator)
         self.add_callback(self._signals)
 
-    def _make_engine_and_scorer(self, models: Models) -> None:
+    def _make_engine_and_scorer(self, models: Models, engine: GenerationEngine | None) -> None:
         args, tokens, functions = self._config, self.tokens, self._functions
         frozen = [reward.scorer for reward in models.rewards] + [self.reference.model]
         store_frozen([self.model, *frozen], autocast_dtype(self.accelerator))
@@ -192,7 +215,7 @@ class PPOTrainer(TrainerHooks):
         self._opponents = opponents = Opponents.of(functions, self._tokenizer, tokens.ended)
         stops = (tokens.stop, tokens.stop_strings)
         given = (args, models.policy, self.accelerator, self._tokenizer, *stops, opponents)
-        self._engine = make_engine(*given, rows, self.sizes.local_batch_size)
+        self._engine = make_engine(*given, rows, self.sizes.local_batch_size) if engine is None else engine
         surroundings = (self.accelerator, self._get_state, self._logged, self._guard.refuse)
         self.scorer = make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
 
@@ -213,6 +236,20 @@ class PPOTrainer(TrainerHooks):
     def reward_model(self) -> nn.Module | None:
         """The first reward model, under the name that TRL has for it."""
         return next(iter(self.reward_models), None)
+
+    def register_stateful(self, name: str, part: Stateful) -> None:
+        """Make the state of an object part of every checkpoint, and of exact resume.
+
+        Args:
+            name: What it is called in checkpoints.
+            part: Anything with `state_dict` and `load_state_dict`, whose state is the same on every rank: that of the
+                main process is saved, and given to all. A run that starts anew starts from the state it has now.
+
+        Raises:
+            TypeError: The part lacks a method.
+            ValueError: Another part has that name.
+        """
+        self._stateful.register(name, part)
 
     # ---- The loop ----
 
@@ -260,6 +297,8 @@ class PPOTrainer(TrainerHooks):
     ) -> TrainOutput:
         args = self.args
         model, loader, epochs, num_skipped = self._set_up_training(resume_from_checkpoint, trial)
+        moments = self._progress.score_moments  # where earlier versions kept them
+        self._stateful.start(resume_from_checkpoint, {"score_moments": moments} if moments else {})
         start, episodes_before = time.time(), self.state.episode
         grad_norm, learning_rate, epoch = None, None, 0
 
@@ -278,6 +317,7 @@ class PPOTrainer(TrainerHooks):
                 self._fire("on_epoch_begin")
                 for prompts in self._rollout_prompts(loader, epoch, num_skipped, resume_from_checkpoint):
                     grad_norm = self.learn(model, self._experience(model, prompts))
+                    self._control_kl()
                     learning_rate = self._get_learning_rate()
                     self._advance_step(learning_rate, (start, episodes_before))
                     self._end.sample_or_leave()
@@ -426,29 +466,24 @@ class PPOTrainer(TrainerHooks):
     # ---- Advantages ----
 
     def estimate_advantages(self, rollout: Rollout) -> Experience:
-        """Turn scores and KL into per-token rewards, and those into advantages and returns.
+        """Turn a rollout into what is learned from: `shape_rewards`, then `compute_advantages`, then whitening.
 
         Args:
             rollout: This rank's rollout.
 
         Returns:
-            The experience to learn from; advantages are whitened over the real tokens of all ranks. Responses that no
-            reward scored are masked out.
+            The experience; advantages are whitened over the real tokens of all ranks. Responses that no reward scored
+            are masked out.
         """
         args, mask = self.args, rollout.loss_mask
-        rewards, columns = self._rewards_of(rollout, self._updated_score_std(rollout))
+        if args.score_scaling:
+            self.score_moments.add(whole_scores(rollout), self._sum)
+        rewards = self.shape_rewards(rollout)
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False, reduce_sum=self._sum)
-        cut = rollout.final_values.masked_fill(rollout.stopped, 0.0) if args.bootstrap_truncated else None
-        advantages, returns = gae(rewards, rollout.values, mask, args.gamma, args.lam, cut)
-        columns = gather_columns(columns, self._gather)
-        warn_of_unscored(columns["scores"])
-        self._metrics |= rollout_metrics(columns) | self._metrics_of_reward_functions()
-        self._metrics["val/explained_variance"] = float(explained_variance(rollout.values, returns, mask, self._sum))
+        advantages, returns = self.compute_advantages(rollout, rewards)
         weights = rollout.importance_weights(args.importance_sampling_clip_max)
-        self._metrics |= sampling_metrics(rollout, weights, self._sum, self._gather)
-        self._num_response_tokens = int(columns["length"].sum())
-        self._count_input_tokens(rollout.attention_mask)
+        self._take_metrics(rollout, returns, weights)
         return Experience(
             query_responses=rollout.query_responses,
             attention_mask=rollout.attention_mask,
@@ -462,22 +497,58 @@ class PPOTrainer(TrainerHooks):
             importance_weights=weights if args.importance_sampling_correction else None,
         )
 
-    def _rewards_of(self, rollout: Rollout, score_std: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return per-token rewards `(B, T)` and what they are made of, one number per episode, for the metrics."""
-        args = self.args
-        scores, token_scores = shape_scores(rollout, args, score_std)
-        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, args.kl_estimator)
-        kl = kl.masked_fill(~rollout.response_mask, 0.0)
-        non_score_reward, rewards = token_rewards(kl, scores, rollout.response_mask, args.kl_coef, token_scores)
-        return rewards, episode_columns(rollout, scores + token_scores.sum(dim=1), kl, non_score_reward)
+    def shape_rewards(self, rollout: Rollout) -> Tensor:
+        """Give each token its reward: its KL penalty, its own reward, and at the last real token the response's score.
 
-    def _updated_score_std(self, rollout: Rollout) -> float | None:
-        """Return what `score_scaling` divides this rollout's scores by; they count already."""
-        if not self.args.score_scaling:
-            return None
-        moments = ScoreMoments(**self._progress.score_moments).including(whole_scores(rollout), self._sum)
-        self._progress.score_moments = dataclasses.asdict(moments)
-        return moments.std
+            r_t = -coef KL_t + token_score_t + score [t is the response's last real token]
+
+        Args:
+            rollout: `B` responses of this rank.
+
+        Returns:
+            Rewards, float32 `(B, T)`, 0 outside the response mask.
+        """
+        scores, token_scores = shape_scores(rollout, self.args, self._score_std)
+        kl = masked_kl(rollout, self.args.kl_estimator)
+        return token_rewards(kl, scores, rollout.response_mask, self.kl_controller.coef, token_scores)[1]
+
+    def compute_advantages(self, rollout: Rollout, rewards: Tensor) -> tuple[Tensor, Tensor]:
+        """Say how much better each token was than expected, and what the value model is to expect: GAE.
+
+        Args:
+            rollout: `B` responses of this rank.
+            rewards: What `shape_rewards` gave, whitened with `whiten_rewards`, `(B, T)`.
+
+        Returns:
+            Advantages before whitening, and returns, float32 `(B, T)` each, in the reward's unit, 0 outside
+            `rollout.loss_mask`.
+        """
+        args = self.args
+        cut = rollout.final_values.masked_fill(rollout.stopped, 0.0) if args.bootstrap_truncated else None
+        return gae(rewards, rollout.values, rollout.loss_mask, args.gamma, args.lam, cut)
+
+    @property
+    def _score_std(self) -> float | None:
+        return self.score_moments.std if self.args.score_scaling else None
+
+    def _take_metrics(self, rollout: Rollout, returns: Tensor, weights: Tensor | None) -> None:
+        """Take the metrics of a rollout and count its tokens."""
+        own = rollout_columns(rollout, self.args, self.kl_controller.coef, self._score_std)
+        columns = gather_columns(own, self._gather)
+        warn_of_unscored(columns["scores"])
+        self._metrics |= rollout_metrics(columns) | self._metrics_of_reward_functions()
+        explained = explained_variance(rollout.values, returns, rollout.loss_mask, self._sum)
+        self._metrics["val/explained_variance"] = float(explained)
+        self._metrics |= sampling_metrics(rollout, weights, self._sum, self._gather)
+        if not isinstance(self.kl_controller, FixedKLController):
+            self._metrics["objective/kl_coef"] = float(self.kl_controller.coef)
+        self._num_response_tokens = int(columns["length"].sum())
+        self._count_input_tokens(rollout.attention_mask)
+
+    def _control_kl(self) -> None:
+        """Let the controller set the coefficient of the next update, from the KL of this one's rollout."""
+        if (mean_kl := self._metrics.get("objective/kl")) is not None:  # an overridden step may give none
+            self.kl_controller.update(mean_kl, self.sizes.batch_size)
 
     # ---- Learning ----
 
@@ -528,30 +599,47 @@ class PPOTrainer(TrainerHooks):
             is_last = index == len(parts) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with self._steps.gradient_sync(model, is_last):
-                loss, parts_of_loss = self._backpropagate(model, part, num_tokens)
-            statistics.add(part, *parts_of_loss)
+                if self._learns_in_turn:  # the policy's activations are gone before the value model's are there
+                    batch = part.query_responses, part.attention_mask, part.response_mask
+                    with self._forward_context():
+                        of_policy = model(*batch, only="policy", places=part.places)
+                        policy = self.policy_loss(of_policy.logprobs, part)
+                    loss = self._backward_of(policy, part, num_tokens)
+                    with self._forward_context():
+                        of_value_model = model(*batch, only="value_model", places=part.places)
+                        value = self.value_loss(of_value_model.values, part)
+                    loss = loss + self._backward_of(value, part, num_tokens, self.args.vf_coef)
+                    output = PolicyAndValueOutput(*of_policy, *of_value_model)
+                else:
+                    with self._forward_context():
+                        loss, (output, policy, value) = self.compute_loss(
+                            model, part, return_outputs=True, num_items_in_batch=num_tokens
+                        )
+                    self._backward_over_ranks(loss)
+            statistics.add(part, output, policy, value)
             losses.append(loss.detach() * self.accelerator.num_processes)
             if not is_last:
                 self._learning.end_micro_batch(index)
         return self._steps.step(model, losses, statistics)
 
-    def _has_own_loss(self) -> bool:
-        """Tell whether a subclass, or this instance, has replaced `compute_loss`."""
-        return getattr(self.compute_loss, "__func__", None) is not PPOTrainer.compute_loss
+    @property
+    def _learns_in_turn(self) -> bool:
+        """Whether each model has a backward pass of its own; what replaces `compute_loss` has one for both."""
+        is_own = getattr(self.compute_loss, "__func__", None) is not PPOTrainer.compute_loss
+        is_alone = self.accelerator.distributed_type == DistributedType.NO
+        return learns_in_turn(is_alone, self.args.torch_compile) and not is_own
 
-    def _backpropagate(self, model: nn.Module, part: Experience, num_tokens: float) -> tuple[Tensor, LossParts]:
-        """Add a micro-batch's gradients to the parameters'."""
+    def _backward_of(
+        self, term: PolicyLoss | ValueLoss, part: Experience, num_tokens: float, weight: float = 1.0
+    ) -> Tensor:
+        """Add the gradients of `weight` times a term's mean over the mini-batch's tokens, and return that."""
+        loss = weight * token_mean(term.loss, part.loss_mask, num_tokens)
+        self._backward_over_ranks(loss)
+        return loss.detach()
 
-        def backward(loss: Tensor) -> None:
-            # Data-parallel engines average gradients over ranks; the loss is already divided by all ranks' tokens.
-            self._steps.backward(loss * self.accelerator.num_processes)
-
-        if can_learn_in_turn(model) and not self._has_own_loss():
-            return learn_in_turn(model, self.args, part, num_tokens, self._forward_context, backward)
-        with self._forward_context():
-            loss, parts = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=num_tokens)
-        backward(loss)
-        return loss, parts
+    def _backward_over_ranks(self, loss: Tensor) -> None:
+        """Add a loss's gradients; engines average them over ranks, but it is divided by all ranks' tokens already."""
+        self._steps.backward(loss * self.accelerator.num_processes)
 
     def compute_loss(
         self,
@@ -560,10 +648,10 @@ class PPOTrainer(TrainerHooks):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | float | None = None,
     ) -> Any:
-        """Compute `policy loss + vf_coef * value loss` of a micro-batch.
+        """Compute `policy loss + vf_coef * value loss` of a micro-batch, from `policy_loss` and `value_loss`.
 
         Where nothing wraps the models and this method is not overridden, training takes the two terms' backward
-        passes one after the other instead (`rlhf_ppo.training.learning.learn_in_turn`), which needs less memory.
+        passes one after the other instead, which needs less memory. To change a term, override that term.
 
         Args:
             model: The `PolicyAndValue`.
@@ -574,13 +662,41 @@ class PPOTrainer(TrainerHooks):
         Returns:
             The loss, a scalar; with `return_outputs` also `(PolicyAndValueOutput, PolicyLoss, ValueLoss)`.
         """
-        num_tokens = float(inputs.loss_mask.sum()) if num_items_in_batch is None else float(num_items_in_batch)
+        mask = inputs.loss_mask
+        num_tokens = float(mask.sum()) if num_items_in_batch is None else float(num_items_in_batch)
         batch = inputs.query_responses, inputs.attention_mask, inputs.response_mask
         output = PolicyAndValueOutput(*model(*batch, places=inputs.places))
-        policy_loss, policy_parts = policy_term(self.args, output.logprobs, inputs, num_tokens)
-        value_loss, value_parts = value_term(self.args, output.values, inputs, num_tokens)
-        loss = policy_loss + value_loss
-        return (loss, (output, policy_parts, value_parts)) if return_outputs else loss
+        policy, value = self.policy_loss(output.logprobs, inputs), self.value_loss(output.values, inputs)
+        value_term = self.args.vf_coef * token_mean(value.loss, mask, num_tokens)
+        loss = token_mean(policy.loss, mask, num_tokens) + value_term
+        return (loss, (output, policy, value)) if return_outputs else loss
+
+    def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:
+        """Compute the policy's loss of each token: PPO's clipped one.
+
+        Args:
+            logprobs: Log-probabilities of the response tokens now, nats, `(B, T)`.
+            experience: The micro-batch.
+
+        Returns:
+            Per-token figures `(B, T)`, of which the mean of `loss` over the mini-batch's real tokens is minimised.
+            `figures` are logged by their names.
+        """
+        old, weights = experience.logprobs, experience.importance_weights
+        return clipped_policy_loss(logprobs, old, experience.advantages, self.args.cliprange, weights)
+
+    def value_loss(self, values: Tensor, experience: Experience) -> ValueLoss:
+        """Compute the value model's loss of each token: the clipped squared error, before `vf_coef`.
+
+        Args:
+            values: Value estimates of the response tokens now, `(B, T)`.
+            experience: The micro-batch.
+
+        Returns:
+            Per-token figures `(B, T)`, of which `vf_coef` times the mean of `loss` is minimised. `figures` are logged
+            by their names.
+        """
+        return clipped_value_loss(values, experience.values, experience.returns, self.args.cliprange_value)
 
     def _prepared(self, dataset: Any, name: str) -> Any:
         how = (self._tokenizer, self._config, self._vocabulary, self._longest_sequence)

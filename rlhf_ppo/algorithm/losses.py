@@ -6,6 +6,8 @@ or `masked_fill`), so that it gets no gradient whatever it held, and average wit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -13,31 +15,37 @@ from torch import Tensor
 
 from rlhf_ppo.algorithm.masked import ReduceSum, masked_var, zero_outside
 
+NO_FIGURES: Mapping[str, Tensor] = MappingProxyType({})
+
 
 class PolicyLoss(NamedTuple):
-    """What `clipped_policy_loss` knows of each token.
+    """What a policy loss knows of each token.
 
     Attributes:
         loss: To minimise, float32 `(..., T)`, in the advantage's unit.
         ratio: Importance ratio, new probability over old, float32 `(..., T)`.
         clipped: Whether the clipped branch is the larger loss, so that the token has no gradient, bool `(..., T)`.
+        figures: Anything else to log, `(..., T)` by the metric's name: its mean over the real tokens of an update.
     """
 
     loss: Tensor
     ratio: Tensor
     clipped: Tensor
+    figures: Mapping[str, Tensor] = NO_FIGURES
 
 
 class ValueLoss(NamedTuple):
-    """What `clipped_value_loss` knows of each token.
+    """What a value loss knows of each token.
 
     Attributes:
         loss: To minimise, float32 `(..., T)`, in the reward's unit squared.
         clipped: Whether the clipped branch is the larger loss, so that the token has no gradient, bool `(..., T)`.
+        figures: Anything else to log, `(..., T)` by the metric's name: its mean over the real tokens of an update.
     """
 
     loss: Tensor
     clipped: Tensor
+    figures: Mapping[str, Tensor] = NO_FIGURES
 
 
 def clipped_policy_loss(

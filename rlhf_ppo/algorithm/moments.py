@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -55,3 +55,27 @@ class ScoreMoments:
         """Their unbiased standard deviation; 1 where there is none to divide by."""
         deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
         return deviation if deviation > 0 else 1.0
+
+
+class RunningMoments:
+    """`ScoreMoments` of the run so far, with the state that a checkpoint keeps."""
+
+    def __init__(self) -> None:
+        self.moments = ScoreMoments()
+
+    @property
+    def std(self) -> float:
+        """The scores' unbiased standard deviation; 1 where there is none to divide by."""
+        return self.moments.std
+
+    def add(self, scores: Tensor, reduce_sum: Callable[[Tensor], Tensor]) -> None:
+        """Count a batch in, with the arguments of `ScoreMoments.including`."""
+        self.moments = self.moments.including(scores, reduce_sum)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the moments' fields."""
+        return dataclasses.asdict(self.moments)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.moments = ScoreMoments(**state)

@@ -34,6 +34,7 @@ class HalfLearned:
         num_minibatches: Mini-batches that are learned.
         num_micro_batches: Micro-batches of the next one whose `on_substep_end` was fired; they are learned again.
         sums: Figures of each micro-batch that is learned, float32 `(num_figures,)`.
+        named: Names of those that the losses give beyond PPO's own.
         grad_norm: The gradients' norm of the last optimizer step.
         metrics: Those of the rollout.
         num_response_tokens: Tokens of the responses of all ranks.
@@ -48,6 +49,7 @@ class HalfLearned:
     num_minibatches: int = 0
     num_micro_batches: int = 0
     sums: list[Tensor] = field(default_factory=list)
+    named: list[str] = field(default_factory=list)
     grad_norm: float | Tensor = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     num_response_tokens: int = 0
@@ -131,7 +133,7 @@ def _read(path: str) -> Iterator[Any]:
 
 def _values(file: Any) -> dict[str, Any]:
     values, types = json.loads(file.metadata()[_VALUES]), _value_types()
-    if values.keys() != types.keys():
+    if not types.keys() - {"named"} <= values.keys() <= types.keys():  # earlier versions had no further figures
         raise KeyError(f"{sorted(values)} instead of {sorted(types)}")
     for name, value in values.items():
         check_type(name, value, types[name], "")

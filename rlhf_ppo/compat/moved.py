@@ -18,7 +18,6 @@ MOVED = {
     "rlhf_ppo.generation.sampled": ("rlhf_ppo.generation.protocol",),
     "rlhf_ppo.given": ("rlhf_ppo.training.checks",),
     "rlhf_ppo.inherited_arguments": ("rlhf_ppo.config.inherited",),
-    "rlhf_ppo.learning": ("rlhf_ppo.training.learning",),
     "rlhf_ppo.optimization": ("rlhf_ppo.training.optimization",),
     "rlhf_ppo.reporting.estimate": ("rlhf_ppo.estimate.update", "rlhf_ppo.estimate.counting"),
     "rlhf_ppo.rewards.environments": ("rlhf_ppo.compat.environments",),

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, Protocol, cast
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
@@ -64,7 +64,8 @@ class EstimatedTrainer(Protocol):
         """Tell whether this is the main process."""
         ...
 
-    def _has_own_loss(self) -> bool: ...
+    @property
+    def _learns_in_turn(self) -> bool: ...
 
 
 def announce(trainer: EstimatedTrainer, num_generated: int) -> None:
@@ -123,7 +124,7 @@ def forecast(trainer: EstimatedTrainer, num_generated: int | None = None) -> Est
         mean_prompt_length(dataset),
         Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes, dtype),
         dtype,
-        learns_in_turn(args, accelerator.distributed_type == DistributedType.NO) and not trainer._has_own_loss(),
+        trainer._learns_in_turn,
         num_generated,
     )
 
@@ -209,11 +210,6 @@ def estimate_run(
             lambda: torch.autocast(device, dtype, enabled=in_autocast),
             args.offload_frozen,
         )
-
-
-def learns_in_turn(args: PPOConfig, is_alone: bool) -> bool:
-    """Tell whether policy and value model will learn one after the other: no engine and no compiler wraps them."""
-    return is_alone and not args.torch_compile
 
 
 def _rows_per_micro_batch(args: PPOConfig, length: int) -> int:

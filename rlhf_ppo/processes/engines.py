@@ -31,3 +31,15 @@ def is_fsdp(accelerator: Accelerator) -> bool:
 def is_sharding(accelerator: Accelerator) -> bool:
     """Tell whether an engine takes the weights apart, so that every rank has to take part in saving them."""
     return is_fsdp(accelerator) or zero_stage(accelerator) == 3
+
+
+def learns_in_turn(is_alone: bool, is_compiled: bool) -> bool:
+    """Tell whether policy and value model learn one after the other: nothing around them expects one pass for both.
+
+    DDP, DeepSpeed and FSDP exchange gradients in a backward pass and count on every parameter to take part in it.
+
+    Args:
+        is_alone: Whether one process trains, without any of these.
+        is_compiled: Whether `torch.compile` takes both models as one.
+    """
+    return is_alone and not is_compiled

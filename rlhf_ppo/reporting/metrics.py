@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
@@ -14,6 +15,10 @@ from rlhf_ppo.algorithm.masked import ReduceSum, zero_outside
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
+from rlhf_ppo.rewards.shaping import masked_kl, shape_scores
+
+if TYPE_CHECKING:
+    from rlhf_ppo.config import PPOConfig
 
 logger = get_logger(__name__)
 
@@ -42,6 +47,23 @@ def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor, non_score_rewa
         "stopped": rollout.stopped.float(),
         **{f"rewards/{name}": values for name, values in rollout.scores_by_source.items()},
     }
+
+
+def rollout_columns(rollout: Rollout, args: PPOConfig, kl_coef: float, score_std: float | None) -> dict[str, Tensor]:
+    """Return what each episode of a rollout is worth and what it costs, for the metrics.
+
+    Args:
+        rollout: `B` scored responses.
+        args: Gives what shapes the scores, and the KL estimator.
+        kl_coef: Reward per nat.
+        score_std: What scores are divided by; None leaves them in their own unit.
+
+    Returns:
+        What `episode_columns` gives.
+    """
+    scores, token_scores = shape_scores(rollout, args, score_std)
+    kl = masked_kl(rollout, args.kl_estimator)
+    return episode_columns(rollout, scores + token_scores.sum(dim=1), kl, -kl_coef * kl)
 
 
 def gather_columns(columns: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -173,7 +195,8 @@ class UpdateStatistics:
     """Sums over the real tokens of an update's micro-batches; read once, at the end of the update.
 
     Attributes:
-        sums: Per-token sums of each micro-batch, in the order of `KEYS`, and the number of tokens last.
+        sums: Per-token sums of each micro-batch, in the order of `KEYS` and `named`, and the number of tokens last.
+        named: Names of the figures that the losses give beyond these.
     """
 
     KEYS = (
@@ -187,6 +210,7 @@ class UpdateStatistics:
     )
 
     sums: list[Tensor] = field(default_factory=list)
+    named: tuple[str, ...] = ()
 
     @torch.no_grad()
     def add(self, part: Experience, output: PolicyAndValueOutput, policy: PolicyLoss, value: ValueLoss) -> None:
@@ -197,8 +221,12 @@ class UpdateStatistics:
             output: What the two models said.
             policy: The policy's per-token loss, `(B, T)` each field.
             value: The value model's per-token loss.
+
+        Raises:
+            ValueError: The losses give other figures than those of the micro-batch before, or one of another shape.
         """
-        mask = part.loss_mask
+        mask, figures = part.loss_mask, {**policy.figures, **value.figures}
+        self._check_figures(figures, mask.shape)
         per_token = (
             approx_kl(output.logprobs, part.logprobs),
             policy.clipped,
@@ -207,9 +235,23 @@ class UpdateStatistics:
             value.loss,
             value.clipped,
             policy.ratio,
+            *figures.values(),
         )
         sums = [values.float().masked_fill(~mask, 0.0).sum() for values in per_token]
         self.sums.append(torch.stack([*sums, mask.sum().float()]))
+
+    def _check_figures(self, figures: Mapping[str, Tensor], shape: torch.Size) -> None:
+        if taken := sorted(set(figures) & set(self.KEYS)):
+            raise ValueError(f"a loss gives figures called {taken}, which other metrics are called; rename them")
+        if self.sums and tuple(figures) != self.named:
+            raise ValueError(
+                f"the losses give the figures {list(figures)} and gave {list(self.named)} before; give the same ones "
+                "for every micro-batch"
+            )
+        for name, values in figures.items():
+            if values.shape != shape:
+                raise ValueError(f"the figure {name!r} has shape {tuple(values.shape)}, expected {tuple(shape)}")
+        self.named = tuple(figures)
 
     def drop_last(self, count: int) -> None:
         """Forget the last micro-batches: their optimizer step was not taken."""
@@ -223,16 +265,18 @@ class UpdateStatistics:
             gather: Concatenates over ranks along the first dimension.
 
         Returns:
-            Token means by `KEYS`, and `val/ratio_var`: the variance of the micro-batches' mean ratios, of all ranks.
+            Token means by `KEYS` and `named`, and `val/ratio_var`: the variance of the micro-batches' mean ratios, of
+            all ranks.
             Nothing if no micro-batch was added, which is so on all ranks or on none.
         """
         if not self.sums:
             return {}
         of_parts = torch.stack(self.sums)
         *sums, num_tokens = reduce_sum(of_parts.sum(dim=0)).tolist()
-        ratio_sums, num_tokens_of_parts = gather(of_parts[:, -2:]).unbind(dim=1)
+        of_ratios = of_parts[:, [self.KEYS.index("val/ratio"), -1]]
+        ratio_sums, num_tokens_of_parts = gather(of_ratios).unbind(dim=1)
         ratios = (ratio_sums / num_tokens_of_parts)[num_tokens_of_parts > 0]
-        means = {key: total / num_tokens for key, total in zip(self.KEYS, sums, strict=True)}
+        means = {key: total / num_tokens for key, total in zip((*self.KEYS, *self.named), sums, strict=True)}
         return {**means, "val/ratio_var": float(ratios.var()) if len(ratios) > 1 else 0.0}
 
 

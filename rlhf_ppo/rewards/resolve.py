@@ -19,7 +19,7 @@ from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.settings import make_with, split_settings
 
 RewardSpec = Callable[..., Any] | str
-"""A reward function, or where it is to be found."""
+"""A reward function, where it is to be found, or a `RewardSource`."""
 
 
 def resolve_rewards(specs: RewardSpec | Sequence[RewardSpec] | None) -> list[Callable[..., Any]]:

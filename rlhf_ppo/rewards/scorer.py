@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +11,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from inspect import Parameter
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -134,7 +136,10 @@ class ScoringBatch:
 
 
 class RewardSource(Protocol):
-    """Anything that scores responses.
+    """Anything that scores responses by their token ids, many at once.
+
+    An object in `reward_funcs` is one if its class derives from this, or if it has a `name` and is called with one
+    argument by position, the batch; reward functions take theirs by name.
 
     A slow source has `is_async = True` and a method `submit(batch) -> Future`; it then runs beside everything else.
 
@@ -153,6 +158,18 @@ class RewardSource(Protocol):
             it did not write is not paid.
         """
         ...
+
+
+def is_reward_source(candidate: object) -> TypeGuard[RewardSource]:
+    """Tell whether an object is a `RewardSource` rather than a reward function."""
+    if isinstance(candidate, type):
+        return False
+    if RewardSource in type(candidate).__mro__:
+        return True
+    if not callable(candidate) or not isinstance(getattr(candidate, "name", None), str):
+        return False
+    parameters = list(inspect.signature(candidate).parameters.values())
+    return len(parameters) == 1 and parameters[0].kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -272,6 +289,8 @@ class Scorer:
         by_source: dict[str, Tensor] = {}
         first = mask.to(torch.uint8).argmax(dim=1, keepdim=True)
         for name, scores in given.items():
+            if not isinstance(scores, Tensor):
+                raise TypeError(f"reward {name!r} returned {scores!r:.60}, expected a tensor ({len(batch)},)")
             scores = scores.to(mask.device, torch.float32)
             if tuple(scores.shape) == (len(batch),):
                 by_source[name] = scores

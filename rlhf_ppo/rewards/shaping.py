@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlhf_ppo.algorithm.masked import zero_outside
-from rlhf_ppo.algorithm.penalties import clip_scores, penalize_missing_eos, replace_missing_eos
+from rlhf_ppo.algorithm.penalties import clip_scores, kl_estimate, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import Rollout
 
@@ -34,6 +34,12 @@ def shape_scores(rollout: Rollout, args: PPOConfig, std: float | None = None) ->
     scores = clip_scores(rollout.scores / unit, clip)
     scores = penalize_missing_eos(scores, rollout.stopped, args.missing_eos_penalty)
     return replace_missing_eos(scores, rollout.stopped, args.missing_eos_score), _of_tokens(rollout) / unit
+
+
+def masked_kl(rollout: Rollout, estimator: str) -> Tensor:
+    """Return the KL estimate of each token, nats, float32 `(B, T)`, 0 outside the response mask."""
+    kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, estimator)
+    return kl.masked_fill(~rollout.response_mask, 0.0)
 
 
 def whole_scores(rollout: Rollout) -> Tensor:

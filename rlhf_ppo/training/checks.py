@@ -164,6 +164,30 @@ def check_others(data_collator: Any, callbacks: Any, optimizers: Any, **adapters
             raise TypeError(f"{name} must be a peft.PeftConfig such as LoraConfig, got {type(config).__name__}")
 
 
+def check_doors(kl_controller: Any, engine: Any) -> None:
+    """Check the objects that are handed over in place of the package's own.
+
+    Raises:
+        TypeError: One lacks something; the message says what.
+    """
+    needed = {
+        "kl_controller": (kl_controller, ("update", "state_dict", "load_state_dict")),
+        "engine": (engine, ("sample", "policy_changed")),
+    }
+    for name, (value, methods) in needed.items():
+        if value is None:
+            continue
+        missing = [f"{method}()" for method in methods if not callable(getattr(value, method, None))]
+        if name == "kl_controller" and not isinstance(getattr(value, "coef", None), int | float):
+            missing.append("coef, a number")
+        if name == "engine" and not isinstance(getattr(value, "reads_sharded", None), bool):
+            missing.append("reads_sharded, True or False")
+        if isinstance(value, type):
+            missing = [f"{name}={value.__name__}() instead of the class"]
+        if missing:
+            raise TypeError(f"{name}={value!r:.60} needs {', '.join(missing)}")
+
+
 def _is_peft_config(value: Any) -> bool:
     if not is_peft_available():
         return False

@@ -45,7 +45,7 @@ from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel
-from rlhf_ppo.rewards.scorer import Refuse, Scorer
+from rlhf_ppo.rewards.scorer import Refuse, RewardSource, Scorer, is_reward_source
 from rlhf_ppo.training.sharding import check_keeps_models_whole, place_frozen
 
 logger = get_logger(__name__)
@@ -354,8 +354,10 @@ def make_scorer(
         )
         for reward in rewards
     ]
-    wrapped = [
-        RewardFunction(
+    wrapped: list[RewardSource] = [
+        function
+        if is_reward_source(function)
+        else RewardFunction(
             function,
             tokenizer,
             get_state,

@@ -93,7 +93,7 @@ class LearningInParts:
         learned = self.unfinished or HalfLearned(experience, self._begun_with())
         self.unfinished = learned if type(learned.experience) is Experience else None  # others cannot be kept
         try:
-            yield learned, UpdateStatistics(list(learned.sums))
+            yield learned, UpdateStatistics(list(learned.sums), tuple(learned.named))
         except Stopped:
             norm: Any = learned.grad_norm
             learned.grad_norm = float(getattr(norm, "full_tensor", lambda: norm)())
@@ -122,7 +122,7 @@ class LearningInParts:
             yield minibatch
             self.between.seconds = time.monotonic() - start
             learned.num_minibatches, learned.num_micro_batches = learned.num_minibatches + 1, 0
-            learned.sums = list(statistics.sums)
+            learned.sums, learned.named = list(statistics.sums), list(statistics.named)
 
     def begin_micro_batch(self, index: int) -> None:
         """Give up the mini-batch before one of its micro-batches, on all ranks, if a signal has come."""

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import BestRun, EvalLoopOutput, HPSearchBackend, TrainOutput, has_length
 
+from rlhf_ppo.algorithm.controllers import KLController
 from rlhf_ppo.checkpoints.disk import naming_full_disk
 from rlhf_ppo.checkpoints.fits import check_optimizer, check_same_split, naming, optimizer_name
 from rlhf_ppo.checkpoints.half_learned import HalfLearned, half_learned_in
@@ -56,7 +57,7 @@ from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.random_numbers import isolated_rng
 from rlhf_ppo.processes.signals import BetweenMicroBatches, EndsOnSignals
 from rlhf_ppo.processes.streams import Streams, draw_apart
-from rlhf_ppo.reporting.metrics import MetricWindow, evaluation_metrics
+from rlhf_ppo.reporting.metrics import MetricWindow, evaluation_metrics, rollout_columns
 from rlhf_ppo.reporting.model_card import FinalMetrics
 from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.reporting.run_card import reward_origins, save_run_card
@@ -85,6 +86,7 @@ from rlhf_ppo.training.search import (
     on_cpu,
 )
 from rlhf_ppo.training.sharding import set_up_engine
+from rlhf_ppo.training.stateful import StatefulParts
 from rlhf_ppo.training.stepping import OptimizerSteps
 from rlhf_ppo.training.stopping import EndAfterSignal, awaited
 from rlhf_ppo.training.two_models import load_models, save_models, without_frozen
@@ -116,7 +118,9 @@ class TrainerHooks(Trainer):
     reward_models: list[nn.Module]
     scorer: Scorer
     tokens: SpecialTokens
+    kl_controller: KLController
     _engine: GenerationEngine
+    _stateful: StatefulParts
     _functions: Sequence[Callable[..., Any]]
     _logged: LoggedByFunctions
     _tokenizer: PreTrainedTokenizerBase
@@ -273,6 +277,7 @@ class TrainerHooks(Trainer):
         self._progress.skipped = dataclasses.asdict(self._guard.skipped)
         self._progress.num_logged = len(self.state.log_history)
         self._progress.save(directory)
+        self._stateful.save(directory)
         self._directory.write_history(self.state.log_history)
         self.create_model_card()
 
@@ -425,7 +430,7 @@ class TrainerHooks(Trainer):
 
     def _evaluated(self, model: nn.Module, prompts: Prompts) -> dict[str, Tensor]:
         rollout = self._guard.checked_rollout(self.collect_rollout(model, prompts))
-        return self._rewards_of(rollout, score_std=None)[1]
+        return rollout_columns(rollout, self.args, self.kl_controller.coef, score_std=None)
 
     @torch.no_grad()
     def generate_completions(self, sampling: bool = False) -> pd.DataFrame | None:
@@ -604,9 +609,6 @@ class TrainerHooks(Trainer):
     def _answered(
         self, model: nn.Module, prompts: Prompts, config: GenerationConfig
     ) -> tuple[Prompts, Responses, Scores]:
-        raise NotImplementedError
-
-    def _rewards_of(self, rollout: Rollout, score_std: float | None) -> tuple[Tensor, dict[str, Tensor]]:
         raise NotImplementedError
 
     def _prepared(self, dataset: Any, name: str) -> Any:

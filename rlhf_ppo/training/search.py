@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -72,7 +73,7 @@ class Recipe:
         trainer_class: The class, of which each trial has an instance.
         args: What it was given by position.
         kwargs: What it was given by name.
-        as_given: The constructor's models that may be functions, and callbacks, by parameter.
+        as_given: The constructor's models that may be functions, callbacks and KL controller, by parameter.
     """
 
     trainer_class: type
@@ -113,10 +114,12 @@ class Recipe:
             ValueError: The class does not take its arguments from its caller.
         """
         given = dict(self.as_given)
-        callbacks = given.pop("callbacks")
+        callbacks, controller = given.pop("callbacks"), given.pop("kl_controller")
         functions = {name: model for name, model in given.items() if is_function(model)}
         instead: dict[int, Any] = {id(model): partial(made, model, name, trial) for name, model in functions.items()}
         instead |= {id(searching): config, id(callbacks): _started_anew(callbacks)}
+        if controller is not None:
+            instead[id(controller)] = copy.deepcopy(controller)
         set_seed(config.seed)
         trainer: TrialTrainer = self.trainer_class(
             *[instead.get(id(value), value) for value in self.args],

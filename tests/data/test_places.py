@@ -58,7 +58,7 @@ def test_learning_waits_for_its_device_at_most_twice_per_micro_batch(
         num_mini_batches=1,
         total_episodes=16,
     )
-    learn, backpropagate, counted, num_parts = trainer.learn, trainer._backpropagate, [], []
+    learn, policy_loss, counted, num_parts = trainer.learn, trainer.policy_loss, [], []
 
     def counting(*args: Any) -> Any:
         with waits() as counter:
@@ -68,10 +68,10 @@ def test_learning_waits_for_its_device_at_most_twice_per_micro_batch(
 
     def noting(*args: Any) -> Any:
         num_parts.append(1)
-        return backpropagate(*args)
+        return policy_loss(*args)
 
     monkeypatch.setattr(trainer, "learn", counting)
-    monkeypatch.setattr(trainer, "_backpropagate", noting)
+    monkeypatch.setattr(trainer, "policy_loss", noting)
     trainer.train()
     assert len(num_parts) == 8 and len(counted) == 2
     assert 0 < sum(counter.total for counter in counted) <= 2 * len(num_parts), [each.places for each in counted]

@@ -282,7 +282,7 @@ def two_updates_of_scaled_rewards(
         **launched_as(trainer),
         "log": trainer.state.log_history,
         "parameters": whole_parameters(trainer),
-        "score_moments": trainer._progress.score_moments,
+        "score_moments": trainer.score_moments.state_dict(),
     }
 
 

@@ -160,9 +160,9 @@ def test_no_micro_batch_begins_after_the_signal(tmp_path: Path, capfd: pytest.Ca
     begun: list[bool] = []
 
     class Counting(PPOTrainer):
-        def _backpropagate(self, *args: Any) -> Any:
+        def policy_loss(self, *args: Any) -> Any:
             begun.append(self._signals.received is not None)
-            return super()._backpropagate(*args)
+            return super().policy_loss(*args)
 
     run = tmp_path / "run"
     stop(make(run, SignalAt("substep_end", 2, seconds=0.5), trainer_class=Counting, save_strategy="no"))

@@ -116,10 +116,10 @@ def test_evaluation_does_not_scale_and_leaves_the_moments_alone(make_trainer: Ma
         reward_funcs=numbers, score_scaling=True, score_clip=0.5,
     )  # fmt: skip
     trainer.train()
-    moments = dict(trainer._progress.score_moments)
+    moments = dict(trainer.score_moments.state_dict())
     assert moments["count"] == 6
     assert trainer.evaluate()["eval_score"] == pytest.approx(15.0)
-    assert trainer._progress.score_moments == moments
+    assert trainer.score_moments.state_dict() == moments
     assert all(abs(entry["objective/scores"]) <= 0.5 for entry in trainer.state.log_history if "loss" in entry)
 
 

@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from torch import nn
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import backbone
-from rlhf_ppo.training.learning import can_learn_in_turn
-from tests.conftest import tiny_policy, tiny_scorer
+from rlhf_ppo.processes.engines import learns_in_turn
 from tests.runs import QUICK, history, parameters
 
 RUN = QUICK | {"gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "vf_coef": 0.7, "learning_rate": 0.01}
@@ -68,11 +65,8 @@ def test_the_policys_activations_are_gone_when_the_value_model_runs(make_trainer
     assert seen == [(True, True)] * (2 * 2 * 2)  # updates, epochs, micro-batches
 
 
-def test_what_is_wrapped_learns_at_once() -> None:
-    class FSDPPolicyAndValue(PolicyAndValue):
-        """FSDP2 makes a subclass of what it shards."""
-
-    models = tiny_policy(), tiny_scorer()
-    assert can_learn_in_turn(PolicyAndValue(*models, 1.0))
-    assert not can_learn_in_turn(FSDPPolicyAndValue(*models, 1.0))
-    assert not can_learn_in_turn(nn.Sequential(PolicyAndValue(*models, 1.0)))
+@pytest.mark.parametrize(
+    ("is_alone", "is_compiled", "expected"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_what_is_wrapped_learns_at_once(is_alone: bool, is_compiled: bool, expected: bool) -> None:
+    assert learns_in_turn(is_alone, is_compiled) is expected

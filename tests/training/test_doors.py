@@ -1,0 +1,349 @@
+"""What research brings: a KL controller, an engine, a reward source, losses, advantages, parts with a state."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss
+from rlhf_ppo.checkpoints import last_whole_checkpoint
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.generation.protocol import Sampled
+from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
+from tests.conftest import tiny_policy
+from tests.runs import QUICK, history, parameters
+
+MakeTrainer = Callable[..., Any]
+
+
+def logged(trainer: Any, metric: str) -> list[float]:
+    return [entry[metric] for entry in trainer.state.log_history if metric in entry]
+
+
+class Doubling:
+    """Doubles its coefficient after each update."""
+
+    def __init__(self, coef: float = 0.5) -> None:
+        self.coef = coef
+        self.seen: list[tuple[float, int]] = []
+
+    def update(self, mean_kl: float, num_episodes: int) -> None:
+        self.seen.append((mean_kl, num_episodes))
+        self.coef *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.coef = state["coef"]
+
+
+def test_a_kl_controller_sets_the_coefficient_of_the_next_update(make_trainer: MakeTrainer) -> None:
+    controller = Doubling()
+    trainer = make_trainer(**QUICK, ref_model=tiny_policy(seed=5), kl_controller=controller)
+    trainer.train()
+
+    kl, paid = logged(trainer, "objective/kl"), logged(trainer, "objective/non_score_reward")
+    assert logged(trainer, "objective/kl_coef") == [0.5, 1.0, 2.0] and controller.coef == 4.0
+    assert paid == pytest.approx([-coef * each for coef, each in zip((0.5, 1.0, 2.0), kl, strict=True)], rel=1e-5)
+    assert controller.seen == [(each, trainer.args.batch_size) for each in kl]
+
+
+def test_without_one_the_coefficient_is_that_of_the_arguments(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, ref_model=tiny_policy(seed=5), kl_coef=0.5)
+    trainer.train()
+
+    kl, paid = logged(trainer, "objective/kl"), logged(trainer, "objective/non_score_reward")
+    assert paid == pytest.approx([-0.5 * each for each in kl], rel=1e-5)
+    assert logged(trainer, "objective/kl_coef") == []
+
+
+def test_a_run_that_starts_anew_starts_from_the_controllers_first_state(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, kl_controller=Doubling(), overwrite_output_dir=True)
+    trainer.train()
+    trainer.train()
+
+    assert logged(trainer, "objective/kl_coef") == [0.5, 1.0, 2.0]
+
+
+class Adding:
+    """A part with a state: a tensor that a callback of its own changes."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.total = state["total"]
+
+
+class Accumulating(PPOTrainer):
+    """Weights rewards by the sum of all scores so far: what it learns depends on its part's state."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.part = Adding()
+        self.register_stateful("adding", self.part)
+
+    def shape_rewards(self, rollout: Rollout) -> Tensor:
+        self.part.total = self.part.total + torch.tensor([1.0, float(rollout.scores.sum())])
+        return super().shape_rewards(rollout) * self.part.total.sum()
+
+
+@pytest.mark.parametrize("stopped_after", [1, 2])
+def test_a_run_with_states_resumes_bit_for_bit(stopped_after: int, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    def run(name: str, **settings: Any) -> Any:
+        return make_trainer(
+            Accumulating, **{**QUICK, "save_strategy": "steps", "save_steps": 1, **settings}, kl_controller=Doubling(),
+            score_scaling=True, ref_model=tiny_policy(seed=5), output_dir=str(tmp_path / name),
+        )  # fmt: skip
+
+    whole = run("whole")
+    whole.train()
+    run("cut").train()
+    for later in range(stopped_after + 1, 4):
+        (tmp_path / "cut" / f"checkpoint-{later}" / "model.safetensors").unlink()
+    resumed = run("cut")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / f"checkpoint-{stopped_after}"))
+
+    assert all(torch.equal(value, parameters(whole)[name]) for name, value in parameters(resumed).items())
+    assert history(resumed) == history(whole)
+    assert torch.equal(resumed.part.total, whole.part.total) and resumed.part.total[0] == 3
+    assert resumed.kl_controller.coef == 4.0
+    assert resumed.score_moments.moments == whole.score_moments.moments
+
+
+def test_states_of_parts_that_are_not_there_are_said(
+    make_trainer: MakeTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {**QUICK, "save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path)}
+    make_trainer(Accumulating, **settings, kl_controller=Doubling()).train()
+    checkpoint = last_whole_checkpoint(str(tmp_path))
+    make_trainer(**settings).train(resume_from_checkpoint=checkpoint)
+
+    assert "keeps a state of ['adding', 'kl_controller'], which nothing of this run has" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        (TypeError, object(), r"has no state_dict and no load_state_dict"),
+        (ValueError, Adding(), r"a part called 'adding' is registered already"),
+    ],
+)
+def test_what_cannot_be_registered(kind: type, value: Any, message: str, make_trainer: MakeTrainer) -> None:
+    with pytest.raises(kind, match=message):
+        make_trainer(Accumulating, **QUICK).register_stateful("adding", value)
+
+
+class Echo:
+    """An engine that answers every prompt with its last token, `<eos>` behind it."""
+
+    reads_sharded = False
+    changes = 0
+
+    def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
+        eos = torch.full((len(prompts), 1), 1)
+        return Sampled(torch.cat([prompts.input_ids[:, -1:], eos], dim=1), None)
+
+    def policy_changed(self) -> None:
+        self.changes += 1
+
+
+def test_an_engine(make_trainer: MakeTrainer) -> None:
+    engine = Echo()
+    trainer = make_trainer(**QUICK, engine=engine)
+    trainer.train()
+
+    assert logged(trainer, "response/length_mean") == [2.0] * 3 and logged(trainer, "response/ended_frac") == [1.0] * 3
+    assert engine.changes >= 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": object()}, r"engine=.* needs sample\(\), policy_changed\(\), reads_sharded, True or False"),
+        ({"engine": Echo}, r"needs engine=Echo\(\) instead of the class"),
+        ({"kl_controller": 0.1}, r"kl_controller=0.1 needs update\(\), .*coef, a number"),
+        ({"kl_controller": Doubling}, r"needs kl_controller=Doubling\(\) instead of the class"),
+        ({"kl_controller": Doubling("much")}, r"needs coef, a number"),
+    ],
+)
+def test_what_fits_no_door(settings: dict[str, Any], message: str, make_trainer: MakeTrainer) -> None:
+    with pytest.raises(TypeError, match=message):
+        make_trainer(**QUICK, **settings)
+
+
+class Lengths(RewardSource):
+    """A tenth of a point for each token."""
+
+    name = "lengths"
+
+    def __call__(self, batch: ScoringBatch) -> Tensor:
+        return batch.response_mask.sum(dim=1) / 10
+
+
+class Evens:
+    """Each even token is worth a point: a source by its shape, without the base class."""
+
+    name = "evens"
+
+    def __call__(self, batch: ScoringBatch) -> Tensor:
+        width = batch.response_mask.shape[1]
+        return (batch.query_responses[:, -width:] % 2 == 0).float() * batch.response_mask
+
+
+def test_reward_sources_stand_beside_functions(make_trainer: MakeTrainer) -> None:
+    def seven(completions: list[str], **_: Any) -> list[float]:
+        return [7.0] * len(completions)
+
+    class Keeping(PPOTrainer):
+        def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
+            self.rollout = super().collect_rollout(model, prompts)
+            return self.rollout
+
+    funcs = [Lengths(), seven, Evens()]
+    trainer = make_trainer(Keeping, **QUICK, reward_funcs=funcs, reward_weights=[1, 10, 100])
+    trainer.train()
+
+    rollout, evens = trainer.rollout, (trainer.rollout.responses % 2 == 0) & trainer.rollout.response_mask
+    assert trainer.scorer.names == ["lengths", "seven", "evens"] and evens.any()
+    assert torch.equal(rollout.scores, rollout.response_mask.sum(dim=1) / 10 + 70)
+    assert torch.equal(rollout.token_scores, 100 * evens.float())
+    assert logged(trainer, "rewards/evens/mean")[-1] == pytest.approx(float(evens.sum(dim=1).float().mean()))
+
+
+def test_a_callable_with_a_name_is_a_function_if_it_takes_what_functions_take(make_trainer: MakeTrainer) -> None:
+    class Named:
+        name = "named"
+        __name__ = "named"
+
+        def __call__(self, completions: list[str], **_: Any) -> list[float]:
+            return [1.0] * len(completions)
+
+    trainer = make_trainer(**QUICK, reward_funcs=[Named()])
+    trainer.train()
+
+    assert logged(trainer, "objective/scores") == [1.0] * 3
+
+
+def test_a_source_of_the_wrong_shape_is_named(make_trainer: MakeTrainer) -> None:
+    class Short(RewardSource):
+        name = "short"
+
+        def __call__(self, batch: ScoringBatch) -> Tensor:
+            return torch.zeros(1)
+
+    with pytest.raises(ValueError, match=r"'short' has shape \(1,\), expected \(2,\), or \(2, 4\)"):
+        make_trainer(**QUICK, reward_funcs=Short()).train()
+
+
+class Trusting(PPOTrainer):
+    """PPO with a squared log-ratio in place of the clip, and its own figure."""
+
+    def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:
+        own = super().policy_loss(logprobs, experience)
+        distance = (logprobs - experience.logprobs).square()
+        loss = -experience.advantages * own.ratio + 0.5 * distance
+        return PolicyLoss(loss, own.ratio, own.clipped, {"policy/distance": distance})
+
+    def value_loss(self, values: Tensor, experience: Experience) -> ValueLoss:
+        error = values - experience.returns
+        return ValueLoss(error.abs(), torch.zeros_like(error, dtype=torch.bool), {"val/error": error})
+
+
+class TrustingAtOnce(Trusting):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_losses_of_a_subclass_learn_in_turn_and_log_their_figures(make_trainer: MakeTrainer) -> None:
+    settings = {
+        **QUICK,
+        "num_ppo_epochs": 2,
+        "gradient_accumulation_steps": 2,
+        "total_episodes": 12,
+        "learning_rate": 0.01,
+    }
+    plain, ours, at_once = (make_trainer(kind, **settings) for kind in (PPOTrainer, Trusting, TrustingAtOnce))
+    for trainer in (plain, ours, at_once):
+        trainer.train()
+
+    assert ours._learns_in_turn and not at_once._learns_in_turn
+    assert all(torch.equal(value, parameters(at_once)[name]) for name, value in parameters(ours).items())
+    assert history(ours) == history(at_once) != history(plain)
+    approximate = [2 * each for each in logged(ours, "policy/approxkl_avg")]  # which is half of the square
+    assert logged(ours, "policy/distance") == pytest.approx(approximate, rel=1e-5)
+    assert len(logged(ours, "val/error")) == 3 and min(approximate) > 0
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        (lambda values, _: {"val/ratio": values}, r"a loss gives figures called \['val/ratio'\]"),
+        (lambda values, _: {"own": values[:, :1]}, r"the figure 'own' has shape \(2, 1\), expected \(2, 4\)"),
+        (lambda values, calls: {f"own_{calls}": values}, r"give the figures \['own_2'\] and gave \['own_1'\] before"),
+    ],
+)
+def test_figures_that_cannot_be_logged(figures: Callable[..., Any], message: str, make_trainer: MakeTrainer) -> None:
+    class Own(PPOTrainer):
+        calls = 0
+
+        def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:
+            self.calls += 1
+            return super().policy_loss(logprobs, experience)._replace(figures=figures(logprobs, self.calls))
+
+    with pytest.raises(ValueError, match=message):
+        make_trainer(Own, **QUICK | {"num_ppo_epochs": 2, "response_length": 4}, stop_token=None).train()
+
+
+def test_the_advantages_of_a_subclass(make_trainer: MakeTrainer) -> None:
+    class FirstToken(PPOTrainer):
+        """Only the first token of a response matters."""
+
+        def compute_advantages(self, rollout: Rollout, rewards: Tensor) -> tuple[Tensor, Tensor]:
+            advantages = torch.zeros_like(rewards)
+            advantages[:, 0] = rewards.sum(dim=1)
+            return advantages, rewards
+
+    class Keeping(FirstToken):
+        def learn(self, model: nn.Module, experience: Experience) -> Any:
+            self.experience = experience
+            return super().learn(model, experience)
+
+    trainer = make_trainer(Keeping, **QUICK)
+    trainer.train()
+
+    experience = trainer.experience
+    mean = experience.advantages[experience.loss_mask].mean()
+    later = experience.advantages[:, 1:][experience.loss_mask[:, 1:]]
+    assert float(mean) == pytest.approx(0.0, abs=1e-6) and len(set(later.tolist())) == 1  # whitened after
+
+
+def test_six_frames_of_ours_in_two_files_lead_from_train_to_the_formula_of_the_policys_loss(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, seen = str(Path(inspect.getfile(PPOTrainer)).parent), []
+
+    def recording(*args: Any) -> PolicyLoss:
+        files = [frame.filename for frame in traceback.extract_stack() if frame.filename.startswith(package)]
+        seen.append([*files, inspect.getfile(clipped_policy_loss)])
+        return clipped_policy_loss(*args)
+
+    monkeypatch.setattr("rlhf_ppo.trainer.clipped_policy_loss", recording)
+    make_trainer(**QUICK).train()
+
+    assert len(seen[0]) == 6 and len(set(seen[0])) == 2
