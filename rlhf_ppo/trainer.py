@@ -67,7 +67,6 @@ from rlhf_ppo.training.checks import (
     check_arguments,
     check_collator,
     check_datasets,
-    check_doors,
     check_models,
     check_optimization,
     check_others,
@@ -161,18 +160,14 @@ class PPOTrainer(TrainerHooks):
         self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
         self._as_given |= {"kl_controller": kl_controller}
         self._functions = functions = resolve_rewards(reward_funcs)
-        self._logged = LoggedByFunctions()
         check_arguments(args)
         check_models(reward_model, bool(functions), model=model, ref_model=ref_model, value_model=value_model)
         check_datasets(args, train_dataset, eval_dataset)
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
-        check_others(data_collator, callbacks, optimizers, **adapters)
-        check_doors(kl_controller, engine)
+        check_others(data_collator, callbacks, optimizers, kl_controller, engine, **adapters)
         self.kl_controller = FixedKLController(args) if kl_controller is None else kl_controller
         self.score_moments = RunningMoments()
-        self._stateful = StatefulParts()
-        self.register_stateful("kl_controller", self.kl_controller)
-        self.register_stateful("score_moments", self.score_moments)
+        self._stateful = StatefulParts(kl_controller=self.kl_controller, score_moments=self.score_moments)
         self.tokens = tokens = special_tokens(args, processing_class)
         num_updates = args.count_sizes(num_processes(args), length(train_dataset)).num_total_batches
         check_optimization(args, optimizers, num_updates)
@@ -181,9 +176,7 @@ class PPOTrainer(TrainerHooks):
         self._vocabulary = shared_vocabulary(
             models.reading_policy_tokens, models.reference.model, processing_class, tokens.pad, tokens.stop
         )
-        self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
-        self.reward_models = [reward.model for reward in models.rewards]
-        self._longest_sequence = longest_sequence(models)
+        self._hold(models)
         self._tokenizer, self._config = processing_class, args
         self._columns_are_read = bool(functions) or any(reward.tokenizer is not None for reward in models.rewards)
         train_dataset = self._prepared(train_dataset, "train_dataset")
@@ -204,8 +197,14 @@ class PPOTrainer(TrainerHooks):
         self._check_data(data_collator)
         self.add_callback(self._signals)
 
+    def _hold(self, models: Models) -> None:
+        self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
+        self.reward_models = [reward.model for reward in models.rewards]
+        self._longest_sequence = longest_sequence(models)
+
     def _make_engine_and_scorer(self, models: Models, engine: GenerationEngine | None) -> None:
         args, tokens, functions = self._config, self.tokens, self._functions
+        self._logged = LoggedByFunctions()
         frozen = [reward.scorer for reward in models.rewards] + [self.reference.model]
         store_frozen([self.model, *frozen], autocast_dtype(self.accelerator))
         rows = generation_rows(self)

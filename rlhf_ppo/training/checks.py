@@ -135,13 +135,17 @@ def _check_lengths_column(args: PPOConfig, dataset: Any) -> None:
             )
 
 
-def check_others(data_collator: Any, callbacks: Any, optimizers: Any, **adapters: Any) -> None:
+def check_others(
+    data_collator: Any, callbacks: Any, optimizers: Any, kl_controller: Any, engine: Any, **adapters: Any
+) -> None:
     """Check what else is given.
 
     Args:
         data_collator: Something that can be called, or None.
         callbacks: A list of callbacks, or of their classes, or None.
         optimizers: See `rlhf_ppo.training.optimization.Optimizers`.
+        kl_controller: A `KLController`, or None.
+        engine: A `GenerationEngine`, or None.
         **adapters: Configurations of adapters by their arguments' names.
 
     Raises:
@@ -159,17 +163,14 @@ def check_others(data_collator: Any, callbacks: Any, optimizers: Any, **adapters
         if not issubclass(kind, TrainerCallback):
             raise TypeError(f"callbacks holds {callback!r:.60}, which is no TrainerCallback")
     checked_pair(optimizers)
+    _check_doors(kl_controller, engine)
     for name, config in adapters.items():
         if config is not None and not _is_peft_config(config):
             raise TypeError(f"{name} must be a peft.PeftConfig such as LoraConfig, got {type(config).__name__}")
 
 
-def check_doors(kl_controller: Any, engine: Any) -> None:
-    """Check the objects that are handed over in place of the package's own.
-
-    Raises:
-        TypeError: One lacks something; the message says what.
-    """
+def _check_doors(kl_controller: Any, engine: Any) -> None:
+    """Check the objects that are handed over in place of the package's own."""
     needed = {
         "kl_controller": (kl_controller, ("update", "state_dict", "load_state_dict")),
         "engine": (engine, ("sample", "policy_changed")),

@@ -30,9 +30,11 @@ class Stateful(Protocol):
 class StatefulParts:
     """The parts that are registered. The state of the main process stands for all: it is the same on every rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, **parts: Stateful) -> None:
         self._parts: dict[str, Stateful] = {}
         self._initial: dict[str, Mapping[str, Any]] = {}
+        for name, part in parts.items():
+            self.register(name, part)
 
     def register(self, name: str, part: Stateful) -> None:
         """Make a part's state belong to the run: saved with every checkpoint, and put back where a run resumes.

@@ -192,7 +192,8 @@ SHAPED: dict[str, Any] = {
 
 def estimated(trainer: Any, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
     """The experience of a rollout, as the first of a run, and the metrics of it."""
-    trainer._metrics, trainer._progress.score_moments = {}, {"count": 0.0, "mean": 0.0, "squares": 0.0}
+    trainer._metrics = {}
+    trainer._stateful.start(None)
     experience = trainer.estimate_advantages(trainer._guard.checked_rollout(rollout))
     return trainer._guard.checked_experience(experience), dict(trainer._metrics)
 
