@@ -32,7 +32,7 @@ FLOORS = (
 )
 MAX_MODULES_IN_ROOT = 3
 MAX_CODE_LINES = 300  # in a file, without docstrings, comments and blank lines
-LONGER = {"rlhf_ppo/trainer.py": 400, "rlhf_ppo/training/hooks.py": 625}  # all steps of an update; all overrides
+LONGER = {"rlhf_ppo/trainer.py": 460, "rlhf_ppo/training/hooks.py": 625}  # all steps of an update; all overrides
 MAX_FUNCTION_LINES = 60  # with the docstring
 DERIVED = {field.name for field in dataclasses.fields(Sizes)} - {"total_episodes"}
 OTHER_ARGUMENTS = {"rlhf_ppo/cli/evaluate.py"}  # whose batch_size is an option of that command
