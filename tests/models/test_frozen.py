@@ -60,8 +60,8 @@ def test_weights_are_lent_for_the_time_of_a_context() -> None:
 
 @pytest.mark.parametrize(("device", "stays_home"), [("cuda", True), ("cpu", False)])
 def test_only_an_accelerator_borrows(device: str, stays_home: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_ppo.processes.engines.zero_stage", lambda _: None)
-    monkeypatch.setattr("rlhf_ppo.processes.engines.is_fsdp", lambda _: False)
+    monkeypatch.setattr("rlhf_ppo.training.sharding.zero_stage", lambda _: None)
+    monkeypatch.setattr("rlhf_ppo.training.sharding.is_fsdp", lambda _: False)
     accelerator: Any = SimpleNamespace(device=torch.device(device))
     placed = place_frozen(Frozen(tiny_scorer()), accelerator, offload=True)
     assert (placed.offload is not None) == stays_home
@@ -105,7 +105,7 @@ def test_the_constructor_offloads_whole_models_but_no_adapter_over_the_policys_b
         asked[f"{type(model).__name__} {len(asked)}"] = offload
         return place_frozen(model, accelerator, offload)
 
-    for module in ("trainer", "assembly"):
+    for module in ("trainer", "training.construction"):
         monkeypatch.setattr(f"rlhf_ppo.{module}.place_frozen", place)
     over_base = get_peft_model(scorer_over(tiny_policy()), LoraConfig(target_modules=["q_proj"]))
     make_trainer(
