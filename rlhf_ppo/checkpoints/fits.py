@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlhf_ppo.checkpoints.progress import Progress
 from rlhf_ppo.checkpoints.record import load_record
 from rlhf_ppo.models.adapters import adapter_directory
-from rlhf_ppo.models.unwrapping import is_peft_model
+from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, transformers_model
 from rlhf_ppo.processes.random_numbers import rng_kept
 
 
@@ -168,7 +168,7 @@ def load_under_other_names(model: Any, directory: str) -> None:
 def _as_saved(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what transformers saves of a state: names and shapes, on tensors without storage."""
     shapes = {name: value.to("meta") for name, value in state.items()}
-    return shapes if is_peft_model(model) else revert_weight_conversion(cast(Any, model), shapes)
+    return shapes if is_peft_model(model) else revert_weight_conversion(transformers_model(model), shapes)
 
 
 def _state_to_save(model: nn.Module) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ def _state_to_save(model: nn.Module) -> dict[str, Tensor]:
         return model.state_dict()
     from peft import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(model, adapter_name=cast(Any, model).active_adapter)
+    return get_peft_model_state_dict(model, adapter_name=active_adapter(model))
 
 
 def _saved_shapes(directory: str, files: str) -> Iterator[tuple[str, tuple[int, ...]]]:

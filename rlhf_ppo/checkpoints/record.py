@@ -7,9 +7,9 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,12 +83,16 @@ def hash_of_weights(tensors: Iterable[Tensor]) -> str | None:
 
 def described_rows(dataset: Any) -> dict[str, Any] | None:
     """Return the number of rows of a data set and a hash of some of them, or None for a stream."""
-    if not has_length(dataset):
+    number = _num_rows(dataset)
+    if number is None:
         return None
-    number = len(cast(Sized, dataset))
     with isolated_rng(0):  # a row may be made at random
-        rows = [cast(Any, dataset)[index] for index in range(0, number, max(1, number // _NUM_ROWS))]
+        rows = [dataset[index] for index in range(0, number, max(1, number // _NUM_ROWS))]
     return {"rows": number, "content": hash_of_text("\n".join(map(_row_text, rows)))}
+
+
+def _num_rows(dataset: Any) -> int | None:
+    return len(dataset) if has_length(dataset) else None
 
 
 def _row_text(row: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from transformers import Trainer
 from trl.scripts.utils import ScriptArguments
@@ -26,6 +26,7 @@ from rlhf_ppo.cli.training import (
 from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited_values import check_inherited, check_numbers
+from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.estimate.run import estimate_run, half_dtype
 from rlhf_ppo.estimate.update import Estimate
 from rlhf_ppo.processes.engines import learns_in_turn
@@ -51,7 +52,7 @@ def train(argv: Sequence[str] | None = None) -> PPOTrainer:
         script_args, args, model_args = _parse(program, PPOScriptArguments, PPOConfig, argv)
         if args.stop_token is None and args.stop_token_id is None:
             args.stop_token = "eos"
-        check_start(cast(str, args.output_dir), args.resume_from_checkpoint, args.overwrite_output_dir)
+        check_start(output_directory(args), args.resume_from_checkpoint, args.overwrite_output_dir)
         train_dataset, eval_dataset = _splits(script_args, always_evaluates=True)
         trainer = scored_ppo_trainer(script_args, args, model_args, train_dataset, eval_dataset)
     with running(program, trainer):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
@@ -145,7 +145,7 @@ def models_without_weights(
     if peft_config is not None:
         from peft import get_peft_model
 
-        policy = get_peft_model(cast(Any, policy), peft_config)
+        policy = get_peft_model(policy, peft_config)
     for model in frozen:
         model.requires_grad_(False).eval()
     return policy.train(), value_model.train(), frozen

@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from accelerate import PartialState
 from rich.console import Console
@@ -24,6 +24,7 @@ from rlhf_ppo.compat.environments import REWARD_MODEL, make_environment
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.redaction import shown
+from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.rewards.builtin import Custom
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.resolve import resolve_reward
@@ -125,7 +126,7 @@ def build_trainer(job: Job) -> Trainer:
 
 def _check_start(job: Job) -> None:
     """Check that there is a run to go on with, or no checkpoint of another in the project's directory."""
-    directory = cast(str, job.args.output_dir)
+    directory = output_directory(job.args)
     resumed = wanted_checkpoint(job.args.resume_from_checkpoint)
     if resumed is not False:
         check_start(directory, resumed, overwrite=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,12 @@ from transformers import GenerationConfig
 from transformers.utils.generic import ModelOutput
 
 from rlhf_ppo.data.rollout import pad_right
+from rlhf_ppo.generation.protocol import Generates
 from rlhf_ppo.models.passes import position_ids
 
 
 def generate(
-    lm_backbone: nn.Module,
+    lm_backbone: Generates,
     queries: Tensor,
     pad_token_id: int,
     generation_config: GenerationConfig,
@@ -40,7 +41,7 @@ def generate(
         `(B, T, V)`.
     """
     mask = (queries != pad_token_id) if attention_mask is None else attention_mask.bool()
-    output = cast(Any, lm_backbone).generate(
+    output = lm_backbone.generate(
         input_ids=queries.masked_fill(~mask, 0),
         attention_mask=mask.long(),
         generation_config=generation_config,
@@ -70,7 +71,7 @@ def _also_called(name: str, other: str, position: int) -> Callable[[Callable[...
 @_also_called("local_rollout_forward_batch_size", "batch_size", position=2)
 @torch.no_grad()
 def batch_generation(
-    model: nn.Module,
+    model: Generates,
     queries: Tensor,
     local_rollout_forward_batch_size: int,
     pad_token_id: int,

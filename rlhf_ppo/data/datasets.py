@@ -13,7 +13,7 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_ppo.data.encoding import PromptEncoder, no_row, prompt_column, real_tokens
+from rlhf_ppo.data.encoding import PromptEncoder, eos_id, no_row, prompt_column, real_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def prepare_prompts(
             with their number.
     """
     encode = PromptEncoder(tokenizer, name, vocab_size, vocab_of)
-    fits = _LengthFilter(name, max_prompt_length, cast("int | None", tokenizer.eos_token_id))
+    fits = _LengthFilter(name, max_prompt_length, eos_id(tokenizer))
     if isinstance(dataset, datasets.Dataset):
         return _prepare_dataset(dataset, encode, fits, num_proc)
     if isinstance(dataset, datasets.IterableDataset):

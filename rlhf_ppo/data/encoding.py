@@ -7,7 +7,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
@@ -86,7 +86,7 @@ class PromptEncoder:
             )
         except Exception as error:
             raise ValueError(f"row {index} of {self.name}: the chat template rejects it: {error}") from error
-        return _as_list(cast(Mapping[str, Any], encoded)["input_ids"])
+        return _as_list(ids_of(encoded))
 
     def _check(self, ids: list[int], index: int, is_text: bool) -> None:
         if not ids:
@@ -103,10 +103,11 @@ class PromptEncoder:
 
     @functools.cached_property
     def _says_nothing(self) -> set[int | None]:
-        tokenizer = cast(Any, self.tokenizer)
+        tokenizer = self.tokenizer
         is_word = str(tokenizer.pad_token).isalnum()  # some take a word that texts have for padding
-        pad = set() if is_word else {tokenizer.pad_token_id}
-        return (pad | {tokenizer.bos_token_id}) - {tokenizer.unk_token_id}
+        pad = set() if is_word else {pad_id(tokenizer)}
+        bos = _one_id("bos_token_id", tokenizer.bos_token_id)
+        return (pad | {bos}) - {_one_id("unk_token_id", tokenizer.unk_token_id)}
 
     @functools.cached_property
     def _appends_eos(self) -> bool:
@@ -138,7 +139,30 @@ def prompt_column(columns: Iterable[str], name: str) -> str:
     )
 
 
-def is_conversation(prompt: Any) -> bool:
+def eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the token that ends a text, if the tokenizer has one."""
+    return _one_id("eos_token_id", tokenizer.eos_token_id)
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the token that fills rows, if the tokenizer has one."""
+    return _one_id("pad_token_id", tokenizer.pad_token_id)
+
+
+def ids_of(encoded: object) -> Any:
+    """Return the `input_ids` of what a tokenizer returned; a `TypeError` where it returned no mapping."""
+    if not isinstance(encoded, Mapping):
+        raise TypeError(f"the tokenizer returned a {type(encoded).__name__}, not a mapping with input_ids")
+    return encoded["input_ids"]
+
+
+def _one_id(name: str, value: object) -> int | None:
+    if value is None or isinstance(value, int):
+        return value
+    raise TypeError(f"the tokenizer's {name} must be one token, got {value!r}")
+
+
+def is_conversation(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Tell whether a prompt is a non-empty list of messages, dicts with a `role`."""
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,6 +22,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.encoding import eos_id, pad_id
 from rlhf_ppo.demo.corpus import openings, preference_pairs, stories
 from rlhf_ppo.demo.show import show_on_bar
 from rlhf_ppo.trainer import PPOTrainer
@@ -69,9 +70,9 @@ def train_language_model(output_dir: Path, size: DemoSize) -> None:
             num_attention_heads=4,
             max_position_embeddings=128,
             tie_word_embeddings=True,
-            pad_token_id=cast(int, tokenizer.pad_token_id),
+            pad_token_id=pad_id(tokenizer),
             bos_token_id=None,
-            eos_token_id=cast(int, tokenizer.eos_token_id),
+            eos_token_id=eos_id(tokenizer),
         )
     )
     args = SFTConfig(
@@ -166,10 +167,10 @@ def tell_stories(model_dir: Path, prompts: Sequence[str]) -> list[str]:
         One response for each opening, without special tokens.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
-    model = LlamaForCausalLM.from_pretrained(model_dir)
+    model: Any = LlamaForCausalLM.from_pretrained(model_dir)
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True)
     torch.manual_seed(HELD_OUT_SEED)
-    sequences = cast(Any, model).generate(
+    sequences = model.generate(
         inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         max_new_tokens=RESPONSE_LENGTH,

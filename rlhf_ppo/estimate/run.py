@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -16,6 +16,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.settled import settings_of
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.estimate.update import (
     Estimate,
@@ -187,8 +188,9 @@ def estimate_run(
     device = next(policy.parameters()).device.type
     in_autocast = dtype is not None and sharding.stored is None
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
-    how = cast("dict[str, Any] | None", args.gradient_checkpointing_kwargs)
-    with as_in_learning(args.gradient_checkpointing, how, policy, value_model):
+    with as_in_learning(
+        args.gradient_checkpointing, settings_of(args.gradient_checkpointing_kwargs), policy, value_model
+    ):
         return estimate_update(
             policy,
             value_model,

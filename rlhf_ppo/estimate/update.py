@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from rlhf_ppo.estimate.counting import (
 )
 from rlhf_ppo.models.logprobs import max_chunk_elements
 from rlhf_ppo.models.modes import in_eval_mode
-from rlhf_ppo.models.unwrapping import transformers_model
+from rlhf_ppo.models.unwrapping import output_layer, transformers_model, weight_of
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def _learning(
 
 def _head_bytes(policy: nn.Module, workload: Workload, in_passes: torch.dtype | None) -> int:
     """Count the policy's head in learning: the logits of a chunk, its float32 gradient, its weight in 16 bits."""
-    weight: torch.Tensor = cast(Any, transformers_model(policy).get_output_embeddings()).weight
+    weight: torch.Tensor = weight_of(output_layer(policy))
     dtype = in_passes or workload.dtype or weight.dtype
     num_logits = workload.rows_per_micro_batch * workload.response_length * _vocabulary(policy)
     logits = min(max_chunk_elements(weight), num_logits) * (6 if dtype.itemsize == 2 else 4)

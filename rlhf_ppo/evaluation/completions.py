@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.integrations.integration_utils import TensorBoardCallback
 
+from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.reporting.results import SAMPLES_DIR
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def print_table(df: pd.DataFrame, num_rows: int = 5, title: str | None = None) -
 
 def save_table(df: pd.DataFrame, trainer: Trainer) -> None:
     """Write the samples to `output_dir/_samples/update-<step>.csv`; `push_to_hub` leaves such a directory out."""
-    directory = Path(cast(str, trainer.args.output_dir), SAMPLES_DIR)
+    directory = Path(output_directory(trainer.args), SAMPLES_DIR)
     directory.mkdir(parents=True, exist_ok=True)
     df.to_csv(directory / f"update-{trainer.state.global_step:05d}.csv", index=False)
 

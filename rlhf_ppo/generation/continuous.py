@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.hiding import own_generation_config_hidden
 from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
-from rlhf_ppo.generation.protocol import Sampled, prompt_rows, stack_rows
+from rlhf_ppo.generation.protocol import Sampled, length_and_filling, prompt_rows, stack_rows
 from rlhf_ppo.models.modes import in_eval_mode
 from rlhf_ppo.models.packing import unpacked
 from rlhf_ppo.processes.signals import give_up_if_stopped
@@ -64,6 +64,7 @@ class ContinuousEngine:
         """
         rows = prompt_rows(prompts)
         config = copy.deepcopy(config)
+        max_new_tokens, filling = length_and_filling(config)
         if config.eos_token_id is None:
             config.eos_token_id = -1  # no token; what transformers makes of None, but for a warning
         with (
@@ -72,11 +73,11 @@ class ContinuousEngine:
             unpacked(model),
             stored_as(self.dtype, policy),
         ):
-            outputs = _run(model, rows, config, cache_for(rows, cast(int, config.max_new_tokens), self.max_rows))
+            outputs = _run(model, rows, config, cache_for(rows, max_new_tokens, self.max_rows))
         return stack_rows(
             [output.generated_tokens for output in outputs],
             [output.logprobs for output in outputs],
-            filling=cast(int, config.pad_token_id),
+            filling=filling,
             device=prompts.input_ids.device,
         )
 

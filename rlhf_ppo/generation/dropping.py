@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingC
 
 from rlhf_ppo.generation.inversion import sampling_processors
 from rlhf_ppo.generation.nonfinite import ChecksLogits
+from rlhf_ppo.generation.protocol import length_and_filling
 from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
 from rlhf_ppo.processes.signals import give_up_if_stopped, give_up_together
 
@@ -102,15 +103,16 @@ def generate_dropping(
         Stopped: A signal has come, to this rank or with `synced_gpus` to any.
     """
     num_rows, prompt_length = input_ids.shape
-    longest = prompt_length + cast(int, config.max_new_tokens)
-    result = input_ids.new_full((num_rows, longest - prompt_length), cast(int, config.pad_token_id))
+    max_new_tokens, filling = length_and_filling(config)
+    longest = prompt_length + max_new_tokens
+    result = input_ids.new_full((num_rows, max_new_tokens), filling)
     rows = torch.arange(num_rows, device=input_ids.device)
     strings = None if stop_strings is None else StopsAtStrings(stop_strings, prompt_length)
     share_left = 0.0 if synced_gpus else SHARE_LEFT
     how, processors = sampling_processors(config, input_ids.device)
     checks, cache = ChecksLogits(), _as_argument(make_cache())
     while len(rows) and input_ids.shape[1] < longest:
-        few_are_left = FewAreLeft(cast("int | None", config.eos_token_id), strings, int(share_left * len(rows)))
+        few_are_left = FewAreLeft(config.eos_token_id, strings, int(share_left * len(rows)))
         length = longest - input_ids.shape[1]
         with given_up_together(model) if synced_gpus else nullcontext():
             output = model.generate(

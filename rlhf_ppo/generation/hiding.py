@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig
@@ -29,6 +29,6 @@ def own_generation_config_hidden(policy: nn.Module) -> Iterator[Any]:
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:
-        yield cast(Any, model)
+        yield model
     finally:
         model.generation_config = own

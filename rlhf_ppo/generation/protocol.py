@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,14 @@ class Sampled(NamedTuple):
 
     ids: Tensor
     logprobs: Tensor | None = None
+
+
+class Generates(Protocol):
+    """A model with transformers' `generate`."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample as the keyword arguments say."""
+        ...
 
 
 class GenerationEngine(Protocol):
@@ -46,6 +54,13 @@ class GenerationEngine(Protocol):
     def policy_changed(self) -> None:
         """Take note that the policy's weights are no longer those of the last call of `sample`."""
         ...
+
+
+def length_and_filling(config: GenerationConfig) -> tuple[int, int]:
+    """Return `max_new_tokens` and `pad_token_id`; a `ValueError` if one is not set, which generation needs."""
+    if config.max_new_tokens is None or config.pad_token_id is None:
+        raise ValueError(f"max_new_tokens={config.max_new_tokens} and pad_token_id={config.pad_token_id} must be set")
+    return config.max_new_tokens, config.pad_token_id
 
 
 def prompt_rows(prompts: Prompts) -> list[list[int]]:

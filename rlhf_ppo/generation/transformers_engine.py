@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import pad_right, padding_columns
 from rlhf_ppo.generation.dropping import generate_dropping
 from rlhf_ppo.generation.hiding import own_generation_config_hidden
-from rlhf_ppo.generation.protocol import Sampled
+from rlhf_ppo.generation.protocol import Sampled, length_and_filling
 from rlhf_ppo.generation.stopping import StopStrings
 from rlhf_ppo.generation.trying import cache_maker, generation_needs
 from rlhf_ppo.models.modes import in_eval_mode
@@ -100,7 +100,8 @@ def sample_responses(
     in_step = gathers_in_passes(policy)
     needs, make_cache = generation_needs(policy), cache_maker(policy)
     max_rows = 1 if needs.one_by_one else rows_per_call
-    sizes = call_sizes(cast(Any, lengths).tolist(), cast(int, config.max_new_tokens), max_rows, needs.equal_lengths)
+    max_new_tokens, filling = length_and_filling(config)
+    sizes = call_sizes(lengths.tolist(), max_new_tokens, max_rows, needs.equal_lengths)
     if in_step and gather is not None:
         sizes = split_until(sizes, int(gather(torch.tensor([len(sizes)], device=lengths.device)).max()))
     # Activation checkpointing, active in training mode, forbids the KV cache.
@@ -109,7 +110,7 @@ def sample_responses(
             _sample_part(model, prompts, rows, config, stop_strings, in_step, needs.keeps_cache, make_cache)
             for rows in longest_first.split(sizes)
         ]
-    return pad_right(parts, padding_value=cast(int, config.pad_token_id))[longest_first.argsort()]
+    return pad_right(parts, padding_value=filling)[longest_first.argsort()]
 
 
 def call_sizes(lengths: Sequence[int], max_new_tokens: int, max_rows: int, equal_lengths: bool = False) -> list[int]:

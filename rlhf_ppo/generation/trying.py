@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -167,7 +167,8 @@ def _generate(policy: nn.Module, ids: Tensor, mask: Tensor, forced: Tensor, **ca
         output_logits=True,
         return_dict_in_generate=True,
     )
-    return cast(Any, transformers_model(policy)).generate(
+    model: Any = transformers_model(policy)
+    return model.generate(
         input_ids=ids,
         attention_mask=mask.long(),
         generation_config=config,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
 
 import torch
 from accelerate.logging import get_logger
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from rlhf_ppo.models.modes import in_eval_mode
 from rlhf_ppo.models.sharded import is_managed, is_sharded
-from rlhf_ppo.models.unwrapping import is_peft_model, probe_ids, transformers_model
+from rlhf_ppo.models.unwrapping import is_peft_model, probe_ids, transformers_model, with_adapters
 
 logger = get_logger(__name__)
 
@@ -47,7 +46,7 @@ def check_adapter(model: nn.Module, argument: str) -> None:
     """
     if not is_peft_model(model):
         return
-    if cast(Any, model).active_peft_config.is_prompt_learning:
+    if model.active_peft_config.is_prompt_learning:
         raise ValueError(f"{argument} has an adapter of the kind {adapter_kind(model)}: {PROMPT_LEARNING}")
     if is_sharded(model):
         return
@@ -75,7 +74,7 @@ def check_adapter(model: nn.Module, argument: str) -> None:
 
 def warn_of_rank_allocation(policy: nn.Module) -> None:
     """Say that nothing here calls what AdaLoRA and AdaMSS spread their ranks with."""
-    if is_peft_model(policy) and hasattr(cast(Any, policy).base_model, "update_and_allocate"):
+    if is_peft_model(policy) and hasattr(policy.base_model, "update_and_allocate"):
         logger.warning(
             f"The policy's adapter is of the kind {adapter_kind(policy)}, which spreads its ranks when "
             "base_model.update_and_allocate(step) is called after each optimizer step: unless a callback does so, all "
@@ -85,7 +84,9 @@ def warn_of_rank_allocation(policy: nn.Module) -> None:
 
 def adapter_kind(model: nn.Module) -> str:
     """Return PEFT's name of the kind of a `PeftModel`'s active adapter, such as `LORA`."""
-    return str(cast(Any, model).active_peft_config.peft_type.value)
+    from peft import PeftType
+
+    return PeftType(with_adapters(model).active_peft_config.peft_type).value
 
 
 def adds_nothing(model: nn.Module) -> bool:
@@ -100,7 +101,7 @@ def adds_nothing(model: nn.Module) -> bool:
     """
     if not is_peft_model(model) or adapter_kind(model) != "LORA" or is_managed(model):
         return False
-    if len(cast(Any, model).active_adapters) > 1 or any(getattr(part, "lora_variant", 0) for part in model.modules()):
+    if len(model.active_adapters) > 1 or any(getattr(part, "lora_variant", 0) for part in model.modules()):
         return False
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     of_adapter = all(_LORA_WEIGHT.search(name) and type(weight) is nn.Parameter for name, weight in trained.items())
@@ -142,7 +143,7 @@ def probe(model: nn.Module, ids: Tensor) -> Tensor:
     """
     in_16_bits = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     with in_eval_mode(model), torch.autocast(ids.device.type, torch.bfloat16, enabled=in_16_bits):
-        return cast(Any, model)(input_ids=ids, use_cache=False).logits
+        return model(input_ids=ids, use_cache=False).logits
 
 
 def probe_tokens(model: nn.Module) -> Tensor:

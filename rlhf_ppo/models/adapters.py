@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,14 @@ from rlhf_ppo.models.adapter_checks import (
 from rlhf_ppo.models.heads import scalar_head
 from rlhf_ppo.models.passes import hidden_states
 from rlhf_ppo.models.sharded import is_sharded
-from rlhf_ppo.models.unwrapping import backbone, is_peft_model, probe_ids, transformers_model
+from rlhf_ppo.models.unwrapping import (
+    active_adapter,
+    backbone,
+    is_peft_model,
+    probe_ids,
+    transformers_model,
+    with_adapters,
+)
 
 
 def is_adapter_directory(path: str | os.PathLike[str]) -> bool:
@@ -41,7 +48,7 @@ def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Put a saved adapter over its base, ready to be trained further."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(cast(Any, base), os.fspath(path), is_trainable=True)
+    return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True)
 
 
 def adapter_directory(policy: nn.Module, directory: str) -> str:
@@ -51,7 +58,7 @@ def adapter_directory(policy: nn.Module, directory: str) -> str:
         policy: A `PeftModel`.
         directory: The directory given to `save_pretrained`.
     """
-    name = cast(Any, policy).active_adapter
+    name = active_adapter(policy)
     return directory if name == "default" else os.path.join(directory, name)
 
 
@@ -76,7 +83,7 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
     _check_config(policy, peft_config, "model", "peft_config")
     before = None if is_sharded(policy) else probe(policy, probe_ids(policy))
     with _naming("peft_config"):
-        adapted = get_peft_model(cast(Any, policy), peft_config, adapter_name=name or "default")
+        adapted = get_peft_model(policy, peft_config, adapter_name=name or "default")
     check_adapter(adapted, "model")
     if base_serves_others:
         _check_base_stays(adapted, peft_config, before)
@@ -105,7 +112,7 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
     modules = {name, *(getattr(peft_config, "modules_to_save", None) or ())}
     config = dataclasses.replace(peft_config, modules_to_save=sorted(modules), task_type="SEQ_CLS")
     with _naming("value_peft_config"):
-        adapted = get_peft_model(cast(Any, value_model), config)
+        adapted = get_peft_model(value_model, config)
     check_adapter(adapted, "value_model")
     return adapted
 
@@ -160,7 +167,7 @@ def copy_adapter(source: nn.Module, target: nn.Module) -> None:
             state[name.replace(place, new_place, 1)] = value
         elif not name.startswith(heads):  # what all layers have in common
             state[name] = value
-    set_peft_model_state_dict(target, state, adapter_name=cast(Any, target).active_adapter)
+    set_peft_model_state_dict(target, state, adapter_name=active_adapter(target))
     tokens = probe_tokens(source)
     if not agree(_states(target, tokens), _states(source, tokens)):
         raise ValueError(
@@ -173,7 +180,8 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights and buffers of a `PeftModel`'s active adapter by their names without the adapter's."""
     from peft import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(model, adapter_name=cast(Any, model).active_adapter, save_embedding_layers=False)
+    name = active_adapter(model)
+    return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
 
 
 @torch.no_grad()
@@ -198,7 +206,7 @@ def load_adapter_weights(model: nn.Module, directory: str) -> None:
     from peft import load_peft_weights, set_peft_model_state_dict
 
     weights = load_peft_weights(adapter_directory(model, directory), device="cpu")
-    set_peft_model_state_dict(model, weights, adapter_name=cast(Any, model).active_adapter)
+    set_peft_model_state_dict(model, weights, adapter_name=active_adapter(model))
 
 
 def activate_adapter(policy: nn.Module, name: str | None) -> None:
@@ -211,10 +219,11 @@ def activate_adapter(policy: nn.Module, name: str | None) -> None:
     Raises:
         ValueError: There is no such adapter.
     """
-    adapters = list(cast(Any, policy).peft_config)
+    adapted = with_adapters(policy)
+    adapters = list(adapted.peft_config)
     if name is not None and name not in adapters:
         raise ValueError(f"model_adapter_name={name!r} is no adapter of the policy, which has {adapters}")
-    cast(Any, policy).set_adapter(cast(Any, policy).active_adapter if name is None else name)
+    adapted.set_adapter(active_adapter(policy) if name is None else name)
 
 
 def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) -> None:

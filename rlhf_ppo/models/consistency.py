@@ -6,13 +6,12 @@ no later token, no padding, no other row. No list of names says so of an archite
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
+from rlhf_ppo.config.settled import settings_of
 from rlhf_ppo.models.modes import as_in_learning, in_eval_mode
 from rlhf_ppo.models.passes import run_padded
 from rlhf_ppo.models.sharded import is_sharded
@@ -47,7 +46,7 @@ def check_consistent(model: nn.Module, argument: str, args: TrainingArguments | 
     body = backbone(model)
     ids, mask = probe_rows(model)
     recomputing = args is not None and bool(args.gradient_checkpointing)
-    how = cast("dict[str, Any] | None", args.gradient_checkpointing_kwargs) if args is not None else None
+    how = settings_of(args.gradient_checkpointing_kwargs) if args is not None else None
     with rng_kept():
         with in_eval_mode(model):
             alone = run_padded(body, ids[:1, : LENGTHS[0]], mask[:1, : LENGTHS[0]])

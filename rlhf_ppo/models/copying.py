@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import cast
 
 import torch
 from torch import nn
@@ -39,4 +38,4 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
         with gathered([original, parameter], modify=True):
             parameter.copy_(original)
     for name, buffer in target.named_buffers():
-        cast(torch.Tensor, buffer).copy_(source.get_buffer(name))
+        buffer.copy_(source.get_buffer(name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -37,7 +37,7 @@ class HeadLayers(NamedTuple):
     """
 
     states: tuple[Tensor, ...]
-    layers: tuple[nn.Module, ...]
+    layers: tuple[nn.Linear, ...]
 
     def apply(self, function: Callable[[HeadFactors], T]) -> T:
         """Call a function with the factors, within one forward pass of each layer.
@@ -53,8 +53,8 @@ class HeadLayers(NamedTuple):
         """
 
         def run(*states: Tensor) -> T:
-            first, *_ = layers = cast("tuple[nn.Linear, ...]", self.layers)
-            return function(HeadFactors(states, tuple(layer.weight for layer in layers), first.bias))
+            weights = tuple(layer.weight for layer in self.layers)
+            return function(HeadFactors(states, weights, self.layers[0].bias))
 
         for layer in self.layers:
             run = _within_pass_of(layer, run)
@@ -76,10 +76,15 @@ def head_layers(head: nn.Module, states: Tensor) -> HeadLayers | None:
     if kind == "ModulesToSaveWrapper":
         return head_layers(_active_copy(head), states)
     if kind == "LoraLinear":
-        return _lora_layers(cast(Any, head), states)
+        return _lora_layers(head, states)
     # Not `head.weight`: outside the layer's own forward pass ZeRO-3 would gather it, for the whole model's.
     weight = next(head.parameters(recurse=False), None)
-    if type(head) not in (nn.Linear, StoredLinear) or _is_observed(head) or isinstance(weight, DTensor):
+    if (
+        not isinstance(head, nn.Linear)
+        or type(head) not in (nn.Linear, StoredLinear)
+        or _is_observed(head)
+        or isinstance(weight, DTensor)
+    ):
         return None
     return HeadLayers((states,), (head,))
 

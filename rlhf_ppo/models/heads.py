@@ -55,6 +55,14 @@ def scalar_head(model: nn.Module) -> nn.Module | None:
     return linear[0] if len(linear) == 1 else None
 
 
+def head_of_scorer(model: nn.Module) -> nn.Module:
+    """Return the `scalar_head` of a model that is known to have one; a `TypeError` if it has none."""
+    head = scalar_head(model)
+    if head is None:
+        raise TypeError(f"{type(model).__name__} has no layer that maps a hidden state to one number")
+    return head
+
+
 def check_one_label(model: nn.Module, argument: str) -> None:
     """Check that a sequence-classification model has exactly one output.
 

@@ -28,7 +28,7 @@ def label_index(config: PreTrainedConfig, label: str) -> int:
     Raises:
         ValueError: There is no such label.
     """
-    names = [str(name) for _, name in sorted(cast("dict[int, str]", config.id2label).items())]
+    names = [str(name) for _, name in sorted((config.id2label or {}).items())]
     if label in names:
         return names.index(label)
     if label.isdecimal() and int(label) < len(names):
@@ -64,7 +64,7 @@ def keep_label(model: nn.Module, label: str) -> nn.Module:
         )
     expected = None if is_sharded(base) else _probe(base)[:, index]
     name, layer = layers[0]
-    _replace(base, name, _row_of(cast(nn.Linear, layer), index))
+    _replace(base, name, _row_of(layer, index))
     base.config.num_labels = cast(Any, base).num_labels = 1
     if expected is not None and not torch.allclose(_probe(base)[:, 0], expected, rtol=1e-3, atol=1e-4):
         raise ValueError(
@@ -90,4 +90,4 @@ def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
 
 def _probe(model: nn.Module) -> torch.Tensor:
     with in_eval_mode(model):
-        return cast(Any, model)(input_ids=probe_ids(model)).logits.float()
+        return model(input_ids=probe_ids(model)).logits.float()

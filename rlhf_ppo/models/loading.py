@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_ppo.models.adapter_checks import adapter_kind
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory, load_adapter
 from rlhf_ppo.models.copying import copy_model, copy_weights
-from rlhf_ppo.models.heads import check_one_label, reads_last_token, scalar_head
+from rlhf_ppo.models.heads import check_one_label, head_of_scorer, reads_last_token, scalar_head
 from rlhf_ppo.models.labels import keep_label, label_index, num_labels
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.sharded import gathered, is_sharded
-from rlhf_ppo.models.unwrapping import backbone, is_peft_model, transformers_model
+from rlhf_ppo.models.unwrapping import backbone, is_peft_model, transformers_model, weight_of
 
 
 def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.Module:
@@ -109,7 +109,8 @@ def load_classifier(
         if is_whole:
             loaded, info = loaded
             _check_has_head(loaded, info["missing_keys"], model, argument)
-        model = cast(nn.Module, _without_adapters(loaded, argument) if merges_adapter else loaded)
+        whole: nn.Module = _without_adapters(loaded, argument) if merges_adapter else loaded
+        model = whole
     _check_transformers_model(model, argument)
     return model
 
@@ -160,7 +161,7 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
             f"{type(source).__name__}, is built otherwise; pass value_model"
         )
     copy_weights(backbone(source), backbone(value_model))
-    head = cast(Any, scalar_head(value_model)).weight
+    head = weight_of(head_of_scorer(value_model))
     with gathered([head], modify=True):
         nn.init.zeros_(head)
     return value_model.to(next(source.parameters()).device).train()
@@ -333,7 +334,7 @@ def _without_adapters(model: nn.Module, argument: str) -> nn.Module:
     if not is_peft_model(model):
         return model
     try:
-        return cast(Any, model).merge_and_unload()
+        return model.merge_and_unload()
     except Exception as error:  # each kind has errors of its own
         raise ValueError(
             f"PEFT cannot merge an adapter of the kind {adapter_kind(model)} into its base ({error}); pass {argument} "

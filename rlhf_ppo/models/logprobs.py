@@ -7,7 +7,7 @@ training, the logits of all chunks but the last are recomputed in the backward p
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from rlhf_ppo.models.head_factors import head_layers
 from rlhf_ppo.models.modes import in_eval_mode
 from rlhf_ppo.models.passes import hidden_states
 from rlhf_ppo.models.sharded import is_managed, is_sharded
-from rlhf_ppo.models.unwrapping import probe_ids, text_config, transformers_model
+from rlhf_ppo.models.unwrapping import output_layer, probe_ids, text_config, transformers_model
 
 MAX_CHUNK_ELEMENTS, MAX_CHUNK_ELEMENTS_ON_GPU = 2**24, 2**27
 """Logits computed at once, tokens x vocabulary: 64 and 512 MiB in float32. The fewer they are, the more often hidden
@@ -92,7 +92,7 @@ def token_logprobs(
     Returns:
         Log-probabilities and entropies in nats, float32 `(N,)` each.
     """
-    head = head_layers(cast(nn.Module, transformers_model(policy).get_output_embeddings()), states)
+    head = head_layers(output_layer(policy), states)
     if head is None:
         return _logprobs_of_called_head(policy, states, targets, temperature, with_entropy)
     scaling = logit_scaling(policy, temperature)
@@ -148,7 +148,7 @@ def logits(policy: nn.Module, states: Tensor) -> Tensor:
     Returns:
         Logits before the temperature, float32 `(..., V)`.
     """
-    result = cast(nn.Module, transformers_model(policy).get_output_embeddings())(states).float()
+    result = output_layer(policy)(states).float()
     factor, cap, _ = logit_scaling(policy)
     return result * factor if cap is None else cap * torch.tanh(result * factor / cap)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from rlhf_ppo.data.places import Places
 
 if TYPE_CHECKING:
     pass
-from rlhf_ppo.models.unwrapping import backbone
+from rlhf_ppo.models.unwrapping import backbone, transformers_model
 
 PACKS, PROOF = "rows_are_packed", "proof_of_packing"
 """Attributes of a backbone: the attention that packed rows are proven with, and the proof left to its first pass."""
@@ -61,14 +61,20 @@ def hidden_states(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, p
     return scattered.unflatten(0, attention_mask.shape)
 
 
+def attention_of(body: nn.Module) -> str | None:
+    """Return the name of the attention that a backbone computes with now."""
+    config = transformers_model(body).config
+    return config._attn_implementation
+
+
 def packs_rows(body: nn.Module) -> bool:
     """Tell whether a backbone was seen to keep packed rows apart, under the attention that it has now."""
-    return vars(body).get(PACKS, "") == cast(Any, body).config._attn_implementation
+    return vars(body).get(PACKS, "") == attention_of(body)
 
 
 def uses_flash_attention(body: nn.Module) -> bool:
     """Tell whether a backbone's attention is one of the flash kind, which runs on accelerators."""
-    return str(cast(Any, body).config._attn_implementation).startswith("flash_attention")
+    return str(attention_of(body)).startswith("flash_attention")
 
 
 def run_packed(body: nn.Module, input_ids: Tensor, attention_mask: Tensor, places: Places | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +102,7 @@ class PolicyAndValue(nn.Module):
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Recompute activations in the backward pass, in both models (the name since transformers 5.2x)."""
         for model in (self.policy, self.value_model):
-            cast(Any, transformers_model(model)).activation_checkpointing_enable(**kwargs)
+            transformers_model(model).activation_checkpointing_enable(**kwargs)
             recompute_in_eval_mode(model)
 
     def gradient_checkpointing_disable(self) -> None:

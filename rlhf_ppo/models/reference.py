@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -21,7 +21,10 @@ from rlhf_ppo.models.frozen import Frozen, at_work
 from rlhf_ppo.models.loading import low_precision_parameters
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 from rlhf_ppo.models.sharded import is_sharded
-from rlhf_ppo.models.unwrapping import is_peft_model
+from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, with_adapters
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 logger = get_logger(__name__)
 
@@ -85,7 +88,7 @@ class Reference:
             with at_work(self.model):
                 yield self.model
         else:
-            with use_adapter(cast(Any, policy), self.adapter_name):
+            with use_adapter(with_adapters(policy), self.adapter_name):
                 yield functools.partial(model, only="policy", with_entropy=False)
 
     def is_policy(self, policy: nn.Module) -> bool:
@@ -102,7 +105,7 @@ class Reference:
             with at_work(self.model):
                 yield self.model
         else:
-            with use_adapter(cast(Any, policy), self.adapter_name):
+            with use_adapter(with_adapters(policy), self.adapter_name):
                 yield model
 
 
@@ -135,7 +138,7 @@ def make_reference(
         _check_adapter(policy, ref_model, ref_adapter_name)
     reference = _choose_reference(policy, ref_model, ref_adapter_name, adapter_is_new, temperature)
     if is_peft_model(policy):
-        _check_stays(reference, cast(Any, policy))
+        _check_stays(reference, policy)
     return reference
 
 
@@ -157,14 +160,14 @@ def _choose_reference(
         return Reference(None)
     if not _can_hold_two(policy):
         return Reference(FrozenPolicy(_whole_copy(policy), temperature))
-    _copy_active_adapter(cast(Any, policy), INITIAL_ADAPTER)
+    _copy_active_adapter(policy, INITIAL_ADAPTER)
     return Reference(None, INITIAL_ADAPTER)
 
 
 def _check_adapter(policy: nn.Module, ref_model: nn.Module | None, ref_adapter_name: str) -> None:
     if ref_model is not None:
         raise ValueError(f"ref_adapter_name={ref_adapter_name!r} and ref_model are both given; pass one of them")
-    adapters = list(cast(Any, policy).peft_config) if is_peft_model(policy) else []
+    adapters = list(policy.peft_config) if is_peft_model(policy) else []
     if ref_adapter_name not in adapters:
         raise ValueError(f"ref_adapter_name={ref_adapter_name!r} is no adapter of the policy, which has {adapters}")
 
@@ -181,12 +184,12 @@ def _check_own_weights(policy: nn.Module, ref_model: nn.Module) -> None:
 
 def _can_hold_two(policy: nn.Module) -> bool:
     """Tell whether a second adapter of the active one's kind can be had that shares nothing trainable with it."""
-    config = cast(Any, policy).active_peft_config
-    return config.peft_type.value not in _ONE_AT_A_TIME and getattr(config, "bias", "none") == "none"
+    config = with_adapters(policy).active_peft_config
+    return adapter_kind(policy) not in _ONE_AT_A_TIME and getattr(config, "bias", "none") == "none"
 
 
 def _whole_copy(policy: nn.Module) -> nn.Module:
-    config = cast(Any, policy).active_peft_config
+    config = with_adapters(policy).active_peft_config
     what = f"an adapter of the kind {adapter_kind(policy)} with bias={getattr(config, 'bias', 'none')!r}"
     if is_sharded(policy):
         raise ValueError(f"model has {what}, which cannot be copied under ZeRO-3; pass ref_model, the initial policy")
@@ -197,10 +200,10 @@ def _whole_copy(policy: nn.Module) -> nn.Module:
     return copy.deepcopy(policy)
 
 
-def _copy_active_adapter(policy: Any, name: str) -> None:
+def _copy_active_adapter(policy: PeftModel, name: str) -> None:
     from peft import set_peft_model_state_dict
 
-    active = policy.active_adapter
+    active = active_adapter(policy)
     if name in policy.peft_config:
         raise ValueError(
             f"the policy already has an adapter {name!r}: name the reference with ref_adapter_name, or rename it"
@@ -219,7 +222,7 @@ def _copy_active_adapter(policy: Any, name: str) -> None:
         )
 
 
-def _check_stays(reference: Reference, policy: Any) -> None:
+def _check_stays(reference: Reference, policy: PeftModel) -> None:
     """Raise where training the policy's adapter would change the reference too."""
     if is_sharded(policy):
         return
@@ -235,8 +238,8 @@ def _check_stays(reference: Reference, policy: Any) -> None:
         )
 
 
-def _logits(reference: Reference, policy: Any, tokens: Tensor) -> Tensor:
-    if reference.model is not None:
-        return probe(cast(FrozenPolicy, reference.model).policy, tokens)
+def _logits(reference: Reference, policy: PeftModel, tokens: Tensor) -> Tensor:
+    if isinstance(reference.model, FrozenPolicy):
+        return probe(reference.model.policy, tokens)
     with use_adapter(policy, reference.adapter_name):
         return probe(policy, tokens)

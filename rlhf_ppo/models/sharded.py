@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     pass
@@ -32,7 +32,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in model.parameters())
 
 
-def gathered(parameters: Iterable[nn.Parameter], modify: bool = False) -> AbstractContextManager[None]:
+def gathered(parameters: Iterable[Tensor], modify: bool = False) -> AbstractContextManager[None]:
     """Make parameters that ZeRO-3 has sharded whole while a context lasts; every rank enters it.
 
     Args:

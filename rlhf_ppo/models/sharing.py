@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from rlhf_ppo.models.adapter_checks import adapter_kind
 from rlhf_ppo.models.adapters import add_value_adapter, copy_adapter
-from rlhf_ppo.models.heads import scalar_head
+from rlhf_ppo.models.heads import head_of_scorer
 from rlhf_ppo.models.loading import empty_classifier
-from rlhf_ppo.models.unwrapping import backbone, is_peft_model, transformers_model
+from rlhf_ppo.models.unwrapping import backbone, is_peft_model, transformers_model, with_adapters
 
 
 def value_model_over(policy: nn.Module, value_model: nn.Module | None, peft_config: Any) -> nn.Module:
@@ -41,7 +41,7 @@ def value_model_over(policy: nn.Module, value_model: nn.Module | None, peft_conf
     if peft_config is not None:
         critic = add_value_adapter(critic, peft_config)
     elif not is_peft_model(critic):
-        config = cast(Any, policy).peft_config[cast(Any, policy).active_adapter]
+        config = with_adapters(policy).active_peft_config
         critic = _with_adapter_like(config, critic)
         if value_model is None:
             copy_adapter(policy, critic)
@@ -67,16 +67,16 @@ def share_base(model: nn.Module, policy: nn.Module) -> str | None:
         None, or what differs between the two bases; then nothing has been changed.
     """
     own, base = (dict(_bare_modules(backbone(part))) for part in (model, policy))
-    found = [(name, module._parameters, base.get(name)) for name, module in own.items() if module._parameters]
-    expected = {name for name, module in base.items() if module._parameters}
-    if missing := sorted(expected ^ {name for name, _, _ in found}):
+    found = {name: module._parameters for name, module in own.items() if module._parameters}
+    shared = {name: module._parameters for name, module in base.items() if module._parameters}
+    if missing := sorted(shared.keys() ^ found.keys()):
         return f"only one of them has {missing[0]}"
-    for name, parameters, twin in found:
+    for name, parameters in found.items():
         for key, value in parameters.items():
-            if not _equal(value, cast(nn.Module, twin)._parameters.get(key)):
+            if not _equal(value, shared[name].get(key)):
                 return f"{name}.{key} is not the same"
-    for _, parameters, twin in found:
-        parameters.update(cast(nn.Module, twin)._parameters)
+    for name, parameters in found.items():
+        parameters.update(shared[name])
     return None
 
 
@@ -90,12 +90,12 @@ def _scorer_with_zero_head(policy: nn.Module) -> nn.Module:
     original = transformers_model(policy)
     device = next(original.parameters()).device
     with torch.device("meta"):
-        scorer = cast(Any, empty_classifier(original))
+        scorer = empty_classifier(original)
     shared = {id(value): value for value in backbone(policy).parameters()}
     body = copy.deepcopy(backbone(policy), shared)
     _strip_adapters(body)
-    setattr(scorer, scorer.base_model_prefix, body)
-    head = cast(nn.Module, scalar_head(scorer)).to_empty(device=device)
+    setattr(scorer, transformers_model(scorer).base_model_prefix, body)
+    head = head_of_scorer(scorer).to_empty(device=device)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
     for name in ("is_quantized", "hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -120,5 +120,5 @@ def _probe(module: nn.Module, dtype: torch.dtype) -> Tensor:
     batch = (ids, mask) if isinstance(module, FrozenScorer) else (ids, mask, mask[:, -2:])
     with torch.autocast(weight.device.type, dtype):
         outputs = module(*batch)
-    parts = [outputs] if isinstance(outputs, Tensor) else cast("tuple[Tensor, ...]", outputs)
+    parts = [outputs] if isinstance(outputs, Tensor) else outputs
     return torch.cat([part.nan_to_num().flatten() for part in parts])

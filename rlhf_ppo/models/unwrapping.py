@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedConfig
+    from typing_extensions import TypeIs
 
 
-def is_peft_model(model: nn.Module) -> bool:
+def is_peft_model(model: nn.Module) -> TypeIs[PeftModel]:
     """Tell whether `model` is a `peft.PeftModel` (False where PEFT is not installed)."""
     try:
         from peft import PeftModel
@@ -25,7 +27,39 @@ def is_peft_model(model: nn.Module) -> bool:
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside a `PeftModel` (adapters stay injected), or `model` itself."""
-    return cast(PreTrainedModel, cast(Any, model).get_base_model() if is_peft_model(model) else model)
+    # No isinstance: what takes parts of a model apart for a check has classes of its own.
+    return cast(PreTrainedModel, model.get_base_model() if is_peft_model(model) else model)
+
+
+def with_adapters(model: nn.Module) -> PeftModel:
+    """Return a model that is known to be a `peft.PeftModel`, as one; a `TypeError` if it is none."""
+    if not is_peft_model(model):
+        raise TypeError(f"{type(model).__name__} has no adapters of PEFT")
+    return model
+
+
+def active_adapter(model: nn.Module) -> str:
+    """Return the name of a `PeftModel`'s active adapter; a `TypeError` if it has none, or several at once."""
+    name = with_adapters(model).active_adapter
+    if not isinstance(name, str):
+        raise TypeError(f"one adapter must be active, not {name!r}")
+    return name
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """Return a layer's weight, also where an adapter's layer stands around it; a `TypeError` if it has none."""
+    weight = layer.weight
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{type(layer).__name__} has no weight")
+    return weight
+
+
+def output_layer(policy: nn.Module) -> nn.Module:
+    """Return a language model's head; a `TypeError` if it has none."""
+    head = transformers_model(policy).get_output_embeddings()
+    if head is None:
+        raise TypeError(f"{type(policy).__name__} has no language-model head")
+    return head
 
 
 def backbone(model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,7 +174,7 @@ class EndsOnSignals(TrainerCallback):
 
     def _received_by_any(self, device: torch.device, figure: float = 0.0) -> tuple[int | None, float]:
         own = [*(float(self.received == number) for number in STOPPING), figure]
-        *flags, total = cast("list[float]", self.reduce_sum(torch.tensor(own, device=device)).tolist())
+        *flags, total = self.reduce_sum(torch.tensor(own, device=device)).tolist()
         return next((int(number) for number, flag in zip(STOPPING, flags, strict=True) if flag > 0), None), total
 
     def _note(self, number: int, frame: Any) -> None:
@@ -251,8 +251,9 @@ class _Watcher:
 
     def _wake_main_thread(self) -> None:
         """Interrupt what the main thread waits for: the system may have given the signal to another thread."""
-        while _WAKING is not None and not self.is_over and not self.is_noticed():
-            signal.pthread_kill(cast(int, threading.main_thread().ident), _WAKING)
+        main = threading.main_thread().ident
+        while _WAKING is not None and main is not None and not self.is_over and not self.is_noticed():
+            signal.pthread_kill(main, _WAKING)
             time.sleep(0.05)
 
 

@@ -302,8 +302,11 @@ class TrlReward:
         self.name, self.settings = name, settings
         found = getattr(trl.rewards, name)
         is_factory = name.startswith("get_")
-        self._call = found(**settings) if is_factory else functools.partial(found, **_accepted(found, settings))
-        self.__name__ = cast(Any, self._call).__name__ if is_factory else name
+        if is_factory:
+            self._call = made = found(**settings)
+            self.__name__ = made.__name__
+        else:
+            self._call, self.__name__ = functools.partial(found, **_accepted(found, settings)), name
         self.__signature__ = inspect.signature(self._call)  # the columns that it requires
 
     def __reduce__(self) -> tuple[Any, ...]:

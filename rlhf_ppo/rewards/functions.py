@@ -10,7 +10,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,9 +160,7 @@ class RewardFunction:
             prompts = batch.prompt_texts(self.tokenizer)
         offered: dict[str, Any] = {
             **{key: list(values) for key, values in batch.columns.items() if key not in _NOT_PASSED},
-            "prompts": [
-                [dict(cast(Any, part)) for part in prompt] if is_conversation(prompt) else prompt for prompt in prompts
-            ],
+            "prompts": [[dict(part) for part in prompt] if is_conversation(prompt) else prompt for prompt in prompts],
             "completions": [
                 [{"role": "assistant", "content": text}] if is_conversation(prompt) else text
                 for prompt, text in zip(prompts, texts, strict=True)

@@ -108,7 +108,7 @@ class RewardModelJudge(ScoringJudge):
 
     def scores(self, answers: Sequence[Answer], columns: Mapping[str, Any]) -> list[float]:
         """Score answers."""
-        return cast(Any, self.model.score_answers(answers, self._tokenizer_for)).tolist()
+        return self.model.score_answers(answers, self._tokenizer_for).tolist()
 
     def verdict(self, first: float, second: float) -> float:
         """Return the probability that the second is better."""
@@ -172,7 +172,7 @@ class FunctionJudge(ScoringJudge):
         scores = check_scores(returned, self.__name__, list(map(len, ids)))
         if scores.dim() == 2:
             scores = torch.stack([_total(row, answer) for row, answer in zip(scores, answers, strict=True)])
-        totals = cast("list[float]", scores.tolist())
+        totals: list[float] = scores.tolist()
         return [None if math.isnan(score) else score for score in totals]
 
     def verdict(self, first: float, second: float) -> float:

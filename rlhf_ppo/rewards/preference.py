@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from rlhf_ppo.rewards.builtin import prompt_text, response_texts
 from rlhf_ppo.rewards.functions import finished
@@ -97,8 +97,10 @@ class PreferenceReward:
         rewards: list[float | None] = [
             0.0 if other is not None and one.response == other.response else None for one, other in pairs
         ]
-        judged = [row for row, (_, other) in enumerate(pairs) if other is not None and rewards[row] is None]
-        chosen = [(ours[row], cast(Answer, theirs[row])) for row in judged]
+        compared = {
+            row: (one, other) for row, (one, other) in enumerate(pairs) if other is not None and rewards[row] is None
+        }
+        judged, chosen = list(compared), list(compared.values())
         both_orders = chosen + [(other, one) for one, other in chosen]
         verdicts = self._verdicts(both_orders, select(columns, judged * 2))
         for row, first, second in zip(judged, verdicts[: len(judged)], verdicts[len(judged) :], strict=True):

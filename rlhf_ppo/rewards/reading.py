@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlhf_ppo.data.encoding import is_conversation
+from rlhf_ppo.data.encoding import eos_id, is_conversation
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.rewards.scorer import ScoringBatch, selected
 
@@ -62,12 +62,14 @@ class Answer:
     def _text_before(self) -> str:
         """What the response goes on from, where it is known as text."""
         if is_conversation(self.prompt):
-            return cast(str, self.prompt[-1]["content"]) if self.prompt[-1].get("role") == "assistant" else ""
+            return self.prompt[-1]["content"] if self.prompt[-1].get("role") == "assistant" else ""
         return self.prompt if isinstance(self.prompt, str) else ""
 
     def _decode(self, ids: Sequence[int]) -> str:
-        tokenizer = cast(PreTrainedTokenizerBase, self.tokenizer)
-        return cast(str, tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        if self.tokenizer is None:
+            raise ValueError("the answer has token ids, but no tokenizer to read them with")
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return "".join(self.tokenizer.decode(list(ids), **options))
 
 
 def answers_of(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
@@ -113,7 +115,7 @@ def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) 
         raise ValueError("there is no tokenizer beside the reward model, which is to read a text; save it there")
     if is_conversation(answer.prompt):
         return _templated(answer, tokenizer)
-    ids, eos = _ids(tokenizer(answer.text)), cast("int | None", tokenizer.eos_token_id)
+    ids, eos = _ids(tokenizer(answer.text)), eos_id(tokenizer)
     return [*ids, eos] if answer.ended and eos is not None and ids[-1:] != [eos] else ids
 
 
@@ -125,8 +127,7 @@ def _templated(answer: Answer, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         )
     # Arrow gives every message the union of all messages' keys, and templates ask whether a key is defined.
     messages: list[Any] = [
-        {key: value for key, value in message.items() if value is not None}
-        for message in cast(Sequence[Mapping[str, Any]], answer.prompt)
+        {key: value for key, value in message.items() if value is not None} for message in answer.prompt
     ]
     response = answer.response
     if messages[-1].get("role") == "assistant":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,12 @@ class LoadedRewardModel:
     tokenizer: PreTrainedTokenizerBase | None
     offloads: bool = False
     scorer: nn.Module | None = None
+
+    def made_scorer(self) -> nn.Module:
+        """Return what computes its scores; a `ValueError` before it is made."""
+        if self.scorer is None:
+            raise ValueError("a reward model's scorer is made once all models are")
+        return self.scorer
 
 
 def load_reward_models(
@@ -182,7 +188,7 @@ class RewardModel:
 def _own_tokenizer(
     spec: Any, model: nn.Module, policy_tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedTokenizerBase | None:
-    path = transformers_model(model).config._name_or_path if isinstance(spec, nn.Module) else cast(str, spec)
+    path = transformers_model(model).config._name_or_path if isinstance(spec, nn.Module) else spec
     found = tokenizer_beside(path)
     return None if found is None or shares_tokens(policy_tokenizer, found) else found
 

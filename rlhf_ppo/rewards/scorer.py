@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ class ScoringBatch:
 
     def _texts(self, part: str, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
         def decoded() -> list[str]:
-            return cast("list[str]", tokenizer.batch_decode(ids, skip_special_tokens=True))
+            return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
         return list(self.once(f"text of the {part}", tokenizer, decoded))
 

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from transformers.trainer_utils import IntervalStrategy
 from transformers.utils.import_utils import is_peft_available
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.settled import settings_of
 from rlhf_ppo.data.datasets import check_rows
 from rlhf_ppo.processes.random_numbers import rng_kept
 from rlhf_ppo.training.optimization import checked_pair
@@ -247,7 +248,7 @@ def check_optimization(args: PPOConfig, optimizers: Sequence[Any], num_updates: 
                 torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0),
                 args.get_warmup_steps(num_updates),
                 num_updates,
-                cast("dict[str, Any] | None", args.lr_scheduler_kwargs),
+                settings_of(args.lr_scheduler_kwargs),
             )
         except Exception as error:
             name = args.lr_scheduler_type.value  # pyright: ignore[reportAttributeAccessIssue]

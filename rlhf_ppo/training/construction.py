@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.validation import parse_weights
 from rlhf_ppo.data.datasets import longest_prompt, prepare_prompts
-from rlhf_ppo.data.encoding import PROMPT_COLUMNS, prompt_column
+from rlhf_ppo.data.encoding import PROMPT_COLUMNS, eos_id, pad_id, prompt_column
 from rlhf_ppo.data.lengths import PositionLimit, check_lengths, smallest
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation.sequences import ended
@@ -93,9 +94,10 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Speci
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(f"processing_class must be a tokenizer, got {type(tokenizer).__name__}; pass AutoTokenizer's")
-    eos = cast("int | None", tokenizer.eos_token_id)
-    pad = cast("int | None", tokenizer.pad_token_id)
-    if pad is None and eos is None:
+    eos = eos_id(tokenizer)
+    pad = pad_id(tokenizer)
+    filling = eos if pad is None else pad
+    if filling is None:
         raise ValueError(
             "processing_class has neither a pad_token nor an eos_token; set tokenizer.pad_token to a token that "
             "prompts do not use"
@@ -116,7 +118,7 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Speci
             "stop_token='eos' to end responses at EOS."
         )
     strings = StopStrings(tokenizer, tuple(args.stop_strings)) if args.stop_strings else None
-    return SpecialTokens(pad=cast(int, eos if pad is None else pad), stop=stop, end=end, stop_strings=strings)
+    return SpecialTokens(pad=filling, stop=stop, end=end, stop_strings=strings)
 
 
 @dataclass(frozen=True)
@@ -344,7 +346,7 @@ def make_scorer(
     """
     models = [
         RewardModel(
-            place_frozen(cast(nn.Module, reward.scorer), accelerator, reward.offloads),
+            place_frozen(reward.made_scorer(), accelerator, reward.offloads),
             args.local_rollout_forward_batch_size,
             lambda: accelerator.autocast(),
             None if reward.tokenizer is None else (tokenizer, reward.tokenizer),
@@ -368,5 +370,5 @@ def make_scorer(
         )
         for function in functions
     ]
-    weights = cast("list[float] | dict[str, float] | None", args.reward_weights)  # no text: the arguments have read it
+    weights = parse_weights("reward_weights", args.reward_weights)
     return Scorer([*models, *wrapped], weights, refuse)
