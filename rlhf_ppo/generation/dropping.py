@@ -103,9 +103,8 @@ def generate_dropping(
         Stopped: A signal has come, to this rank or with `synced_gpus` to any.
     """
     num_rows, prompt_length = input_ids.shape
-    max_new_tokens, filling = length_and_filling(config)
-    longest = prompt_length + max_new_tokens
-    result = input_ids.new_full((num_rows, max_new_tokens), filling)
+    size, filling = length_and_filling(config)
+    result, longest = input_ids.new_full((num_rows, size), filling), prompt_length + size
     rows = torch.arange(num_rows, device=input_ids.device)
     strings = None if stop_strings is None else StopsAtStrings(stop_strings, prompt_length)
     share_left = 0.0 if synced_gpus else SHARE_LEFT

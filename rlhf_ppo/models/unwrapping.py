@@ -31,6 +31,13 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     return cast(PreTrainedModel, model.get_base_model() if is_peft_model(model) else model)
 
 
+def as_module(model: object) -> nn.Module:
+    """Return what an engine runs, a module that Trainer's types do not know as one; a `TypeError` if it is none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model must be a torch.nn.Module, not {type(model).__name__}")
+    return model
+
+
 def with_adapters(model: nn.Module) -> PeftModel:
     """Return a model that is known to be a `peft.PeftModel`, as one; a `TypeError` if it is none."""
     if not is_peft_model(model):

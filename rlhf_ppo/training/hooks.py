@@ -37,6 +37,7 @@ from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
 from rlhf_ppo.checkpoints.record import save_record
 from rlhf_ppo.checkpoints.whole import start_checkpoint
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import Prompts
@@ -50,7 +51,7 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import Reference
-from rlhf_ppo.models.unwrapping import drop_foreign_padding
+from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding
 from rlhf_ppo.models.vocabulary import Vocabulary
 from rlhf_ppo.processes.collectives import gather_over_ranks, sum_over_ranks
 from rlhf_ppo.processes.failing import failing_together
@@ -290,7 +291,7 @@ class TrainerHooks(Trainer):
         return output
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        engine = cast(nn.Module, self.model_wrapped)
+        engine = as_module(self.model_wrapped)
         with without_frozen(engine, self._unwrapped(self.model), self.is_deepspeed_enabled):
             super()._save_optimizer_and_scheduler(output_dir)
 
@@ -306,7 +307,7 @@ class TrainerHooks(Trainer):
             DivergenceError: A weight is not finite; nothing is written then.
             DiskFullError: There is no room.
         """
-        own = cast(str, self.args.output_dir)
+        own = output_directory(self.args)
         directory = own if output_dir is None else output_dir
         with self._checkpoints.saving_model(directory):
             self._save_whole_model(output_dir, _internal_call)
@@ -322,7 +323,7 @@ class TrainerHooks(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.args.should_save:
-            directory = cast(str, self.args.output_dir if output_dir is None else output_dir)
+            directory = output_directory(self.args) if output_dir is None else output_dir
             save_models(self._unwrapped(self.model), directory, state_dict, self._checkpoints.is_writing)
             if self.processing_class is not None:
                 cast(Any, self.processing_class).save_pretrained(directory)
@@ -401,7 +402,7 @@ class TrainerHooks(Trainer):
         if (missing := missing_best_metric(self.args, metrics)) is not None:
             if self.state.global_step > 0:
                 self.control.should_evaluate = True  # the resumed run begins with this evaluation
-                self._end.save_where_it_stopped(cast(nn.Module, self.model_wrapped), trial)
+                self._end.save_where_it_stopped(as_module(self.model_wrapped), trial)
                 missing += f"; go on with resume_from_checkpoint={self._guard.last_checkpoint!r}"
             raise ValueError(missing)
         if follows_metric(self.lr_scheduler) and not skip_scheduler:
@@ -485,7 +486,7 @@ class TrainerHooks(Trainer):
             with (
                 isolated_rng(self.args.seed),
                 self._streams.rewards.apart(self.args.seed, self.args.process_index),
-                runnable(cast(nn.Module, self.model_wrapped), self.args.device) as model,
+                runnable(as_module(self.model_wrapped), self.args.device) as model,
                 self._guard.apart_from_updates(),
             ):
                 yield model
@@ -545,7 +546,7 @@ class TrainerHooks(Trainer):
         self._trial = trial  # its arguments are in force already
 
     def _get_output_dir(self, trial: Any) -> str:
-        return cast(str, self.args.output_dir)  # a trial's own
+        return output_directory(self.args)  # a trial's own
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation to Optuna; where it prunes the trial, end it on all ranks."""
@@ -699,7 +700,7 @@ class TrainerHooks(Trainer):
         loader = self.get_train_dataloader()
         num_epochs, per_epoch, _, _, _, _, max_steps = self.set_initial_training_values(self.args, loader)
         self._updates_per_epoch = per_epoch
-        counts = cast(int, max_steps), per_epoch, num_epochs
+        counts = max_steps, per_epoch, num_epochs
         first_epoch, num_skipped = self._init_training_state(*counts, resume_from_checkpoint, trial)
         model, loader = self._prepare_for_training(max_steps, loader, resume_from_checkpoint)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
@@ -855,7 +856,7 @@ class TrainerHooks(Trainer):
             super().log(logs, start_time)
 
     def _naming_full_log(self) -> AbstractContextManager[None]:
-        directory = cast(str, self.args.output_dir)
+        directory = output_directory(self.args)
         return naming_full_disk(directory, lambda: self._guard.last_checkpoint, "what is logged or printed")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from transformers.optimization import GreedyLR
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.settled import settings_of
 from rlhf_ppo.training.schedules import Settings, changes, describe_changes
 
 MakeOptimizer = Callable[[list[tuple[str, Parameter]]], Optimizer]
@@ -114,7 +115,12 @@ class Optimization:
 
     def recorded(self) -> dict[str, Any]:
         """Return all settings by name, for checkpoints."""
-        return cast(Settings, self._settings).recorded()
+        return self._noted().recorded()
+
+    def _noted(self) -> Settings:
+        if self._settings is None:
+            raise RuntimeError("there is no scheduler yet, whose settings could be told")
+        return self._settings
 
     def put_in_force(self, before: Mapping[str, Any], num_updates: int) -> str | None:
         """Put this run's settings in force where a checkpoint that was loaded has brought others.
@@ -126,7 +132,7 @@ class Optimization:
         Returns:
             What has changed, or None.
         """
-        settings = cast(Settings, self._settings)
+        settings = self._noted()
         changed = changes(before, settings.recorded()) if before else {}
         if not changed:
             return None
@@ -138,7 +144,7 @@ def follow_metric(args: PPOConfig) -> None:
     """Let a schedule that follows a metric follow it upwards where greater is better."""
     if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         mode = "max" if args.greater_is_better else "min"
-        args.lr_scheduler_kwargs = {"mode": mode} | cast(dict, args.lr_scheduler_kwargs or {})
+        args.lr_scheduler_kwargs = {"mode": mode} | (settings_of(args.lr_scheduler_kwargs) or {})
 
 
 def follows_metric(scheduler: Any) -> bool:

@@ -91,12 +91,13 @@ def on_whole_policy(model: nn.Module, accelerator: Accelerator, gather: bool, fu
 def _with_gathered(model: nn.Module, policy: nn.Module, function: Callable[[nn.Module], T]) -> T:
     from trl.models.utils import add_hooks, remove_hooks
 
+    engine = cast(Any, model)
     with gathered(policy.parameters()):
-        remove_hooks(cast(Any, model))
+        remove_hooks(engine)
         try:
             return function(policy)
         finally:
-            add_hooks(cast(Any, model))
+            add_hooks(engine)
 
 
 def _with_unsharded(model: nn.Module, function: Callable[[nn.Module], T]) -> T:

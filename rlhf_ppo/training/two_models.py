@@ -15,7 +15,7 @@ from rlhf_ppo.checkpoints.fits import check_fits, is_saved_under_other_names, lo
 from rlhf_ppo.checkpoints.whole import VALUE_MODEL_DIR
 from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.unwrapping import is_peft_model
+from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model
 
 
 def save_models(
@@ -34,7 +34,7 @@ def save_models(
         parts.append(("value_model", models.value_model, os.path.join(directory, VALUE_MODEL_DIR)))
     for prefix, part, part_directory in parts:
         part_state = None if state_dict is None else _with_prefix(state_dict, f"{prefix}.")
-        adapters = {"selected_adapters": [cast(Any, part).active_adapter]} if is_peft_model(part) else {}
+        adapters = {"selected_adapters": [active_adapter(part)]} if is_peft_model(part) else {}
         cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
 
 
