@@ -94,6 +94,12 @@ def test_the_snippets_of_the_docs_run(page, workshop):
     run(page)
 
 
+def test_what_research_brings_takes_at_most_twenty_lines() -> None:
+    blocks = [block for _, block in python_blocks(ROOT / "docs" / "research.md")]
+
+    assert len(blocks) == 8 and max(len(block.splitlines()) for block in blocks) <= 20
+
+
 def commands(page: Path) -> list[list[str]]:
     """The words of each `python examples/...` command in a ```bash block."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
