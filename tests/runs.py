@@ -66,6 +66,9 @@ def as_written_before(checkpoint: Path) -> None:
         "episode epoch batches_in_epoch loss last_logged_step pending_metrics score_moments batch_size num_processes"
     )
     values = json.loads(path.read_text())
+    if (states := checkpoint / "stateful.pt").exists():
+        values["score_moments"] = torch.load(states, weights_only=True)["score_moments"]
+        states.unlink()
     path.write_text(json.dumps({name: values[name] for name in known.split()}))
 
 

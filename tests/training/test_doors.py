@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
@@ -10,19 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss
 from rlhf_ppo.checkpoints import last_whole_checkpoint
+from rlhf_ppo.checkpoints.manifest import write_manifest
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
 from tests.conftest import tiny_policy
-from tests.runs import QUICK, history, parameters
+from tests.estimate.test_update import peak_of_tensors
+from tests.runs import QUICK, as_written_before, history, parameters
 
 MakeTrainer = Callable[..., Any]
 
@@ -124,6 +128,30 @@ def test_a_run_with_states_resumes_bit_for_bit(stopped_after: int, make_trainer:
     assert torch.equal(resumed.part.total, whole.part.total) and resumed.part.total[0] == 3
     assert resumed.kl_controller.coef == 4.0
     assert resumed.score_moments.moments == whole.score_moments.moments
+
+
+def test_the_moments_of_a_checkpoint_of_before_are_taken(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    settings = {**QUICK, "save_strategy": "steps", "save_steps": 1, "score_scaling": True}
+    whole = make_trainer(**settings, output_dir=str(tmp_path))
+    whole.train()
+    for later in (2, 3):
+        (tmp_path / f"checkpoint-{later}" / "model.safetensors").unlink()
+    as_written_before(tmp_path / "checkpoint-1")
+    resumed = make_trainer(**settings, output_dir=str(tmp_path))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+    assert resumed.score_moments.moments == whole.score_moments.moments
+    assert all(torch.equal(value, parameters(whole)[name]) for name, value in parameters(resumed).items())
+
+
+def test_a_state_that_holds_code_is_not_read(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    settings = {**QUICK, "save_strategy": "steps", "save_steps": 1, "score_scaling": True}
+    make_trainer(**settings, output_dir=str(tmp_path)).train()
+    torch.save({"score_moments": Doubling()}, tmp_path / "checkpoint-3" / "stateful.pt")
+    write_manifest(str(tmp_path / "checkpoint-3"))
+
+    with pytest.raises(ValueError, match=r"its stateful\.pt cannot be read: .*Weights only load failed"):
+        make_trainer(**settings, output_dir=str(tmp_path)).train(resume_from_checkpoint=True)
 
 
 def test_states_of_parts_that_are_not_there_are_said(
@@ -288,6 +316,26 @@ def test_losses_of_a_subclass_learn_in_turn_and_log_their_figures(make_trainer: 
     approximate = [2 * each for each in logged(ours, "policy/approxkl_avg")]  # which is half of the square
     assert logged(ours, "policy/distance") == pytest.approx(approximate, rel=1e-5)
     assert len(logged(ours, "val/error")) == 3 and min(approximate) > 0
+
+
+@pytest.mark.slow
+def test_an_own_policy_loss_takes_no_more_memory(make_trainer: MakeTrainer) -> None:
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, vocab_size=2048,
+        pad_token_id=0, num_labels=1,
+    )  # fmt: skip
+
+    def peak(kind: type[PPOTrainer]) -> int:
+        trainer = make_trainer(
+            kind, model=LlamaForCausalLM(config), value_model=LlamaForSequenceClassification(config),
+            num_mini_batches=1, total_episodes=8, response_length=16,
+            train_dataset=Dataset.from_list([{"input_ids": [5] * 24}] * 8),
+        )  # fmt: skip
+        gc.collect()
+        return peak_of_tensors(trainer.train)
+
+    plain, own, at_once = peak(PPOTrainer), peak(Trusting), peak(TrustingAtOnce)
+    assert own / plain == pytest.approx(1.0, abs=0.02) and at_once > 1.05 * plain
 
 
 @pytest.mark.parametrize(
