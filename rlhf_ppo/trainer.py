@@ -167,7 +167,8 @@ class PPOTrainer(TrainerHooks):
         check_others(data_collator, callbacks, optimizers, kl_controller, engine, **adapters)
         self.kl_controller = FixedKLController(args) if kl_controller is None else kl_controller
         self.score_moments = RunningMoments()
-        self._stateful = StatefulParts(kl_controller=self.kl_controller, score_moments=self.score_moments)
+        moments = {"score_moments": self.score_moments} if args.score_scaling else {}
+        self._stateful = StatefulParts(kl_controller=self.kl_controller, **moments)
         self.tokens = tokens = special_tokens(args, processing_class)
         num_updates = args.count_sizes(num_processes(args), length(train_dataset)).num_total_batches
         check_optimization(args, optimizers, num_updates)
