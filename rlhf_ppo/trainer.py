@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -83,6 +84,7 @@ from rlhf_ppo.training.construction import (
 )
 from rlhf_ppo.training.hooks import TrainerHooks, length, num_processes
 from rlhf_ppo.training.optimization import Optimizers
+from rlhf_ppo.training.own_loop import GivenScores, NoPrompts, OwnLoop, padded_responses, scores_of
 from rlhf_ppo.training.sharding import on_whole_policy, place_frozen
 from rlhf_ppo.training.stateful import Stateful, StatefulParts
 
@@ -135,6 +137,7 @@ class PPOTrainer(TrainerHooks):
     """
 
     _tag_names = ("rlhf_ppo", "ppo")
+    _own_loop: OwnLoop | None = None
 
     def __init__(
         self,
@@ -158,17 +161,14 @@ class PPOTrainer(TrainerHooks):
         engine: GenerationEngine | None = None,
     ) -> None:
         self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
-        self._as_given |= {"kl_controller": kl_controller}
-        self._functions = functions = resolve_rewards(reward_funcs)
+        self._is_stepped = all(given is None for given in (reward_funcs, reward_model, train_dataset, eval_dataset))
+        self._functions = functions = [GivenScores()] if self._is_stepped else resolve_rewards(reward_funcs)
         check_arguments(args)
         check_models(reward_model, bool(functions), model=model, ref_model=ref_model, value_model=value_model)
+        train_dataset = NoPrompts() if self._is_stepped else train_dataset
         check_datasets(args, train_dataset, eval_dataset)
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
         check_others(data_collator, callbacks, optimizers, kl_controller, engine, **adapters)
-        self.kl_controller = FixedKLController(args) if kl_controller is None else kl_controller
-        self.score_moments = RunningMoments()
-        moments = {"score_moments": self.score_moments} if args.score_scaling else {}
-        self._stateful = StatefulParts(kl_controller=self.kl_controller, **moments)
         self.tokens = tokens = special_tokens(args, processing_class)
         num_updates = args.count_sizes(num_processes(args), length(train_dataset)).num_total_batches
         check_optimization(args, optimizers, num_updates)
@@ -177,9 +177,8 @@ class PPOTrainer(TrainerHooks):
         self._vocabulary = shared_vocabulary(
             models.reading_policy_tokens, models.reference.model, processing_class, tokens.pad, tokens.stop
         )
-        self._hold(models)
         self._tokenizer, self._config = processing_class, args
-        self._columns_are_read = bool(functions) or any(reward.tokenizer is not None for reward in models.rewards)
+        self._hold(models, FixedKLController(args) if kl_controller is None else kl_controller)
         train_dataset = self._prepared(train_dataset, "train_dataset")
         self.sizes = args.fill_derived(num_processes(args), length(train_dataset))  # long prompts were dropped
         use_one_device(args)
@@ -198,7 +197,12 @@ class PPOTrainer(TrainerHooks):
         self._check_data(data_collator)
         self.add_callback(self._signals)
 
-    def _hold(self, models: Models) -> None:
+    def _hold(self, models: Models, kl_controller: KLController) -> None:
+        self.kl_controller, self.score_moments = kl_controller, RunningMoments()
+        moments = {"score_moments": self.score_moments} if self._config.score_scaling else {}
+        self._stateful = StatefulParts(kl_controller=kl_controller, **moments)
+        of_others = any(reward.tokenizer is not None for reward in models.rewards)
+        self._columns_are_read = bool(self._functions) or of_others
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [reward.model for reward in models.rewards]
         self._longest_sequence = longest_sequence(models)
@@ -278,14 +282,60 @@ class PPOTrainer(TrainerHooks):
             RuntimeError: Another process trains in `output_dir`.
             RunStopped: A signal has ended the run; a `SystemExit` with the code 143 (SIGTERM) or 130 (SIGINT).
         """
+        if self._is_stepped:
+            raise ValueError("train_dataset=None: pass the prompts to train on, or call step() with responses")
         self._check_columns(train_dataset=self.train_dataset)
+        with self._opened(trial, resume_from_checkpoint) as checkpoint:
+            return super().train(checkpoint, trial, ignore_keys_for_eval)
+
+    @contextmanager
+    def _opened(self, trial: Any, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """Listen to signals and keep other runs out of the run's directory; give the checkpoint to go on from."""
         directory = self._get_output_dir(trial)
         with self._signals.listening(), self._directory.opened(directory, resume_from_checkpoint) as checkpoint:
             self._guard.last_checkpoint = checkpoint
             self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
             self._logged.forget()
             with detecting_overflow(self.model, self.args):
-                return super().train(checkpoint, trial, ignore_keys_for_eval)
+                yield checkpoint
+
+    def step(
+        self,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        scores: Sequence[float] | Sequence[Tensor] | Tensor,
+        response_masks: Sequence[Tensor] | None = None,
+    ) -> dict[str, float]:
+        """Take one update on responses that were sampled elsewhere, for a loop of one's own.
+
+        Each call is an update of `train`, with its logs, checkpoints, events and schedule; a trainer for it needs no
+        data set and no rewards, but `total_episodes` or `max_steps`. The first call sets the run up, or goes on
+        from `args.resume_from_checkpoint`, after which `state.global_step` counts the updates that are done; the last
+        one ends it. A signal that comes between two calls ends the run, with a checkpoint, at the next one.
+
+        Args:
+            queries: Token ids of this rank's `per_device_train_batch_size * gradient_accumulation_steps` prompts, long
+                `(C_i,)` each.
+            responses: Token ids that the policy gave to them, the stop token included, long `(T_i,)` each.
+            scores: What each response is worth, `(B,)`; NaN for one that is not to be learned from.
+            response_masks: Which tokens of each response the policy wrote, bool `(T_i,)` each; the others (of a tool,
+                for example) are context. None: all.
+
+        Returns:
+            The update's metrics.
+
+        Raises:
+            TypeError: Something is no tensor of ids, or no number.
+            ValueError: The rows are not those of an update, or too long for the models.
+            RuntimeError: The run has had all its updates.
+            RunStopped: A signal has ended the run.
+        """
+        if self._own_loop is None:
+            self._own_loop = OwnLoop(self)
+        num_rows, device = self.sizes.local_batch_size, self.args.device
+        given = padded_responses(queries, responses, response_masks, num_rows, self.tokens.pad, device)
+        check_lengths(given.context_length, given.responses.shape[1], self._longest_sequence)
+        return self._own_loop.step(given, scores_of(scores, num_rows, device))
 
     def _inner_training_loop(
         self,
@@ -295,10 +345,10 @@ class PPOTrainer(TrainerHooks):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
+        if self._own_loop is not None:
+            return self._own_loop.begin(resume_from_checkpoint)
         args = self.args
         model, loader, epochs, num_skipped = self._set_up_training(resume_from_checkpoint, trial)
-        moments = self._progress.score_moments  # where earlier versions kept them
-        self._stateful.start(resume_from_checkpoint, {"score_moments": moments} if moments else {})
         start, episodes_before = time.time(), self.state.episode
         grad_norm, learning_rate, epoch = None, None, 0
 
@@ -353,7 +403,6 @@ class PPOTrainer(TrainerHooks):
             importance ratio starts at 1.
         """
         model.eval()
-        models = self._unwrapped(model)
         with self._timer.phase("generate"):
             responses = self._generate(
                 model, prompts, sampling_config(self.args, self.tokens.stop, self._vocabulary.never_sampled)
@@ -363,21 +412,28 @@ class PPOTrainer(TrainerHooks):
             with self._timer.phase("score"):
                 batch = ScoringBatch.of(responses, prompts, self.tokens.ended(responses))
                 self.scorer.start(batch)
-            with self._timer.phase("evaluate"):
-                output = self._in_passes(responses, partial(model, with_entropy=False), models.packs_rows)
-                ref_output = output
-                if not self.reference.is_policy(models.policy):
-                    with self.reference.forward(model, models.policy) as reference:
-                        ref_output = self._in_passes(responses, reference, models.packs_rows)
-            with self._timer.phase("score"):
-                scores = self.score_responses(responses, prompts)
+            return self._rollout_of(model, responses, batch.ended, lambda: self.score_responses(responses, prompts))
+
+    def _rollout_of(
+        self, model: nn.Module, responses: Responses, stopped: Tensor, score: Callable[[], Scores]
+    ) -> Rollout:
+        """Evaluate policy, value model and reference on responses, then take their scores."""
+        models = self._unwrapped(model)
+        with self._timer.phase("evaluate"):
+            output = self._in_passes(responses, partial(model, with_entropy=False), models.packs_rows)
+            ref_output = output
+            if not self.reference.is_policy(models.policy):
+                with self.reference.forward(model, models.policy) as reference:
+                    ref_output = self._in_passes(responses, reference, models.packs_rows)
+        with self._timer.phase("score"):
+            scores = score()
         return Rollout(
             query_responses=responses.query_responses,
             attention_mask=responses.attention_mask,
             response_mask=responses.response_mask,
             sampling_logprobs=responses.sampling_logprobs,
             on_host=responses.on_host,
-            stopped=batch.ended,
+            stopped=stopped,
             logprobs=output[0],
             ref_logprobs=ref_output[0],
             values=output[2],
@@ -386,6 +442,14 @@ class PPOTrainer(TrainerHooks):
             token_scores=scores.per_token,
             scores_by_source=scores.by_source,
         )
+
+    @torch.no_grad()
+    def _given_rollout(self, model: nn.Module, responses: Responses, scores: Tensor) -> Rollout:
+        """Make the rollout of responses that were sampled and scored elsewhere."""
+        model.eval()
+        per_token = torch.zeros_like(responses.response_mask, dtype=torch.float32)
+        given = Scores(scores, per_token, {GivenScores.name: scores})
+        return self._rollout_of(model, responses, self.tokens.ended(responses), lambda: given)
 
     def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
         """Sample a response to each prompt and truncate it after the stop token or string.

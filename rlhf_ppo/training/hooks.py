@@ -535,7 +535,7 @@ class TrainerHooks(Trainer):
         if compute_objective is None:
             check_has_score(self.eval_dataset, direction)
         check_can_search(self.args, self.eval_dataset, self.is_deepspeed_enabled or self.is_fsdp_enabled)
-        recipe = Recipe(type(self), *self._made_with, self._as_given)
+        recipe = Recipe(type(self), *self._made_with, self._as_given | {"kl_controller": self.kl_controller})
         recipe.check_starts_anew()
         what = (hp_space or default_hp_space, compute_objective or eval_score, hp_name)
         frozen = [] if self.args.offload_frozen else [self.reference.model, *self.reward_models]
@@ -711,6 +711,8 @@ class TrainerHooks(Trainer):
         self._globalstep_last_logged = self._progress.last_logged_step
         model.zero_grad()
         self._directory.note(self._get_output_dir(trial), self.state.log_history)
+        moments = self._progress.score_moments  # where earlier versions kept them
+        self._stateful.start(resume_from_checkpoint, {"score_moments": moments} if moments else {})
         return model, loader, itertools.count(first_epoch), num_skipped
 
     def _rollout_prompts(
@@ -768,12 +770,15 @@ class TrainerHooks(Trainer):
 
     def _experience(self, model: nn.Module, prompts: Prompts) -> Experience:
         """Return what an update learns from: a new rollout, or the one that a resumed run was learning from."""
+        return self._experience_of(lambda: self.collect_rollout(model, prompts))
+
+    def _experience_of(self, collect: Callable[[], Rollout]) -> Experience:
         if (learned := self._learning.unfinished) is not None:
             self._take_figures(learned)
             return learned.experience
         self._fire("on_step_begin")
         with self._guard.explaining():
-            rollout = self._guard.checked_rollout(self.collect_rollout(model, prompts))
+            rollout = self._guard.checked_rollout(collect())
         return self._guard.checked_experience(self.estimate_advantages(rollout))
 
     def _keep_figures(self, learned: HalfLearned) -> None:

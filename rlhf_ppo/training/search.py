@@ -118,7 +118,7 @@ class Recipe:
         functions = {name: model for name, model in given.items() if is_function(model)}
         instead: dict[int, Any] = {id(model): partial(made, model, name, trial) for name, model in functions.items()}
         instead |= {id(searching): config, id(callbacks): _started_anew(callbacks)}
-        if controller is not None:
+        if any(controller is value for value in (*self.args, *self.kwargs.values())):
             instead[id(controller)] = copy.deepcopy(controller)
         set_seed(config.seed)
         trainer: TrialTrainer = self.trainer_class(

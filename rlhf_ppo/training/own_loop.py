@@ -1,0 +1,259 @@
+"""Updates for a loop that somebody else runs: `train`, turned inside out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerControl
+from transformers.trainer_utils import TrainOutput
+
+from rlhf_ppo.checkpoints.progress import PPOTrainerState
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.processes.signals import EndsOnSignals
+from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
+from rlhf_ppo.training.divergence import DivergenceGuard
+from rlhf_ppo.training.half_learned import LearningInParts
+from rlhf_ppo.training.stopping import EndAfterSignal
+
+
+class NoPrompts(IterableDataset[dict[str, Any]]):
+    """Stands where the prompts of a trainer are that samples none."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+
+class GivenScores(RewardSource):
+    """Stands where the rewards of a trainer are that is given scores."""
+
+    name = "score"
+    reads_columns = False
+
+    def __call__(self, batch: ScoringBatch) -> Tensor:
+        """Refuse: there is nothing to score with.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "reward_model and reward_funcs are both None, so that only step(), which is given scores, can be used: "
+            "pass one of them"
+        )
+
+
+class SteppedTrainer(Protocol):
+    """What the loop reads of a trainer."""
+
+    args: PPOConfig
+    state: PPOTrainerState
+    control: TrainerControl
+    sizes: Sizes
+    _end: EndAfterSignal
+    _guard: DivergenceGuard
+    _learning: LearningInParts
+    _metrics: dict[str, float]
+    _signals: EndsOnSignals
+    _tr_loss: Tensor
+
+    def _advance_step(self, learning_rate: float, since: tuple[float, int]) -> None: ...
+    def _control_kl(self) -> None: ...
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]: ...
+    def _experience_of(self, collect: Callable[[], Rollout]) -> Experience: ...
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any: ...
+    def _fire(self, event: str) -> None: ...
+    def _get_learning_rate(self) -> float: ...
+    def _load_rng_state(self, checkpoint: str | None) -> None: ...
+    def _log_what_is_left(self, *args: Any) -> None: ...
+    def _maybe_log_save_evaluate(self, *args: Any) -> None: ...
+    def _opened(self, trial: Any, resume_from_checkpoint: str | bool | None) -> AbstractContextManager[str | None]: ...
+    def _given_rollout(self, model: nn.Module, responses: Responses, scores: Tensor) -> Rollout: ...
+    def _set_up_training(self, resume_from_checkpoint: str | None, trial: Any) -> tuple[nn.Module, Any, Any, int]: ...
+    def learn(self, model: nn.Module, experience: Experience) -> float | Tensor:
+        """See `PPOTrainer`."""
+        ...
+
+
+class OwnLoop:
+    """Takes updates one call at a time, with everything that `train` does around one.
+
+    Args:
+        run: The trainer.
+    """
+
+    def __init__(self, run: SteppedTrainer) -> None:
+        self.run = run
+        self._stack = ExitStack()
+        self._model: nn.Module | None = None
+        self._is_over = False
+
+    def step(self, responses: Responses, scores: Tensor) -> dict[str, float]:
+        """Take an update.
+
+        Args:
+            responses: This rank's responses.
+            scores: Their scores, `(B,)`.
+
+        Returns:
+            The update's metrics.
+
+        Raises:
+            RuntimeError: The run has had all its updates, or has failed.
+        """
+        if self._is_over:
+            done = self.run.state.global_step
+            raise RuntimeError(f"the run is over after {done} updates; raise total_episodes for more, or resume it")
+        with self._closed_by_errors():
+            model = self._begun()
+            self._stopped_between()
+            if self.run.state.global_step >= self.run.state.max_steps:  # resumed from the run's last checkpoint
+                self._finish(None)
+                raise RuntimeError(f"the run has had all its {self.run.state.max_steps} updates; raise total_episodes")
+            metrics = self._update(model, lambda: self.run._given_rollout(model, responses, scores))
+            if self.run.control.should_training_stop or self.run.state.global_step >= self.run.state.max_steps:
+                self._finish(None)
+        return metrics
+
+    @contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        self._is_over = True
+        self._stack.close()
+
+    def _begun(self) -> nn.Module:
+        """Set the run up with the first call, and finish what a resumed one was learning."""
+        if self._model is None:
+            checkpoint = self._stack.enter_context(self.run._opened(None, None))
+            Trainer.train(cast(Trainer, self.run), checkpoint)  # which ends with a call of `begin`
+            assert self._model is not None
+            if self.run._learning.unfinished is not None:
+                self._update(self._model, _no_rollout)
+        return self._model
+
+    def begin(self, checkpoint: str | None) -> TrainOutput:
+        """Prepare models, optimizer and state, where `train` would run its loop."""
+        run = self.run
+        self._model, *_ = run._set_up_training(checkpoint, None)
+        self._start, self._episodes_before = time.time(), run.state.episode
+        run._fire("on_train_begin")
+        if run.args.eval_on_start:
+            run._evaluate(None, None, skip_scheduler=True)
+        run._fire("on_epoch_begin")
+        run._load_rng_state(checkpoint)
+        run._end.make_up()
+        return TrainOutput(run.state.global_step, 0.0, {})
+
+    def _stopped_between(self) -> None:
+        """End the run where a signal has come since the last update."""
+        assert self._model is not None
+        with self.run._end.saving(self._model, None):
+            self.run._signals.give_up_together(self.run.args.device)
+        self.run._end.end_if_stopped(None)
+
+    def _update(self, model: nn.Module, rollout: Callable[[], Rollout]) -> dict[str, float]:
+        run, metrics = self.run, {}
+        with run._end.saving(model, None):
+            grad_norm = run.learn(model, run._experience_of(rollout))
+            run._control_kl()
+            metrics, learning_rate = dict(run._metrics), run._get_learning_rate()
+            run._advance_step(learning_rate, (self._start, self._episodes_before))
+            run._end.sample_or_leave()
+            run._end.after_event("on_step_end")
+            self._figures = grad_norm, learning_rate
+            run._maybe_log_save_evaluate(run._tr_loss, grad_norm, model, None, 0, None, self._start, learning_rate)
+            run._end.end_if_stopped("on_step_end")
+        run._end.end_if_stopped(None)
+        return metrics
+
+    def _finish(self, trial: Any) -> None:
+        run = self.run
+        grad_norm, learning_rate = getattr(self, "_figures", (None, None))
+        run._log_what_is_left(run._tr_loss, grad_norm, self._model, trial, 0, None, self._start, learning_rate)
+        run._guard.check_weights()
+        run._guard.say_what_was_skipped()
+        run._finalize_training(trial, run.state.max_steps * run.sizes.batch_size, self._start)
+        self._close()
+
+
+def _no_rollout() -> Rollout:
+    raise AssertionError("an update that is half learned needs no rollout")
+
+
+def padded_responses(
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    response_masks: Sequence[Tensor] | None,
+    num_rows: int,
+    pad_token_id: int,
+    device: torch.device,
+) -> Responses:
+    """Pad what a caller gives: queries on the left, responses on the right.
+
+    Args:
+        queries: Token ids of each prompt, long `(C_i,)`.
+        responses: Token ids of each response, its stop token included, long `(T_i,)`.
+        response_masks: For each response which tokens the policy wrote, bool `(T_i,)`; None: all.
+        num_rows: How many there must be.
+        pad_token_id: Fills the rest.
+        device: Where the tensors go.
+
+    Raises:
+        TypeError: Something is no tensor of ids.
+        ValueError: There are more or fewer than an update takes, or one is empty.
+    """
+    masks = [torch.ones(len(ids)) for ids in responses] if response_masks is None else response_masks
+    for name, rows in {"queries": queries, "responses": responses, "response_masks": masks}.items():
+        if len(rows) != num_rows:
+            raise ValueError(
+                f"{name} has {len(rows)} rows, but an update takes {num_rows} on each process: "
+                "per_device_train_batch_size x gradient_accumulation_steps"
+            )
+        for row, ids in enumerate(rows):
+            if not isinstance(ids, Tensor) or ids.dim() != 1 or (name != "response_masks" and ids.is_floating_point()):
+                raise TypeError(f"{name}[{row}]={ids!r:.60} must be a tensor of token ids with one dimension")
+            if len(ids) == 0:
+                raise ValueError(f"{name}[{row}] is empty; each needs at least one token")
+    for row, (ids, mask) in enumerate(zip(responses, masks, strict=True)):
+        if len(ids) != len(mask):
+            raise ValueError(f"response_masks[{row}] has {len(mask)} values for the {len(ids)} tokens of the response")
+    context, length = max(map(len, queries)), max(map(len, responses))
+    ids = torch.full((num_rows, context + length), pad_token_id, dtype=torch.long)
+    attention = torch.zeros(num_rows, context + length, dtype=torch.bool)
+    written = torch.zeros(num_rows, length, dtype=torch.bool)
+    for row, (query, response, mask) in enumerate(zip(queries, responses, masks, strict=True)):
+        real = slice(context - len(query), context + len(response))
+        ids[row, real], attention[row, real] = torch.cat([query, response]).cpu(), True
+        written[row, : len(mask)] = mask.bool().cpu()
+    return Responses(ids.to(device), attention.to(device), written.to(device))
+
+
+def scores_of(scores: Sequence[float] | Sequence[Tensor] | Tensor, num_rows: int, device: torch.device) -> Tensor:
+    """Return scores as a float32 tensor `(B,)`.
+
+    Raises:
+        TypeError: One is no number.
+        ValueError: There are more or fewer than `num_rows`.
+    """
+    try:
+        values = torch.tensor([float(score) for score in scores], dtype=torch.float32, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"scores={scores!r:.60} must be one number for each response") from None
+    if len(values) != num_rows:
+        raise ValueError(f"scores has {len(values)} values for the {num_rows} responses")
+    return values

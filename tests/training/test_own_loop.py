@@ -1,0 +1,205 @@
+"""`PPOTrainer.step`: updates on responses that another loop has sampled."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.checkpoints import last_whole_checkpoint
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.processes.signals import RunStopped
+from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+from tests.runs import QUICK, history, parameters
+
+RUN = QUICK | {"num_ppo_epochs": 2, "learning_rate": 0.01, "kl_coef": 0.3, "missing_eos_penalty": 0.5}
+Rows = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
+Steps = Callable[..., PPOTrainer]
+
+
+class Keeping(PPOTrainer):
+    """Keeps prompts, responses and scores of each update."""
+
+    def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
+        rollout = super().collect_rollout(model, prompts)
+        vars(self).setdefault("rows", []).append(rows_of(rollout))
+        return rollout
+
+
+def rows_of(rollout: Rollout) -> Rows:
+    context = rollout.context_length
+    masks = rollout.attention_mask[:, :context]
+    queries = [ids[mask] for ids, mask in zip(rollout.query_responses[:, :context], masks, strict=True)]
+    responses = [ids[mask] for ids, mask in zip(rollout.responses, rollout.response_mask, strict=True)]
+    return queries, responses, rollout.scores
+
+
+@pytest.fixture
+def make_stepper(make_args: Callable[..., PPOConfig]) -> Steps:
+    """Factory of trainers without prompts and rewards."""
+
+    def make(trainer_class: type[PPOTrainer] = PPOTrainer, **overrides: Any) -> PPOTrainer:
+        given = {name: overrides.pop(name) for name in ("callbacks", "train_dataset") if name in overrides}
+        args = make_args(**{**RUN, **overrides})
+        models = {"ref_model": tiny_policy(seed=5), "value_model": tiny_scorer(seed=2)}
+        return trainer_class(args, make_tokenizer(), tiny_policy(), **models, **given)
+
+    return make
+
+
+def rows(number: int) -> Rows:
+    """Two prompts of one and two tokens, and two responses of three and one."""
+    queries = [torch.tensor([5 + number]), torch.tensor([6, 7])]
+    responses = [torch.tensor([8, 9 + number, 1]), torch.tensor([7])]
+    return queries, responses, torch.tensor([1.0 + number, -0.5])
+
+
+def test_steps_on_the_rollouts_of_a_run_give_that_run(make_trainer: Callable[..., Any], make_stepper: Steps) -> None:
+    trained = make_trainer(Keeping, **RUN, ref_model=tiny_policy(seed=5))
+    trained.train()
+    stepped = make_stepper()
+    returned = [stepped.step(*update) for update in trained.rows]
+
+    assert all(torch.equal(value, parameters(stepped)[name]) for name, value in parameters(trained).items())
+    assert stepped.state.global_step == 3 and len(returned) == 3
+
+    def own(log: list[dict[str, float]]) -> list[dict[str, float]]:
+        others = ("rewards/", "epoch")
+        return [{key: value for key, value in entry.items() if not key.startswith(others)} for entry in log]
+
+    assert own(history(stepped)) == own(history(trained))
+    assert returned[0]["objective/kl"] == stepped.state.log_history[0]["objective/kl"] > 0
+    assert returned[0]["rewards/score/mean"] == pytest.approx(float(trained.rows[0][2].mean()))
+
+
+def test_the_run_ends_with_its_last_update(make_stepper: Steps) -> None:
+    class Events(TrainerCallback):
+        seen: tuple[str, ...] = ()
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.seen += ("begin",)
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.seen += ("step",)
+
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            self.seen += ("end",)
+
+    events = Events()
+    trainer = make_stepper(callbacks=[events], save_strategy="steps", save_steps=2)
+    for number in range(3):
+        trainer.step(*rows(number))
+
+    assert events.seen == ("begin", "step", "step", "step", "end")
+    assert last_whole_checkpoint(str(trainer.args.output_dir)) is not None
+    assert "train_loss" in trainer.state.log_history[-1]
+    with pytest.raises(RuntimeError, match="the run is over after 3 updates; raise total_episodes"):
+        trainer.step(*rows(3))
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_it_resumes_bit_for_bit(done: int, make_stepper: Steps, tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 1, "score_scaling": True}
+    whole = make_stepper(**settings, output_dir=str(tmp_path / "whole"))
+    for number in range(3):
+        whole.step(*rows(number))
+    checkpoint = str(tmp_path / "whole" / f"checkpoint-{done}")
+    resumed = make_stepper(**settings, output_dir=str(tmp_path / "resumed"), resume_from_checkpoint=checkpoint)
+    resumed.step(*rows(done))
+    assert resumed.state.global_step == done + 1
+    for number in range(done + 1, 3):
+        resumed.step(*rows(number))
+
+    assert all(torch.equal(value, parameters(resumed)[name]) for name, value in parameters(whole).items())
+    assert history(resumed) == history(whole)
+
+
+def test_a_signal_between_two_calls_ends_the_run_with_a_checkpoint(make_stepper: Steps) -> None:
+    trainer = make_stepper(total_episodes=8)
+    trainer.step(*rows(0))
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(RunStopped) as stopped:
+        trainer.step(*rows(1))
+
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert last_whole_checkpoint(str(trainer.args.output_dir)) == f"{trainer.args.output_dir}/checkpoint-1"
+    resumed = make_stepper(total_episodes=8, resume_from_checkpoint="True")
+    resumed.step(*rows(1))
+    assert resumed.state.global_step == 2
+
+
+def test_what_the_policy_did_not_write_is_context(make_stepper: Steps) -> None:
+    class Last(PPOTrainer):
+        def estimate_advantages(self, rollout: Rollout) -> Any:
+            self.rollout = rollout
+            return super().estimate_advantages(rollout)
+
+    trainer: Any = make_stepper(Last)
+    masks = [torch.tensor([True, False, True]), torch.tensor([True])]
+    trainer.step(*rows(0), response_masks=masks)
+
+    assert trainer.rollout.response_mask.tolist() == [[True, False, True], [True, False, False]]
+    assert trainer.rollout.attention_mask.tolist() == [
+        [False, True, True, True, True],
+        [True, True, True, False, False],
+    ]
+
+
+def test_a_response_without_a_score_is_not_learned_from(make_stepper: Steps) -> None:
+    trainer = make_stepper(max_grad_norm=0.0)
+    queries, responses, _ = rows(0)
+    metrics = trainer.step(queries, responses, [float("nan"), 2.0])
+
+    assert metrics["objective/scores"] == pytest.approx(1.5)  # the only one, less the penalty for no stop token
+
+
+QUERIES, RESPONSES, SCORES = rows(0)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ((QUERIES[:1], RESPONSES, SCORES), ValueError, r"queries has 1 rows, but an update takes 2 on each process"),
+        ((QUERIES, RESPONSES, [1.0]), ValueError, r"scores has 1 values for the 2 responses"),
+        ((QUERIES, RESPONSES, ["good", "bad"]), TypeError, r"scores=\['good', 'bad'\] must be one number"),
+        ((QUERIES, [[1], [2]], SCORES), TypeError, r"responses\[0\]=\[1\] must be a tensor of token ids"),
+        ((QUERIES, [torch.tensor([0.5]), RESPONSES[1]], SCORES), TypeError, r"responses\[0\]=tensor\(\[0.5"),
+        ((QUERIES, [RESPONSES[0][:0], RESPONSES[1]], SCORES), ValueError, r"responses\[0\] is empty"),
+        (
+            (QUERIES, RESPONSES, SCORES, [torch.ones(2), torch.ones(1)]),
+            ValueError,
+            r"response_masks\[0\] has 2 values",
+        ),
+        (([torch.arange(3, 100), QUERIES[1]], RESPONSES, SCORES), ValueError, r"the longest prompt \(97 tokens\)"),
+    ],
+)
+def test_what_is_no_update(given: tuple[Any, ...], kind: type, message: str, make_stepper: Steps) -> None:
+    trainer = make_stepper()
+    with pytest.raises(kind, match=message):
+        trainer.step(*given)
+    trainer.step(*rows(0))
+    assert trainer.state.global_step == 1
+
+
+def test_without_prompts_there_is_nothing_to_train_on(make_stepper: Steps) -> None:
+    with pytest.raises(ValueError, match="train_dataset=None: pass the prompts to train on, or call step"):
+        make_stepper().train()
+
+
+def test_prompts_without_rewards_are_an_error(make_stepper: Steps) -> None:
+    with pytest.raises(ValueError, match="reward_model and reward_funcs are both None"):
+        make_stepper(train_dataset=[{"input_ids": [5]}] * 2)
+
+
+def test_it_has_to_know_how_long_it_is(make_stepper: Steps) -> None:
+    with pytest.raises(ValueError, match="max_steps or total_episodes must be set"):
+        make_stepper(total_episodes=None)
