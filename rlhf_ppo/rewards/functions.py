@@ -23,7 +23,6 @@ from rlhf_ppo.rewards.reading import answers_of
 from rlhf_ppo.rewards.returned import check_scores
 from rlhf_ppo.rewards.scorer import Refuse, ScoringBatch, refuse_by_raising
 from rlhf_ppo.rewards.waiting import (
-    RewardTimeoutError,
     expiring,
     in_daemon_thread,
     leave_event_loop,
@@ -126,9 +125,9 @@ class RewardFunction:
             failed: Future[Tensor] = Future()
             failed.set_exception(error)
             return failed
-        scores = expiring(on_event_loop(self._score_async(batch, arguments)), self.timeout, self._overdue(len(batch)))
-        scores.add_done_callback(_leave_loop_if_overdue)
-        return scores
+        scores = on_event_loop(self._score_async(batch, arguments))
+        # The function may be blocking the loop: who hears that it is late finds another one.
+        return expiring(scores, self.timeout, self._overdue(len(batch)), before_error=leave_event_loop)
 
     async def _score_async(self, batch: ScoringBatch, arguments: Mapping[str, Any]) -> Tensor:
         with naming(self.name, len(batch)):
@@ -361,11 +360,6 @@ def finished(returned: Any) -> Any:
     if not inspect.iscoroutine(returned):
         return returned
     return on_event_loop(_without_exits(returned)).result()
-
-
-def _leave_loop_if_overdue(scores: Future[Tensor]) -> None:
-    if not scores.cancelled() and isinstance(scores.exception(), RewardTimeoutError):
-        leave_event_loop()  # which the function may be blocking
 
 
 async def _without_exits(coroutine: Any) -> Any:

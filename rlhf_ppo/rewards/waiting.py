@@ -48,13 +48,16 @@ def in_daemon_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -
     return future
 
 
-def expiring(future: Future[T], seconds: float | None, message: str) -> Future[T]:
+def expiring(
+    future: Future[T], seconds: float | None, message: str, before_error: Callable[[], object] | None = None
+) -> Future[T]:
     """Limit the time that a result may take, whatever the one who works on it is busy with.
 
     Args:
         future: The result to come.
         seconds: How long it may take from now; None: as long as it does.
         message: That of the error.
+        before_error: Called when the time is up, before whoever waits for the result hears of it.
 
     Returns:
         A future that raises a `RewardTimeoutError` where the time is up; `future` is then cancelled.
@@ -69,7 +72,12 @@ def expiring(future: Future[T], seconds: float | None, message: str) -> Future[T
         else:
             _settle(limited, done.exception() or done)
 
-    timer = threading.Timer(seconds, _settle, [limited, RewardTimeoutError(message)])
+    def give_up() -> None:
+        if before_error is not None:
+            before_error()
+        _settle(limited, RewardTimeoutError(message))
+
+    timer = threading.Timer(seconds, give_up)
     timer.daemon = True
     timer.start()
     limited.add_done_callback(lambda _: (timer.cancel(), future.cancel()))

@@ -97,3 +97,14 @@ def test_what_was_left_behind_does_not_disturb_the_next(make_trainer: MakeTraine
         blocked.train()
     source = RewardFunction(ODD["async with a thread"][0], make_tokenizer(), lambda: STATE, timeout=2.0)
     assert source(two_rows()).tolist() == [3.0, 1.0]
+
+
+def test_the_blocked_loop_is_left_before_the_error_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next function, called at once, would be put on the loop that is blocked."""
+    done: list[bool] = []
+    monkeypatch.setattr("rlhf_ppo.rewards.functions.leave_event_loop", lambda: done.append(late.done()))
+    source = RewardFunction(ODD["never ends"][0], make_tokenizer(), lambda: STATE, timeout=0.2)
+    late = source.submit(two_rows())
+    with pytest.raises(TimeoutError):
+        late.result()
+    assert done == [False]
