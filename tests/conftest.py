@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.metadata
 import os
 import threading
 
@@ -31,6 +33,8 @@ from rlhf_ppo import PPOConfig, PPOTrainer
 from tests.rewards.local_server import Request
 
 torch.set_num_threads(1)
+# accelerate reads a package's metadata each time that it unwraps a model or asks for DeepSpeed.
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 
 def pytest_collection_finish() -> None:
