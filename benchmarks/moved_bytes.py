@@ -1,14 +1,19 @@
-"""Count on a CPU, under bf16's autocast, what an accelerator would wait for and move: no time is measured.
+"""Count on a CPU, under bf16's autocast, what an accelerator would move and wait for: no time is measured.
 
-*decoding*: one step of LoRA's policy over a cache, with its casts, and the bytes that its operations read and write,
-against the ideal: each weight is read once in 16 bits, the cache once, and one token is written to it. *learning*: how
-often the host waits for its device, per micro-batch. What the head moves, `head_bytes.py` counts.
+*decoding*: one step of a policy over a cache that is full up to there: the casts, and the bytes that its operations
+read and write, each for itself, against the least: each weight is read once in 16 bits, the cache once, and one token
+is written to it. (That a cache with room is copied once in 128 tokens is left out.) The cache is filled without
+computing what a prompt would; all else is a run's own. *learning*: how often the host waits for its device, per
+micro-batch. What the head moves, `head_bytes.py` counts.
+
+With PYTHONPATH at another checkout, that one's trainer is counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,21 +22,65 @@ from counters import Moves, waits
 from datasets import Dataset
 from workloads import Workload, make_tokenizer
 
-DTYPE = torch.bfloat16
 
-
-class Figure(NamedTuple):
-    """One line of the table.
+class Shape(NamedTuple):
+    """A policy that decodes.
 
     Attributes:
-        what: What was counted.
-        count: How many.
-        ideal: How many there must be at least; None where it is 0.
+        rows: How many.
+        context: Tokens of each before its response; one row has half as many.
+        width: Hidden size.
+        vocabulary: Tokens of the vocabulary.
+        lora: Whether LoRA is trained, on all linear layers, or the whole policy.
+        tied: Whether the head is the embedding.
+        layers: How many.
     """
 
-    what: str
-    count: float
-    ideal: float | None = None
+    rows: int
+    context: int
+    width: int
+    vocabulary: int
+    lora: bool = True
+    tied: bool = False
+    layers: int = 2
+
+    def __str__(self) -> str:
+        """Name the shape in a table."""
+        kind = f"{'LoRA' if self.lora else 'full'}{', tied' if self.tied else ''}"
+        return f"{self.rows} x {self.context}, {self.layers} x {self.width}, {self.vocabulary} tokens, {kind}"
+
+
+SHAPES = (
+    Shape(8, 128, 256, 2048),
+    Shape(32, 512, 512, 2048),
+    Shape(64, 1024, 1024, 50304),
+    Shape(64, 256, 1024, 50304, lora=False),
+    Shape(64, 256, 1024, 50304, tied=True),
+    Shape(8, 256, 1024, 50304, lora=False, tied=True),
+    Shape(2, 4096, 2048, 32000, layers=1),
+)
+
+
+class Decoded(NamedTuple):
+    """What one step of decoding moved.
+
+    Attributes:
+        casts: Number of casts between floating-point types.
+        cast_bytes: What they read and wrote.
+        total: Bytes that all operations read and wrote.
+        least: Bytes that any must.
+        cache: Bytes of a cached number.
+    """
+
+    casts: int
+    cast_bytes: int
+    total: int
+    least: int
+    cache: int
+
+
+class _Enough(Exception):
+    """Ends a run whose decoding has been counted."""
 
 
 def llama(layers: int, width: int, vocabulary: int, kind: Any, **changes: Any) -> Any:
@@ -46,17 +95,17 @@ def llama(layers: int, width: int, vocabulary: int, kind: Any, **changes: Any) -
         num_attention_heads=8,
         num_key_value_heads=4,
         pad_token_id=0,
-        max_position_embeddings=4096,
+        max_position_embeddings=8192,
         **changes,
     )
     torch.manual_seed(0)
     return kind(config)
 
 
-def trainer_over(folder: str, layers: int, width: int, vocabulary: int, **changes: Any) -> Any:
-    """Make a trainer in bf16 over a policy with LoRA."""
+def trainer_over(folder: str, policy: Any, prompts: Sequence[int], lora: bool = True, **changes: Any) -> Any:
+    """Make a trainer in bf16 over a policy and prompts of given lengths."""
     from peft import LoraConfig
-    from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+    from transformers import LlamaForSequenceClassification
 
     from rlhf_ppo import PPOConfig, PPOTrainer
 
@@ -76,68 +125,77 @@ def trainer_over(folder: str, layers: int, width: int, vocabulary: int, **change
         "total_episodes": 8,
         "response_length": 8,
     }
-    rows = [{"input_ids": [3 + (row + index) % 29 for index in range(2 + row % 5)]} for row in range(16)]
+    rows = [{"input_ids": [3 + (row + index) % 29 for index in range(length)]} for row, length in enumerate(prompts)]
     return PPOTrainer(
         args=PPOConfig(**args | changes),
         processing_class=make_tokenizer(Workload({"vocab_size": 64}, (2, 6), 8)),
-        model=llama(layers, width, vocabulary, LlamaForCausalLM),
-        value_model=llama(1, 32, vocabulary, LlamaForSequenceClassification, num_labels=1),
+        model=policy,
+        value_model=llama(1, 32, policy.config.vocab_size, LlamaForSequenceClassification, num_labels=1),
         reward_funcs=lambda completion_ids, **_: [float(len(set(ids))) for ids in completion_ids],
         train_dataset=Dataset.from_list(rows),
-        peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
     )
 
 
-def decoding(rows: int = 32, context: int = 512, layers: int = 2, width: int = 512) -> list[Figure]:
-    """Count one step of decoding: the forward pass of the last token of three."""
-    from rlhf_ppo.data.prompts import Prompts
-    from rlhf_ppo.generation.transformers_engine import sampling_config
+def decoding(shape: Shape) -> Decoded:
+    """Count one step of decoding: the forward pass of the last of three sampled tokens."""
+    from transformers import DynamicCache, LlamaForCausalLM
 
+    model = llama(shape.layers, shape.width, shape.vocabulary, LlamaForCausalLM, tie_word_embeddings=shape.tied)
+    forward, generate = model.forward, model.generate
+    steps: list[Moves] = []
+    kept: list[Any] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with Moves() as counter:
+            output = forward(*args, **kwargs)
+        steps.append(counter)
+        kept.append(output.past_key_values)
+        return output
+
+    def after_a_prompt(*args: Any, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if input_ids.shape != (shape.rows, shape.context):
+            return generate(*args, input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        cache = DynamicCache(config=model.config) if past_key_values is None else past_key_values
+        token = forward(input_ids=input_ids[:, :1], past_key_values=DynamicCache(config=model.config), use_cache=True)
+        layers: Any = zip(cache.layers, token.past_key_values.layers, strict=True)
+        for layer, one in layers:
+            layer.update(*(part.expand(-1, -1, shape.context - 1, -1) for part in (one.keys, one.values)))
+        generate(*args, input_ids=input_ids, past_key_values=cache, **kwargs)
+        raise _Enough
+
+    sizes = {"per_device_train_batch_size": shape.rows, "gradient_accumulation_steps": 1, "total_episodes": shape.rows}
+    prompts = [shape.context // 2, *(shape.rows - 1) * [shape.context]]
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_over(folder, layers, width, 2048, response_length=3)
-        policy = trainer.policy_model.eval()
-        mask = torch.ones(rows, context, dtype=torch.bool)
-        mask[0, : context // 2] = False
-        prompts = Prompts(torch.ones_like(mask, dtype=torch.long), mask, {})
-        counters: list[Moves] = []
-        model = policy.get_base_model()
-        forward = model.forward
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            with Moves() as counter:
-                output = forward(*args, **kwargs)
-            counters.append(counter)
-            cache.append(output.past_key_values)
-            return output
-
-        cache: list[Any] = []
-        with mock.patch.object(model, "forward", counted):
-            trainer.generate_responses(policy, prompts, sampling_config(trainer.args, None))
-    step, heads = counters[-1], model.config.num_key_value_heads * (width // 8)
-    tokens = rows * (context + 2)
-    embedded = model.get_input_embeddings().weight.numel()
-    weights = 2 * (sum(value.numel() for value in policy.parameters()) - embedded)
-    ideal = weights + 2 * layers * 2 * heads * (tokens + rows)
-    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache[-1].layers)
-    return [
-        Figure("decoding: casts per token", step.casts),
-        Figure("decoding: bytes of casts per token", step.cast_bytes),
-        Figure("decoding: bytes per token", step.total, ideal),
-        Figure("decoding: bytes of the cache", kept, 2 * layers * 2 * heads * tokens),
-        Figure("decoding: bytes of the policy", sum(value.nbytes for value in policy.parameters())),
-    ]
+        trainer = trainer_over(
+            folder, model, prompts, shape.lora, response_length=3, local_rollout_forward_batch_size=shape.rows, **sizes
+        )
+        try:
+            with mock.patch.multiple(model, forward=counted, generate=after_a_prompt):
+                trainer.train()
+        except _Enough:
+            pass
+    assert kept[-1].get_seq_length() == shape.context + 2
+    numbers = 2 * sum(layer.keys.numel() for layer in kept[-1].layers)
+    looked_up = 0 if shape.tied else model.get_input_embeddings().weight.numel()
+    weights = sum(value.numel() for value in trainer.policy_model.parameters()) - looked_up
+    written = numbers // (shape.context + 2)
+    step, cached = steps[-1], kept[-1].layers[0].keys.dtype.itemsize
+    return Decoded(step.casts, step.cast_bytes, step.total, 2 * (weights + numbers + written), cached)
 
 
-def learning() -> list[Figure]:
+def waits_of_learning() -> float:
     """Count the host's waits while a trainer learns, attending to packed rows as an accelerator does."""
+    from transformers import LlamaForCausalLM
+
     from rlhf_ppo.models import packing
 
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(packing, "_attend_row_by_row", packing._attend_padded),
     ):
-        trainer = trainer_over(folder, 1, 64, 2048)
-        learn, policy_loss, counted, parts = trainer.learn, trainer.policy_loss, [], []
+        trainer = trainer_over(folder, llama(1, 64, 2048, LlamaForCausalLM), [2 + row % 5 for row in range(16)])
+        learn, counted = trainer.learn, []
 
         def counting(*args: Any) -> Any:
             with waits() as counter:
@@ -145,29 +203,35 @@ def learning() -> list[Figure]:
             counted.append(counter.total)
             return result
 
-        def noting(*args: Any) -> Any:
-            parts.append(1)
-            return policy_loss(*args)
-
-        trainer.learn, trainer.policy_loss = counting, noting
+        trainer.learn = counting
         trainer.train()
-    return [Figure("learning: waits of the host per micro-batch", sum(counted) / len(parts))]
+        args = trainer.args
+        num_parts = args.num_ppo_epochs * args.total_episodes // args.per_device_train_batch_size
+    return sum(counted) / num_parts
 
 
-PARTS = {"decoding": decoding, "learning": learning}
+def _decoding_table() -> None:
+    print("| decoding | casts | MB of casts | MB | least | times | bytes of a cached number |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for shape in SHAPES:
+        counted = decoding(shape)
+        megabytes = [f"{value / 1e6:.1f}" for value in (counted.cast_bytes, counted.total, counted.least)]
+        times = f"{counted.total / counted.least:.2f}"
+        print(f"| {' | '.join([str(shape), str(counted.casts), *megabytes, times, str(counted.cache)])} |", flush=True)
+
+
+PARTS = ("decoding", "learning")
 
 
 def main() -> None:
-    """Count and print a table."""
+    """Count and print."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
-    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {list(PARTS)}")
-    arguments = parser.parse_args()
-    table = [["counted", "here", "ideal", "times"], ["---"] * 4]
-    for part in arguments.parts:
-        for what, count, ideal in PARTS[part]():
-            times = "" if ideal is None else f"{count / ideal:.2f}"
-            table.append([what, f"{count:,.4g}", "" if ideal is None else f"{ideal:,.4g}", times])
-    print("\n".join(f"| {' | '.join(line)} |" for line in table))
+    parser.add_argument("parts", nargs="*", default=PARTS, help=f"of {', '.join(PARTS)}")
+    parts = parser.parse_args().parts
+    if "decoding" in parts:
+        _decoding_table()
+    if "learning" in parts:
+        print(f"\nlearning: the host waits {waits_of_learning():.4g} times per micro-batch")
 
 
 if __name__ == "__main__":

@@ -447,3 +447,13 @@ def test_operations_are_listed_by_phase() -> None:
     assert not any("Backward" in figure.key for figure in figures["score"])
     first, second = rows("tiny", "learn", figures["learn"], 2)
     assert first[:2] == ["tiny", "learn"] and int(first[3].rstrip("%")) >= int(second[3].rstrip("%")) > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
+def test_a_step_of_decoding_moves_at_most_half_as_much_again_as_it_must(lora: bool) -> None:
+    """Under bf16's autocast; with a head that is the embedding, which stays in float32, and a cache of 2 bytes."""
+    from moved_bytes import Shape, decoding
+
+    counted = decoding(Shape(16, 256, 256, 4096, lora=lora, tied=True))
+    assert counted.total <= 1.5 * counted.least and counted.cache == 2
