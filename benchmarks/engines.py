@@ -48,7 +48,11 @@ def main() -> None:
     policy = make_models(workload)["model"].eval()
     batch = PromptCollator(0)(list(make_prompts(workload, given.rows)))
     prompts = Prompts.from_collated(batch, torch.device("cpu"))
-    engines = {"transformers": TransformersEngine(given.at_a_time), "continuous": ContinuousEngine(given.at_a_time)}
+
+    def rows() -> int:
+        return given.at_a_time
+
+    engines = {"transformers": TransformersEngine(rows), "continuous": ContinuousEngine(rows)}
     with tempfile.TemporaryDirectory() as folder:
         args = PPOConfig(
             output_dir=folder, use_cpu=True, response_length=workload.response_length, temperature=TEMPERATURE

@@ -86,7 +86,7 @@ def run_ours(models: dict[str, Any], arguments: dict[str, Any], clock: Clock, le
             return super().estimate_advantages(rollout)
 
     trainer = Timed(PPOConfig(**arguments), **models, callbacks=[clock])
-    trainer._generate = clock.during("generate", trainer._generate)
+    trainer.generate_responses = clock.during("generate", trainer.generate_responses)
     trainer.learn = clock.during("learn", trainer.learn)
     return trainer.train
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,42 +20,31 @@ from rlhf_ppo.algorithm.losses import (
     ValueLoss,
     clipped_policy_loss,
     clipped_value_loss,
-    explained_variance,
     token_mean,
 )
 from rlhf_ppo.algorithm.masked import masked_whiten
 from rlhf_ppo.algorithm.moments import RunningMoments
 from rlhf_ppo.algorithm.penalties import token_rewards
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.datasets import PromptCollator
+from rlhf_ppo.data.datasets import PromptCollator, num_rows
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.lengths import check_lengths
-from rlhf_ppo.data.passes import in_passes
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout
-from rlhf_ppo.estimate.run import announce, generation_rows
+from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.evaluation.best_metric import check_best_metric
 from rlhf_ppo.generation.choosing import make_engine
 from rlhf_ppo.generation.nonfinite import naming_the_model
 from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.sequences import join_responses
-from rlhf_ppo.generation.transformers_engine import sampling_config
 from rlhf_ppo.models.overflow import detecting_overflow
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
-from rlhf_ppo.models.storing import store_frozen
 from rlhf_ppo.models.unwrapping import configuration_kept
 from rlhf_ppo.models.vocabulary import shared_vocabulary
-from rlhf_ppo.processes.engines import autocast_dtype, learns_in_turn
+from rlhf_ppo.processes.engines import learns_in_turn, num_processes
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.signals import give_up_if_stopped
-from rlhf_ppo.reporting.metrics import (
-    UpdateStatistics,
-    gather_columns,
-    rollout_columns,
-    rollout_metrics,
-    sampling_metrics,
-    warn_of_unscored,
-)
+from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.functions import check_columns, check_names_of_columns
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.preference import OPPONENT_COLUMNS
@@ -78,14 +66,15 @@ from rlhf_ppo.training.construction import (
     assemble_models,
     longest_sequence,
     make_scorer,
-    prepare_checked,
-    special_tokens,
+    store_and_place,
     use_one_device,
 )
-from rlhf_ppo.training.hooks import TrainerHooks, length, num_processes
+from rlhf_ppo.training.datasets import PromptPreparation
+from rlhf_ppo.training.hooks import TrainerHooks
 from rlhf_ppo.training.optimization import Optimizers
-from rlhf_ppo.training.own_loop import GivenScores, NoPrompts, OwnLoop, padded_responses, scores_of
-from rlhf_ppo.training.sharding import on_whole_policy, place_frozen
+from rlhf_ppo.training.own_loop import GivenScores, NoPrompts, OwnLoop
+from rlhf_ppo.training.rollouts import Rollouts
+from rlhf_ppo.training.special_tokens import special_tokens
 from rlhf_ppo.training.stateful import Stateful, StatefulParts
 
 if TYPE_CHECKING:
@@ -170,7 +159,7 @@ class PPOTrainer(TrainerHooks):
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
         check_others(data_collator, callbacks, optimizers, kl_controller, engine, **adapters)
         self.tokens = tokens = special_tokens(args, processing_class)
-        num_updates = args.count_sizes(num_processes(args), length(train_dataset)).num_total_batches
+        num_updates = args.count_sizes(num_processes(args), num_rows(train_dataset)).num_total_batches
         check_optimization(args, optimizers, num_updates)
         rewards = load_reward_models(args, reward_model, reward_processing_classes, processing_class)
         models = assemble_models(args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
@@ -179,16 +168,18 @@ class PPOTrainer(TrainerHooks):
         )
         self._tokenizer, self._config = processing_class, args
         self._hold(models, FixedKLController(args) if kl_controller is None else kl_controller)
-        train_dataset = self._prepared(train_dataset, "train_dataset")
-        self.sizes = args.fill_derived(num_processes(args), length(train_dataset))  # long prompts were dropped
+        train_dataset = self._preparation.prepared(train_dataset, "train_dataset")
+        self.sizes = args.fill_derived(num_processes(args), num_rows(train_dataset))  # long prompts were dropped
+        if eval_dataset is not None:
+            eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
         use_one_device(args)
         with configuration_kept(models.policy, "use_cache"):  # Trainer switches it off, and it would be saved
             super().__init__(
                 model=PolicyAndValue(models.policy, models.value_model, args.temperature),
                 args=args,
-                data_collator=PromptCollator(self.tokens.pad) if data_collator is None else data_collator,
+                data_collator=PromptCollator(tokens.pad) if data_collator is None else data_collator,
                 train_dataset=train_dataset,
-                eval_dataset=None if eval_dataset is None else self._prepared(eval_dataset, "eval_dataset"),
+                eval_dataset=eval_dataset,
                 processing_class=processing_class,
                 callbacks=callbacks,
                 optimizers=optimizers,
@@ -201,27 +192,27 @@ class PPOTrainer(TrainerHooks):
         self.kl_controller, self.score_moments = kl_controller, RunningMoments()
         moments = {"score_moments": self.score_moments} if self._config.score_scaling else {}
         self._stateful = StatefulParts(kl_controller=kl_controller, **moments)
-        of_others = any(reward.tokenizer is not None for reward in models.rewards)
-        self._columns_are_read = bool(self._functions) or of_others
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [reward.model for reward in models.rewards]
         self._longest_sequence = longest_sequence(models)
+        of_others = any(reward.tokenizer is not None for reward in models.rewards)
+        how = (self._tokenizer, self._config, self._vocabulary, self._longest_sequence)
+        self._preparation = PromptPreparation(*how, columns_are_read=bool(self._functions) or of_others)
 
     def _make_engine_and_scorer(self, models: Models, engine: GenerationEngine | None) -> None:
         args, tokens, functions = self._config, self.tokens, self._functions
-        self._logged = LoggedByFunctions()
-        frozen = [reward.scorer for reward in models.rewards] + [self.reference.model]
-        store_frozen([self.model, *frozen], autocast_dtype(self.accelerator))
-        rows = generation_rows(self)
-        announce(self, rows)
-        if self.reference.model is not None:
-            self.reference.model = place_frozen(self.reference.model, self.accelerator, args.offload_frozen)
+        frozen = store_and_place(models, self.model, self.accelerator, args.offload_frozen)
+        self._estimate = estimate = RunEstimate(self, frozen)
         self._opponents = opponents = Opponents.of(functions, self._tokenizer, tokens.ended)
-        stops = (tokens.stop, tokens.stop_strings)
-        given = (args, models.policy, self.accelerator, self._tokenizer, *stops, opponents)
-        self._engine = make_engine(*given, rows, self.sizes.local_batch_size) if engine is None else engine
+        if engine is None:
+            stops, local_batch_size = (tokens.stop, tokens.stop_strings), self.sizes.local_batch_size
+            given = (args, models.policy, self.accelerator, self._tokenizer, *stops, opponents)
+            engine = make_engine(*given, lambda: estimate.generation_rows, local_batch_size)
+        self._engine = engine
+        self._logged = LoggedByFunctions()
         surroundings = (self.accelerator, self._get_state, self._logged, self._guard.refuse)
         self.scorer = make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
+        self._rollouts = Rollouts(self)
 
     def _check_data(self, data_collator: Callable[..., Any] | None) -> None:
         """Check that what reads the data's columns, and what compares models by a metric, will find it."""
@@ -229,12 +220,16 @@ class PPOTrainer(TrainerHooks):
             check_names_of_columns(train_dataset=self.train_dataset, eval_dataset=self.eval_dataset)
         self._adds_columns = data_collator is not None  # or may do so
         self._check_columns(eval_dataset=self.eval_dataset)
-        if data_collator is not None and (num_rows := length(self.train_dataset)):
+        if data_collator is not None and (length := num_rows(self.train_dataset)):
             collate = self._get_collator_with_removed_columns(data_collator, "checking")
-            rows = range(min(num_rows, self.sizes.local_batch_size))
+            rows = range(min(length, self.sizes.local_batch_size))
             check_collator(collate, [cast(Any, self.train_dataset)[row] for row in rows])
         if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # another one may give other metrics
             check_best_metric(self._config, self.scorer.names, self._functions, self.eval_dataset)
+
+    def _check_columns(self, **datasets: Any) -> None:
+        if not self._adds_columns:
+            check_columns(self.scorer.sources.values(), OPPONENT_COLUMNS.values(), **datasets)
 
     @property
     def reward_model(self) -> nn.Module | None:
@@ -296,6 +291,7 @@ class PPOTrainer(TrainerHooks):
             self._guard.last_checkpoint = checkpoint
             self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
             self._logged.forget()
+            self._estimate.announce()
             with detecting_overflow(self.model, self.args):
                 yield checkpoint
 
@@ -332,10 +328,7 @@ class PPOTrainer(TrainerHooks):
         """
         if self._own_loop is None:
             self._own_loop = OwnLoop(self)
-        num_rows, device = self.sizes.local_batch_size, self.args.device
-        given = padded_responses(queries, responses, response_masks, num_rows, self.tokens.pad, device)
-        check_lengths(given.context_length, given.responses.shape[1], self._longest_sequence)
-        return self._own_loop.step(given, scores_of(scores, num_rows, device))
+        return self._own_loop.step(queries, responses, scores, response_masks)
 
     def _inner_training_loop(
         self,
@@ -347,44 +340,22 @@ class PPOTrainer(TrainerHooks):
     ) -> TrainOutput:
         if self._own_loop is not None:
             return self._own_loop.begin(resume_from_checkpoint)
-        args = self.args
-        model, loader, epochs, num_skipped = self._set_up_training(resume_from_checkpoint, trial)
-        start, episodes_before = time.time(), self.state.episode
-        grad_norm, learning_rate, epoch = None, None, 0
-
-        def finish(event: str | None = None) -> None:
-            report = self._log_what_is_left if event is None else self._maybe_log_save_evaluate
-            if event is not None:
-                self._end.after_event(event)
-            report(self._tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start, learning_rate)
-            self._end.end_if_stopped(event)
-
-        self._fire("on_train_begin")
+        loop = self._loop
+        model = loop.begin(resume_from_checkpoint, trial, ignore_keys_for_eval)
         with self._end.saving(model, trial):
-            if args.eval_on_start:
-                self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-            for epoch in epochs:
-                self._fire("on_epoch_begin")
-                for prompts in self._rollout_prompts(loader, epoch, num_skipped, resume_from_checkpoint):
-                    grad_norm = self.learn(model, self._experience(model, prompts))
-                    self._control_kl()
-                    learning_rate = self._get_learning_rate()
-                    self._advance_step(learning_rate, (start, episodes_before))
-                    self._end.sample_or_leave()
-                    finish("on_step_end")
+            loop.evaluate_first()
+            for epoch in loop.epochs:
+                for prompts in loop.prompts(epoch):
+                    experience = loop.experience(partial(self.collect_rollout, model, prompts))
+                    loop.grad_norm = self.learn(model, experience)
+                    loop.end_update()
                     if self.control.should_epoch_stop or self.control.should_training_stop:
                         break
-                num_skipped, resume_from_checkpoint = 0, None
-                if not self.control.should_training_stop:
-                    self._advance_epoch(epoch)
-                finish("on_epoch_end")
+                loop.end_epoch()
                 if self.control.should_training_stop:
                     break
-            self._signals.give_up_together(args.device)
-        finish()
-        self._guard.check_weights()
-        self._guard.say_what_was_skipped()
-        return self._finalize_training(trial, self.state.max_steps * self.sizes.batch_size, start)
+            self._signals.give_up_together(self.args.device)
+        return loop.finish()
 
     # ---- Rollout ----
 
@@ -404,52 +375,13 @@ class PPOTrainer(TrainerHooks):
         """
         model.eval()
         with self._timer.phase("generate"):
-            responses = self._generate(
-                model, prompts, sampling_config(self.args, self.tokens.stop, self._vocabulary.never_sampled)
-            )
-            prompts = self._with_opponents(model, prompts)
+            responses, prompts = self._rollouts.generate(model, prompts)
         with self._streams.rewards.in_use():  # slow rewards draw while the models, which do not, are evaluated
             with self._timer.phase("score"):
                 batch = ScoringBatch.of(responses, prompts, self.tokens.ended(responses))
                 self.scorer.start(batch)
-            return self._rollout_of(model, responses, batch.ended, lambda: self.score_responses(responses, prompts))
-
-    def _rollout_of(
-        self, model: nn.Module, responses: Responses, stopped: Tensor, score: Callable[[], Scores]
-    ) -> Rollout:
-        """Evaluate policy, value model and reference on responses, then take their scores."""
-        models = self._unwrapped(model)
-        with self._timer.phase("evaluate"):
-            output = self._in_passes(responses, partial(model, with_entropy=False), models.packs_rows)
-            ref_output = output
-            if not self.reference.is_policy(models.policy):
-                with self.reference.forward(model, models.policy) as reference:
-                    ref_output = self._in_passes(responses, reference, models.packs_rows)
-        with self._timer.phase("score"):
-            scores = score()
-        return Rollout(
-            query_responses=responses.query_responses,
-            attention_mask=responses.attention_mask,
-            response_mask=responses.response_mask,
-            sampling_logprobs=responses.sampling_logprobs,
-            on_host=responses.on_host,
-            stopped=stopped,
-            logprobs=output[0],
-            ref_logprobs=ref_output[0],
-            values=output[2],
-            final_values=output[3],
-            scores=scores.final,
-            token_scores=scores.per_token,
-            scores_by_source=scores.by_source,
-        )
-
-    @torch.no_grad()
-    def _given_rollout(self, model: nn.Module, responses: Responses, scores: Tensor) -> Rollout:
-        """Make the rollout of responses that were sampled and scored elsewhere."""
-        model.eval()
-        per_token = torch.zeros_like(responses.response_mask, dtype=torch.float32)
-        given = Scores(scores, per_token, {GivenScores.name: scores})
-        return self._rollout_of(model, responses, self.tokens.ended(responses), lambda: given)
+            score = partial(self.score_responses, responses, prompts)
+            return self._rollouts.evaluated(model, responses, batch.ended, score)
 
     def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
         """Sample a response to each prompt and truncate it after the stop token or string.
@@ -467,32 +399,14 @@ class PPOTrainer(TrainerHooks):
         """
         check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._longest_sequence)
         role = "policy" if policy is self.policy_model else "reference"
-        with failing_together(self.accelerator), naming_the_model(policy, role, self._moment()), self._autocast():
+        with (
+            failing_together(self.accelerator),
+            naming_the_model(policy, role, self._moment()),
+            self.accelerator.autocast(),
+        ):
             ids, logprobs = self._engine.sample(policy, prompts, config)
             give_up_if_stopped()
         return join_responses(prompts, ids, self.tokens.stop, self.tokens.pad, self.tokens.stop_strings, logprobs)
-
-    def _generate(self, model: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
-        if self._engine.reads_sharded:
-            return self.generate_responses(self._unwrapped(model).policy, prompts, config)
-        return on_whole_policy(
-            model,
-            self.accelerator,
-            self.args.ds3_gather_for_generation,
-            lambda policy: self.generate_responses(policy, prompts, config),
-        )
-
-    def _with_opponents(self, model: nn.Module, prompts: Prompts) -> Prompts:
-        """Add the responses of the opponents that reward functions ask for, as columns."""
-        config = sampling_config(self.args, self.tokens.stop, self._vocabulary.never_sampled)
-
-        def generate(opponent: str) -> Responses:
-            if opponent == "self":
-                return self._generate(model, prompts, config)
-            with self.reference.generating(model, self._unwrapped(model).policy) as reference:
-                return self._generate(reference, prompts, config)
-
-        return self._opponents.respond(prompts, generate)
 
     def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:
         """Score truncated responses with every reward source.
@@ -508,24 +422,6 @@ class PPOTrainer(TrainerHooks):
             scores = self.scorer(ScoringBatch.of(responses, prompts, self.tokens.ended(responses)))
             give_up_if_stopped()
         return scores
-
-    def _answered(
-        self, model: nn.Module, prompts: Prompts, config: GenerationConfig
-    ) -> tuple[Prompts, Responses, Scores]:
-        """Respond to prompts, let the opponents respond, and score the responses."""
-        responses, prompts = self._generate(model, prompts, config), self._with_opponents(model, prompts)
-        return prompts, responses, self.score_responses(responses, prompts)
-
-    def _in_passes(
-        self, responses: Responses, forward: Callable[..., tuple[Tensor, ...]], is_packed: bool
-    ) -> tuple[Tensor, ...]:
-        def evaluate(part: Responses) -> tuple[Tensor, ...]:
-            if self.accelerator.num_processes == 1:
-                give_up_if_stopped()
-            with self._autocast():
-                return forward(part.query_responses, part.attention_mask, part.response_mask, places=part.places)
-
-        return in_passes(responses, evaluate, self.args.local_rollout_forward_batch_size, is_packed)
 
     # ---- Advantages ----
 
@@ -547,19 +443,9 @@ class PPOTrainer(TrainerHooks):
             rewards = masked_whiten(rewards, mask, shift_mean=False, reduce_sum=self._sum)
         advantages, returns = self.compute_advantages(rollout, rewards)
         weights = rollout.importance_weights(args.importance_sampling_clip_max)
-        self._take_metrics(rollout, returns, weights)
-        return Experience(
-            query_responses=rollout.query_responses,
-            attention_mask=rollout.attention_mask,
-            response_mask=rollout.response_mask,
-            on_host=rollout.on_host,
-            logprobs=rollout.logprobs,
-            values=rollout.values,
-            advantages=masked_whiten(advantages, mask, reduce_sum=self._sum),
-            returns=returns,
-            loss_mask=mask,
-            importance_weights=weights if args.importance_sampling_correction else None,
-        )
+        self._loop.take_metrics(rollout, self._score_std, returns, weights)
+        whitened = masked_whiten(advantages, mask, reduce_sum=self._sum)
+        return Experience.of(rollout, whitened, returns, weights if args.importance_sampling_correction else None)
 
     def shape_rewards(self, rollout: Rollout) -> Tensor:
         """Give each token its reward: its KL penalty, its own reward, and at the last real token the response's score.
@@ -594,25 +480,6 @@ class PPOTrainer(TrainerHooks):
     @property
     def _score_std(self) -> float | None:
         return self.score_moments.std if self.args.score_scaling else None
-
-    def _take_metrics(self, rollout: Rollout, returns: Tensor, weights: Tensor | None) -> None:
-        """Take the metrics of a rollout and count its tokens."""
-        own = rollout_columns(rollout, self.args, self.kl_controller.coef, self._score_std)
-        columns = gather_columns(own, self._gather)
-        warn_of_unscored(columns["scores"])
-        self._metrics |= rollout_metrics(columns) | self._metrics_of_reward_functions()
-        explained = explained_variance(rollout.values, returns, rollout.loss_mask, self._sum)
-        self._metrics["val/explained_variance"] = float(explained)
-        self._metrics |= sampling_metrics(rollout, weights, self._sum, self._gather)
-        if not isinstance(self.kl_controller, FixedKLController):
-            self._metrics["objective/kl_coef"] = float(self.kl_controller.coef)
-        self._num_response_tokens = int(columns["length"].sum())
-        self._count_input_tokens(rollout.attention_mask)
-
-    def _control_kl(self) -> None:
-        """Let the controller set the coefficient of the next update, from the KL of this one's rollout."""
-        if (mean_kl := self._metrics.get("objective/kl")) is not None:  # an overridden step may give none
-            self.kl_controller.update(mean_kl, self.sizes.batch_size)
 
     # ---- Learning ----
 
@@ -761,11 +628,3 @@ class PPOTrainer(TrainerHooks):
             by their names.
         """
         return clipped_value_loss(values, experience.values, experience.returns, self.args.cliprange_value)
-
-    def _prepared(self, dataset: Any, name: str) -> Any:
-        how = (self._tokenizer, self._config, self._vocabulary, self._longest_sequence)
-        return prepare_checked(dataset, name, *how, columns_are_read=self._columns_are_read)
-
-    def _check_columns(self, **datasets: Any) -> None:
-        if not self._adds_columns:
-            check_columns(self.scorer.sources.values(), OPPONENT_COLUMNS.values(), **datasets)

@@ -30,7 +30,7 @@ from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.positions import position_limit
 from rlhf_ppo.models.vocabulary import vocabulary_of
 from rlhf_ppo.rewards.reading import shares_tokens, tokenizer_beside
-from rlhf_ppo.training.construction import prepare_checked
+from rlhf_ppo.training.datasets import PromptPreparation
 
 PURPOSES = {
     "weights": "policy and value model",
@@ -190,7 +190,8 @@ def prompts_of(args: PPOConfig, policy: nn.Module, load: Callable[[], tuple[Any,
     if args.max_prompt_length is not None and (args.max_steps > 0 or args.total_episodes is not None):
         return args.max_prompt_length, None
     tokenizer, dataset = load()
-    rows = prepare_checked(dataset, "train_dataset", tokenizer, args, vocabulary_of(policy), position_limit(policy))
+    preparation = PromptPreparation(tokenizer, args, vocabulary_of(policy), position_limit(policy))
+    rows = preparation.prepared(dataset, "train_dataset")
     if not has_length(rows):
         raise ValueError(
             "dataset_streaming=True: neither number nor length of the prompts is known; give max_prompt_length, and "

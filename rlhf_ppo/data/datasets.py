@@ -12,10 +12,16 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import has_length
 
 from rlhf_ppo.data.encoding import PromptEncoder, eos_id, no_row, prompt_column, real_tokens
 
 logger = logging.getLogger(__name__)
+
+
+def num_rows(dataset: Any) -> int | None:
+    """Return the number of rows, or None for a stream."""
+    return len(dataset) if has_length(dataset) else None
 
 
 def prepare_prompts(

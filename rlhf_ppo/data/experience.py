@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from rlhf_ppo.data.rollout import Responses, check_shape
+from rlhf_ppo.data.rollout import Responses, Rollout, check_shape
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,29 @@ class Experience(Responses):
             check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
         if self.importance_weights is not None:
             check_shape("importance_weights", self.importance_weights, tuple(self.response_mask.shape))
+
+    @classmethod
+    def of(cls, rollout: Rollout, advantages: Tensor, returns: Tensor, weights: Tensor | None = None) -> Self:
+        """Return what is learned from a rollout.
+
+        Args:
+            rollout: The rollout.
+            advantages: Whitened, `(B, T)`.
+            returns: `(B, T)`.
+            weights: Importance weights, `(B, T)`, or None: all 1.
+        """
+        return cls(
+            query_responses=rollout.query_responses,
+            attention_mask=rollout.attention_mask,
+            response_mask=rollout.response_mask,
+            on_host=rollout.on_host,
+            logprobs=rollout.logprobs,
+            values=rollout.values,
+            advantages=advantages,
+            returns=returns,
+            loss_mask=rollout.loss_mask,
+            importance_weights=weights,
+        )
 
     def shuffled_minibatches(self, num_mini_batches: int, generator: torch.Generator) -> Iterator[Self]:
         """Yield `num_mini_batches` disjoint parts of equal size, drawn with `generator`, longest rows first."""

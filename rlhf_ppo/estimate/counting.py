@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -140,6 +141,22 @@ def _state_without_storage(body: nn.Module, stored: torch.dtype | None) -> dict[
 def num_elements(parameter: Tensor) -> int:
     """Return how many numbers a parameter has, also one that ZeRO-3 has taken apart."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def copy_without_storage(model: nn.Module, kept: Iterable[Tensor]) -> nn.Module:
+    """Copy a model for counting, before an engine takes it apart: its tensors have shapes, types and a device only.
+
+    Args:
+        model: The model.
+        kept: Parameters that it may share with another model; the copy has the very same ones.
+    """
+    own = {id(value): value for value in kept}
+    with FakeTensorMode():
+        for value in (*model.parameters(), *model.buffers()):
+            if id(value) not in own:
+                empty = _without_storage(value, None)
+                own[id(value)] = nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
+    return copy.deepcopy(model, own)
 
 
 def _without_storage(value: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,7 +28,6 @@ from rlhf_ppo.estimate.update import (
     optimizer_bytes_per_parameter,
 )
 from rlhf_ppo.models.modes import as_in_learning
-from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.sharded import is_sharded
 from rlhf_ppo.processes.engines import is_fsdp, product_dtype, zero_stage
 
@@ -58,8 +58,6 @@ class EstimatedTrainer(Protocol):
     train_dataset: Any
     policy_model: nn.Module
     value_model: nn.Module
-    reference: Reference
-    reward_models: list[nn.Module]
 
     def is_world_process_zero(self) -> bool:
         """Tell whether this is the main process."""
@@ -69,23 +67,93 @@ class EstimatedTrainer(Protocol):
     def _learns_in_turn(self) -> bool: ...
 
 
-def announce(trainer: EstimatedTrainer, num_generated: int) -> None:
-    """Print the estimate, in the main process and where progress is shown.
+class RunEstimate:
+    """The estimate of a trainer's run, made when the run begins, or its rows are asked for.
+
+    The trained models must not be placed by an engine by then; the frozen ones are, where they were made.
 
     Args:
-        trainer: A `PPOTrainer` whose models are not yet placed by an engine.
-        num_generated: Rows that are generated from at once.
+        trainer: The `PPOTrainer`.
+        frozen: Its reference and reward models that have weights of their own, the reference first, as they were
+            before an engine took them apart; None if that is not known.
     """
-    args = trainer.args
-    if args.disable_tqdm or not trainer.is_world_process_zero():
-        return
-    try:
-        estimate = forecast(trainer, num_generated)
-        if estimate is not None:
-            dtype = multiplied_dtype(args, trainer.policy_model)
-            print(describe(estimate, args.device, dtype, trainer.sizes.num_total_batches))
-    except Exception as error:  # what cannot be counted, or measured in the memory that is left, can still be trained
-        logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
+
+    def __init__(self, trainer: EstimatedTrainer, frozen: Sequence[nn.Module] | None) -> None:
+        self.trainer, self.frozen = trainer, frozen
+        self._is_announced = False
+
+    def announce(self) -> None:
+        """Print the estimate once, in the main process and where progress is shown."""
+        trainer, args, rows = self.trainer, self.trainer.args, self.generation_rows
+        if self._is_announced or args.disable_tqdm or not trainer.is_world_process_zero():
+            return
+        self._is_announced = True
+        try:
+            estimate = self.forecast(rows)
+            if estimate is not None:
+                dtype = multiplied_dtype(args, trainer.policy_model)
+                print(describe(estimate, args.device, dtype, trainer.sizes.num_total_batches))
+        except Exception as error:  # what cannot be counted, or measured in the memory left, can still be trained
+            logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
+
+    @functools.cached_property
+    def generation_rows(self) -> int:
+        """How many rows are generated from at once, on this process.
+
+        What `args.generation_batch_size` says; else on a GPU the whole local batch, halved until its cache fits beside
+        what the estimate has for the models, but no fewer than `args.local_rollout_forward_batch_size`. That many on
+        other devices: which random number a row gets depends on the rows beside it.
+        """
+        args = self.trainer.args
+        least, most = args.local_rollout_forward_batch_size, self.trainer.sizes.local_batch_size
+        if args.generation_batch_size is not None or args.device.type != "cuda" or most <= least:
+            return args.generation_batch_size or least
+        try:
+            estimate = self.forecast()
+        except Exception as error:
+            logger.warning(
+                f"generation_batch_size is {least}: no estimate of memory ({type(error).__name__}: {error})"
+            )
+            estimate = None
+        if estimate is None:
+            return least
+        memory = _SHARE_OF_MEMORY * torch.cuda.get_device_properties(args.device).total_memory
+        room = memory - estimate.weights - estimate.frozen - estimate.gradients - estimate.optimizer
+        rows = most
+        while rows > least and estimate.generation * rows > room * least:
+            rows = -(-rows // 2)
+        return max(rows, least)
+
+    def forecast(self, num_generated: int | None = None) -> Estimate | None:
+        """Estimate the updates of the run.
+
+        Prompts count with the mean length of the training set, responses with `response_length`.
+
+        Args:
+            num_generated: Rows that are generated from at once; None for what the arguments say.
+
+        Returns:
+            The estimate, or None where it cannot be made: for a stream, whose lengths are not known, and for models
+            whose parameters ZeRO-3 has already taken apart.
+        """
+        trainer, accelerator, dataset = self.trainer, self.trainer.accelerator, self.trainer.train_dataset
+        is_stream = isinstance(dataset, IterableDataset) or not has_length(dataset)
+        if is_stream or self.frozen is None or is_sharded(trainer.policy_model):
+            return None
+        dtype = product_dtype(accelerator)
+        with torch.enable_grad():  # an evaluation may ask
+            return estimate_run(
+                trainer.args,
+                trainer.sizes,
+                trainer.policy_model,
+                trainer.value_model,
+                self.frozen,
+                mean_prompt_length(dataset),
+                Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes, dtype),
+                dtype,
+                trainer._learns_in_turn,
+                num_generated,
+            )
 
 
 def half_dtype(args: PPOConfig) -> torch.dtype | None:
@@ -96,67 +164,6 @@ def half_dtype(args: PPOConfig) -> torch.dtype | None:
 def multiplied_dtype(args: PPOConfig, policy: nn.Module) -> torch.dtype:
     """Tell in which precision the policy's matrices are multiplied: autocast's, else their own."""
     return half_dtype(args) or next(weight.dtype for weight in policy.parameters() if weight.is_floating_point())
-
-
-def forecast(trainer: EstimatedTrainer, num_generated: int | None = None) -> Estimate | None:
-    """Estimate the updates of a trainer whose models are not yet placed by an engine.
-
-    Prompts count with the mean length of the training set, responses with `response_length`.
-
-    Args:
-        trainer: The `PPOTrainer`.
-        num_generated: Rows that are generated from at once; None for what the arguments say.
-
-    Returns:
-        The estimate, or None where it cannot be made: for a stream, whose lengths are not known, and for models whose
-        parameters ZeRO-3 has already taken apart.
-    """
-    dataset, accelerator = trainer.train_dataset, trainer.accelerator
-    if isinstance(dataset, IterableDataset) or not has_length(dataset) or is_sharded(trainer.policy_model):
-        return None
-    args, dtype = trainer.args, product_dtype(accelerator)
-    reference: Any = trainer.reference.model
-    return estimate_run(
-        args,
-        trainer.sizes,
-        trainer.policy_model,
-        trainer.value_model,
-        [*([] if reference is None else [reference.model]), *trainer.reward_models],
-        mean_prompt_length(dataset),
-        Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes, dtype),
-        dtype,
-        trainer._learns_in_turn,
-        num_generated,
-    )
-
-
-def generation_rows(trainer: EstimatedTrainer) -> int:
-    """Return how many rows are generated from at once, on this process.
-
-    What `args.generation_batch_size` says; else on a GPU the whole local batch, halved until its cache fits beside
-    what the estimate has for the models, but no fewer than `args.local_rollout_forward_batch_size`. That many on other
-    devices: which random number a row gets depends on the rows beside it.
-
-    Args:
-        trainer: A `PPOTrainer` whose models are not yet placed by an engine.
-    """
-    args = trainer.args
-    least, most = args.local_rollout_forward_batch_size, trainer.sizes.local_batch_size
-    if args.generation_batch_size is not None or args.device.type != "cuda" or most <= least:
-        return args.generation_batch_size or least
-    try:
-        estimate = forecast(trainer)
-    except Exception as error:
-        logger.warning(f"generation_batch_size is {least}: no estimate of memory ({type(error).__name__}: {error})")
-        estimate = None
-    if estimate is None:
-        return least
-    memory = _SHARE_OF_MEMORY * torch.cuda.get_device_properties(args.device).total_memory
-    room = memory - estimate.weights - estimate.frozen - estimate.gradients - estimate.optimizer
-    rows = most
-    while rows > least and estimate.generation * rows > room * least:
-        rows = -(-rows // 2)
-    return max(rows, least)
 
 
 def estimate_run(

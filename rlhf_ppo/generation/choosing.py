@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +35,7 @@ def make_engine(
     stop_token_id: int | None,
     stop_strings: StopStrings | None,
     opponents: Opponents,
-    rows: int | None = None,
+    rows: Callable[[], int] | None = None,
     local_batch_size: int | None = None,
 ) -> GenerationEngine:
     """Make the engine that `args.generation_engine` names.
@@ -48,7 +49,8 @@ def make_engine(
         stop_strings: Texts that end a row too, or None. Only transformers' `generate` stops at these; the others'
             responses are cut there afterwards, which gives the same responses for more work.
         opponents: Whose responses the reward functions compare with.
-        rows: How many rows are generated from at once; None: `args.local_rollout_forward_batch_size`.
+        rows: Tells, once something is generated, from how many rows at once; None: from
+            `args.local_rollout_forward_batch_size`.
         local_batch_size: Rows of an update on this process; vLLM takes all of them at once, where
             `args.generation_batch_size` does not say how many.
 
@@ -57,7 +59,7 @@ def make_engine(
             every run there, vLLM cannot start or cannot be an opponent, or the policy does not generate from the
             distributions of its forward pass.
     """
-    rows = args.local_rollout_forward_batch_size if rows is None else rows
+    rows = rows or (lambda: args.local_rollout_forward_batch_size)
     if args.generation_engine == "vllm":
         if others := [kind for kind in opponents.kinds if kind != "self"]:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +35,11 @@ class ContinuousEngine:
     """transformers' continuous batching, on the policy's own weights.
 
     Attributes:
-        max_rows: How many rows are generated from at a time; the cache holds so many.
+        max_rows: Tells how many rows are generated from at a time; the cache holds so many.
         dtype: What weights, arithmetic and cache are in; None leaves them in the policy's types.
     """
 
-    max_rows: int
+    max_rows: Callable[[], int]
     dtype: torch.dtype | None = None
     reads_sharded: bool = False
 
@@ -73,7 +73,7 @@ class ContinuousEngine:
             unpacked(model),
             stored_as(self.dtype, policy),
         ):
-            outputs = _run(model, rows, config, cache_for(rows, max_new_tokens, self.max_rows))
+            outputs = _run(model, rows, config, cache_for(rows, max_new_tokens, self.max_rows()))
         return stack_rows(
             [output.generated_tokens for output in outputs],
             [output.logprobs for output in outputs],

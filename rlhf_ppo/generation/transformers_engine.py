@@ -159,19 +159,20 @@ class TransformersEngine:
     """transformers' `generate`, on the policy's own weights.
 
     Attributes:
-        rows_per_call: Most prompts that are generated from at once.
+        rows_per_call: Tells how many prompts at most are generated from at once.
         stop_strings: Texts that end a row too, or None.
         gather: Concatenates a tensor over all ranks.
     """
 
-    rows_per_call: int
+    rows_per_call: Callable[[], int]
     stop_strings: StopStrings | None = None
     gather: Callable[[Tensor], Tensor] | None = None
     reads_sharded: bool = False
 
     def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
         """Generate a response to each prompt; see `sample_responses`."""
-        return Sampled(sample_responses(policy, prompts, config, self.rows_per_call, self.stop_strings, self.gather))
+        how = (config, self.rows_per_call(), self.stop_strings, self.gather)
+        return Sampled(sample_responses(policy, prompts, *how))
 
     def policy_changed(self) -> None:
         """Do nothing: the policy itself generates."""

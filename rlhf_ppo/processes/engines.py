@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from transformers import TrainingArguments
+
+
+def num_processes(args: TrainingArguments) -> int:
+    """Count the processes of the run, starting the process group if need be."""
+    args._setup_devices  # noqa: B018  the property starts it
+    return PartialState().num_processes
 
 
 def product_dtype(accelerator: Accelerator) -> torch.dtype | None:

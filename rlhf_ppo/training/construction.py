@@ -5,23 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from datasets import Dataset
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
-from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.validation import parse_weights
-from rlhf_ppo.data.datasets import longest_prompt, prepare_prompts
-from rlhf_ppo.data.encoding import PROMPT_COLUMNS, eos_id, pad_id, prompt_column
-from rlhf_ppo.data.lengths import PositionLimit, check_lengths, smallest
-from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.generation.sequences import ended
-from rlhf_ppo.generation.stopping import StopStrings
+from rlhf_ppo.data.lengths import PositionLimit, smallest
+from rlhf_ppo.estimate.counting import copy_without_storage
 from rlhf_ppo.models.adapter_checks import check_adapter, warn_of_rank_allocation
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.consistency import check_consistent
@@ -40,8 +34,9 @@ from rlhf_ppo.models.making import made
 from rlhf_ppo.models.positions import position_limit, positions
 from rlhf_ppo.models.reference import Reference, make_reference
 from rlhf_ppo.models.sharing import share_base, shares_parameters, value_model_over
+from rlhf_ppo.models.storing import store_frozen
 from rlhf_ppo.models.unwrapping import is_peft_model
-from rlhf_ppo.models.vocabulary import Vocabulary
+from rlhf_ppo.processes.engines import autocast_dtype, is_sharding
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.logged import LoggedByFunctions
@@ -60,65 +55,6 @@ def use_one_device(args: PPOConfig) -> None:
     if args.n_gpu > 1:
         logger.warning(f"One of {args.n_gpu} accelerators is used; start the script with `accelerate launch` for all.")
         args._n_gpu = 1
-
-
-@dataclass(frozen=True)
-class SpecialTokens:
-    """The token ids that generation and truncation need.
-
-    Attributes:
-        pad: Fills short prompts and the rest of a response after its stop token; may equal `stop`, may lie outside the
-            model's vocabulary.
-        stop: The token after which a response is cut, or None.
-        end: The token whose absence `missing_eos_penalty` and `missing_eos_score` punish: the stop token, or EOS where
-            there is none.
-        stop_strings: Texts after which a response is cut as well, or None.
-    """
-
-    pad: int
-    stop: int | None
-    end: int | None
-    stop_strings: StopStrings | None = None
-
-    def ended(self, responses: Responses) -> Tensor:
-        """Tell which responses ended by themselves, bool `(B,)`: the one notion of it that everything goes by."""
-        return ended(responses, self.end, self.stop_strings)
-
-
-def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """Read the special tokens off the arguments and the tokenizer.
-
-    Raises:
-        TypeError: `processing_class` is no tokenizer.
-        ValueError: The tokenizer has neither PAD nor EOS, or lacks the EOS that an argument asks for.
-    """
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise TypeError(f"processing_class must be a tokenizer, got {type(tokenizer).__name__}; pass AutoTokenizer's")
-    eos = eos_id(tokenizer)
-    pad = pad_id(tokenizer)
-    filling = eos if pad is None else pad
-    if filling is None:
-        raise ValueError(
-            "processing_class has neither a pad_token nor an eos_token; set tokenizer.pad_token to a token that "
-            "prompts do not use"
-        )
-    if eos is None and args.stop_token == "eos":
-        raise ValueError("stop_token='eos', but processing_class has no eos_token; set stop_token_id instead")
-    stop = eos if args.stop_token == "eos" else args.stop_token_id
-    end = eos if stop is None else stop
-    for name in ("missing_eos_penalty", "missing_eos_score"):
-        if end is None and not args.stop_strings and getattr(args, name) is not None:
-            raise ValueError(
-                f"{name}={getattr(args, name)} needs something that ends a response; set stop_token_id, stop_strings, "
-                "or an eos_token"
-            )
-    if stop is None and eos is not None and not args.stop_strings:
-        logger.warning_once(
-            "No stop token is set, so every response has response_length tokens, whatever follows an EOS; set "
-            "stop_token='eos' to end responses at EOS."
-        )
-    strings = StopStrings(tokenizer, tuple(args.stop_strings)) if args.stop_strings else None
-    return SpecialTokens(pad=filling, stop=stop, end=end, stop_strings=strings)
 
 
 @dataclass(frozen=True)
@@ -269,54 +205,38 @@ def longest_sequence(models: Models) -> PositionLimit | None:
     return smallest(position_limit(model) for model in given if model is not None)
 
 
-def prepare_checked(
-    dataset: Any,
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    args: PPOConfig,
-    vocabulary: Vocabulary,
-    limit: PositionLimit | None,
-    columns_are_read: bool = True,
-) -> Any:
-    """Tokenize and check a data set, or each of a dict of them.
+def store_and_place(
+    models: Models, trained: nn.Module, accelerator: Accelerator, offload: bool
+) -> Sequence[nn.Module] | None:
+    """Store frozen weights in the type that they are multiplied in, and put the reference where it runs.
 
     Args:
-        dataset: What the user passed.
-        name: What error messages call it.
-        tokenizer: The policy's tokenizer.
-        args: Gives `max_prompt_length`, `dataset_num_proc` and `response_length`.
-        vocabulary: The ids that all models embed.
-        limit: Longest sequence that the models can place; None if there is no limit.
-        columns_are_read: Whether a reward reads columns beside the prompts; they are left out where none does, so
-            that they are not copied along.
+        models: The models; `make_scorer` places the reward models.
+        trained: The `PolicyAndValue`.
+        accelerator: Places them.
+        offload: Whether to keep frozen weights on the CPU.
 
     Returns:
-        Rows with `input_ids`.
-
-    Raises:
-        ValueError: A row is wrong, or prompt and response exceed the positions. Streams are checked as they come.
+        Reference and reward models that have weights of their own, for the estimate: copies without storage where an
+        engine takes the models apart; None if one cannot be copied.
     """
-    if isinstance(dataset, Mapping):
-        return {
-            key: prepare_checked(value, f"{name}[{key!r}]", tokenizer, args, vocabulary, limit, columns_are_read)
-            for key, value in dataset.items()
-        }
-    if isinstance(dataset, Dataset) and args.remove_unused_columns and not columns_are_read:
-        used = {*PROMPT_COLUMNS, "attention_mask", args.length_column_name}
-        prompt_column(dataset.column_names, name)
-        dataset = dataset.select_columns([column for column in dataset.column_names if column in used])
-    prepared = prepare_prompts(
-        dataset,
-        tokenizer,
-        max_prompt_length=args.max_prompt_length,
-        num_proc=args.dataset_num_proc,
-        name=name,
-        vocab_size=vocabulary.size,
-        vocab_of=vocabulary.limited_by,
+    store_frozen(
+        [trained, *[reward.scorer for reward in models.rewards], models.reference.model], autocast_dtype(accelerator)
     )
-    if has_length(prepared):
-        check_lengths(longest_prompt(cast(Any, prepared)), args.response_length, limit)
-    return prepared
+    frozen = [
+        *([] if models.reference.model is None else [models.reference.model.policy]),
+        *[reward.model for reward in models.rewards],
+    ]
+    counted: Sequence[nn.Module] | None = frozen
+    if is_sharding(accelerator):
+        try:
+            counted = [copy_without_storage(model, trained.parameters()) for model in frozen]
+        except Exception as error:  # what cannot be counted can still be trained
+            logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
+            counted = None
+    if models.reference.model is not None:
+        models.reference.model = place_frozen(models.reference.model, accelerator, offload)
+    return counted
 
 
 def make_scorer(

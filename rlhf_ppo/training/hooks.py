@@ -1,28 +1,22 @@
-"""What Trainer is told about PPO: data loading, counting and logging.
+"""What Trainer is told about PPO: the hooks of `transformers.Trainer` that a step which is a whole rollout changes.
 
-The algorithm is in `trainer.py`; everything here overrides a hook of `transformers.Trainer` and does the least that
-makes Trainer's own code right for a model of two parts and a step that is a whole rollout.
+The algorithm is in `trainer.py`. Each hook here does the least that makes Trainer's own code right; what is more than
+that does one of the trainer's parts (see ADR 0016).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
-from accelerate import PartialState
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType, gather_object, set_seed
-from accelerate.utils.memory import clear_device_cache
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, Trainer
@@ -30,63 +24,50 @@ from transformers.trainer_utils import BestRun, EvalLoopOutput, HPSearchBackend,
 
 from rlhf_ppo.algorithm.controllers import KLController
 from rlhf_ppo.checkpoints.disk import naming_full_disk
-from rlhf_ppo.checkpoints.fits import check_optimizer, check_same_split, naming, optimizer_name
-from rlhf_ppo.checkpoints.half_learned import HalfLearned, half_learned_in
-from rlhf_ppo.checkpoints.history import last_entries, whole_history
+from rlhf_ppo.checkpoints.fits import check_optimizer, naming
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
-from rlhf_ppo.checkpoints.record import save_record
-from rlhf_ppo.checkpoints.whole import start_checkpoint
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.data.datasets import num_rows
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Responses, Rollout
-from rlhf_ppo.evaluation.best_metric import evaluated_name, missing_best_metric
-from rlhf_ppo.evaluation.completions import sample_rows, show_table, table_of
-from rlhf_ppo.evaluation.rollouts import evaluated
-from rlhf_ppo.evaluation.runnable import runnable
-from rlhf_ppo.evaluation.samples import first_prompts, held_out_prompts
+from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.evaluation.best_metric import evaluated_name
+from rlhf_ppo.evaluation.completions import show_table
+from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.protocol import GenerationEngine
-from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import Reference
-from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding
+from rlhf_ppo.models.unwrapping import as_module
 from rlhf_ppo.models.vocabulary import Vocabulary
 from rlhf_ppo.processes.collectives import gather_over_ranks, sum_over_ranks
+from rlhf_ppo.processes.engines import num_processes
 from rlhf_ppo.processes.failing import failing_together
-from rlhf_ppo.processes.random_numbers import isolated_rng
 from rlhf_ppo.processes.signals import BetweenMicroBatches, EndsOnSignals
 from rlhf_ppo.processes.streams import Streams, draw_apart
-from rlhf_ppo.reporting.metrics import MetricWindow, evaluation_metrics, rollout_columns
+from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.model_card import FinalMetrics
 from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.reporting.run_card import reward_origins, save_run_card
 from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.rewards.logged import LoggedByFunctions
-from rlhf_ppo.rewards.scorer import Scorer, Scores
+from rlhf_ppo.rewards.scorer import Scorer
 from rlhf_ppo.training.checks import check_datasets, check_is_name
-from rlhf_ppo.training.construction import SpecialTokens
-from rlhf_ppo.training.data_order import batches_of_pass, data_order
-from rlhf_ppo.training.divergence import DivergenceGuard, Skipped
+from rlhf_ppo.training.data_order import data_order
+from rlhf_ppo.training.datasets import PromptPreparation
+from rlhf_ppo.training.divergence import DivergenceGuard
+from rlhf_ppo.training.evaluating import Evaluation
 from rlhf_ppo.training.half_learned import LearningInParts
-from rlhf_ppo.training.ingredients import find_place, record_and_compare
+from rlhf_ppo.training.loop import Loop
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
+from rlhf_ppo.training.resuming import draws_anew, put_optimization_in_force, take_up
+from rlhf_ppo.training.rollouts import Rollouts
 from rlhf_ppo.training.run_directory import RunDirectory
 from rlhf_ppo.training.saving import CheckpointWriter, check_best
-from rlhf_ppo.training.search import (
-    Recipe,
-    Trials,
-    check_backend,
-    check_can_search,
-    check_has_score,
-    default_hp_space,
-    end_pruned,
-    eval_score,
-    is_pruned,
-    on_cpu,
-)
+from rlhf_ppo.training.search import Recipe, end_pruned, is_pruned, search
 from rlhf_ppo.training.sharding import set_up_engine
+from rlhf_ppo.training.special_tokens import SpecialTokens
 from rlhf_ppo.training.stateful import StatefulParts
 from rlhf_ppo.training.stepping import OptimizerSteps
 from rlhf_ppo.training.stopping import EndAfterSignal, awaited
@@ -95,7 +76,6 @@ from rlhf_ppo.training.withholding import WithheldArguments
 
 if TYPE_CHECKING:
     import pandas as pd
-    from transformers import GenerationConfig
 
 logger = get_logger(__name__)
 
@@ -121,6 +101,9 @@ class TrainerHooks(Trainer):
     tokens: SpecialTokens
     kl_controller: KLController
     _engine: GenerationEngine
+    _rollouts: Rollouts
+    _opponents: Opponents
+    _preparation: PromptPreparation
     _stateful: StatefulParts
     _functions: Sequence[Callable[..., Any]]
     _logged: LoggedByFunctions
@@ -149,21 +132,20 @@ class TrainerHooks(Trainer):
         self._streams = Streams(self.args.process_index, self.args.seed)
         draw_apart(self.callback_handler, self._streams.callbacks)
         self._directory = RunDirectory(self.args, self.accelerator, self.is_deepspeed_enabled, self.is_fsdp_enabled)
-        self._checkpoints = CheckpointWriter(self.args, self.accelerator, self._guard)
         self._withheld = WithheldArguments(self.args)
         num_processes = self.accelerator.num_processes
         self._signals = EndsOnSignals(self._sum, self._awaited, num_processes)
         between = BetweenMicroBatches(self._signals, num_processes, self.args.device)
+        self._loop = Loop(self)
         self._learning = LearningInParts(
-            self.args, self.accelerator, self._streams, between, self._fire, self._keep_figures
+            self.args, self.accelerator, self._streams, between, self._fire, self._loop.keep_figures
         )
+        self._checkpoints = CheckpointWriter(self)
         self._steps = OptimizerSteps(self, self._guard)
         self._end = EndAfterSignal(self, self._signals, self._learning, self._streams, self._guard)
+        self._evaluation = Evaluation(self, lambda: self._loop.latest_prompts)
         self._metrics: dict[str, float] = {}
         self._num_response_tokens = 0
-        self._updates_per_epoch = 1
-        self._latest_prompts: Prompts | None = None
-        self._learns_now = True
         set_up_engine(self.accelerator, self._unwrapped(self.model))
 
     # ---- Data ----
@@ -242,45 +224,7 @@ class TrainerHooks(Trainer):
     # ---- Checkpoints ----
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        directory, updates = self._get_output_dir(trial), self.state.global_step
-        with self._checkpoints.place_for(directory, self._learning.checkpoint_name(updates), updates) as place:
-            self._write_checkpoint(place, model, trial)
-        newest = cast(str, self._guard.last_checkpoint)
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(newest)
-        if self.args.should_save:
-            self._directory.rotate(directory, self.args.save_total_limit, self.state.best_model_checkpoint, newest)
-
-    def _write_checkpoint(self, directory: str, model: nn.Module, trial: Any) -> None:
-        self._progress.keep_losses(self._gather(self._tr_loss.reshape(1)).tolist())
-        with failing_together(self.accelerator):
-            if self.args.should_save:
-                self._begin_checkpoint(directory)
-        # the first two wait for the manifest
-        withheld = {"save_total_limit": None, "push_to_hub": False, "output_dir": os.path.dirname(directory)}
-        with (
-            self._checkpoints.writing(),
-            self._withheld.instead(**withheld),
-            last_entries(self.state),
-            self._checkpoints.failing_in_saving(),
-        ):
-            super()._save_checkpoint(model, trial)
-
-    def _begin_checkpoint(self, directory: str) -> None:
-        """Write what this package adds to a checkpoint, into an empty directory."""
-        start_checkpoint(directory)
-        self._directory.run.save(directory)
-        save_record(directory, {**self._record, "optimizer": optimizer_name(self.optimizer)})
-        self._progress.last_logged_step = self._globalstep_last_logged
-        self._progress.pending_metrics = self._window.updates
-        self._progress.batch_size = self.sizes.batch_size
-        self._progress.num_processes = self.accelerator.num_processes
-        self._progress.skipped = dataclasses.asdict(self._guard.skipped)
-        self._progress.num_logged = len(self.state.log_history)
-        self._progress.save(directory)
-        self._stateful.save(directory)
-        self._directory.write_history(self.state.log_history)
-        self.create_model_card()
+        self._checkpoints.save(self._get_output_dir(trial), partial(super()._save_checkpoint, model, trial))
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
@@ -342,14 +286,7 @@ class TrainerHooks(Trainer):
         check_optimizer(self.optimizer, checkpoint)
         with naming(checkpoint, "its optimizer.pt or scheduler.pt"):
             super()._load_optimizer_and_scheduler(checkpoint)
-        done = self.state.global_step
-        if self.is_fsdp_enabled and done == 0 and not half_learned_in(checkpoint):
-            cast(Any, self.optimizer).state.clear()  # torch has taken an empty step to save it, which Adam counts
-        if (changed := self._optimization.put_in_force(self._progress.optimization, done)) is not None:
-            logger.warning(
-                f"The checkpoint's optimization was another; in force from update {done + 1} on is: {changed}. The "
-                f"learning rate is {self._get_learning_rate():.4g} now."
-            )
+        put_optimization_in_force(self, checkpoint)
 
     def _load_best_model(self) -> None:
         best = cast(str, self.state.best_model_checkpoint)
@@ -387,7 +324,7 @@ class TrainerHooks(Trainer):
             check_is_name(eval_dataset, self.eval_dataset)
         elif eval_dataset is not None:
             check_datasets(self.args, self.train_dataset, eval_dataset)
-            eval_dataset = self._prepared(eval_dataset, "eval_dataset")
+            eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
         return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
 
     def _evaluate(
@@ -399,12 +336,7 @@ class TrainerHooks(Trainer):
             ValueError: The metric by which models are compared is not there; the run was saved before.
         """
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-        if (missing := missing_best_metric(self.args, metrics)) is not None:
-            if self.state.global_step > 0:
-                self.control.should_evaluate = True  # the resumed run begins with this evaluation
-                self._end.save_where_it_stopped(as_module(self.model_wrapped), trial)
-                missing += f"; go on with resume_from_checkpoint={self._guard.last_checkpoint!r}"
-            raise ValueError(missing)
+        self._evaluation.check_has_best(metrics, trial)
         if follows_metric(self.lr_scheduler) and not skip_scheduler:
             cast(Any, self.lr_scheduler).step(metrics[evaluated_name(self.args.metric_for_best_model or "score")])
         return metrics
@@ -419,19 +351,7 @@ class TrainerHooks(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Collect a rollout for every batch of `dataloader`, with its own random numbers, the same at every call."""
-        gather = cast(Any, self.accelerator.gather_for_metrics)
-        with self._apart_from_training() as model:
-            self.callback_handler.eval_dataloader = cast(Any, dataloader)
-            after_batch = partial(self._fire, "on_prediction_step")
-            columns = evaluated(dataloader, partial(self._evaluated, model), gather, self.args.device, after_batch)
-        self._timer.drain()
-        extra = {f"{metric_key_prefix}_{name}": value for name, value in self._metrics_of_reward_functions().items()}
-        metrics = evaluation_metrics(columns, metric_key_prefix) | extra
-        return EvalLoopOutput(None, None, metrics, len(columns["scores"]))  # pyright: ignore
-
-    def _evaluated(self, model: nn.Module, prompts: Prompts) -> dict[str, Tensor]:
-        rollout = self._guard.checked_rollout(self.collect_rollout(model, prompts))
-        return rollout_columns(rollout, self.args, self.kl_controller.coef, score_std=None)
+        return self._evaluation.rollouts(dataloader, metric_key_prefix)
 
     @torch.no_grad()
     def generate_completions(self, sampling: bool = False) -> pd.DataFrame | None:
@@ -447,51 +367,10 @@ class TrainerHooks(Trainer):
             One row per prompt: query, model response, score, and each reward when there are several; on rank 0 also
             in `output_dir/_samples/`. None before the first update on a stream without an evaluation data set.
         """
-        rows: list[dict[str, Any]] = []
-        held_out = self.eval_dataset is not None
-        gather = partial(self.accelerator.gather_for_metrics, use_gather_object=True) if held_out else gather_object
-        config = greedy_config(self.args, self.tokens.stop, self._vocabulary.never_sampled)
-        with self._apart_from_training() as model:
-            for prompts in itertools.islice(self._sample_prompts(), 1 if sampling else None):
-                prompts, responses, scores = self._answered(model, prompts, config)
-                rows += gather(sample_rows(self._tokenizer, prompts, responses, scores, self._logged.drain_columns()))
-        self._metrics_of_reward_functions()
-        if not rows:
-            return None
-        table = table_of(rows, self.scorer.names)
-        if self.is_world_process_zero():
-            show_table(table, self, held_out)
+        table = self._evaluation.samples(only_one_batch=sampling)
+        if table is not None and self.is_world_process_zero():
+            show_table(table, self, held_out=self.eval_dataset is not None)
         return table
-
-    def _sample_prompts(self) -> Iterator[Prompts]:
-        """Yield all held-out prompts in batches; where there are none, one batch of training prompts.
-
-        These are the first rows, or a stream's latest ones: a stream may not bear being read twice at a time.
-        """
-        num_rows, latest, device = self.args.eval_batch_size, self._latest_prompts, self.args.device
-        if self.eval_dataset is not None:
-            yield from held_out_prompts(self.eval_dataset, self.get_eval_dataloader, device)
-        elif has_length(self.train_dataset):
-            collate = self._get_collator_with_removed_columns(self.data_collator, "sampling")
-            yield first_prompts(cast(Any, self.train_dataset), num_rows, collate, self.accelerator, device)
-        elif latest is not None:
-            yield latest.first(num_rows)
-
-    @contextmanager
-    def _apart_from_training(self) -> Iterator[nn.Module]:
-        """Give the model to evaluate, with random numbers of its own, the same at every call."""
-        self._engine.policy_changed()  # the best checkpoint may have been loaded, or the caller changed it
-        self._learns_now = False
-        try:
-            with (
-                isolated_rng(self.args.seed),
-                self._streams.rewards.apart(self.args.seed, self.args.process_index),
-                runnable(as_module(self.model_wrapped), self.args.device) as model,
-                self._guard.apart_from_updates(),
-            ):
-                yield model
-        finally:
-            self._learns_now = True
 
     def _metrics_of_reward_functions(self) -> dict[str, float]:
         return self._logged.drain() if self._functions else {}
@@ -531,16 +410,9 @@ class TrainerHooks(Trainer):
         Raises:
             ValueError: A trial could not start anew, or nothing could be compared.
         """
-        check_backend(backend, kwargs)
-        if compute_objective is None:
-            check_has_score(self.eval_dataset, direction)
-        check_can_search(self.args, self.eval_dataset, self.is_deepspeed_enabled or self.is_fsdp_enabled)
         recipe = Recipe(type(self), *self._made_with, self._as_given | {"kl_controller": self.kl_controller})
-        recipe.check_starts_anew()
-        what = (hp_space or default_hp_space, compute_objective or eval_score, hp_name)
-        frozen = [] if self.args.offload_frozen else [self.reference.model, *self.reward_models]
-        with on_cpu([self.model, *frozen], self.args.device):
-            return Trials(recipe, self.args, self.accelerator, *what).run(n_trials, direction, **kwargs)
+        how = (hp_space, compute_objective, n_trials, direction, backend, hp_name)
+        return search(self, recipe, *how, options=kwargs)
 
     def _hp_search_setup(self, trial: Any) -> None:
         self._trial = trial  # its arguments are in force already
@@ -607,14 +479,6 @@ class TrainerHooks(Trainer):
         """See `PPOTrainer`."""
         raise NotImplementedError
 
-    def _answered(
-        self, model: nn.Module, prompts: Prompts, config: GenerationConfig
-    ) -> tuple[Prompts, Responses, Scores]:
-        raise NotImplementedError
-
-    def _prepared(self, dataset: Any, name: str) -> Any:
-        raise NotImplementedError
-
     # ---- Counting: one step is one PPO update ----
 
     def set_initial_training_values(
@@ -641,36 +505,13 @@ class TrainerHooks(Trainer):
         super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        self._progress, num_prompts = Progress(), length(self.train_dataset) or 0
-        if resume_from_checkpoint is not None:
-            self._progress = Progress.load(resume_from_checkpoint)
-            self.state.log_history = whole_history(
-                resume_from_checkpoint, self.state.log_history, self._progress.num_logged
-            )
-            check_same_split(
-                self._progress,
-                self.sizes.batch_size,
-                self.accelerator.num_processes,
-                self.accelerator.distributed_type == DistributedType.DEEPSPEED,
-            )
-            self.state.compute_steps(self.args, max_steps)
-            find_place(resume_from_checkpoint, self.state, self._progress, num_update_steps_per_epoch, num_prompts)
-        self._record = record_and_compare(self, resume_from_checkpoint)
-        self._progress.num_prompts = num_prompts
-        self._guard.start(Skipped(**self._progress.skipped))
-        self._learning.start(resume_from_checkpoint, self._progress)
-        self._window = MetricWindow(self._progress.pending_metrics)
-        self.state = PPOTrainerState.of(self.state, self._progress.episode)
+        take_up(self, resume_from_checkpoint, max_steps, num_update_steps_per_epoch)
         skipped = 0 if self.args.ignore_data_skip else self._progress.batches_in_epoch
         return self._progress.epoch, skipped
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Go on with each rank's random numbers; with another number of processes, with new ones for each."""
-        if checkpoint is None:
-            return
-        if self._progress.num_processes != self.accelerator.num_processes:
-            set_seed(self.args.seed + self.state.global_step, device_specific=True)
-            self._streams.seed(self.args.seed, self.state.global_step)
+        if checkpoint is None or draws_anew(self):
             return
         with failing_together(self.accelerator), naming(checkpoint, "its random states (rng_state.pth and beside it)"):
             super()._load_rng_state(checkpoint)
@@ -681,129 +522,14 @@ class TrainerHooks(Trainer):
         self._learning.save(output_dir)
         super()._save_rng_state(output_dir)
 
-    # ---- The loop's bookkeeping ----
+    # ---- What the parts ask for ----
 
-    def _set_up_training(
-        self, resume_from_checkpoint: str | None, trial: Any
-    ) -> tuple[torch.nn.Module, DataLoader, Iterable[int], int]:
-        """Prepare model, optimizer, scheduler, data and state as Trainer does.
-
-        Returns:
-            The prepared model, the loader, the epochs to run, and how many batches of the first one were done before.
-        """
-        set_seed(self.args.seed, device_specific=True)
-        self._streams.seed(self.args.seed)
-        drop_foreign_padding(self._unwrapped(self.model).policy)
-        self._engine.policy_changed()
-        self.accelerator.free_memory()
-        self.sizes = self.args.fill_derived(num_processes(self.args), length(self.train_dataset))
-        loader = self.get_train_dataloader()
-        num_epochs, per_epoch, _, _, _, _, max_steps = self.set_initial_training_values(self.args, loader)
-        self._updates_per_epoch = per_epoch
-        counts = max_steps, per_epoch, num_epochs
-        first_epoch, num_skipped = self._init_training_state(*counts, resume_from_checkpoint, trial)
-        model, loader = self._prepare_for_training(max_steps, loader, resume_from_checkpoint)
-        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
-        self._initial_global_step = self.state.global_step
-        loss = self._progress.loss_of(self.args.process_index, self.accelerator.num_processes)
-        self._tr_loss = torch.tensor(loss, device=self.args.device)
-        self._total_loss_scalar = 0.0
-        self._globalstep_last_logged = self._progress.last_logged_step
-        model.zero_grad()
-        self._directory.note(self._get_output_dir(trial), self.state.log_history)
-        moments = self._progress.score_moments  # where earlier versions kept them
-        self._stateful.start(resume_from_checkpoint, {"score_moments": moments} if moments else {})
-        return model, loader, itertools.count(first_epoch), num_skipped
-
-    def _rollout_prompts(
-        self, loader: DataLoader, epoch: int, num_skipped: int, resume_from_checkpoint: str | None
-    ) -> Iterator[Prompts]:
-        """Yield this rank's prompts for each update of an epoch, going on where a checkpoint was written."""
-        self._load_rng_state(resume_from_checkpoint)
-        self._end.make_up()
-        if self.state.global_step >= self.state.max_steps:  # resumed from the run's last checkpoint
-            self.control.should_training_stop = True
-            return
-        num_batches = num_skipped
-        for batch in batches_of_pass(loader, self.args, self.sizes, epoch, num_skipped):
-            num_batches += 1
-            self._latest_prompts = Prompts.from_collated(batch, self.args.device)
-            yield self._latest_prompts
-        if num_batches == 0:
-            logger.warning(f"The data gave no full batch in pass {epoch}; training stops.")
-            self.control.should_training_stop = True
-
-    def _advance_step(self, learning_rate: float, since: tuple[float, int]) -> None:
-        """Count one update, step the scheduler, and keep the update's metrics for the next log.
-
-        Args:
-            learning_rate: The rate that the update used.
-            since: Time and number of episodes at the start of this call of `train`.
-        """
-        args, state = self.args, self.state
-        self._learning.unfinished = None  # also where an overridden `learn` has passed it over
-        self._metrics |= self._guard.finish_update()
-        if not follows_metric(self.lr_scheduler):
-            cast(Any, self.lr_scheduler).step()
-        state.global_step += 1
-        state.epoch = state.global_step / self._updates_per_epoch
-        self._progress.batches_in_epoch += 1
-        self._progress.episode += self.sizes.batch_size
-        state.episode = self._progress.episode
-        seconds = self._timer.drain()
-        self._window.add(
-            self._metrics
-            | seconds
-            | {
-                "time/tokens_per_second": self._num_response_tokens / sum(seconds.values()),
-                "eps": (state.episode - since[1]) / (time.time() - since[0]),
-                "lr": learning_rate,
-                "episode": state.episode,
-            }
-        )
-        self._metrics = {}
-        if args.torch_empty_cache_steps is not None and state.global_step % args.torch_empty_cache_steps == 0:
-            clear_device_cache()
-
-    def _advance_epoch(self, epoch: int) -> None:
-        self._progress.epoch, self._progress.batches_in_epoch = epoch + 1, 0
-
-    def _experience(self, model: nn.Module, prompts: Prompts) -> Experience:
-        """Return what an update learns from: a new rollout, or the one that a resumed run was learning from."""
-        return self._experience_of(lambda: self.collect_rollout(model, prompts))
-
-    def _experience_of(self, collect: Callable[[], Rollout]) -> Experience:
-        if (learned := self._learning.unfinished) is not None:
-            self._take_figures(learned)
-            return learned.experience
-        self._fire("on_step_begin")
-        with self._guard.explaining():
-            rollout = self._guard.checked_rollout(collect())
-        return self._guard.checked_experience(self.estimate_advantages(rollout))
-
-    def _keep_figures(self, learned: HalfLearned) -> None:
-        """Note what a resumed run needs of the update beside the experience."""
-        learned.metrics, learned.num_response_tokens = self._metrics, self._num_response_tokens
-        learned.seconds = self._timer.seconds
-        learned.left_out, learned.num_steps = self._guard.left_out, self._guard.num_steps
-        learned.wishes = self.control.state()["args"]
-
-    def _take_figures(self, learned: HalfLearned) -> None:
-        self._metrics, self._num_response_tokens = dict(learned.metrics), learned.num_response_tokens
-        self._timer.seconds = dict(learned.seconds)
-        self._guard.left_out, self._guard.num_steps = list(learned.left_out), learned.num_steps
-        for name, value in learned.wishes.items():
-            setattr(self.control, name, value)
+    def _count_sizes(self) -> Sizes:
+        return self.args.fill_derived(num_processes(self.args), num_rows(self.train_dataset))
 
     def _awaited(self) -> str:
         is_half_learned = self._learning.unfinished is not None
         return awaited(self.state.global_step, self._timer.running, self._checkpoints.is_writing, is_half_learned)
-
-    def _count_input_tokens(self, attention_mask: Tensor) -> None:
-        counted = self.args.include_num_input_tokens_seen
-        if counted != "no":
-            tokens = attention_mask.sum() if counted == "non_padding" else torch.tensor(attention_mask.numel())
-            self.state.num_input_tokens_seen += int(self.accelerator.reduce(tokens.to(self.args.device)))  # pyright: ignore
 
     def _fire(self, event: str) -> None:
         self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
@@ -811,14 +537,11 @@ class TrainerHooks(Trainer):
     def _moment(self) -> str:
         """Say for an error what the models run for."""
         done = self.state.global_step
-        return f"update {done + 1}" if self._learns_now else f"evaluation after update {done}"
-
-    def _autocast(self) -> AbstractContextManager[None]:
-        return self.accelerator.autocast()
+        return f"evaluation after update {done}" if self._evaluation.is_running else f"update {done + 1}"
 
     @contextmanager
     def _forward_context(self) -> Iterator[None]:
-        with self.compute_loss_context_manager(), self._autocast():
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
             yield
 
     def _get_state(self) -> PPOTrainerState:
@@ -863,14 +586,3 @@ class TrainerHooks(Trainer):
     def _naming_full_log(self) -> AbstractContextManager[None]:
         directory = output_directory(self.args)
         return naming_full_disk(directory, lambda: self._guard.last_checkpoint, "what is logged or printed")
-
-
-def num_processes(args: PPOConfig) -> int:
-    """Count the processes of the run, starting the process group if need be."""
-    args._setup_devices  # noqa: B018  the property starts it
-    return PartialState().num_processes
-
-
-def length(dataset: Any) -> int | None:
-    """Return the number of rows, or None for a stream."""
-    return len(dataset) if has_length(dataset) else None

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedTokenizerBase
 
-from rlhf_ppo.checkpoints.progress import Progress
 from rlhf_ppo.checkpoints.record import (
     described_rows,
     hash_of_function,
@@ -66,35 +65,6 @@ def record_and_compare(trainer: RecordedTrainer, checkpoint: str | None) -> dict
         if checkpoint is not None and trainer.is_world_process_zero():
             compare_with(checkpoint, record)
     return record
-
-
-def find_place(
-    checkpoint: str, state: TrainerState, progress: Progress, num_updates_per_epoch: int, num_prompts: int
-) -> None:
-    """Set where in the data a resumed run begins, and say so if that is not where the checkpoint's left off.
-
-    Args:
-        checkpoint: The checkpoint's directory.
-        state: Its state, with the number of updates that the run has now.
-        progress: Its progress; in other data the pass that it was in is over.
-        num_updates_per_epoch: Updates of a pass now.
-        num_prompts: Rows of the data now; 0 if unknown.
-    """
-    if state.global_step >= state.max_steps:
-        logger.warning(
-            f"{checkpoint} is of update {state.global_step} and the run has {state.max_steps}: nothing is left to "
-            "train; for more updates raise max_steps, total_episodes or num_train_epochs."
-        )
-    if not num_prompts:
-        return
-    changed = progress.num_prompts not in (0, num_prompts) or progress.batches_in_epoch > num_updates_per_epoch
-    if changed and progress.batches_in_epoch > 0:
-        progress.epoch, progress.batches_in_epoch = progress.epoch + 1, 0
-        logger.warning(
-            f"train_dataset has {num_prompts} prompts now, and had another number when {checkpoint} was written in "
-            "the middle of a pass: a new pass begins, over the prompts of now. The run is not the one that it would "
-            "have been without the stop."
-        )
 
 
 def recorded(trainer: RecordedTrainer) -> dict[str, Any]:

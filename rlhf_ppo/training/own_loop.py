@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol, cast
@@ -17,11 +16,14 @@ from rlhf_ppo.checkpoints.progress import PPOTrainerState
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.lengths import PositionLimit, check_lengths
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.processes.signals import EndsOnSignals
-from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
-from rlhf_ppo.training.divergence import DivergenceGuard
+from rlhf_ppo.rewards.scorer import RewardSource, Scores, ScoringBatch
 from rlhf_ppo.training.half_learned import LearningInParts
+from rlhf_ppo.training.loop import Loop
+from rlhf_ppo.training.rollouts import Rollouts
+from rlhf_ppo.training.special_tokens import SpecialTokens
 from rlhf_ppo.training.stopping import EndAfterSignal
 
 
@@ -57,28 +59,16 @@ class SteppedTrainer(Protocol):
     state: PPOTrainerState
     control: TrainerControl
     sizes: Sizes
+    tokens: SpecialTokens
     _end: EndAfterSignal
-    _guard: DivergenceGuard
     _learning: LearningInParts
+    _longest_sequence: PositionLimit | None
+    _loop: Loop
     _metrics: dict[str, float]
+    _rollouts: Rollouts
     _signals: EndsOnSignals
-    _tr_loss: Tensor
 
-    def _advance_step(self, learning_rate: float, since: tuple[float, int]) -> None: ...
-    def _control_kl(self) -> None: ...
-    def _evaluate(
-        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
-    ) -> dict[str, float]: ...
-    def _experience_of(self, collect: Callable[[], Rollout]) -> Experience: ...
-    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any: ...
-    def _fire(self, event: str) -> None: ...
-    def _get_learning_rate(self) -> float: ...
-    def _load_rng_state(self, checkpoint: str | None) -> None: ...
-    def _log_what_is_left(self, *args: Any) -> None: ...
-    def _maybe_log_save_evaluate(self, *args: Any) -> None: ...
     def _opened(self, trial: Any, resume_from_checkpoint: str | bool | None) -> AbstractContextManager[str | None]: ...
-    def _given_rollout(self, model: nn.Module, responses: Responses, scores: Tensor) -> Rollout: ...
-    def _set_up_training(self, resume_from_checkpoint: str | None, trial: Any) -> tuple[nn.Module, Any, Any, int]: ...
     def learn(self, model: nn.Module, experience: Experience) -> float | Tensor:
         """See `PPOTrainer`."""
         ...
@@ -97,31 +87,36 @@ class OwnLoop:
         self._model: nn.Module | None = None
         self._is_over = False
 
-    def step(self, responses: Responses, scores: Tensor) -> dict[str, float]:
-        """Take an update.
+    def step(
+        self,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        scores: Sequence[float] | Sequence[Tensor] | Tensor,
+        response_masks: Sequence[Tensor] | None,
+    ) -> dict[str, float]:
+        """Take an update, see `PPOTrainer.step`."""
+        run, num_rows = self.run, self.run.sizes.local_batch_size
+        device = run.args.device
+        rows = padded_responses(queries, responses, response_masks, num_rows, run.tokens.pad, device)
+        check_lengths(rows.context_length, rows.responses.shape[1], run._longest_sequence)
+        values = scores_of(scores, num_rows, device)
+        per_token = torch.zeros_like(rows.response_mask, dtype=torch.float32)
+        return self._step(rows, Scores(values, per_token, {GivenScores.name: values}))
 
-        Args:
-            responses: This rank's responses.
-            scores: Their scores, `(B,)`.
-
-        Returns:
-            The update's metrics.
-
-        Raises:
-            RuntimeError: The run has had all its updates, or has failed.
-        """
+    def _step(self, responses: Responses, scores: Scores) -> dict[str, float]:
+        run = self.run
         if self._is_over:
-            done = self.run.state.global_step
+            done = run.state.global_step
             raise RuntimeError(f"the run is over after {done} updates; raise total_episodes for more, or resume it")
         with self._closed_by_errors():
             model = self._begun()
             self._stopped_between()
-            if self.run.state.global_step >= self.run.state.max_steps:  # resumed from the run's last checkpoint
-                self._finish(None)
-                raise RuntimeError(f"the run has had all its {self.run.state.max_steps} updates; raise total_episodes")
-            metrics = self._update(model, lambda: self.run._given_rollout(model, responses, scores))
-            if self.run.control.should_training_stop or self.run.state.global_step >= self.run.state.max_steps:
-                self._finish(None)
+            if run.state.global_step >= run.state.max_steps:  # resumed from the run's last checkpoint
+                self._finish()
+                raise RuntimeError(f"the run has had all its {run.state.max_steps} updates; raise total_episodes")
+            metrics = self._update(model, lambda: run._rollouts.of_given(model, responses, scores))
+            if run.control.should_training_stop or run.state.global_step >= run.state.max_steps:
+                self._finish()
         return metrics
 
     @contextmanager
@@ -149,14 +144,9 @@ class OwnLoop:
     def begin(self, checkpoint: str | None) -> TrainOutput:
         """Prepare models, optimizer and state, where `train` would run its loop."""
         run = self.run
-        self._model, *_ = run._set_up_training(checkpoint, None)
-        self._start, self._episodes_before = time.time(), run.state.episode
-        run._fire("on_train_begin")
-        if run.args.eval_on_start:
-            run._evaluate(None, None, skip_scheduler=True)
-        run._fire("on_epoch_begin")
-        run._load_rng_state(checkpoint)
-        run._end.make_up()
+        self._model = run._loop.begin(checkpoint)
+        run._loop.evaluate_first()
+        run._loop.begin_epoch()
         return TrainOutput(run.state.global_step, 0.0, {})
 
     def _stopped_between(self) -> None:
@@ -169,25 +159,14 @@ class OwnLoop:
     def _update(self, model: nn.Module, rollout: Callable[[], Rollout]) -> dict[str, float]:
         run, metrics = self.run, {}
         with run._end.saving(model, None):
-            grad_norm = run.learn(model, run._experience_of(rollout))
-            run._control_kl()
-            metrics, learning_rate = dict(run._metrics), run._get_learning_rate()
-            run._advance_step(learning_rate, (self._start, self._episodes_before))
-            run._end.sample_or_leave()
-            run._end.after_event("on_step_end")
-            self._figures = grad_norm, learning_rate
-            run._maybe_log_save_evaluate(run._tr_loss, grad_norm, model, None, 0, None, self._start, learning_rate)
-            run._end.end_if_stopped("on_step_end")
+            run._loop.grad_norm = run.learn(model, run._loop.experience(rollout))
+            metrics = dict(run._metrics)
+            run._loop.end_update()
         run._end.end_if_stopped(None)
         return metrics
 
-    def _finish(self, trial: Any) -> None:
-        run = self.run
-        grad_norm, learning_rate = getattr(self, "_figures", (None, None))
-        run._log_what_is_left(run._tr_loss, grad_norm, self._model, trial, 0, None, self._start, learning_rate)
-        run._guard.check_weights()
-        run._guard.say_what_was_skipped()
-        run._finalize_training(trial, run.state.max_steps * run.sizes.batch_size, self._start)
+    def _finish(self) -> None:
+        self.run._loop.finish()
         self._close()
 
 

@@ -2,40 +2,134 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, cast
 
 from accelerate import Accelerator
+from torch import Tensor
 
 from rlhf_ppo.checkpoints.disk import UNFINISHED, naming_full_disk, remove_leftovers
+from rlhf_ppo.checkpoints.fits import optimizer_name
+from rlhf_ppo.checkpoints.history import last_entries
 from rlhf_ppo.checkpoints.manifest import write_manifest
-from rlhf_ppo.checkpoints.whole import put_in_place, what_was_changed
+from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
+from rlhf_ppo.checkpoints.record import save_record
+from rlhf_ppo.checkpoints.whole import put_in_place, start_checkpoint, what_was_changed
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.processes.engines import is_fsdp, is_sharding, zero_stage
 from rlhf_ppo.processes.failing import failing_together
+from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.training.divergence import DivergenceGuard
+from rlhf_ppo.training.half_learned import LearningInParts
+from rlhf_ppo.training.run_directory import RunDirectory
+from rlhf_ppo.training.stateful import StatefulParts
+from rlhf_ppo.training.withholding import WithheldArguments
+
+
+class SavedTrainer(Protocol):
+    """What a checkpoint keeps of a trainer."""
+
+    args: PPOConfig
+    accelerator: Accelerator
+    optimizer: Any
+    sizes: Sizes
+    state: PPOTrainerState
+    _directory: RunDirectory
+    _gather: Callable[[Tensor], Tensor]
+    _globalstep_last_logged: int
+    _guard: DivergenceGuard
+    _learning: LearningInParts
+    _progress: Progress
+    _record: dict[str, Any]
+    _stateful: StatefulParts
+    _tr_loss: Tensor
+    _window: MetricWindow
+    _withheld: WithheldArguments
+
+    def create_model_card(self) -> None:
+        """Write the model card."""
+        ...
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...
 
 
 class CheckpointWriter:
     """Writes checkpoints that count as whole once the files of all ranks are there.
 
     Args:
-        args: The arguments.
-        accelerator: Knows processes and engine.
-        guard: Refuses weights that are not finite, and knows the newest checkpoint.
+        run: The trainer.
 
     Attributes:
         is_writing: Whether a checkpoint is being written; the value model belongs into one, not into what `save_model`
             writes.
     """
 
-    def __init__(self, args: PPOConfig, accelerator: Accelerator, guard: DivergenceGuard) -> None:
-        self.args, self.accelerator, self.guard = args, accelerator, guard
+    def __init__(self, run: SavedTrainer) -> None:
+        self.run, self.args, self.accelerator, self.guard = run, run.args, run.accelerator, run._guard
         self.is_writing = False
 
+    def save(self, run_directory: str, write: Callable[[], None]) -> None:
+        """Write a checkpoint, push it, and delete those beyond the limit.
+
+        Args:
+            run_directory: The run's.
+            write: Writes Trainer's part of it.
+        """
+        run, updates = self.run, self.run.state.global_step
+        with self._place_for(run_directory, run._learning.checkpoint_name(updates), updates) as place:
+            self.write(place, write)
+        newest = cast(str, self.guard.last_checkpoint)
+        if self.args.push_to_hub:
+            run._push_from_checkpoint(newest)
+        if self.args.should_save:
+            best = run.state.best_model_checkpoint
+            run._directory.rotate(run_directory, self.args.save_total_limit, best, newest)
+
+    def write(self, directory: str, write: Callable[[], None]) -> None:
+        """Write the files of a checkpoint: those of this package, and Trainer's.
+
+        Args:
+            directory: Where to.
+            write: Writes Trainer's.
+        """
+        run = self.run
+        run._progress.keep_losses(run._gather(run._tr_loss.reshape(1)).tolist())
+        with failing_together(self.accelerator):
+            if self.args.should_save:
+                self._begin(directory)
+        # the first two wait for the manifest
+        withheld = {"save_total_limit": None, "push_to_hub": False, "output_dir": os.path.dirname(directory)}
+        with (
+            self._writing(),
+            run._withheld.instead(**withheld),
+            last_entries(run.state),
+            self._failing_in_saving(),
+        ):
+            write()
+
+    def _begin(self, directory: str) -> None:
+        """Write what this package adds to a checkpoint, into an empty directory."""
+        run, progress = self.run, self.run._progress
+        start_checkpoint(directory)
+        run._directory.run.save(directory)
+        save_record(directory, {**run._record, "optimizer": optimizer_name(run.optimizer)})
+        progress.last_logged_step = run._globalstep_last_logged
+        progress.pending_metrics = run._window.updates
+        progress.batch_size = run.sizes.batch_size
+        progress.num_processes = self.accelerator.num_processes
+        progress.skipped = dataclasses.asdict(self.guard.skipped)
+        progress.num_logged = len(run.state.log_history)
+        progress.save(directory)
+        run._stateful.save(directory)
+        run._directory.write_history(run.state.log_history)
+        run.create_model_card()
+
     @contextmanager
-    def place_for(self, run_directory: str, name: str, num_updates: int) -> Iterator[str]:
+    def _place_for(self, run_directory: str, name: str, num_updates: int) -> Iterator[str]:
         """Give the directory to write a checkpoint into, whose name and manifest it gets once that is done.
 
         Args:
@@ -62,7 +156,7 @@ class CheckpointWriter:
                 write_manifest(directory)
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
         """Say that a checkpoint is being written while the context lasts."""
         self.is_writing = True
         try:
@@ -70,7 +164,7 @@ class CheckpointWriter:
         finally:
             self.is_writing = False
 
-    def failing_in_saving(self) -> AbstractContextManager[None]:
+    def _failing_in_saving(self) -> AbstractContextManager[None]:
         """Raise an error of one rank on all; not under engines, whose ranks wait for each other while they save."""
         is_plain = zero_stage(self.accelerator) is None and not is_fsdp(self.accelerator)
         return failing_together(self.accelerator) if is_plain else nullcontext()
@@ -87,7 +181,7 @@ class CheckpointWriter:
             self.guard.check_weights(together=is_sharding(self.accelerator))
             if self.args.should_save:
                 remove_leftovers(directory)
-        together = self.failing_in_saving() if self.is_writing else nullcontext()
+        together = self._failing_in_saving() if self.is_writing else nullcontext()
         with naming_full_disk(directory, lambda: self.guard.last_checkpoint), together:
             yield
 

@@ -24,6 +24,8 @@ from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.making import is_function, made
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.rewards.scorer import Scorer
 
 _FOLLOWING = {
@@ -133,6 +135,19 @@ class Recipe:
         return trainer
 
 
+class SearchingTrainer(Protocol):
+    """What a search asks of the trainer whose hyperparameters it searches."""
+
+    args: PPOConfig
+    accelerator: Accelerator
+    eval_dataset: Any
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+    model: PolicyAndValue
+    reference: Reference
+    reward_models: list[nn.Module]
+
+
 class TrialTrainer(Protocol):
     """What a search asks of the trainer of a trial."""
 
@@ -192,6 +207,44 @@ def check_has_score(eval_dataset: Any, direction: str | list[str]) -> None:
             "there is more than one eval_dataset or direction, and no single eval_score: pass compute_objective, "
             "which takes what evaluate() returns"
         )
+
+
+def search(
+    run: SearchingTrainer,
+    recipe: Recipe,
+    hp_space: Callable[[Any], dict[str, Any]] | None,
+    compute_objective: Callable[[dict[str, float]], float] | None,
+    n_trials: int,
+    direction: str | list[str],
+    backend: Any,
+    hp_name: Callable[[Any], str] | None,
+    options: Mapping[str, Any],
+) -> BestRun | list[BestRun]:
+    """Search hyperparameters, see `PPOTrainer.hyperparameter_search`.
+
+    Args:
+        run: The trainer that searches, whose trained models make room for the trials'.
+        recipe: How it was made.
+        hp_space: As the method takes it, like what follows.
+        compute_objective: Likewise.
+        n_trials: Likewise.
+        direction: Likewise.
+        backend: Likewise.
+        hp_name: Likewise.
+        options: Those of Optuna.
+
+    Raises:
+        ValueError: A trial could not start anew, or nothing could be compared.
+    """
+    check_backend(backend, options)
+    if compute_objective is None:
+        check_has_score(run.eval_dataset, direction)
+    check_can_search(run.args, run.eval_dataset, run.is_deepspeed_enabled or run.is_fsdp_enabled)
+    recipe.check_starts_anew()
+    what = (hp_space or default_hp_space, compute_objective or eval_score, hp_name)
+    frozen = [] if run.args.offload_frozen else [run.reference.model, *run.reward_models]
+    with on_cpu([run.model, *frozen], run.args.device):
+        return Trials(recipe, run.args, run.accelerator, *what).run(n_trials, direction, **options)
 
 
 @contextmanager

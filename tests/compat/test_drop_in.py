@@ -262,7 +262,7 @@ class Slow(TrainerCallback):
 
 def test_the_default_goes_on_after_eos_and_says_so(make_trainer, monkeypatch):
     messages: list[str] = []
-    monkeypatch.setattr("rlhf_ppo.training.construction.logger.warning_once", messages.append)
+    monkeypatch.setattr("rlhf_ppo.training.special_tokens.logger.warning_once", messages.append)
     make_trainer(stop_token="eos")
     assert messages == []
 

@@ -23,10 +23,17 @@ from transformers import (
 )
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.estimate.counting import count_pass
-from rlhf_ppo.estimate.run import describe, forecast, multiplied_dtype
-from rlhf_ppo.estimate.update import Sharding, Workload, estimate_update, measure_rates, optimizer_bytes_per_parameter
-from tests.conftest import tiny_policy
+from rlhf_ppo.estimate.counting import copy_without_storage, count_pass, stored_bytes
+from rlhf_ppo.estimate.run import RunEstimate, describe, multiplied_dtype
+from rlhf_ppo.estimate.update import (
+    Estimate,
+    Sharding,
+    Workload,
+    estimate_update,
+    measure_rates,
+    optimizer_bytes_per_parameter,
+)
+from tests.conftest import tiny_policy, tiny_scorer
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -245,6 +252,10 @@ def peak_of_tensors(function: Callable[[], Any]) -> int:
     return max(itertools.accumulate(num_bytes for _, num_bytes in allocated))
 
 
+def forecast(trainer: PPOTrainer, *rows: int) -> Estimate | None:
+    return trainer._estimate.forecast(*rows)
+
+
 @pytest.mark.parametrize(
     ("optimizer_class", "kwargs", "expected"),
     [
@@ -264,17 +275,37 @@ def test_rates_are_work_over_the_best_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert measure_rates(torch.device("cpu"), torch.float32) == (2 * 768**3 / 2, 4 * 2**24 / 2)
 
 
-def test_a_run_starts_with_one_line(make_trainer: Callable[..., PPOTrainer], capsys: Any) -> None:
-    trainer = make_trainer(disable_tqdm=False)
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Estimated per device")]
+def test_a_run_starts_with_one_line(
+    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The constructor measures nothing and evaluation needs none of it."""
+    measured: list[str] = []
+    for step in (measure_rates, optimizer_bytes_per_parameter, estimate_update):
+        monkeypatch.setattr(f"rlhf_ppo.estimate.run.{step.__name__}", noting(step, measured))
+    trainer = make_trainer(disable_tqdm=False, eval_dataset=[{"input_ids": [5, 6]}] * 2, total_episodes=8)
+    trainer.evaluate()
+    assert measured == [] and "Estimated" not in capsys.readouterr().out
     estimate = forecast(trainer)
     assert estimate is not None
     assert estimate.weights == held(trainer.model.parameters())
+    measured.clear()
+    trainer.train()
+    trainer.train()
+    assert sorted(measured) == ["estimate_update", "measure_rates", "optimizer_bytes_per_parameter"]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Estimated per device")]
     text = describe(estimate, torch.device("cpu"), torch.float32, trainer.sizes.num_total_batches)
     assert line.partition(", and ")[0] == text.partition(", and ")[0]
     assert "and at least" in line and "not counted is what each call costs" in line  # .075 s, where .004 s was said
-    make_trainer(disable_tqdm=True)
+    make_trainer(disable_tqdm=True, total_episodes=8).train()
     assert "Estimated" not in capsys.readouterr().out
+
+
+def noting(function: Callable[..., Any], called: list[str]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        called.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return noted
 
 
 @pytest.mark.parametrize(("args", "dtype"), [
@@ -335,7 +366,7 @@ def test_what_cannot_be_counted_or_measured_can_still_be_trained(
     monkeypatch.setattr(f"rlhf_ppo.estimate.run.{step}", fails)
     warnings: list[str] = []
     monkeypatch.setattr("rlhf_ppo.estimate.run.logger.warning", warnings.append)
-    make_trainer(disable_tqdm=False)
+    make_trainer(disable_tqdm=False, total_episodes=8).train()
     assert "Estimated" not in capsys.readouterr().out
     assert warnings == ["No estimate of memory and time: RuntimeError: no such kernel"]
 
@@ -355,23 +386,37 @@ def test_the_whole_batch_is_generated_at_once_where_its_cache_fits(
     given: int | None, device: str, memory: float, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row takes 10 bytes, the models 1000."""
-    from rlhf_ppo.estimate import run as forecasting
-
     parts = {"weights": 400, "frozen": 300, "gradients": 200, "optimizer": 100, "generation": 80}
-    monkeypatch.setattr(forecasting, "forecast", lambda trainer: SimpleNamespace(**parts))
+    monkeypatch.setattr(RunEstimate, "forecast", lambda self: SimpleNamespace(**parts))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
-    args = SimpleNamespace(
+    args: Any = SimpleNamespace(
         generation_batch_size=given,
         device=torch.device(device),
         local_rollout_forward_batch_size=8,
     )
-    assert forecasting.generation_rows(SimpleNamespace(args=args, sizes=SimpleNamespace(local_batch_size=64))) == rows
+    trainer: Any = SimpleNamespace(args=args, sizes=SimpleNamespace(local_batch_size=64))
+    assert RunEstimate(trainer, []).generation_rows == rows
 
 
 def test_the_line_counts_the_rows_that_are_generated_from(make_trainer, monkeypatch):
     told = []
-    monkeypatch.setattr("rlhf_ppo.trainer.generation_rows", lambda trainer: 3)
+    monkeypatch.setattr(RunEstimate, "generation_rows", 3)
     monkeypatch.setattr("rlhf_ppo.estimate.run.describe", lambda estimate, *_: told.append(estimate))
-    trainer = make_trainer(disable_tqdm=False, local_rollout_forward_batch_size=1)
+    trainer = make_trainer(disable_tqdm=False, local_rollout_forward_batch_size=1, total_episodes=8)
+    trainer.train()
 
     assert told == [forecast(trainer, 3)] and told[0].generation > forecast(trainer).generation
+
+
+def test_a_model_that_is_taken_apart_counts_as_it_was_made() -> None:
+    """What it shares with another model stays the other's; nothing is allocated."""
+    policy, scorer = tiny_policy(), tiny_scorer()
+    scorer.model.embed_tokens.weight = policy.model.embed_tokens.weight
+    copied = copy_without_storage(scorer, policy.parameters())
+    expected = count_pass(scorer, 2, 9), held(set(scorer.parameters()) - set(policy.parameters()))
+    scorer.to("meta")  # as good as gone
+
+    assert copied.model.embed_tokens.weight is policy.model.embed_tokens.weight
+    own: Any = set(copied.parameters()) - set(policy.parameters())
+    assert (count_pass(copied, 2, 9), stored_bytes(own)) == expected
+    assert all(type(value).__name__ == "FakeTensor" for value in (part.data for part in own))

@@ -46,7 +46,7 @@ def test_a_checkpoint_without_room_names_itself_and_the_one_that_is_whole(
     """Then it goes on from there, in the same process."""
     run = tmp_path / "run"
     trainer = make_saving(run)
-    save = trainer._write_checkpoint
+    save = trainer._checkpoints.write
 
     def fill(directory: str, *args: Any) -> None:
         if not directory.endswith("checkpoint-2"):
@@ -54,7 +54,7 @@ def test_a_checkpoint_without_room_names_itself_and_the_one_that_is_whole(
         with largest_file(size):
             save(directory, *args)
 
-    monkeypatch.setattr(trainer, "_write_checkpoint", fill)
+    monkeypatch.setattr(trainer._checkpoints, "write", fill)
     said = f"{SAYS.format(run / 'checkpoint-2')}{run}/checkpoint-1 is whole: make room, and go on with resume_from_"
     with pytest.raises(DiskFullError, match=said):
         trainer.train()

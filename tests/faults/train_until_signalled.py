@@ -114,7 +114,7 @@ def make(output_dir: Path, num_ppo_epochs: int = 1, **given: Any) -> PPOTrainer:
 
 
 def third(state: Any) -> bool:
-    return state.global_step == 2 and trainers[-1]._learns_now
+    return state.global_step == 2 and not trainers[-1]._evaluation.is_running
 
 
 def in_generation(output_dir: Path, now: Now, address: str) -> PPOTrainer:
@@ -233,7 +233,7 @@ def in_an_evaluation(output_dir: Path, now: Now, address: str) -> PPOTrainer:
 
 def in_a_sample_table(output_dir: Path, now: Now, address: str) -> PPOTrainer:
     def is_now(state: Any) -> bool:
-        return state.global_step == 2 and not trainer._learns_now
+        return state.global_step == 2 and trainer._evaluation.is_running
 
     trainer = make(output_dir, reward_funcs=rewards(lambda: (now(), time.sleep(FOR_LONG)), is_now))
     return trainer

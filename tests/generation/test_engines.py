@@ -23,7 +23,7 @@ from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.generation.vllm import VLLMEngine
 from rlhf_ppo.models.logprobs import response_logprobs
 from rlhf_ppo.rewards.preference import PreferenceReward
-from rlhf_ppo.training.construction import special_tokens
+from rlhf_ppo.training.special_tokens import special_tokens
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
 from tests.runs import QUICK, assert_identical, history, parameters, record_rollouts
 
@@ -36,7 +36,7 @@ class Talkative:
     reads_sharded = False
 
     def __init__(self, trainer: PPOTrainer, off: float) -> None:
-        self.inner, self.off, self.stop = TransformersEngine(64), off, trainer.tokens.stop
+        self.inner, self.off, self.stop = TransformersEngine(lambda: 64), off, trainer.tokens.stop
         self.changes, self.calls = 0, 0
 
     def sample(self, policy: nn.Module, prompts: Any, config: Any) -> Sampled:
@@ -161,8 +161,8 @@ def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_engine_gets_what_it_needs(make_args: Any, vllm_installed: None) -> None:
     given = {"local_rollout_forward_batch_size": 7, "stop_strings": ["w3"]}
     engine = make(make_args, **given)
-    assert engine.rows_per_call == 7 and engine.stop_strings.strings == ("w3",)
-    assert make(make_args, generation_engine="continuous", **given).max_rows == 7
+    assert engine.rows_per_call() == 7 and engine.stop_strings.strings == ("w3",)
+    assert make(make_args, generation_engine="continuous", **given).max_rows() == 7
     vllm = {"generation_engine": "vllm", **given}
     assert make(make_args, **vllm).vllm[-2:] == (1, 7)  # the stop token, and rows at once
     assert make(make_args, **vllm, local_batch_size=12).vllm[-1] == 12
@@ -182,7 +182,7 @@ def test_continuous_batching_needs_a_whole_policy(make_args: Any) -> None:
         ValueError, match=r"'continuous' with ZeRO-3 .*ds3_gather_for_generation=False; set it to True"
     ):
         make(make_args, accelerator=zero3, ds3_gather_for_generation=False, **continuous)
-    assert make(make_args, accelerator=zero3, **continuous).max_rows == 64
+    assert make(make_args, accelerator=zero3, **continuous).max_rows() == 64
 
 
 def test_continuous_batching_computes_as_the_run_does_and_needs_flash_attention_on_a_gpu(

@@ -10,7 +10,6 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from rlhf_ppo.estimate.run import forecast
 from tests.conftest import count_w4
 from tests.gpu.conftest import MakeTrainer, small_policy
 
@@ -65,7 +64,7 @@ def test_the_estimate_is_near_the_measured_peak(make_device_trainer: MakeTrainer
         model=small_policy(**config, num_hidden_layers=4), value_model=None, response_length=64,
         per_device_train_batch_size=16, max_steps=2,
     )  # fmt: skip
-    estimate = forecast(trainer)
+    estimate = trainer._estimate.forecast()
     assert estimate is not None
     gc.collect()
     torch.cuda.empty_cache()

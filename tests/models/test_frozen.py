@@ -105,8 +105,7 @@ def test_the_constructor_offloads_whole_models_but_no_adapter_over_the_policys_b
         asked[f"{type(model).__name__} {len(asked)}"] = offload
         return place_frozen(model, accelerator, offload)
 
-    for module in ("trainer", "training.construction"):
-        monkeypatch.setattr(f"rlhf_ppo.{module}.place_frozen", place)
+    monkeypatch.setattr("rlhf_ppo.training.construction.place_frozen", place)
     over_base = get_peft_model(scorer_over(tiny_policy()), LoraConfig(target_modules=["q_proj"]))
     make_trainer(
         peft_config=LoraConfig(target_modules=["q_proj"]), value_model=None, share_base_model=True,

@@ -15,10 +15,10 @@ from tests.mutation.nursery import (
     mutate,
 )
 
-HOOKS, SIZES, SCHEDULES = "training/hooks.py", "config/sizes.py", "training/schedules.py"
+HOOKS, LOOP, SIZES, SCHEDULES = "training/hooks.py", "training/loop.py", "config/sizes.py", "training/schedules.py"
 OPTIMIZATION, STEPPING, ORDER = "training/optimization.py", "training/stepping.py", "training/data_order.py"
 FILES = {file: f"tests/{file.replace('/', '/test_')}" for file in (HOOKS, SIZES, SCHEDULES, OPTIMIZATION)}
-FILES |= {STEPPING: FILES[HOOKS], ORDER: FILES[HOOKS]}
+FILES |= dict.fromkeys((STEPPING, ORDER, LOOP), FILES[HOOKS])
 LOSS = "loss / (args.num_ppo_epochs * args.num_mini_batches)"
 
 # The tests that must notice (all of the file's where the name is empty), and what they must notice.
@@ -38,14 +38,14 @@ MUTATIONS = {
     "a_resumed_pass_has_the_same_order": [
         (ORDER, "skip_first_batches(loader, num_skipped)", "skip_first_batches(loader, num_skipped - 1)"),
         (HOOKS, "else self._progress.batches_in_epoch", "else 0"),
-        (HOOKS, "self._progress.batches_in_epoch += 1", "self._progress.batches_in_epoch += 2"),
+        (LOOP, "run._progress.batches_in_epoch += 1", "run._progress.batches_in_epoch += 2"),
     ],
     "episodes_epochs_and_tokens_are_counted": [
         (HOOKS, "math.ceil(num_updates / per_epoch)", "num_updates // per_epoch"),
-        (HOOKS, "state.global_step / self._updates_per_epoch", "state.global_step"),
-        (HOOKS, "self._progress.episode += self.sizes.batch_size", "self._progress.episode += 1"),
-        (HOOKS, 'if counted == "non_padding" else', 'if counted == "all" else'),
-        (HOOKS, 'if counted != "no":', "if True:"),
+        (LOOP, "state.global_step / self._updates_per_epoch", "state.global_step"),
+        (LOOP, "run._progress.episode += run.sizes.batch_size", "run._progress.episode += 1"),
+        (LOOP, 'if counted == "non_padding" else', 'if counted == "all" else'),
+        (LOOP, 'if counted != "no":', "if True:"),
     ],
     "gradients_are_exchanged_with_the_last_micro_batch_only": [
         (STEPPING, "if is_last or", "if True or"),
@@ -62,7 +62,7 @@ MUTATIONS = {
         (HOOKS, "self.args.dataloader_drop_last = is_training", "self.args.dataloader_drop_last = True"),
     ],
     "the_rate_is_that_of_the_schedule_at_every_update": [
-        (HOOKS, "cast(Any, self.lr_scheduler).step()", "pass"),
+        (LOOP, "run.lr_scheduler.step()", "pass"),
     ],
     "a_longer_run_has_the_schedule_of_its_length_and_its_rate": [
         (OPTIMIZATION, "settings.put_in_force(changed, num_updates)", "pass"),

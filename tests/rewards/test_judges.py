@@ -100,7 +100,7 @@ def test_a_judge_reads_what_the_same_model_reads_in_training(
     conversations = [[{"role": "user", "content": text}] for text in QUESTIONS]
     prefilled = [[*messages, {"role": "assistant", "content": "Well, my sister"}] for messages in conversations]
     for column in (QUESTIONS, conversations, prefilled):
-        encoded = trainer._prepared(Dataset.from_dict({"prompt": column}), "d")["input_ids"]
+        encoded = trainer._preparation.prepared(Dataset.from_dict({"prompt": column}), "d")["input_ids"]
         ours, theirs = responses(tokenizer, encoded, OURS), responses(tokenizer, encoded, THEIRS)
         context = ours.context_length
         prompts = Prompts(ours.query_responses[:, :context], ours.attention_mask[:, :context], {"prompt": column})

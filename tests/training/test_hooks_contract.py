@@ -15,9 +15,8 @@ from transformers.trainer_callback import CallbackHandler
 from rlhf_ppo import PPOTrainer
 
 PACKAGE = Path(inspect.getfile(PPOTrainer)).parent
-FILES = [
-    PACKAGE / name for name in ("trainer.py", "training/hooks.py", "training/stopping.py", "training/stepping.py")
-]
+PARTS = ("evaluating", "hooks", "loop", "own_loop", "resuming", "rollouts", "saving", "stepping", "stopping")
+FILES = [PACKAGE / "trainer.py", *(PACKAGE / "training" / f"{name}.py" for name in PARTS)]
 
 # Trainer's methods that the package calls or overrides: their parameters, in order.
 METHODS: dict[str, tuple[str, ...]] = {

@@ -17,7 +17,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.training import hooks
+from rlhf_ppo.training import loop
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK, assert_identical, end_of_run, history, parameters
 
@@ -463,7 +463,7 @@ def _trained(make_trainer: MakeTrainer, **overrides: Any) -> PPOTrainer:
 
 def test_torch_empty_cache_steps(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     emptied: list[int] = []
-    monkeypatch.setattr(hooks, "clear_device_cache", lambda: emptied.append(trainer.state.global_step))
+    monkeypatch.setattr(loop, "clear_device_cache", lambda: emptied.append(trainer.state.global_step))
     trainer = make_trainer(**{**QUICK, "total_episodes": 10}, torch_empty_cache_steps=2)
     trainer.train()
     assert emptied == [2, 4]

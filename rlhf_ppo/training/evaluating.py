@@ -1,0 +1,188 @@
+"""Evaluations and sample tables of a run: rollouts of the policy of now that nothing is learned from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase, TrainerControl
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import EvalLoopOutput
+
+from rlhf_ppo.algorithm.controllers import KLController
+from rlhf_ppo.checkpoints.progress import PPOTrainerState
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.datasets import num_rows
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.evaluation.best_metric import missing_best_metric
+from rlhf_ppo.evaluation.completions import sample_rows, table_of
+from rlhf_ppo.evaluation.rollouts import evaluated
+from rlhf_ppo.evaluation.runnable import runnable
+from rlhf_ppo.evaluation.samples import first_prompts, held_out_prompts
+from rlhf_ppo.generation.protocol import GenerationEngine
+from rlhf_ppo.generation.transformers_engine import greedy_config
+from rlhf_ppo.models.unwrapping import as_module
+from rlhf_ppo.models.vocabulary import Vocabulary
+from rlhf_ppo.processes.random_numbers import isolated_rng
+from rlhf_ppo.processes.streams import Streams
+from rlhf_ppo.reporting.metrics import evaluation_metrics, rollout_columns
+from rlhf_ppo.reporting.timing import PhaseTimer
+from rlhf_ppo.rewards.logged import LoggedByFunctions
+from rlhf_ppo.rewards.scorer import Scorer
+from rlhf_ppo.training.divergence import DivergenceGuard
+from rlhf_ppo.training.rollouts import Rollouts
+from rlhf_ppo.training.special_tokens import SpecialTokens
+from rlhf_ppo.training.stopping import EndAfterSignal
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class EvaluatedTrainer(Protocol):
+    """What evaluations ask of their trainer."""
+
+    accelerator: Accelerator
+    args: PPOConfig
+    callback_handler: CallbackHandler
+    control: TrainerControl
+    data_collator: Any
+    eval_dataset: Any
+    kl_controller: KLController
+    model_wrapped: Any
+    scorer: Scorer
+    state: PPOTrainerState
+    tokens: SpecialTokens
+    train_dataset: Any
+    _end: EndAfterSignal
+    _engine: GenerationEngine
+    _guard: DivergenceGuard
+    _logged: LoggedByFunctions
+    _rollouts: Rollouts
+    _streams: Streams
+    _timer: PhaseTimer
+    _tokenizer: PreTrainedTokenizerBase
+    _vocabulary: Vocabulary
+
+    def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
+        """See `PPOTrainer`."""
+        ...
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return a loader of held-out prompts."""
+        ...
+
+    def _fire(self, event: str) -> None: ...
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any: ...
+    def _metrics_of_reward_functions(self) -> dict[str, float]: ...
+
+
+class Evaluation:
+    """Evaluates a trainer's policy, in training or beside it.
+
+    Args:
+        run: The trainer.
+        latest_prompts: Gives the prompts of the latest update, or None before it.
+
+    Attributes:
+        is_running: Whether an evaluation runs now.
+    """
+
+    def __init__(self, run: EvaluatedTrainer, latest_prompts: Callable[[], Prompts | None]) -> None:
+        self.run, self.latest_prompts = run, latest_prompts
+        self.is_running = False
+
+    def rollouts(self, dataloader: DataLoader, prefix: str) -> EvalLoopOutput:
+        """Collect a rollout for every batch.
+
+        Args:
+            dataloader: Gives the batches.
+            prefix: Put before each metric's key.
+        """
+        run = self.run
+        gather: Callable[..., Any] = run.accelerator.gather_for_metrics
+        with self._apart_from_training() as model:
+            run.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]
+            after_batch = partial(run._fire, "on_prediction_step")
+            columns = evaluated(dataloader, partial(self._columns, model), gather, run.args.device, after_batch)
+        run._timer.drain()
+        extra = {f"{prefix}_{name}": value for name, value in run._metrics_of_reward_functions().items()}
+        metrics = evaluation_metrics(columns, prefix) | extra
+        return EvalLoopOutput(None, None, metrics, len(columns["scores"]))  # pyright: ignore[reportArgumentType]
+
+    def _columns(self, model: nn.Module, prompts: Prompts) -> dict[str, Tensor]:
+        run = self.run
+        rollout = run._guard.checked_rollout(run.collect_rollout(model, prompts))
+        return rollout_columns(rollout, run.args, run.kl_controller.coef, score_std=None)
+
+    def check_has_best(self, metrics: Mapping[str, float], trial: Any) -> None:
+        """Check that an evaluation gave the metric by which models are compared.
+
+        Raises:
+            ValueError: It did not; the run was saved before.
+        """
+        run = self.run
+        if (missing := missing_best_metric(run.args, metrics)) is None:
+            return
+        if run.state.global_step > 0:
+            run.control.should_evaluate = True  # the resumed run begins with this evaluation
+            run._end.save_where_it_stopped(as_module(run.model_wrapped), trial)
+            missing += f"; go on with resume_from_checkpoint={run._guard.last_checkpoint!r}"
+        raise ValueError(missing)
+
+    def samples(self, only_one_batch: bool) -> pd.DataFrame | None:
+        """Respond greedily to held-out prompts, or where there are none to one batch of training prompts.
+
+        Returns:
+            One row for each prompt of all ranks; None where there is no prompt yet.
+        """
+        run, rows = self.run, list[dict[str, Any]]()
+        gather: Callable[..., Any] = gather_object
+        if run.eval_dataset is not None:
+            gather = partial(run.accelerator.gather_for_metrics, use_gather_object=True)
+        config = greedy_config(run.args, run.tokens.stop, run._vocabulary.never_sampled)
+        with self._apart_from_training() as model:
+            for prompts in itertools.islice(self._sample_prompts(), 1 if only_one_batch else None):
+                prompts, responses, scores = run._rollouts.answered(model, prompts, config)
+                extra = run._logged.drain_columns()
+                rows += gather(sample_rows(run._tokenizer, prompts, responses, scores, extra))
+        run._metrics_of_reward_functions()
+        return table_of(rows, run.scorer.names) if rows else None
+
+    def _sample_prompts(self) -> Iterator[Prompts]:
+        """Yield all held-out prompts in batches; where there are none, one batch of training prompts.
+
+        These are the first rows, or a stream's latest ones: a stream may not bear being read twice at a time.
+        """
+        run, latest, device = self.run, self.latest_prompts(), self.run.args.device
+        if run.eval_dataset is not None:
+            yield from held_out_prompts(run.eval_dataset, run.get_eval_dataloader, device)
+        elif num_rows(run.train_dataset) is not None:
+            collate = run._get_collator_with_removed_columns(run.data_collator, "sampling")
+            yield first_prompts(run.train_dataset, run.args.eval_batch_size, collate, run.accelerator, device)
+        elif latest is not None:
+            yield latest.first(run.args.eval_batch_size)
+
+    @contextmanager
+    def _apart_from_training(self) -> Iterator[nn.Module]:
+        """Give the model to evaluate, with random numbers of its own, the same at every call."""
+        run, args = self.run, self.run.args
+        run._engine.policy_changed()  # the best checkpoint may have been loaded, or the caller changed it
+        self.is_running = True
+        try:
+            with (
+                isolated_rng(args.seed),
+                run._streams.rewards.apart(args.seed, args.process_index),
+                runnable(as_module(run.model_wrapped), args.device) as model,
+                run._guard.apart_from_updates(),
+            ):
+                yield model
+        finally:
+            self.is_running = False

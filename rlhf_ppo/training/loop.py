@@ -1,0 +1,346 @@
+"""What surrounds the updates of a run: what comes before the first one, between two, and after the last."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import set_seed
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import TrainerControl
+from transformers.trainer_utils import TrainOutput
+
+from rlhf_ppo.algorithm.controllers import FixedKLController, KLController
+from rlhf_ppo.algorithm.losses import explained_variance
+from rlhf_ppo.checkpoints.half_learned import HalfLearned
+from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.generation.protocol import GenerationEngine
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.unwrapping import drop_foreign_padding
+from rlhf_ppo.processes.streams import Streams
+from rlhf_ppo.reporting.metrics import (
+    MetricWindow,
+    gather_columns,
+    rollout_columns,
+    rollout_metrics,
+    sampling_metrics,
+    warn_of_unscored,
+)
+from rlhf_ppo.reporting.timing import PhaseTimer
+from rlhf_ppo.training.data_order import batches_of_pass
+from rlhf_ppo.training.divergence import DivergenceGuard
+from rlhf_ppo.training.half_learned import LearningInParts
+from rlhf_ppo.training.optimization import follows_metric
+from rlhf_ppo.training.run_directory import RunDirectory
+from rlhf_ppo.training.stateful import StatefulParts
+from rlhf_ppo.training.stopping import EndAfterSignal
+
+logger = get_logger(__name__)
+
+
+class LoopedTrainer(Protocol):
+    """What the loop asks of its trainer."""
+
+    accelerator: Accelerator
+    args: PPOConfig
+    control: TrainerControl
+    kl_controller: KLController
+    lr_scheduler: Any
+    model: PolicyAndValue
+    sizes: Sizes
+    state: PPOTrainerState
+    _directory: RunDirectory
+    _end: EndAfterSignal
+    _engine: GenerationEngine
+    _gather: Callable[[Tensor], Tensor]
+    _globalstep_last_logged: int
+    _guard: DivergenceGuard
+    _initial_global_step: int
+    _initial_num_input_tokens_seen: int
+    _learning: LearningInParts
+    _metrics: dict[str, float]
+    _num_response_tokens: int
+    _progress: Progress
+    _stateful: StatefulParts
+    _streams: Streams
+    _sum: Callable[[Tensor], Tensor]
+    _timer: PhaseTimer
+    _total_loss_scalar: float
+    _tr_loss: Tensor
+    _window: MetricWindow
+
+    def estimate_advantages(self, rollout: Rollout) -> Experience:
+        """See `PPOTrainer`."""
+        ...
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return a loader of rollouts' prompts."""
+        ...
+
+    def set_initial_training_values(self, args: PPOConfig, dataloader: DataLoader) -> tuple[Any, ...]:
+        """Count epochs, steps and samples."""
+        ...
+
+    def _count_sizes(self) -> Sizes: ...
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]: ...
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput: ...
+    def _fire(self, event: str) -> None: ...
+    def _get_learning_rate(self) -> float: ...
+    def _get_output_dir(self, trial: Any) -> str: ...
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]: ...
+    def _load_rng_state(self, checkpoint: str | None) -> None: ...
+    def _log_what_is_left(self, *args: Any, **kwargs: Any) -> None: ...
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None: ...
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any: ...
+    def _metrics_of_reward_functions(self) -> dict[str, float]: ...
+    def _unwrapped(self, model: nn.Module) -> PolicyAndValue: ...
+
+
+class Loop:
+    """Begins a run, counts and reports its updates, and ends it.
+
+    Args:
+        run: The trainer.
+
+    Attributes:
+        model: The prepared model.
+        epochs: Numbers of the passes over the data, from the one that the run is in.
+        grad_norm: Gradient norm of the latest update.
+        latest_prompts: This rank's prompts of the latest update; None before it.
+    """
+
+    model: nn.Module
+    epochs: Iterable[int]
+
+    def __init__(self, run: LoopedTrainer) -> None:
+        self.run = run
+        self.grad_norm: float | Tensor | None = None
+        self.latest_prompts: Prompts | None = None
+        self._updates_per_epoch = 1
+
+    # ---- Before the first update ----
+
+    def begin(
+        self, checkpoint: str | None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
+    ) -> nn.Module:
+        """Prepare model, optimizer, scheduler, data and state as Trainer does, and say that training begins.
+
+        Args:
+            checkpoint: The checkpoint to go on from, or None.
+            trial: The trial of a hyperparameter search.
+            ignore_keys_for_eval: Passed on to evaluations.
+
+        Returns:
+            The prepared model.
+        """
+        run = self.run
+        self._prepare_afresh()
+        loader = run.get_train_dataloader()
+        num_epochs, per_epoch, _, _, _, _, max_steps = run.set_initial_training_values(run.args, loader)
+        self._updates_per_epoch, self._checkpoint = per_epoch, checkpoint
+        first_epoch, self._num_skipped = run._init_training_state(max_steps, per_epoch, num_epochs, checkpoint, trial)
+        self.epochs = itertools.count(first_epoch)
+        self.model, self._loader = run._prepare_for_training(max_steps, loader, checkpoint)
+        run._initial_num_input_tokens_seen = run.state.num_input_tokens_seen
+        run._initial_global_step = run.state.global_step
+        self._take_up_losses()
+        self.model.zero_grad()
+        run._directory.note(run._get_output_dir(trial), run.state.log_history)
+        moments = run._progress.score_moments  # where earlier versions kept them
+        run._stateful.start(checkpoint, {"score_moments": moments} if moments else {})
+        self._trial, self._ignore_keys = trial, ignore_keys_for_eval
+        self._start, self._episodes_before = time.time(), run.state.episode
+        self.grad_norm, self._learning_rate, self._epoch = None, None, 0
+        run._fire("on_train_begin")
+        return self.model
+
+    def _prepare_afresh(self) -> None:
+        """Leave nothing of a run before."""
+        run = self.run
+        set_seed(run.args.seed, device_specific=True)
+        run._streams.seed(run.args.seed)
+        drop_foreign_padding(run._unwrapped(run.model).policy)
+        run._engine.policy_changed()
+        run.accelerator.free_memory()
+        run.sizes = run._count_sizes()
+
+    def _take_up_losses(self) -> None:
+        run, progress = self.run, self.run._progress
+        loss = progress.loss_of(run.args.process_index, run.accelerator.num_processes)
+        run._tr_loss = torch.tensor(loss, device=run.args.device)
+        run._total_loss_scalar = 0.0
+        run._globalstep_last_logged = progress.last_logged_step
+
+    def evaluate_first(self) -> None:
+        """Evaluate with `eval_on_start`."""
+        if self.run.args.eval_on_start:
+            self.run._evaluate(self._trial, self._ignore_keys, skip_scheduler=True)
+
+    def begin_epoch(self) -> None:
+        """Go on where the checkpoint was written, or from the state that the pass before has left."""
+        run = self.run
+        run._fire("on_epoch_begin")
+        run._load_rng_state(self._checkpoint)
+        run._end.make_up()
+
+    # ---- An update ----
+
+    def prompts(self, epoch: int) -> Iterator[Prompts]:
+        """Yield this rank's prompts for each update of a pass, going on where a checkpoint was written."""
+        run, num_batches = self.run, self._num_skipped
+        self._epoch = epoch
+        self.begin_epoch()
+        if run.state.global_step >= run.state.max_steps:  # resumed from the run's last checkpoint
+            run.control.should_training_stop = True
+            return
+        for batch in batches_of_pass(self._loader, run.args, run.sizes, epoch, num_batches):
+            num_batches += 1
+            self.latest_prompts = Prompts.from_collated(batch, run.args.device)
+            yield self.latest_prompts
+        if num_batches == 0:
+            logger.warning(f"The data gave no full batch in pass {epoch}; training stops.")
+            run.control.should_training_stop = True
+
+    def experience(self, collect: Callable[[], Rollout]) -> Experience:
+        """Return what an update learns from: a new rollout, or the one that a resumed run was learning from."""
+        run = self.run
+        if (learned := run._learning.unfinished) is not None:
+            self._take_figures(learned)
+            return learned.experience
+        run._fire("on_step_begin")
+        with run._guard.explaining():
+            rollout = run._guard.checked_rollout(collect())
+        return run._guard.checked_experience(run.estimate_advantages(rollout))
+
+    def end_update(self) -> None:
+        """Count an update, step the schedule, make what is due after it, and report."""
+        run = self.run
+        if (mean_kl := run._metrics.get("objective/kl")) is not None:  # an overridden step may give none
+            run.kl_controller.update(mean_kl, run.sizes.batch_size)
+        self._learning_rate = learning_rate = run._get_learning_rate()
+        self._count_update(learning_rate)
+        run._end.sample_or_leave()
+        self._after("on_step_end")
+
+    def _count_update(self, learning_rate: float) -> None:
+        """Count one update, step the schedule, and keep the update's metrics for the next log."""
+        run, args, state = self.run, self.run.args, self.run.state
+        run._learning.unfinished = None  # also where an overridden `learn` has passed it over
+        run._metrics |= run._guard.finish_update()
+        if not follows_metric(run.lr_scheduler):
+            run.lr_scheduler.step()
+        state.global_step += 1
+        state.epoch = state.global_step / self._updates_per_epoch
+        run._progress.batches_in_epoch += 1
+        run._progress.episode += run.sizes.batch_size
+        state.episode = run._progress.episode
+        seconds = run._timer.drain()
+        run._window.add(
+            run._metrics
+            | seconds
+            | {
+                "time/tokens_per_second": run._num_response_tokens / sum(seconds.values()),
+                "eps": (state.episode - self._episodes_before) / (time.time() - self._start),
+                "lr": learning_rate,
+                "episode": state.episode,
+            }
+        )
+        run._metrics = {}
+        if args.torch_empty_cache_steps is not None and state.global_step % args.torch_empty_cache_steps == 0:
+            clear_device_cache()
+
+    def take_metrics(self, rollout: Rollout, score_std: float | None, returns: Tensor, weights: Tensor | None) -> None:
+        """Take the metrics of a rollout and count its tokens.
+
+        Args:
+            rollout: This rank's.
+            score_std: What scores are divided by; None leaves them in their own unit.
+            returns: What the value model is to expect, `(B, T)`.
+            weights: Importance weights, `(B, T)`, or None.
+        """
+        run, args = self.run, self.run.args
+        own = rollout_columns(rollout, args, run.kl_controller.coef, score_std)
+        columns = gather_columns(own, run._gather)
+        warn_of_unscored(columns["scores"])
+        run._metrics |= rollout_metrics(columns) | run._metrics_of_reward_functions()
+        explained = explained_variance(rollout.values, returns, rollout.loss_mask, run._sum)
+        run._metrics["val/explained_variance"] = float(explained)
+        run._metrics |= sampling_metrics(rollout, weights, run._sum, run._gather)
+        if not isinstance(run.kl_controller, FixedKLController):
+            run._metrics["objective/kl_coef"] = float(run.kl_controller.coef)
+        run._num_response_tokens = int(columns["length"].sum())
+        self._count_input_tokens(rollout.attention_mask)
+
+    def _count_input_tokens(self, attention_mask: Tensor) -> None:
+        run, counted = self.run, self.run.args.include_num_input_tokens_seen
+        if counted != "no":
+            tokens = attention_mask.sum() if counted == "non_padding" else torch.tensor(attention_mask.numel())
+            run.state.num_input_tokens_seen += int(run._sum(tokens.to(run.args.device)))
+
+    def keep_figures(self, learned: HalfLearned) -> None:
+        """Note what a resumed run needs of an update beside the experience."""
+        run = self.run
+        learned.metrics, learned.num_response_tokens = run._metrics, run._num_response_tokens
+        learned.seconds = run._timer.seconds
+        learned.left_out, learned.num_steps = run._guard.left_out, run._guard.num_steps
+        learned.wishes = run.control.state()["args"]
+
+    def _take_figures(self, learned: HalfLearned) -> None:
+        run = self.run
+        run._metrics, run._num_response_tokens = dict(learned.metrics), learned.num_response_tokens
+        run._timer.seconds = dict(learned.seconds)
+        run._guard.left_out, run._guard.num_steps = list(learned.left_out), learned.num_steps
+        for name, value in learned.wishes.items():
+            setattr(run.control, name, value)
+
+    # ---- After updates ----
+
+    def end_epoch(self) -> None:
+        """Count a pass, and report."""
+        run = self.run
+        self._num_skipped, self._checkpoint = 0, None
+        if not run.control.should_training_stop:
+            run._progress.epoch, run._progress.batches_in_epoch = self._epoch + 1, 0
+        self._after("on_epoch_end")
+
+    def finish(self) -> TrainOutput:
+        """Report what is left and finish the run, or leave it where a signal wants that."""
+        run = self.run
+        self._report(run._log_what_is_left)
+        run._end.end_if_stopped(None)
+        run._guard.check_weights()
+        run._guard.say_what_was_skipped()
+        return run._finalize_training(self._trial, run.state.max_steps * run.sizes.batch_size, self._start)
+
+    def _after(self, event: str) -> None:
+        run = self.run
+        run._end.after_event(event)
+        self._report(run._maybe_log_save_evaluate)
+        run._end.end_if_stopped(event)
+
+    def _report(self, report: Callable[..., None]) -> None:
+        when = (self._trial, self._epoch, self._ignore_keys, self._start, self._learning_rate)
+        report(self.run._tr_loss, self.grad_norm, self.model, *when)
