@@ -52,6 +52,8 @@ from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
 from rlhf_ppo.rewards.shaping import masked_kl, shape_scores, whole_scores
+from rlhf_ppo.terminal.progress import use_console
+from rlhf_ppo.terminal.quiet import quiet_calls
 from rlhf_ppo.training.checks import (
     check_arguments,
     check_collator,
@@ -173,7 +175,10 @@ class PPOTrainer(TrainerHooks):
         if eval_dataset is not None:
             eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
         use_one_device(args)
-        with configuration_kept(models.policy, "use_cache"):  # Trainer switches it off, and it would be saved
+        with (
+            configuration_kept(models.policy, "use_cache"),
+            quiet_calls(),
+        ):  # Trainer switches it off, and it would be saved
             super().__init__(
                 model=PolicyAndValue(models.policy, models.value_model, args.temperature),
                 args=args,
@@ -186,6 +191,10 @@ class PPOTrainer(TrainerHooks):
             )
         self._make_engine_and_scorer(models, engine)
         self._check_data(data_collator)
+        self._add_callbacks()
+
+    def _add_callbacks(self) -> None:
+        use_console(self, self._config.log_console)
         self.add_callback(self._signals)
 
     def _hold(self, models: Models, kl_controller: KLController) -> None:

@@ -22,6 +22,7 @@ INNER_FILES = [path for path in FILES if path != PACKAGE / "__init__.py"]
 # A room imports from its own floor and those before it, never from one after it.
 FLOORS = (
     {"algorithm"},
+    {"terminal"},
     {"config", "data", "processes"},
     {"models"},
     {"checkpoints", "estimate", "evaluation", "generation", "reporting", "rewards"},

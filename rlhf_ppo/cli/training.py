@@ -39,6 +39,7 @@ from rlhf_ppo.models.loading import load_classifier, load_pretrained
 from rlhf_ppo.processes.signals import say
 from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.rewards.waiting import RewardTimeoutError
+from rlhf_ppo.terminal.quiet import no_bars_of_models
 from rlhf_ppo.trainer import PPOTrainer
 
 logger = logging.get_logger(__name__)
@@ -236,7 +237,6 @@ def train_and_save(
     """
     args: Any = trainer.args
     settle_trackers(args)
-    args.dataloader_pin_memory &= args.device.type != "cpu"  # or torch warns of what nobody asked for
     if isinstance(trainer, PPOTrainer):
         trainer.dataset_name = dataset_name
     trainer.train(resume_from_checkpoint=wanted_checkpoint(args.resume_from_checkpoint))
@@ -284,7 +284,8 @@ def merge_adapter(directory: str) -> None:
     merged: Any = adapted.merge_and_unload()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         os.remove(os.path.join(directory, name))
-    merged.save_pretrained(directory)
+    with no_bars_of_models():
+        merged.save_pretrained(directory)
 
 
 def policy_tokenizer(

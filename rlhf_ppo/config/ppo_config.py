@@ -19,6 +19,7 @@ from rlhf_ppo.config.inherited import REJECTED, RejectsRemoved, reject_unsupport
 from rlhf_ppo.config.inherited_values import INHERITED_RANGES, check_dicts, check_inherited, inherited_types
 from rlhf_ppo.config.precision import default_bf16
 from rlhf_ppo.config.redaction import HidesSecrets
+from rlhf_ppo.config.shown import ShownArguments
 from rlhf_ppo.config.sizes import Sizes, check_mini_batches
 from rlhf_ppo.config.validation import Interval, check_range, check_type, own_number, parse_strings, parse_weights
 from rlhf_ppo.config.validation import option as _option
@@ -48,7 +49,7 @@ RANGES: dict[str, Interval] = {
 
 
 @dataclass(repr=False)  # HidesSecrets' own hides tokens
-class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments):
+class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, EngineArguments, TrainingArguments):
     """Arguments of `PPOTrainer`: those of `transformers.TrainingArguments` and PPO's own.
 
     Each field's `help` is its documentation; `HfArgumentParser` and `TrlParser` can set all of them. Unlike in
@@ -369,5 +370,6 @@ class PPOConfig(HidesSecrets, RejectsRemoved, EngineArguments, TrainingArguments
 def _checked_annotations() -> dict[str, Any]:
     """Return the type of every field, PPO's own first; those that are rejected have one value, not a type."""
     hints = get_type_hints(PPOConfig)
-    own = {name: hints[name] for name in (*inspect.get_annotations(PPOConfig), *EngineArguments.__dataclass_fields__)}
+    of_parts = (*EngineArguments.__dataclass_fields__, *ShownArguments.__dataclass_fields__)
+    own = {name: hints[name] for name in (*inspect.get_annotations(PPOConfig), *of_parts)}
     return own | {name: hint for name, hint in inherited_types().items() if name not in {*own, *REJECTED}}

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.data.encoding import PromptEncoder, eos_id, no_row, prompt_column, real_tokens
+from rlhf_ppo.terminal.quiet import bars_of_long_data
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +233,7 @@ def _prepare_dataset(
 ) -> datasets.Dataset:
     if len(dataset) > 0:
         prompt_column(dataset.column_names, encode.name)
-    with PartialState().local_main_process_first():
+    with PartialState().local_main_process_first(), bars_of_long_data(len(dataset)):
         prompts = dataset.map(
             encode,
             with_indices=True,

@@ -146,7 +146,6 @@ def train_policy(
         train_dataset=openings(size.num_updates * size.num_episodes, TRAINING_SEED),
         eval_dataset=openings(size.num_held_out, HELD_OUT_SEED),
     )
-    show_on_bar(trainer, "objective/scores", "objective/kl")
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()

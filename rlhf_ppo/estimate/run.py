@@ -248,7 +248,7 @@ def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_u
         f"Estimated per device: {size(estimate.peak)} of memory ({memory}), and at least {seconds:.2g} s per update, "
         f"{timedelta(seconds=round(seconds * num_updates))} for {num_updates}, if responses are of full length and "
         f"the device does its measured {rate(flops)}FLOP/s and {rate(bandwidth)}B/s; {NOT_COUNTED}. "
-        f"Of memory {MEMORY_NOT_COUNTED}."
+        "Libraries need memory of their own."
     )
 
 

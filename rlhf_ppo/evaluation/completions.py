@@ -16,6 +16,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 
 from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.reporting.results import SAMPLES_DIR
+from rlhf_ppo.terminal.progress import beside_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from rlhf_ppo.data.prompts import Prompts
     from rlhf_ppo.data.rollout import Responses
     from rlhf_ppo.rewards.scorer import Scores
+
+NUM_PRINTED = 5
+"""Rows of a table that the terminal shows."""
 
 
 def completions_table(
@@ -121,21 +125,30 @@ def is_due(update: int, num_updates: int, num_tables: int) -> bool:
     return update - 1 in {table * (num_updates - 1) // last for table in range(last + 1)}
 
 
-def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool) -> None:
+def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str = "") -> str:
     """Print the samples under a title, save them and send them to the trackers.
 
     Args:
         df: The samples.
         trainer: The trainer, for its step, output directory and trackers.
         held_out: Whether the prompts are those of an evaluation data set, or those of training.
+        printed: What this returned for the table before, which is not printed a second time.
+
+    Returns:
+        What is printed.
     """
     prompts = "held-out" if held_out else "training"
-    print_table(df, title=f"After update {trainer.state.global_step}: {prompts} prompts")
+    title = f"After update {trainer.state.global_step}: {prompts} prompts"
+    shown = f"{title}\n{df.head(NUM_PRINTED).to_csv(index=False)}"
+    if shown != printed:
+        with beside_bars():
+            print_table(df, title=title)
     save_table(df, trainer)
     report_table(df, trainer)
+    return shown
 
 
-def print_table(df: pd.DataFrame, num_rows: int = 5, title: str | None = None) -> None:
+def print_table(df: pd.DataFrame, num_rows: int = NUM_PRINTED, title: str | None = None) -> None:
     """Print the first `num_rows` samples in the terminal."""
     table = Table(show_lines=True, title=None if title is None else Text(title), title_justify="left")
     for column in df.columns:

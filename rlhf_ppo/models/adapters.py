@@ -30,6 +30,7 @@ from rlhf_ppo.models.unwrapping import (
     transformers_model,
     with_adapters,
 )
+from rlhf_ppo.terminal.quiet import quiet_calls
 
 
 def is_adapter_directory(path: str | os.PathLike[str]) -> bool:
@@ -82,7 +83,7 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
 
     _check_config(policy, peft_config, "model", "peft_config")
     before = None if is_sharded(policy) else probe(policy, probe_ids(policy))
-    with _naming("peft_config"):
+    with _naming("peft_config"), quiet_calls():
         adapted = get_peft_model(policy, peft_config, adapter_name=name or "default")
     check_adapter(adapted, "model")
     if base_serves_others:
@@ -111,7 +112,7 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
     name = next(name for name, module in value_model.named_modules() if module is head)
     modules = {name, *(getattr(peft_config, "modules_to_save", None) or ())}
     config = dataclasses.replace(peft_config, modules_to_save=sorted(modules), task_type="SEQ_CLS")
-    with _naming("value_peft_config"):
+    with _naming("value_peft_config"), quiet_calls():
         adapted = get_peft_model(value_model, config)
     check_adapter(adapted, "value_model")
     return adapted

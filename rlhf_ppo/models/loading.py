@@ -20,6 +20,7 @@ from rlhf_ppo.models.labels import keep_label, label_index, num_labels
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.sharded import gathered, is_sharded
 from rlhf_ppo.models.unwrapping import backbone, is_peft_model, transformers_model, weight_of
+from rlhf_ppo.terminal.quiet import bars_of_models_on_terminals
 
 
 def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.Module:
@@ -285,9 +286,10 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     if is_adapter_directory(path):
         return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
     try:
-        if auto_class is AutoModelForCausalLM:
-            return _language_model(path, given, {"dtype": torch.float32, **kwargs})
-        return auto_class.from_pretrained(path, **{"dtype": torch.float32, **kwargs})
+        with bars_of_models_on_terminals():
+            if auto_class is AutoModelForCausalLM:
+                return _language_model(path, given, {"dtype": torch.float32, **kwargs})
+            return auto_class.from_pretrained(path, **{"dtype": torch.float32, **kwargs})
     except torch.OutOfMemoryError:
         raise
     except OSError as error:

@@ -146,6 +146,7 @@ class TrainerHooks(Trainer):
         self._evaluation = Evaluation(self, lambda: self._loop.latest_prompts)
         self._metrics: dict[str, float] = {}
         self._num_response_tokens = 0
+        self._printed = ""
         set_up_engine(self.accelerator, self._unwrapped(self.model))
 
     # ---- Data ----
@@ -162,12 +163,10 @@ class TrainerHooks(Trainer):
             )
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
-        # Rollouts are full batches (dataloader_drop_last); evaluation covers every row.
-        self.args.dataloader_drop_last = is_training
-        try:
+        # Rollouts are full batches; evaluation covers every row. On the CPU there is no memory to pin.
+        pins = self.args.dataloader_pin_memory and self.args.device.type != "cpu"
+        with self._withheld.instead(dataloader_drop_last=is_training, dataloader_pin_memory=pins):
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)
-        finally:
-            self.args.dataloader_drop_last = True
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["input_ids", "attention_mask"]
@@ -369,7 +368,7 @@ class TrainerHooks(Trainer):
         """
         table = self._evaluation.samples(only_one_batch=sampling)
         if table is not None and self.is_world_process_zero():
-            show_table(table, self, held_out=self.eval_dataset is not None)
+            self._printed = show_table(table, self, self.eval_dataset is not None, self._printed)
         return table
 
     def _metrics_of_reward_functions(self) -> dict[str, float]:

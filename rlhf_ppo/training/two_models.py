@@ -16,6 +16,7 @@ from rlhf_ppo.checkpoints.whole import VALUE_MODEL_DIR
 from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model
+from rlhf_ppo.terminal.quiet import no_bars_of_models
 
 
 def save_models(
@@ -35,7 +36,8 @@ def save_models(
     for prefix, part, part_directory in parts:
         part_state = None if state_dict is None else _with_prefix(state_dict, f"{prefix}.")
         adapters = {"selected_adapters": [active_adapter(part)]} if is_peft_model(part) else {}
-        cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
+        with no_bars_of_models():
+            cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
 
 
 def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn.Module], None]) -> None:

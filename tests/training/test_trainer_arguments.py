@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -634,8 +635,11 @@ def test_logging_nan_inf_filter_has_nothing_to_filter(filtered: bool, make_train
 
 
 @pytest.mark.parametrize("disabled", [True, False])
-def test_progress_bar_counts_updates(disabled: bool, make_trainer: MakeTrainer) -> None:
+def test_progress_bar_counts_updates(
+    disabled: bool, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
 
     class Look(TrainerCallback):
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:

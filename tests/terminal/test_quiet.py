@@ -1,0 +1,89 @@
+"""What libraries print is kept back for the time of our own calls, and nothing else is."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import pytest
+from peft import LoraConfig
+from transformers.utils import logging as transformers_logging
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.terminal.quiet import (
+    bars_of_long_data,
+    bars_of_models_on_terminals,
+    no_bars_of_models,
+    quiet_calls,
+)
+from tests.runs import QUICK
+from tests.terminal.test_progress import Terminal
+
+
+def test_a_run_warns_of_nothing_that_is_not_the_users(
+    make_trainer: Callable[..., PPOTrainer], recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**QUICK, "gradient_checkpointing": True, "save_strategy": "steps", "use_cpu": False}
+    trainer = make_trainer(**settings, peft_config=LoraConfig(task_type="CAUSAL_LM", r=2))
+    trainer.train()
+    trainer.save_model()
+    assert trainer.args.dataloader_pin_memory  # as the user has it
+    assert [str(warning.message) for warning in recwarn] == []
+    assert capfd.readouterr().err == ""
+
+
+def test_other_warnings_pass_and_the_users_filters_stay() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        before = list(warnings.filters)
+        with quiet_calls():
+            warnings.warn("`is_gradient_checkpointing` is deprecated and will be removed", FutureWarning, stacklevel=1)
+            with pytest.raises(UserWarning, match="mine"):
+                warnings.warn("mine", UserWarning, stacklevel=1)
+            with pytest.warns(FutureWarning, match="other"):
+                warnings.warn("other", FutureWarning, stacklevel=1)
+        assert list(warnings.filters) == before
+
+
+def test_the_logger_is_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("DeepSpeed")
+    before = list(logger.filters)
+    with quiet_calls():
+        logger.warning("Setting accelerator to CPU. If you have GPU ...")
+        logger.warning("something else")
+    logger.warning("Setting accelerator to CPU, after")
+    assert [record.getMessage() for record in caplog.records] == [
+        "something else",
+        "Setting accelerator to CPU, after",
+    ]
+    assert logger.filters == before
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_switches_of_bars_are_as_before(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", enabled)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    was_disabled = datasets.are_progress_bars_disabled()
+    try:
+        datasets.enable_progress_bars() if enabled else datasets.disable_progress_bars()
+        shown: list[Any] = []
+        with pytest.raises(KeyError), no_bars_of_models(), bars_of_long_data(8):
+            shown += [transformers_logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()]
+            raise KeyError
+        with bars_of_models_on_terminals(), bars_of_long_data(10**6):
+            shown += [transformers_logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()]
+        assert shown == [False, False, enabled, enabled]
+        assert transformers_logging.is_progress_bar_enabled() is enabled
+        assert datasets.are_progress_bars_disabled() is not enabled
+    finally:
+        datasets.disable_progress_bars() if was_disabled else datasets.enable_progress_bars()
+
+
+def test_no_bars_are_written_into_files(capfd: pytest.CaptureFixture[str]) -> None:
+    with bars_of_models_on_terminals():
+        list(transformers_logging.tqdm(range(3), desc="Loading weights"))
+    assert capfd.readouterr().err == ""
