@@ -175,10 +175,7 @@ class PPOTrainer(TrainerHooks):
         if eval_dataset is not None:
             eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
         use_one_device(args)
-        with (
-            configuration_kept(models.policy, "use_cache"),
-            quiet_calls(),
-        ):  # Trainer switches it off, and it would be saved
+        with quiet_calls(), configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
             super().__init__(
                 model=PolicyAndValue(models.policy, models.value_model, args.temperature),
                 args=args,
