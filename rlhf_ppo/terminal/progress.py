@@ -13,7 +13,8 @@ from rich.console import Console
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
-from transformers.utils import is_in_notebook
+from transformers.trainer_utils import has_length
+from transformers.utils.import_utils import is_in_notebook
 
 from rlhf_ppo.terminal.lines import Moment, line_of
 from rlhf_ppo.terminal.quiet import is_terminal
@@ -64,8 +65,8 @@ class UpdateBar(ProgressCallback):
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the batches of an evaluation, where there are several."""
-        loader = kwargs.get("eval_dataloader")
-        if _shows_bars() and hasattr(loader, "__len__") and len(loader) > 1:
+        loader: Any = kwargs.get("eval_dataloader")
+        if _shows_bars() and has_length(loader) and len(loader) > 1:
             super().on_prediction_step(args, state, control, **kwargs)
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
