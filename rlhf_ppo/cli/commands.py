@@ -27,9 +27,9 @@ from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited_values import check_inherited, check_numbers
 from rlhf_ppo.config.settled import output_directory
-from rlhf_ppo.estimate.run import estimate_run, half_dtype
+from rlhf_ppo.estimate.run import estimate_run, multiplied_dtype
 from rlhf_ppo.estimate.update import Estimate
-from rlhf_ppo.processes.engines import learns_in_turn
+from rlhf_ppo.processes.engines import learns_in_turn, product_dtype
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.checks import check_output_dir
 
@@ -87,9 +87,10 @@ def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: Model
     prompt_length, num_prompts = prompts_of(args, policy, load)
     sizes = args.fill_derived(devices.count, num_prompts)
     in_turn = learns_in_turn(devices.engine == "", args.torch_compile)
-    how = (devices.sharding, half_dtype(args), in_turn)
+    how = (devices.sharding, product_dtype(args), in_turn)
     found = estimate_run(args, sizes, policy, value_model, frozen, prompt_length, *how)
-    show(found, args, sizes, devices, prompt_length, (script_args.device_flops, script_args.device_bandwidth))
+    rates = (script_args.device_flops, script_args.device_bandwidth)
+    show(found, args, sizes, devices, prompt_length, rates, multiplied_dtype(args, policy))
     return found
 
 

@@ -24,11 +24,12 @@ from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tok
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.config.validation import Interval, check_range
-from rlhf_ppo.estimate.run import MEMORY_NOT_COUNTED, NOT_COUNTED, half_dtype, mean_prompt_length, rate, size
+from rlhf_ppo.estimate.run import MEMORY_NOT_COUNTED, NOT_COUNTED, mean_prompt_length, rate, size
 from rlhf_ppo.estimate.update import Estimate, Sharding, measure_rates
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.positions import position_limit
 from rlhf_ppo.models.vocabulary import vocabulary_of
+from rlhf_ppo.processes.engines import product_dtype
 from rlhf_ppo.rewards.reading import shares_tokens, tokenizer_beside
 from rlhf_ppo.training.datasets import PromptPreparation
 
@@ -104,7 +105,7 @@ def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
         stage, is_fsdp = (config.deepspeed_config or {}).get("zero_stage"), bool(config.fsdp_config)
     count = script_args.num_devices or count
     engine = "FSDP" if is_fsdp else f"DeepSpeed ZeRO-{stage}" if stage else "DDP" if count > 1 else ""
-    return Devices(count, engine, Sharding.of(stage, is_fsdp, count, half_dtype(args)))
+    return Devices(count, engine, Sharding.of(stage, is_fsdp, count, product_dtype(args)))
 
 
 def models_without_weights(
@@ -207,6 +208,7 @@ def show(
     devices: Devices,
     prompt_length: int,
     rates: Sequence[float | None],
+    dtype: torch.dtype,
 ) -> None:
     """Print an estimate.
 
@@ -217,6 +219,7 @@ def show(
         devices: The devices.
         prompt_length: Tokens of a prompt.
         rates: FLOP/s and bytes/s of a device; None is measured here.
+        dtype: What matrices are multiplied in.
     """
     devices_text = f"{devices.count} device{'s' * (devices.count > 1)}" + f", {devices.engine}" * bool(devices.engine)
     table = Table(
@@ -227,7 +230,7 @@ def show(
         parts = getattr(devices.sharding, of_weights.get(name, name), 1)
         table.add_row(name, size(getattr(estimate, name)), purpose, str(parts) if parts > 1 else "")
     table.add_row("peak", size(estimate.peak), "all, and generation or learning", "", style="bold")
-    measured = measure_rates(args.device, torch.bfloat16 if args.bf16 else torch.float32) if None in rates else (0, 0)
+    measured = measure_rates(args.device, dtype) if None in rates else (0, 0)
     flops, bandwidth = (given or own for given, own in zip(rates, measured, strict=True))
     seconds, num_updates = estimate.seconds(flops, bandwidth), sizes.num_total_batches
     total = timedelta(seconds=round(seconds * num_updates))

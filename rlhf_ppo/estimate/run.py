@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -91,7 +92,7 @@ class RunEstimate:
         try:
             estimate = self.forecast(rows)
             if estimate is not None:
-                dtype = multiplied_dtype(args, trainer.policy_model)
+                dtype = multiplied_dtype(trainer.accelerator, trainer.policy_model)
                 print(describe(estimate, args.device, dtype, trainer.sizes.num_total_batches))
         except Exception as error:  # what cannot be counted, or measured in the memory left, can still be trained
             logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
@@ -118,14 +119,13 @@ class RunEstimate:
         if estimate is None:
             return least
         memory = _SHARE_OF_MEMORY * torch.cuda.get_device_properties(args.device).total_memory
-        room = memory - estimate.weights - estimate.frozen - estimate.gradients - estimate.optimizer
         rows = most
-        while rows > least and estimate.generation * rows > room * least:
+        while rows > least and estimate.resident + replace(estimate, rows_per_call=rows).generation > memory:
             rows = -(-rows // 2)
         return max(rows, least)
 
     def forecast(self, num_generated: int | None = None) -> Estimate | None:
-        """Estimate the updates of the run.
+        """Estimate the updates of the run; they are counted once, with any number of rows.
 
         Prompts count with the mean length of the training set, responses with `response_length`.
 
@@ -136,6 +136,11 @@ class RunEstimate:
             The estimate, or None where it cannot be made: for a stream, whose lengths are not known, and for models
             whose parameters ZeRO-3 has already taken apart.
         """
+        counted = self._counted
+        return counted if counted is None or num_generated is None else replace(counted, rows_per_call=num_generated)
+
+    @functools.cached_property
+    def _counted(self) -> Estimate | None:
         trainer, accelerator, dataset = self.trainer, self.trainer.accelerator, self.trainer.train_dataset
         is_stream = isinstance(dataset, IterableDataset) or not has_length(dataset)
         if is_stream or self.frozen is None or is_sharded(trainer.policy_model):
@@ -152,18 +157,12 @@ class RunEstimate:
                 Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes, dtype),
                 dtype,
                 trainer._learns_in_turn,
-                num_generated,
             )
 
 
-def half_dtype(args: PPOConfig) -> torch.dtype | None:
-    """Return the 16-bit type that arguments ask to compute in, or None for the weights' own."""
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-
-
-def multiplied_dtype(args: PPOConfig, policy: nn.Module) -> torch.dtype:
+def multiplied_dtype(source: Accelerator | PPOConfig, policy: nn.Module) -> torch.dtype:
     """Tell in which precision the policy's matrices are multiplied: autocast's, else their own."""
-    return half_dtype(args) or next(weight.dtype for weight in policy.parameters() if weight.is_floating_point())
+    return product_dtype(source) or next(weight.dtype for weight in policy.parameters() if weight.is_floating_point())
 
 
 def estimate_run(
@@ -176,7 +175,6 @@ def estimate_run(
     sharding: Sharding,
     dtype: torch.dtype | None,
     in_turn: bool,
-    num_generated: int | None = None,
 ) -> Estimate:
     """Estimate the updates of a run.
 
@@ -190,7 +188,6 @@ def estimate_run(
         sharding: What is spread over processes, in what type.
         dtype: The 16-bit type that products are computed in, or None for the weights' own.
         in_turn: Whether policy and value model learn one after the other.
-        num_generated: Rows that are generated from at once; None for what the arguments say.
     """
     device = next(policy.parameters()).device.type
     in_autocast = dtype is not None and sharding.stored is None
@@ -204,7 +201,7 @@ def estimate_run(
             frozen,
             Workload(
                 rows=sizes.local_batch_size,
-                rows_per_call=num_generated or args.generation_batch_size or args.local_rollout_forward_batch_size,
+                rows_per_call=args.generation_batch_size or args.local_rollout_forward_batch_size,
                 rows_per_micro_batch=_rows_per_micro_batch(args, prompt_length + args.response_length),
                 prompt_length=prompt_length,
                 response_length=args.response_length,

@@ -20,6 +20,7 @@ from rlhf_ppo.estimate.counting import (
     num_elements,
     stored_bytes,
 )
+from rlhf_ppo.models.fused import weight_gradient_dtype
 from rlhf_ppo.models.logprobs import max_chunk_elements
 from rlhf_ppo.models.modes import in_eval_mode
 from rlhf_ppo.models.unwrapping import output_layer, transformers_model, weight_of
@@ -110,27 +111,47 @@ class Estimate:
         frozen: Parameters of reference and reward models.
         gradients: Gradients of the trained parameters, and under DDP the buckets in which they are exchanged.
         optimizer: State of the optimizer, and the float32 weights that DeepSpeed keeps beside 16-bit ones.
-        generation: Key-value cache and last logits of one call; the policy's weights in the type of products, or
-            gathered where weights are sharded.
+        generating_weights: The policy's weights in the type of products, or gathered where weights are sharded.
+        generated_row: Key-value cache and last logits of one row.
+        rows: Episodes of the process.
+        rows_per_call: Most rows that are generated from at once.
         learning: Activations of one micro-batch, of both models or of the larger one, with what autocast makes of
-            weights; the logits of one chunk, and the head's float32 gradient; parameters that are gathered in a pass.
+            weights; the logits of one chunk, and the head's gradient; parameters that are gathered in a pass.
         flops: Floating-point operations of one update.
-        decoded: Bytes that decoding reads in one update: the policy's weights once for each token of a call.
+        decoded_per_call: Bytes that decoding reads in one call: the policy's weights once for each token.
     """
 
     weights: int
     frozen: int
     gradients: int
     optimizer: int
-    generation: int
+    generating_weights: int
+    generated_row: int
+    rows: int
+    rows_per_call: int
     learning: int
     flops: int
-    decoded: int
+    decoded_per_call: int
+
+    @property
+    def resident(self) -> int:
+        """Bytes that are there all the time."""
+        return self.weights + self.frozen + self.gradients + self.optimizer
+
+    @property
+    def generation(self) -> int:
+        """Bytes of one call that generates, beside what is resident."""
+        return self.generating_weights + self.generated_row * min(self.rows_per_call, self.rows)
+
+    @property
+    def decoded(self) -> int:
+        """Bytes that decoding reads in one update."""
+        return self.decoded_per_call * -(-self.rows // self.rows_per_call)
 
     @property
     def peak(self) -> int:
         """Bytes when most are needed: while generating, or while learning."""
-        return self.weights + self.frozen + self.gradients + self.optimizer + max(self.generation, self.learning)
+        return self.resident + max(self.generation, self.learning)
 
     def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
         """Return the seconds of one update on a device that reaches these rates."""
@@ -178,30 +199,28 @@ def estimate_update(
         frozen=(max(own, default=0) if offloads else sum(own)) // sharding.weights,
         gradients=gradients // sharding.gradients,
         optimizer=int((optimizer_bytes + (4 if stored else 0)) * num_trained) // sharding.optimizer,
-        generation=_generation(policy, workload, sharding, autocast),
+        generating_weights=_generating_weights(policy, workload, sharding),
+        generated_row=count_cache_bytes(policy, 1, workload.length, autocast, in_passes) + 4 * _vocabulary(policy),
+        rows=workload.rows,
+        rows_per_call=workload.rows_per_call,
         learning=_learning(policy, value_model, micro, workload, sharding, autocast),
         flops=_flops(policy, micro, frozen, workload, autocast),
-        decoded=stored_bytes(policy.parameters())
-        * workload.response_length
-        * -(-workload.rows // workload.rows_per_call),
+        decoded_per_call=stored_bytes(policy.parameters()) * workload.response_length,
     )
 
 
-def _generation(
-    policy: nn.Module,
-    workload: Workload,
-    sharding: Sharding,
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> int:
-    in_passes, rows = sharding.stored or sharding.gathered, min(workload.rows_per_call, workload.rows)
-    cache = count_cache_bytes(policy, rows, workload.length, autocast, in_passes)
-    logits = 4 * rows * _vocabulary(policy)
+def _generating_weights(policy: nn.Module, workload: Workload, sharding: Sharding) -> int:
+    in_passes = sharding.stored or sharding.gathered
     if sharding.weights > 1:
-        return cache + logits + stored_bytes(policy.parameters(), in_passes)
+        return stored_bytes(policy.parameters(), in_passes)
     if workload.dtype is None or in_passes is not None:
-        return cache + logits
-    copied = stored_bytes(policy.parameters(), workload.dtype) if workload.copies_policy else 0
-    return cache + logits + (copied or cast_bytes(policy, workload.dtype))
+        return 0
+    if workload.copies_policy:
+        return stored_bytes(policy.parameters(), workload.dtype)
+    head = weight_of(output_layer(policy))
+    is_cast_for_a_call = not head.requires_grad and head.dtype == torch.float32
+    of_head = workload.dtype.itemsize * num_elements(head) if is_cast_for_a_call else 0
+    return cast_bytes(policy, workload.dtype) + of_head
 
 
 def _flops(
@@ -248,12 +267,15 @@ def _learning(
 
 
 def _head_bytes(policy: nn.Module, workload: Workload, in_passes: torch.dtype | None) -> int:
-    """Count the policy's head in learning: the logits of a chunk, its float32 gradient, its weight in 16 bits."""
+    """Count the policy's head in learning: the logits of a chunk, its gradient, its weight in 16 bits."""
     weight: torch.Tensor = weight_of(output_layer(policy))
     dtype = in_passes or workload.dtype or weight.dtype
-    num_logits = workload.rows_per_micro_batch * workload.response_length * _vocabulary(policy)
-    logits = min(max_chunk_elements(weight), num_logits) * (6 if dtype.itemsize == 2 else 4)
-    gradient = 4 * num_elements(weight) if weight.requires_grad else 0
+    num_tokens, vocabulary = workload.rows_per_micro_batch * workload.response_length, _vocabulary(policy)
+    most = max_chunk_elements(weight)
+    logits = min(most, num_tokens * vocabulary) * (6 if dtype.itemsize == 2 else 4)
+    on_cpu = weight.device.type == "cpu"
+    added_in = weight_gradient_dtype(in_passes or weight.dtype, dtype, num_tokens, vocabulary, most, on_cpu)
+    gradient = added_in.itemsize * num_elements(weight) if weight.requires_grad else 0
     is_cast = in_passes is None and weight.dtype != dtype
     return logits + gradient + (dtype.itemsize * num_elements(weight) if is_cast else 0)
 

@@ -264,8 +264,7 @@ class _Logits:
         self.states = [states.detach() for states in factors[::2]]
         self.weights = [weight.detach() for weight in factors[1::2]]
         self.num_rows, self.vocabulary = len(self.states[0]), len(self.weights[0])
-        wanted = _ROWS_ON_CPU if _is_on_cpu(self.states[0]) else _ROWS_ELSEWHERE
-        most_rows = min(self.num_rows, max_elements, max(wanted, max_elements // self.vocabulary))
+        most_rows = min(self.num_rows, _most_rows(self.vocabulary, max_elements, _is_on_cpu(self.states[0])))
         self.rows = _even_slices(self.num_rows, most_rows)
         self.columns = _even_slices(self.vocabulary, max_elements // max(1, most_rows))
 
@@ -314,7 +313,7 @@ class _Gradients:
             make(
                 factor.shape,
                 device=factor.device,
-                dtype=factor.dtype if count == 1 and factor.dtype == logits.dtype else torch.float32,
+                dtype=_sum_dtype(factor.dtype, logits.dtype, count),
             )
             if is_needed and factor is not None
             else None
@@ -364,6 +363,33 @@ def _room(buffer: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, dev
     if buffer is None or buffer.untyped_storage().nbytes() < rows * columns * buffer.itemsize:
         return torch.empty(rows, columns, dtype=dtype, device=device)
     return buffer.as_strided((rows, columns), (columns, 1))
+
+
+def weight_gradient_dtype(
+    stored: torch.dtype, computed: torch.dtype, num_tokens: int, vocabulary: int, max_elements: int, on_cpu: bool
+) -> torch.dtype:
+    """Return the type that the gradient by a trained head is added up in.
+
+    Args:
+        stored: The head's type in the pass.
+        computed: The type of products.
+        num_tokens: Tokens of the pass.
+        vocabulary: Tokens of the vocabulary.
+        max_elements: Logits held at once.
+        on_cpu: Whether the pass is on a CPU.
+    """
+    num_tiles = -(-num_tokens // min(num_tokens, _most_rows(vocabulary, max_elements, on_cpu)))
+    return _sum_dtype(stored, computed, num_tiles)
+
+
+def _sum_dtype(stored: torch.dtype, computed: torch.dtype, num_tiles: int) -> torch.dtype:
+    return stored if num_tiles == 1 and stored == computed else torch.float32
+
+
+def _most_rows(vocabulary: int, max_elements: int, on_cpu: bool) -> int:
+    """Return the most tokens of a tile."""
+    wanted = _ROWS_ON_CPU if on_cpu else _ROWS_ELSEWHERE
+    return min(max_elements, max(wanted, max_elements // vocabulary))
 
 
 def _is_on_cpu(tensor: Tensor) -> bool:

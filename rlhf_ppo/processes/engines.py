@@ -13,9 +13,9 @@ def num_processes(args: TrainingArguments) -> int:
     return PartialState().num_processes
 
 
-def product_dtype(accelerator: Accelerator) -> torch.dtype | None:
+def product_dtype(source: Accelerator | TrainingArguments) -> torch.dtype | None:
     """Return the 16-bit type that matrices are multiplied in, and DeepSpeed's weights have; None: the weights' own."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(source.mixed_precision)
 
 
 def autocast_dtype(accelerator: Accelerator) -> torch.dtype | None:

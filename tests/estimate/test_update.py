@@ -185,6 +185,12 @@ def test_16_bits_by_hand() -> None:
     assert stage2.generation == cache + logits
     assert fsdp.generation == cache + logits + 2 * num_policy
     assert alone.generation == cache + logits + 2 * (num_linear + head)
+    policy.requires_grad_(False)
+    assert of(Sharding.of(None, False, 1, half)).generation == cache + logits + 2 * head  # it is cast for a call
+    policy.lm_head.bfloat16()
+    assert of(Sharding.of(None, False, 1, half)).generation == cache + logits
+    policy.lm_head.float()
+    policy.requires_grad_(True)
     assert of(Sharding(), copies_policy=True).generation == cache + logits + 2 * num_policy
 
     whole, stored = (
@@ -195,8 +201,10 @@ def test_16_bits_by_hand() -> None:
         )
     )
     assert whole[0] - stored[0] >= 2 * num_linear  # which autocast's weights are saved for the backward pass
-    in_head = 6 * 2 * 5 * 50 + 4 * head  # logits in float32 and as the product gave them; the gradient
-    assert alone.learning == sum(whole) + in_head + 2 * head and stage2.learning == sum(stored) + in_head
+    in_head = 6 * 2 * 5 * 50  # logits in float32 and as the product gave them
+    # The gradient has the weight's type where that is the products' too, and one product gives it.
+    assert alone.learning == sum(whole) + in_head + (4 + 2) * head
+    assert stage2.learning == sum(stored) + in_head + 2 * head
     of_layers = (num_linear + 2 * 2 * 16) // 2
     outside = num_policy + num_value_model - 2 * 2 * of_layers
     assert fsdp.learning == stage2.learning + 2 * (outside + 2 * 2 * of_layers)
@@ -285,12 +293,11 @@ def test_a_run_starts_with_one_line(
     trainer = make_trainer(disable_tqdm=False, eval_dataset=[{"input_ids": [5, 6]}] * 2, total_episodes=8)
     trainer.evaluate()
     assert measured == [] and "Estimated" not in capsys.readouterr().out
+    trainer.train()
+    trainer.train()
     estimate = forecast(trainer)
     assert estimate is not None
     assert estimate.weights == held(trainer.model.parameters())
-    measured.clear()
-    trainer.train()
-    trainer.train()
     assert sorted(measured) == ["estimate_update", "measure_rates", "optimizer_bytes_per_parameter"]
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Estimated per device")]
     text = describe(estimate, torch.device("cpu"), torch.float32, trainer.sizes.num_total_batches)
@@ -308,12 +315,12 @@ def noting(function: Callable[..., Any], called: list[str]) -> Callable[..., Any
     return noted
 
 
-@pytest.mark.parametrize(("args", "dtype"), [
-    ({}, torch.float64), ({"bf16": True}, torch.bfloat16), ({"fp16": True}, torch.float16),
+@pytest.mark.parametrize(("precision", "dtype"), [
+    ("no", torch.float64), ("bf16", torch.bfloat16), ("fp16", torch.float16),
 ])  # fmt: skip
-def test_rates_are_measured_in_the_precision_of_the_products(args: dict[str, bool], dtype: torch.dtype) -> None:
-    arguments: Any = SimpleNamespace(**{"bf16": False, "fp16": False, **args})
-    assert multiplied_dtype(arguments, tiny_policy().double()) == dtype
+def test_rates_are_measured_in_the_precision_of_the_products(precision: str, dtype: torch.dtype) -> None:
+    source: Any = SimpleNamespace(mixed_precision=precision)
+    assert multiplied_dtype(source, tiny_policy().double()) == dtype
 
 
 def test_activations_count_as_training_will_keep_them(make_trainer: Callable[..., PPOTrainer]) -> None:
@@ -385,9 +392,10 @@ def test_what_cannot_be_counted_or_measured_can_still_be_trained(
 def test_the_whole_batch_is_generated_at_once_where_its_cache_fits(
     given: int | None, device: str, memory: float, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row takes 10 bytes, the models 1000."""
-    parts = {"weights": 400, "frozen": 300, "gradients": 200, "optimizer": 100, "generation": 80}
-    monkeypatch.setattr(RunEstimate, "forecast", lambda self: SimpleNamespace(**parts))
+    """A row takes 10 bytes, the models 950, and 50 in a call."""
+    parts = {"weights": 400, "frozen": 300, "gradients": 200, "optimizer": 50, "generating_weights": 50}
+    shape = {"generated_row": 10, "rows": 64, "rows_per_call": 8, "learning": 0, "flops": 0, "decoded_per_call": 0}
+    monkeypatch.setattr(RunEstimate, "forecast", lambda self: Estimate(**parts, **shape))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
     args: Any = SimpleNamespace(
         generation_batch_size=given,
@@ -400,12 +408,16 @@ def test_the_whole_batch_is_generated_at_once_where_its_cache_fits(
 
 def test_the_line_counts_the_rows_that_are_generated_from(make_trainer, monkeypatch):
     told = []
-    monkeypatch.setattr(RunEstimate, "generation_rows", 3)
+    counted = []
+    monkeypatch.setattr(RunEstimate, "generation_rows", property(lambda self: 3 if self.forecast() else 0))
     monkeypatch.setattr("rlhf_ppo.estimate.run.describe", lambda estimate, *_: told.append(estimate))
+    monkeypatch.setattr("rlhf_ppo.estimate.run.estimate_update", noting(estimate_update, counted))
     trainer = make_trainer(disable_tqdm=False, local_rollout_forward_batch_size=1, total_episodes=8)
     trainer.train()
 
     assert told == [forecast(trainer, 3)] and told[0].generation > forecast(trainer).generation
+    assert told[0].decoded < forecast(trainer).decoded
+    assert len(counted) == 1, "for the rows and for the line"
 
 
 def test_a_model_that_is_taken_apart_counts_as_it_was_made() -> None:

@@ -352,3 +352,21 @@ def test_a_cpu_has_no_such_products_and_chunks_go_by_the_device() -> None:
     assert not fused_module.multiplies_into_float32("cpu", torch.bfloat16)
     assert logprobs.max_chunk_elements(torch.ones(2)) == 2**24
     assert logprobs.max_chunk_elements(SimpleNamespace(device=torch.device("cuda"))) == 2**27  # pyright: ignore
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("elements", [TOKENS * VOCABULARY, 2 * VOCABULARY])
+def test_what_the_estimate_says_of_the_gradient_is_what_it_is_added_up_in(
+    stored: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, targets = inputs(has_bias=False, has_adapter=False)
+    states, weight = tensors["states"].bfloat16(), tensors["weight"].detach().to(stored).requires_grad_()
+    sums: list[Any] = []
+    finished = fused_module._Gradients.finished
+    monkeypatch.setattr(fused_module._Gradients, "finished", lambda own: sums.append(own.sums[-1]) or finished(own))
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, _ = fused_logprobs(HeadFactors((states,), (weight,), None), targets, LogitScaling(), elements)
+    logprobs.sum().backward()
+    said = fused_module.weight_gradient_dtype(stored, torch.bfloat16, TOKENS, VOCABULARY, elements, True)
+    assert sums[0].dtype == said
+    assert (said == torch.bfloat16) == (stored == torch.bfloat16 and elements == TOKENS * VOCABULARY)
