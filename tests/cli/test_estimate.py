@@ -44,7 +44,7 @@ def estimate(*options: str) -> Estimate:
 
 def starting_line(monkeypatch: pytest.MonkeyPatch, capsys: Any, *options: str) -> dict[str, str]:
     """The figures that the same run prints before it trains."""
-    monkeypatch.setattr(commands, "train_and_save", lambda trainer, *_: trainer._estimate.announce())
+    monkeypatch.setattr(commands, "train_and_save", lambda trainer, *_, **__: trainer._estimate.announce())
     monkeypatch.setattr("rlhf_ppo.estimate.run.measure_rates", lambda *_: (1e6, 1e6))
     commands.train([*OPTIONS, *options])
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Estimated per device")]
