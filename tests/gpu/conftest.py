@@ -1,6 +1,7 @@
 """What tests on a GPU share. On a machine without one the same tests run small on the CPU, where the CPU can.
 
-A test says with `@pytest.mark.needs(...)` what it cannot do without, and is skipped for that reason alone.
+A test says with `@pytest.mark.needs(...)` what it cannot do without, with `needs(on_gpu=...)` what only a GPU's run
+of it cannot, and is skipped for that reason alone.
 `REQUIRE_GPU=1`, as `make test-gpu` sets it, makes a machine without a GPU an error.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +19,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.generation.choosing import has_flash_attention
+from rlhf_ppo.models import varlen
 
 REASONS = {
     "cuda": "needs a GPU that torch finds",
     "two GPUs": "needs two GPUs: a tensor-parallel group, or NCCL between processes",
     "vllm": "needs vLLM: pip install trl[vllm]",
-    "flash": "needs flash attention: pip install kernels, or flash-attn",
+    "flash": "needs flash attention: pip install flash-attn; or pip install kernels, with HF_HUB_OFFLINE=0",
+    "varlen": "needs PyTorch's attention for rows of any lengths, with windows, and a GPU of NVIDIA's capability 8.0",
+    "compiler": "needs Triton and a C compiler, which torch.compile calls",
     "bitsandbytes": "needs bitsandbytes: pip install bitsandbytes",
 }
 """What a test may need, and what its skip says."""
@@ -31,17 +36,25 @@ REASONS = {
 def found() -> set[str]:
     """What this machine has of `REASONS`."""
     gpus = torch.cuda.device_count()
+    is_installed = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "bitsandbytes", "triton")}
+    is_new = gpus > 0 and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+    loads_kernels = importlib.util.find_spec("flash_attn") is not None or os.environ.get("HF_HUB_OFFLINE") != "1"
     return {
         *(["cuda"] if gpus else []),
         *(["two GPUs"] if gpus > 1 else []),
-        *(name for name in ("vllm", "bitsandbytes") if importlib.util.find_spec(name)),
-        *(["flash"] if has_flash_attention() else []),
+        *(name for name in ("vllm", "bitsandbytes") if is_installed[name]),
+        *(["flash"] if has_flash_attention() and loads_kernels else []),
+        *(["varlen"] if is_new and {"window_size", "scale", "enable_gqa"} <= varlen._TAKES else []),
+        *(["compiler"] if is_installed["triton"] and shutil.which(os.environ.get("CC", "cc")) else []),
     }
 
 
 def missing(item: pytest.Item, there: set[str]) -> list[str]:
     """What a test needs and a machine lacks, in the order of `REASONS`."""
-    needed = {name for mark in item.iter_markers("needs") for name in mark.args}
+    marks = list(item.iter_markers("needs"))
+    needed = {name for mark in marks for name in mark.args}
+    if "cuda" in there:
+        needed |= {mark.kwargs["on_gpu"] for mark in marks if "on_gpu" in mark.kwargs}
     assert needed <= REASONS.keys(), f"{item.name} needs {needed - REASONS.keys()}, which no machine is asked for"
     return [name for name in REASONS if name in needed - there]
 

@@ -18,18 +18,17 @@ from transformers import AutoModelForCausalLM
 from rlhf_ppo.models.adapters import base_kept
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.distributed.processes import ROOT, launch_environment
-from tests.gpu.conftest import MakeTrainer, found, small_policy
+from tests.gpu.conftest import MakeTrainer, small_policy
 
 LAUNCHED = ["multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"]
 
 
+@pytest.mark.needs(on_gpu="flash")
 @pytest.mark.parametrize("asked", [{}, {"top_k": 5, "top_p": 0.9}], ids=["all tokens", "few tokens"])
 def test_continuous_batching_says_the_log_probabilities_of_training(
-    make_device_trainer: MakeTrainer, device: str, asked: dict[str, Any]
+    make_device_trainer: MakeTrainer, asked: dict[str, Any]
 ) -> None:
     """In bf16: the difference to the forward pass is its rounding."""
-    if device == "cuda":
-        assert "flash" in found(), "generation_engine='continuous' on a GPU: pip install kernels"
     trainer = make_device_trainer(generation_engine="continuous", max_steps=1, **asked)
     trainer.train()
     first = trainer.state.log_history[0]

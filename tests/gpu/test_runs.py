@@ -31,7 +31,7 @@ def test_memory_stays_what_it_is(make_device_trainer: MakeTrainer, device: str) 
     assert max(held[3:]) <= held[2] * 1.02 + 100_000
 
 
-@pytest.mark.needs("cuda")
+@pytest.mark.needs("cuda", "compiler")
 def test_a_compiled_run_learns_what_a_plain_one_does(make_device_trainer: MakeTrainer) -> None:
     """On a CPU compiling takes minutes."""
     plain, compiled = (make_device_trainer(bf16=False, max_steps=1, torch_compile=given) for given in (False, True))
