@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.controllers import FixedKLController, KLController
-from rlhf_ppo.algorithm.losses import (
-    PolicyLoss,
-    ValueLoss,
-    clipped_policy_loss,
-    clipped_value_loss,
-    token_mean,
-)
+from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss, clipped_value_loss, token_mean
 from rlhf_ppo.algorithm.masked import masked_whiten
 from rlhf_ppo.algorithm.moments import RunningMoments
 from rlhf_ppo.algorithm.penalties import token_rewards
@@ -34,44 +26,24 @@ from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.evaluation.best_metric import check_best_metric
 from rlhf_ppo.generation.choosing import make_engine
-from rlhf_ppo.generation.nonfinite import naming_the_model
 from rlhf_ppo.generation.opponents import Opponents
+from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.sequences import join_responses
-from rlhf_ppo.models.overflow import detecting_overflow
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.models.unwrapping import configuration_kept
-from rlhf_ppo.models.vocabulary import shared_vocabulary
-from rlhf_ppo.processes.engines import learns_in_turn, num_processes
+from rlhf_ppo.processes.engines import has_no_engine, learns_in_turn, num_processes, use_one_device
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.signals import give_up_if_stopped
 from rlhf_ppo.reporting.metrics import UpdateStatistics
-from rlhf_ppo.rewards.functions import check_columns, check_names_of_columns
 from rlhf_ppo.rewards.logged import LoggedByFunctions
-from rlhf_ppo.rewards.preference import OPPONENT_COLUMNS
 from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
 from rlhf_ppo.rewards.shaping import masked_kl, shape_scores, whole_scores
-from rlhf_ppo.terminal.progress import use_console
 from rlhf_ppo.terminal.quiet import quiet_calls
-from rlhf_ppo.training.checks import (
-    check_arguments,
-    check_collator,
-    check_datasets,
-    check_models,
-    check_optimization,
-    check_others,
-)
-from rlhf_ppo.training.construction import (
-    ModelOrPath,
-    Models,
-    assemble_models,
-    longest_sequence,
-    make_scorer,
-    store_and_place,
-    use_one_device,
-)
-from rlhf_ppo.training.datasets import PromptPreparation
+from rlhf_ppo.training import checks
+from rlhf_ppo.training.construction import ModelOrPath, Models, assemble_models, make_scorer, store_and_place
+from rlhf_ppo.training.datasets import ColumnCheck, PromptPreparation, check_data
 from rlhf_ppo.training.hooks import TrainerHooks
 from rlhf_ppo.training.optimization import Optimizers
 from rlhf_ppo.training.own_loop import GivenScores, NoPrompts, OwnLoop
@@ -81,9 +53,6 @@ from rlhf_ppo.training.stateful import Stateful, StatefulParts
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import GenerationConfig
-
-    from rlhf_ppo.generation.protocol import GenerationEngine
 
 
 class PPOTrainer(TrainerHooks):
@@ -154,45 +123,36 @@ class PPOTrainer(TrainerHooks):
         self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
         self._is_stepped = all(given is None for given in (reward_funcs, reward_model, train_dataset, eval_dataset))
         self._functions = functions = [GivenScores()] if self._is_stepped else resolve_rewards(reward_funcs)
-        check_arguments(args)
-        check_models(reward_model, bool(functions), model=model, ref_model=ref_model, value_model=value_model)
+        checks.check_arguments(args)
+        checks.check_models(reward_model, bool(functions), model=model, ref_model=ref_model, value_model=value_model)
         train_dataset = NoPrompts() if self._is_stepped else train_dataset
-        check_datasets(args, train_dataset, eval_dataset)
+        checks.check_datasets(args, train_dataset, eval_dataset)
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
-        check_others(data_collator, callbacks, optimizers, kl_controller, engine, **adapters)
+        checks.check_others(data_collator, callbacks, optimizers, kl_controller, engine, **adapters)
         self.tokens = tokens = special_tokens(args, processing_class)
         num_updates = args.count_sizes(num_processes(args), num_rows(train_dataset)).num_total_batches
-        check_optimization(args, optimizers, num_updates)
+        checks.check_optimization(args, optimizers, num_updates)
         rewards = load_reward_models(args, reward_model, reward_processing_classes, processing_class)
         models = assemble_models(args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
-        self._vocabulary = shared_vocabulary(
-            models.reading_policy_tokens, models.reference.model, processing_class, tokens.pad, tokens.stop
-        )
+        self._vocabulary = models.vocabulary(processing_class, tokens)
         self._tokenizer, self._config = processing_class, args
         self._hold(models, FixedKLController(args) if kl_controller is None else kl_controller)
-        train_dataset = self._preparation.prepared(train_dataset, "train_dataset")
-        self.sizes = args.fill_derived(num_processes(args), num_rows(train_dataset))  # long prompts were dropped
-        if eval_dataset is not None:
-            eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
+        data = self._preparation.both(train_dataset, eval_dataset)
+        # long prompts were dropped
+        self.sizes = args.fill_derived(num_processes(args), num_rows(data["train_dataset"]))
         use_one_device(args)
         with quiet_calls(), configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
             super().__init__(
                 model=PolicyAndValue(models.policy, models.value_model, args.temperature),
                 args=args,
                 data_collator=PromptCollator(tokens.pad) if data_collator is None else data_collator,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
+                **data,
                 processing_class=processing_class,
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
         self._make_engine_and_scorer(models, engine)
         self._check_data(data_collator)
-        self._add_callbacks()
-
-    def _add_callbacks(self) -> None:
-        use_console(self, self._config.log_console)
-        self.add_callback(self._signals)
 
     def _hold(self, models: Models, kl_controller: KLController) -> None:
         self.kl_controller, self.score_moments = kl_controller, RunningMoments()
@@ -200,42 +160,31 @@ class PPOTrainer(TrainerHooks):
         self._stateful = StatefulParts(kl_controller=kl_controller, **moments)
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [reward.model for reward in models.rewards]
-        self._longest_sequence = longest_sequence(models)
-        of_others = any(reward.tokenizer is not None for reward in models.rewards)
-        how = (self._tokenizer, self._config, self._vocabulary, self._longest_sequence)
-        self._preparation = PromptPreparation(*how, columns_are_read=bool(self._functions) or of_others)
+        self._longest_sequence = models.longest_sequence
+        reads = bool(self._functions) or any(reward.tokenizer is not None for reward in models.rewards)
+        how = (self._config, self._vocabulary, self._longest_sequence)
+        self._preparation = PromptPreparation(self._tokenizer, *how, columns_are_read=reads)
 
     def _make_engine_and_scorer(self, models: Models, engine: GenerationEngine | None) -> None:
         args, tokens, functions = self._config, self.tokens, self._functions
-        frozen = store_and_place(models, self.model, self.accelerator, args.offload_frozen)
-        self._estimate = estimate = RunEstimate(self, frozen)
-        self._opponents = opponents = Opponents.of(functions, self._tokenizer, tokens.ended)
-        if engine is None:
-            stops, local_batch_size = (tokens.stop, tokens.stop_strings), self.sizes.local_batch_size
-            given = (args, models.policy, self.accelerator, self._tokenizer, *stops, opponents)
-            engine = make_engine(*given, lambda: estimate.generation_rows, local_batch_size)
-        self._engine = engine
-        self._logged = LoggedByFunctions()
-        surroundings = (self.accelerator, self._get_state, self._logged, self._guard.refuse)
+        self._estimate = RunEstimate(self, store_and_place(models, self.model, self.accelerator, args.offload_frozen))
+        opponents = Opponents.of(functions, self._tokenizer, tokens.ended)
+        given = (args, models.policy, self.accelerator, self._tokenizer, tokens.stop, tokens.stop_strings, opponents)
+        rows = (lambda: self._estimate.generation_rows, self.sizes.local_batch_size)
+        self._engine = make_engine(*given, *rows) if engine is None else engine
+        self._rollouts = Rollouts(self, opponents)
+        self._logged = LoggedByFunctions(is_used=bool(functions))
+        surroundings = (self.accelerator, lambda: self.state, self._logged, self._guard.refuse)
         self.scorer = make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
-        self._rollouts = Rollouts(self)
 
     def _check_data(self, data_collator: Callable[..., Any] | None) -> None:
         """Check that what reads the data's columns, and what compares models by a metric, will find it."""
-        if self._functions:
-            check_names_of_columns(train_dataset=self.train_dataset, eval_dataset=self.eval_dataset)
-        self._adds_columns = data_collator is not None  # or may do so
+        collate = data_collator and self._get_collator_with_removed_columns(data_collator, "checking")
+        check_data(self._functions, collate, self.sizes.local_batch_size, self.train_dataset, self.eval_dataset)
+        self._check_columns = ColumnCheck(self.scorer.sources, is_off=data_collator is not None)  # it may add some
         self._check_columns(eval_dataset=self.eval_dataset)
-        if data_collator is not None and (length := num_rows(self.train_dataset)):
-            collate = self._get_collator_with_removed_columns(data_collator, "checking")
-            rows = range(min(length, self.sizes.local_batch_size))
-            check_collator(collate, [cast(Any, self.train_dataset)[row] for row in rows])
         if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # another one may give other metrics
             check_best_metric(self._config, self.scorer.names, self._functions, self.eval_dataset)
-
-    def _check_columns(self, **datasets: Any) -> None:
-        if not self._adds_columns:
-            check_columns(self.scorer.sources.values(), OPPONENT_COLUMNS.values(), **datasets)
 
     @property
     def reward_model(self) -> nn.Module | None:
@@ -286,20 +235,8 @@ class PPOTrainer(TrainerHooks):
         if self._is_stepped:
             raise ValueError("train_dataset=None: pass the prompts to train on, or call step() with responses")
         self._check_columns(train_dataset=self.train_dataset)
-        with self._opened(trial, resume_from_checkpoint) as checkpoint:
+        with self._loop.opened(trial, resume_from_checkpoint) as checkpoint:
             return super().train(checkpoint, trial, ignore_keys_for_eval)
-
-    @contextmanager
-    def _opened(self, trial: Any, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
-        """Listen to signals and keep other runs out of the run's directory; give the checkpoint to go on from."""
-        directory = self._get_output_dir(trial)
-        with self._signals.listening(), self._directory.opened(directory, resume_from_checkpoint) as checkpoint:
-            self._guard.last_checkpoint = checkpoint
-            self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
-            self._logged.forget()
-            self._estimate.announce()
-            with detecting_overflow(self.model, self.args):
-                yield checkpoint
 
     def step(
         self,
@@ -405,11 +342,7 @@ class PPOTrainer(TrainerHooks):
         """
         check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._longest_sequence)
         role = "policy" if policy is self.policy_model else "reference"
-        with (
-            failing_together(self.accelerator),
-            naming_the_model(policy, role, self._moment()),
-            self.accelerator.autocast(),
-        ):
+        with self._rollouts.sampling(policy, role):
             ids, logprobs = self._engine.sample(policy, prompts, config)
             give_up_if_stopped()
         return join_responses(prompts, ids, self.tokens.stop, self.tokens.pad, self.tokens.stop_strings, logprobs)
@@ -534,27 +467,27 @@ class PPOTrainer(TrainerHooks):
         for index, part in enumerate(parts):
             self._learning.begin_micro_batch(index)
             is_last = index == len(parts) - 1
-            self.accelerator.gradient_state._set_sync_gradients(is_last)
-            with self._steps.gradient_sync(model, is_last):
+            with self._steps.accumulating(model, is_last):
                 if self._learns_in_turn:  # the policy's activations are gone before the value model's are there
                     batch = part.query_responses, part.attention_mask, part.response_mask
-                    with self._forward_context():
+                    with self._steps.forward_context():
                         of_policy = model(*batch, only="policy", places=part.places)
                         policy = self.policy_loss(of_policy.logprobs, part)
-                    loss = self._backward_of(policy, part, num_tokens)
-                    with self._forward_context():
+                    loss = self._steps.backward(token_mean(policy.loss, part.loss_mask, num_tokens))
+                    with self._steps.forward_context():
                         of_value_model = model(*batch, only="value_model", places=part.places)
                         value = self.value_loss(of_value_model.values, part)
-                    loss = loss + self._backward_of(value, part, num_tokens, self.args.vf_coef)
+                    value_term = self.args.vf_coef * token_mean(value.loss, part.loss_mask, num_tokens)
+                    loss = loss + self._steps.backward(value_term)
                     output = PolicyAndValueOutput(*of_policy, *of_value_model)
                 else:
-                    with self._forward_context():
+                    with self._steps.forward_context():
                         loss, (output, policy, value) = self.compute_loss(
                             model, part, return_outputs=True, num_items_in_batch=num_tokens
                         )
-                    self._backward_over_ranks(loss)
+                    loss = self._steps.backward(loss)
             statistics.add(part, output, policy, value)
-            losses.append(loss.detach() * self.accelerator.num_processes)
+            losses.append(loss * self.accelerator.num_processes)
             if not is_last:
                 self._learning.end_micro_batch(index)
         return self._steps.step(model, losses, statistics)
@@ -563,20 +496,7 @@ class PPOTrainer(TrainerHooks):
     def _learns_in_turn(self) -> bool:
         """Whether each model has a backward pass of its own; what replaces `compute_loss` has one for both."""
         is_own = getattr(self.compute_loss, "__func__", None) is not PPOTrainer.compute_loss
-        is_alone = self.accelerator.distributed_type == DistributedType.NO
-        return learns_in_turn(is_alone, self.args.torch_compile) and not is_own
-
-    def _backward_of(
-        self, term: PolicyLoss | ValueLoss, part: Experience, num_tokens: float, weight: float = 1.0
-    ) -> Tensor:
-        """Add the gradients of `weight` times a term's mean over the mini-batch's tokens, and return that."""
-        loss = weight * token_mean(term.loss, part.loss_mask, num_tokens)
-        self._backward_over_ranks(loss)
-        return loss.detach()
-
-    def _backward_over_ranks(self, loss: Tensor) -> None:
-        """Add a loss's gradients; engines average them over ranks, but it is divided by all ranks' tokens already."""
-        self._steps.backward(loss * self.accelerator.num_processes)
+        return not is_own and learns_in_turn(has_no_engine(self.accelerator), self.args.torch_compile)
 
     def compute_loss(
         self,

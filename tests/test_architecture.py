@@ -33,7 +33,6 @@ FLOORS = (
 )
 MAX_MODULES_IN_ROOT = 3
 MAX_CODE_LINES = 300  # in a file, without docstrings, comments and blank lines
-LONGER = {"rlhf_ppo/trainer.py": 490, "rlhf_ppo/training/hooks.py": 630}  # all steps of an update; all overrides
 MAX_FUNCTION_LINES = 60  # with the docstring
 DERIVED = {field.name for field in dataclasses.fields(Sizes)} - {"total_episodes"}
 MAX_CASTS = 40  # in the package; the others say what a library's types do not, once for each
@@ -161,7 +160,7 @@ def test_files_and_functions_stay_short(path):
     }
 
     assert long_functions == {}
-    assert num_code_lines(path) <= LONGER.get(str(path.relative_to(ROOT)), MAX_CODE_LINES)
+    assert num_code_lines(path) <= MAX_CODE_LINES
 
 
 def derived_names_read(tree: ast.AST) -> list[str]:

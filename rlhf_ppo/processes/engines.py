@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType
 from transformers import TrainingArguments
+
+logger = get_logger(__name__)
 
 
 def num_processes(args: TrainingArguments) -> int:
     """Count the processes of the run, starting the process group if need be."""
     args._setup_devices  # noqa: B018  the property starts it
     return PartialState().num_processes
+
+
+def use_one_device(args: TrainingArguments) -> None:
+    """Keep Trainer from spreading one process over several accelerators with `nn.DataParallel`."""
+    if args.n_gpu > 1:
+        logger.warning(f"One of {args.n_gpu} accelerators is used; start the script with `accelerate launch` for all.")
+        args._n_gpu = 1
 
 
 def product_dtype(source: Accelerator | TrainingArguments) -> torch.dtype | None:
@@ -38,6 +49,11 @@ def is_fsdp(accelerator: Accelerator) -> bool:
 def is_sharding(accelerator: Accelerator) -> bool:
     """Tell whether an engine takes the weights apart, so that every rank has to take part in saving them."""
     return is_fsdp(accelerator) or zero_stage(accelerator) == 3
+
+
+def has_no_engine(accelerator: Accelerator) -> bool:
+    """Tell whether one process trains, without DDP, DeepSpeed or FSDP."""
+    return accelerator.distributed_type == DistributedType.NO
 
 
 def learns_in_turn(is_alone: bool, is_compiled: bool) -> bool:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from torch import nn
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
-from rlhf_ppo.reporting.model_card import hyperparameters, installed_versions, model_card
+from rlhf_ppo.reporting.model_card import FinalMetrics, hyperparameters, installed_versions, model_card
+from rlhf_ppo.rewards.scorer import Scorer
+
+
+class CardedRun(Protocol):
+    """What a model card says of a trainer."""
+
+    args: PPOConfig
+    policy_model: nn.Module
+    reward_models: list[nn.Module]
+    scorer: Scorer
+    state: Any
+    _final_metrics: FinalMetrics
 
 
 def save_run_card(
-    args: PPOConfig,
-    policy: nn.Module,
-    reward_sources: Sequence[str],
-    metrics: Mapping[str, float],
-    *,
+    run: CardedRun,
     title: str | None,
     base_model: str | None,
     dataset: str | None,
@@ -28,10 +37,7 @@ def save_run_card(
     """Write `README.md` into `output_dir`.
 
     Args:
-        args: The run's arguments.
-        policy: The policy.
-        reward_sources: What `reward_origins` gives.
-        metrics: The last logged values.
+        run: The trainer.
         title: The card's title; the last part of `hub_model_id` or `output_dir` when None.
         base_model: Hub name or path of the model that training started from; where the policy was loaded from when
             None.
@@ -40,14 +46,14 @@ def save_run_card(
         license: The licence in the card's metadata.
         language: The language in the card's metadata.
     """
-    output_dir = Path(str(args.output_dir))
+    args, policy, output_dir = run.args, run.policy_model, Path(str(run.args.output_dir))
     card = model_card(
         model_name=title or Path(args.hub_model_id or output_dir.absolute()).name,
         base_model=base_model or _origin(policy),
         dataset=dataset,
-        reward_sources=reward_sources,
+        reward_sources=reward_origins(run.reward_models, run.scorer.names),
         hyperparameters=hyperparameters(args),
-        metrics=metrics,
+        metrics=run._final_metrics.of(run.state.log_history),
         versions=installed_versions(),
         tags=[tags] if isinstance(tags, str) else list(tags or []),
         library_name="peft" if is_peft_model(policy) else "transformers",

@@ -18,6 +18,7 @@ class LoggedByFunctions:
         columns: Columns for the sample table, one value per row of the last batch.
     """
 
+    is_used: bool = True
     values: dict[str, list[float]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -41,6 +42,8 @@ class LoggedByFunctions:
     def drain(self) -> dict[str, float]:
         """Return the metrics' means over calls and ranks and forget all; every rank must call this together."""
         self.columns = {}
+        if not self.is_used:
+            return {}
         own, self.values = self.values, {}
         merged: dict[str, list[float]] = {}
         for of_one_rank in gather_object([own]):

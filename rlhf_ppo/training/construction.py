@@ -36,6 +36,7 @@ from rlhf_ppo.models.reference import Reference, make_reference
 from rlhf_ppo.models.sharing import share_base, shares_parameters, value_model_over
 from rlhf_ppo.models.storing import store_frozen
 from rlhf_ppo.models.unwrapping import is_peft_model
+from rlhf_ppo.models.vocabulary import Vocabulary, shared_vocabulary
 from rlhf_ppo.processes.engines import autocast_dtype, is_sharding
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.rewards.functions import RewardFunction
@@ -43,18 +44,12 @@ from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel
 from rlhf_ppo.rewards.scorer import Refuse, RewardSource, Scorer, is_reward_source
 from rlhf_ppo.training.sharding import check_keeps_models_whole, place_frozen
+from rlhf_ppo.training.special_tokens import SpecialTokens
 
 logger = get_logger(__name__)
 
 ModelOrPath = nn.Module | str | os.PathLike[str] | Callable[..., Any]
 """A model, a directory, a hub name, or, not for reward models, a function that returns one of these."""
-
-
-def use_one_device(args: PPOConfig) -> None:
-    """Keep Trainer from spreading one process over several accelerators with `nn.DataParallel`."""
-    if args.n_gpu > 1:
-        logger.warning(f"One of {args.n_gpu} accelerators is used; start the script with `accelerate launch` for all.")
-        args._n_gpu = 1
 
 
 @dataclass(frozen=True)
@@ -82,6 +77,21 @@ class Models:
             "value_model": self.value_model,
             **{name: reward.model for name, reward in rewards.items() if reward.tokenizer is None},
         }
+
+    def vocabulary(self, tokenizer: PreTrainedTokenizerBase, tokens: SpecialTokens) -> Vocabulary:
+        """Return the ids that all models embed.
+
+        Raises:
+            ValueError: A model cannot embed what the others write.
+        """
+        frozen = self.reference.model
+        return shared_vocabulary(self.reading_policy_tokens, frozen, tokenizer, tokens.pad, tokens.stop)
+
+    @property
+    def longest_sequence(self) -> PositionLimit | None:
+        """The longest sequence that every model can place, or None if none of them states a limit."""
+        given = [*self.reading_policy_tokens.values(), self.reference.model]
+        return smallest(position_limit(model) for model in given if model is not None)
 
 
 def assemble_models(
@@ -197,12 +207,6 @@ def _check_distinct(**models: Any) -> None:
                     f"{name} and {other_name} are the same object, so training one would change the other; load the "
                     f"model twice, or pass {other_name}=None to have a copy made"
                 )
-
-
-def longest_sequence(models: Models) -> PositionLimit | None:
-    """Return the longest sequence that every model can place, or None if none of them states a limit."""
-    given = [*models.reading_policy_tokens.values(), models.reference.model]
-    return smallest(position_limit(model) for model in given if model is not None)
 
 
 def store_and_place(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from accelerate import skip_first_batches
 from torch.utils.data import DataLoader
+from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.sizes import Sizes
@@ -19,6 +22,24 @@ def data_order(args: PPOConfig, epoch: int = 0) -> AbstractContextManager[None]:
     """Draw the order of an epoch's prompts while the context lasts."""
     seed = args.seed if args.data_seed is None else args.data_seed
     return isolated_rng(seed + epoch, device_specific=False)
+
+
+def counts(sizes: Sizes, loader: Any) -> tuple[int, int, int, int, int, int | None, int]:
+    """Count epochs, steps and samples as Trainer wants them; one step is one PPO update.
+
+    Args:
+        sizes: What follows from the arguments.
+        loader: Gives the batches.
+
+    Returns:
+        Epochs, updates of an epoch, rows, episodes of the run and of an update, updates of an epoch, and of the run.
+    """
+    num_updates, batch_size = sizes.num_total_batches, sizes.batch_size
+    per_epoch, num_epochs, num_examples = num_updates, sys.maxsize, num_updates * batch_size
+    if has_length(loader):
+        per_epoch, num_examples = len(loader), len(loader.dataset)
+        num_epochs = math.ceil(num_updates / per_epoch)
+    return num_epochs, per_epoch, num_examples, num_updates * batch_size, batch_size, per_epoch, num_updates
 
 
 def batches_of_pass(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,58 @@ from rlhf_ppo.data.datasets import longest_prompt, num_rows, prepare_prompts
 from rlhf_ppo.data.encoding import PROMPT_COLUMNS, prompt_column
 from rlhf_ppo.data.lengths import PositionLimit, check_lengths
 from rlhf_ppo.models.vocabulary import Vocabulary
+from rlhf_ppo.rewards.functions import check_columns, check_names_of_columns
+from rlhf_ppo.rewards.preference import OPPONENT_COLUMNS
+from rlhf_ppo.rewards.scorer import RewardSource
+from rlhf_ppo.training.checks import check_collator
+
+
+def check_data(
+    functions: Sequence[Callable[..., Any]],
+    collate: Callable[..., Any] | None,
+    num_checked: int,
+    train_dataset: Any,
+    eval_dataset: Any,
+) -> None:
+    """Check that the names of the columns are those that reward functions take, and what a collator makes of rows.
+
+    Args:
+        functions: The reward functions.
+        collate: The user's collator; None for PPO's own.
+        num_checked: Rows of an update, of which one batch is made.
+        train_dataset: The training set.
+        eval_dataset: The evaluation set or sets, or None.
+
+    Raises:
+        TypeError: The collator returned something else than prompts.
+        ValueError: A column cannot be a function's argument.
+    """
+    if functions:
+        check_names_of_columns(train_dataset=train_dataset, eval_dataset=eval_dataset)
+    if collate is not None and (length := num_rows(train_dataset)):
+        check_collator(collate, [train_dataset[row] for row in range(min(length, num_checked))])
+
+
+@dataclass(frozen=True)
+class ColumnCheck:
+    """Whether data sets have the columns that rewards read.
+
+    Attributes:
+        sources: The reward sources.
+        is_off: Whether columns may come from elsewhere.
+    """
+
+    sources: Mapping[str, RewardSource]
+    is_off: bool
+
+    def __call__(self, **datasets: Any) -> None:
+        """Check data sets, given by their arguments' names.
+
+        Raises:
+            ValueError: A column is missing.
+        """
+        if not self.is_off:
+            check_columns(self.sources.values(), OPPONENT_COLUMNS.values(), **datasets)
 
 
 @dataclass(frozen=True)
@@ -34,6 +86,12 @@ class PromptPreparation:
     vocabulary: Vocabulary
     limit: PositionLimit | None
     columns_are_read: bool = True
+
+    def both(self, train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+        """Prepare the data sets of a trainer, by their arguments' names; an evaluation set may be None."""
+        train_dataset = self.prepared(train_dataset, "train_dataset")
+        evaluated = None if eval_dataset is None else self.prepared(eval_dataset, "eval_dataset")
+        return {"train_dataset": train_dataset, "eval_dataset": evaluated}
 
     def prepared(self, dataset: Any, name: str) -> Any:
         """Tokenize and check a data set, or each of a dict of them.

@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase, TrainerControl
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerControl
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -23,23 +23,22 @@ from rlhf_ppo.data.datasets import num_rows
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.evaluation.best_metric import missing_best_metric
-from rlhf_ppo.evaluation.completions import sample_rows, table_of
+from rlhf_ppo.evaluation.completions import sample_rows, show_table, table_of
 from rlhf_ppo.evaluation.rollouts import evaluated
 from rlhf_ppo.evaluation.runnable import runnable
 from rlhf_ppo.evaluation.samples import first_prompts, held_out_prompts
 from rlhf_ppo.generation.protocol import GenerationEngine
-from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.unwrapping import as_module
-from rlhf_ppo.models.vocabulary import Vocabulary
 from rlhf_ppo.processes.random_numbers import isolated_rng
 from rlhf_ppo.processes.streams import Streams
 from rlhf_ppo.reporting.metrics import evaluation_metrics, rollout_columns
 from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import Scorer
+from rlhf_ppo.training.checks import check_datasets, check_is_name
+from rlhf_ppo.training.datasets import PromptPreparation
 from rlhf_ppo.training.divergence import DivergenceGuard
 from rlhf_ppo.training.rollouts import Rollouts
-from rlhf_ppo.training.special_tokens import SpecialTokens
 from rlhf_ppo.training.stopping import EndAfterSignal
 
 if TYPE_CHECKING:
@@ -59,17 +58,16 @@ class EvaluatedTrainer(Protocol):
     model_wrapped: Any
     scorer: Scorer
     state: PPOTrainerState
-    tokens: SpecialTokens
     train_dataset: Any
     _end: EndAfterSignal
     _engine: GenerationEngine
     _guard: DivergenceGuard
     _logged: LoggedByFunctions
+    _preparation: PromptPreparation
     _rollouts: Rollouts
     _streams: Streams
     _timer: PhaseTimer
     _tokenizer: PreTrainedTokenizerBase
-    _vocabulary: Vocabulary
 
     def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
         """See `PPOTrainer`."""
@@ -79,9 +77,12 @@ class EvaluatedTrainer(Protocol):
         """Return a loader of held-out prompts."""
         ...
 
+    def is_world_process_zero(self) -> bool:
+        """Tell whether this is the main process."""
+        ...
+
     def _fire(self, event: str) -> None: ...
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any: ...
-    def _metrics_of_reward_functions(self) -> dict[str, float]: ...
 
 
 class Evaluation:
@@ -98,6 +99,17 @@ class Evaluation:
     def __init__(self, run: EvaluatedTrainer, latest_prompts: Callable[[], Prompts | None]) -> None:
         self.run, self.latest_prompts = run, latest_prompts
         self.is_running = False
+        self._printed = ""  # what the latest table showed
+
+    def prepared(self, dataset: Any) -> Any:
+        """Check and tokenize what `evaluate` was given: prompts, the name of an evaluation set, or None."""
+        run = self.run
+        if isinstance(dataset, str):
+            check_is_name(dataset, run.eval_dataset)
+        elif dataset is not None:
+            check_datasets(run.args, run.train_dataset, dataset)
+            dataset = run._preparation.prepared(dataset, "eval_dataset")
+        return dataset
 
     def rollouts(self, dataloader: DataLoader, prefix: str) -> EvalLoopOutput:
         """Collect a rollout for every batch.
@@ -113,7 +125,7 @@ class Evaluation:
             after_batch = partial(run._fire, "on_prediction_step")
             columns = evaluated(dataloader, partial(self._columns, model), gather, run.args.device, after_batch)
         run._timer.drain()
-        extra = {f"{prefix}_{name}": value for name, value in run._metrics_of_reward_functions().items()}
+        extra = {f"{prefix}_{name}": value for name, value in run._logged.drain().items()}
         metrics = evaluation_metrics(columns, prefix) | extra
         return EvalLoopOutput(None, None, metrics, len(columns["scores"]))  # pyright: ignore[reportArgumentType]
 
@@ -138,23 +150,24 @@ class Evaluation:
         raise ValueError(missing)
 
     def samples(self, only_one_batch: bool) -> pd.DataFrame | None:
-        """Respond greedily to held-out prompts, or where there are none to one batch of training prompts.
-
-        Returns:
-            One row for each prompt of all ranks; None where there is no prompt yet.
-        """
+        """Make and show a table of samples, see `PPOTrainer.generate_completions`."""
         run, rows = self.run, list[dict[str, Any]]()
         gather: Callable[..., Any] = gather_object
         if run.eval_dataset is not None:
             gather = partial(run.accelerator.gather_for_metrics, use_gather_object=True)
-        config = greedy_config(run.args, run.tokens.stop, run._vocabulary.never_sampled)
         with self._apart_from_training() as model:
             for prompts in itertools.islice(self._sample_prompts(), 1 if only_one_batch else None):
-                prompts, responses, scores = run._rollouts.answered(model, prompts, config)
+                prompts, responses, scores = run._rollouts.greedy(model, prompts)
                 extra = run._logged.drain_columns()
                 rows += gather(sample_rows(run._tokenizer, prompts, responses, scores, extra))
-        run._metrics_of_reward_functions()
-        return table_of(rows, run.scorer.names) if rows else None
+        run._logged.drain()
+        if not rows:
+            return None
+        table = table_of(rows, run.scorer.names)
+        if run.is_world_process_zero():
+            held_out = run.eval_dataset is not None
+            self._printed = show_table(table, cast(Trainer, run), held_out, self._printed)
+        return table
 
     def _sample_prompts(self) -> Iterator[Prompts]:
         """Yield all held-out prompts in batches; where there are none, one batch of training prompts.

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -19,9 +19,20 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.random_numbers import shuffling_generator
-from rlhf_ppo.processes.signals import BetweenMicroBatches, Stopped
+from rlhf_ppo.processes.signals import BetweenMicroBatches, EndsOnSignals, Stopped
 from rlhf_ppo.processes.streams import Streams
 from rlhf_ppo.reporting.metrics import UpdateStatistics
+
+
+class LearningRun(Protocol):
+    """What is asked of the trainer of updates that are learned in parts."""
+
+    args: PPOConfig
+    accelerator: Accelerator
+    _signals: EndsOnSignals
+    _streams: Streams
+
+    def _fire(self, event: str) -> None: ...
 
 
 class LearningInParts:
@@ -31,11 +42,7 @@ class LearningInParts:
     rollout and the optimizer steps before it are not made again.
 
     Args:
-        args: The arguments.
-        accelerator: Knows the processes.
-        streams: The random numbers, which go back to before the mini-batch that is given up.
-        between: Tells whether a signal has come.
-        fire: Fires an event of the callbacks.
+        run: The trainer. Its random numbers go back to before the mini-batch that is given up.
         keep: Notes, where learning is given up, the update's figures beside the experience.
 
     Attributes:
@@ -45,15 +52,12 @@ class LearningInParts:
 
     def __init__(
         self,
-        args: PPOConfig,
-        accelerator: Accelerator,
-        streams: Streams,
-        between: BetweenMicroBatches,
-        fire: Callable[[str], None],
+        run: LearningRun,
         keep: Callable[[HalfLearned], None],
     ) -> None:
-        self.args, self.accelerator, self.streams, self.between = args, accelerator, streams, between
-        self.fire, self.keep = fire, keep
+        self.args, self.accelerator, self.streams, self.fire = run.args, run.accelerator, run._streams, run._fire
+        self.between = BetweenMicroBatches(run._signals, self.accelerator.num_processes, self.args.device)
+        self.keep = keep
         self.unfinished: HalfLearned | None = None
         self._num_prompts = 0
 

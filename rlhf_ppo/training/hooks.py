@@ -6,11 +6,8 @@ that does one of the trainer's parts (see ADR 0016).
 
 from __future__ import annotations
 
-import math
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -20,41 +17,35 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import BestRun, EvalLoopOutput, HPSearchBackend, TrainOutput, has_length
+from transformers.trainer_utils import BestRun, EvalLoopOutput, HPSearchBackend, TrainOutput
 
 from rlhf_ppo.algorithm.controllers import KLController
-from rlhf_ppo.checkpoints.disk import naming_full_disk
 from rlhf_ppo.checkpoints.fits import check_optimizer, naming
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.config.sizes import Sizes
-from rlhf_ppo.data.datasets import num_rows
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.evaluation.best_metric import evaluated_name
-from rlhf_ppo.evaluation.completions import show_table
-from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module
-from rlhf_ppo.models.vocabulary import Vocabulary
 from rlhf_ppo.processes.collectives import gather_over_ranks, sum_over_ranks
-from rlhf_ppo.processes.engines import num_processes
 from rlhf_ppo.processes.failing import failing_together
-from rlhf_ppo.processes.signals import BetweenMicroBatches, EndsOnSignals
+from rlhf_ppo.processes.signals import EndsOnSignals
 from rlhf_ppo.processes.streams import Streams, draw_apart
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.model_card import FinalMetrics
-from rlhf_ppo.reporting.results import where_results_are
-from rlhf_ppo.reporting.run_card import reward_origins, save_run_card
+from rlhf_ppo.reporting.run_card import save_run_card
 from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import Scorer
-from rlhf_ppo.training.checks import check_datasets, check_is_name
-from rlhf_ppo.training.data_order import data_order
+from rlhf_ppo.terminal.progress import use_console
+from rlhf_ppo.training.data_order import counts, data_order
 from rlhf_ppo.training.datasets import PromptPreparation
 from rlhf_ppo.training.divergence import DivergenceGuard
 from rlhf_ppo.training.evaluating import Evaluation
@@ -64,14 +55,13 @@ from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepa
 from rlhf_ppo.training.resuming import draws_anew, put_optimization_in_force, take_up
 from rlhf_ppo.training.rollouts import Rollouts
 from rlhf_ppo.training.run_directory import RunDirectory
-from rlhf_ppo.training.saving import CheckpointWriter, check_best
+from rlhf_ppo.training.saving import CheckpointWriter
 from rlhf_ppo.training.search import Recipe, end_pruned, is_pruned, search
 from rlhf_ppo.training.sharding import set_up_engine
-from rlhf_ppo.training.special_tokens import SpecialTokens
 from rlhf_ppo.training.stateful import StatefulParts
 from rlhf_ppo.training.stepping import OptimizerSteps
 from rlhf_ppo.training.stopping import EndAfterSignal, awaited
-from rlhf_ppo.training.two_models import load_models, save_models, without_frozen
+from rlhf_ppo.training.two_models import load_models, without_frozen
 from rlhf_ppo.training.withholding import WithheldArguments
 
 if TYPE_CHECKING:
@@ -98,17 +88,15 @@ class TrainerHooks(Trainer):
     reference: Reference
     reward_models: list[nn.Module]
     scorer: Scorer
-    tokens: SpecialTokens
     kl_controller: KLController
     _engine: GenerationEngine
+    _estimate: RunEstimate
     _rollouts: Rollouts
-    _opponents: Opponents
     _preparation: PromptPreparation
     _stateful: StatefulParts
     _functions: Sequence[Callable[..., Any]]
     _logged: LoggedByFunctions
     _tokenizer: PreTrainedTokenizerBase
-    _vocabulary: Vocabulary
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
     _as_given: dict[str, Any]  # the constructor's models that may be functions, and callbacks
 
@@ -133,20 +121,17 @@ class TrainerHooks(Trainer):
         draw_apart(self.callback_handler, self._streams.callbacks)
         self._directory = RunDirectory(self.args, self.accelerator, self.is_deepspeed_enabled, self.is_fsdp_enabled)
         self._withheld = WithheldArguments(self.args)
-        num_processes = self.accelerator.num_processes
-        self._signals = EndsOnSignals(self._sum, self._awaited, num_processes)
-        between = BetweenMicroBatches(self._signals, num_processes, self.args.device)
+        self._signals = EndsOnSignals(self._sum, self._awaited, self.accelerator.num_processes)
         self._loop = Loop(self)
-        self._learning = LearningInParts(
-            self.args, self.accelerator, self._streams, between, self._fire, self._loop.keep_figures
-        )
+        self._learning = LearningInParts(self, self._loop.keep_figures)
         self._checkpoints = CheckpointWriter(self)
         self._steps = OptimizerSteps(self, self._guard)
         self._end = EndAfterSignal(self, self._signals, self._learning, self._streams, self._guard)
         self._evaluation = Evaluation(self, lambda: self._loop.latest_prompts)
         self._metrics: dict[str, float] = {}
         self._num_response_tokens = 0
-        self._printed = ""
+        use_console(self, self.args.log_console)
+        self.add_callback(self._signals)
         set_up_engine(self.accelerator, self._unwrapped(self.model))
 
     # ---- Data ----
@@ -173,18 +158,13 @@ class TrainerHooks(Trainer):
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """Keep every column where there are reward functions, which may read it."""
-        if self._reward_functions_read_columns():
-            return dataset
-        return super()._remove_unused_columns(dataset, description)
+        return dataset if self.scorer.reads_columns else super()._remove_unused_columns(dataset, description)
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
         """Do the same for data sets that are not `datasets.Dataset`."""
-        if self._reward_functions_read_columns():
+        if self.scorer.reads_columns:
             return data_collator
         return super()._get_collator_with_removed_columns(data_collator, description)
-
-    def _reward_functions_read_columns(self) -> bool:
-        return self.scorer.reads_columns
 
     # ---- Optimizer and schedule ----
 
@@ -226,12 +206,8 @@ class TrainerHooks(Trainer):
         self._checkpoints.save(self._get_output_dir(trial), partial(super()._save_checkpoint, model, trial))
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
-        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        with self._withheld.instead(save_total_limit=None):  # Trainer would delete checkpoints of other runs as well
-            output = super()._finalize_training(trial, num_train_samples, start_time)
-        if self.args.should_save and limit == 1 and best is not None:
-            self._directory.rotate(self._get_output_dir(trial), limit, best, newest=None)
-        return output
+        with self._checkpoints.finishing(self._get_output_dir(trial)):
+            return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = as_module(self.model_wrapped)
@@ -250,27 +226,12 @@ class TrainerHooks(Trainer):
             DivergenceError: A weight is not finite; nothing is written then.
             DiskFullError: There is no room.
         """
-        own = output_directory(self.args)
-        directory = own if output_dir is None else output_dir
-        with self._checkpoints.saving_model(directory):
-            self._save_whole_model(output_dir, _internal_call)
-        if not _internal_call and self.is_world_process_zero() and not self.args.disable_tqdm:
-            print(where_results_are(directory, own))
-
-    def _save_whole_model(self, output_dir: str | None, _internal_call: bool) -> None:
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
-            # Trainer writes nothing here for sharded checkpoints
-            self._save(output_dir, state_dict=cast(Any, self.accelerator.get_state_dict(self.model_wrapped)))
-        super().save_model(output_dir, _internal_call)
+        self._checkpoints.save_model(
+            output_dir, _internal_call, partial(super().save_model, output_dir, _internal_call)
+        )
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self.args.should_save:
-            directory = output_directory(self.args) if output_dir is None else output_dir
-            save_models(self._unwrapped(self.model), directory, state_dict, self._checkpoints.is_writing)
-            if self.processing_class is not None:
-                cast(Any, self.processing_class).save_pretrained(directory)
-            torch.save(self._withheld.as_given(), os.path.join(directory, "training_args.bin"))
+        self._checkpoints.save_files(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:
@@ -288,10 +249,7 @@ class TrainerHooks(Trainer):
         put_optimization_in_force(self, checkpoint)
 
     def _load_best_model(self) -> None:
-        best = cast(str, self.state.best_model_checkpoint)
-        with failing_together(self.accelerator):
-            if self.is_world_process_zero():
-                check_best(best, self._guard.last_checkpoint)
+        best = self._checkpoints.checked_best()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             super()._load_best_model()
             return
@@ -319,12 +277,8 @@ class TrainerHooks(Trainer):
             (nats per response), `eval_response_length_mean` (tokens), `eval_ended_frac`,
             `eval_rewards/<name>/mean|std`, and speed.
         """
-        if isinstance(eval_dataset, str):
-            check_is_name(eval_dataset, self.eval_dataset)
-        elif eval_dataset is not None:
-            check_datasets(self.args, self.train_dataset, eval_dataset)
-            eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
-        return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
+        dataset = self._evaluation.prepared(eval_dataset)
+        return super().evaluate(dataset, ignore_keys, metric_key_prefix)
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
@@ -366,13 +320,7 @@ class TrainerHooks(Trainer):
             One row per prompt: query, model response, score, and each reward when there are several; on rank 0 also
             in `output_dir/_samples/`. None before the first update on a stream without an evaluation data set.
         """
-        table = self._evaluation.samples(only_one_batch=sampling)
-        if table is not None and self.is_world_process_zero():
-            self._printed = show_table(table, self, self.eval_dataset is not None, self._printed)
-        return table
-
-    def _metrics_of_reward_functions(self) -> dict[str, float]:
-        return self._logged.drain() if self._functions else {}
+        return self._evaluation.samples(only_one_batch=sampling)
 
     # ---- Hyperparameter search ----
 
@@ -455,18 +403,8 @@ class TrainerHooks(Trainer):
             dataset: Trainer's name for `dataset_name`.
         """
         if self.is_world_process_zero():
-            save_run_card(
-                self.args,
-                self.policy_model,
-                reward_origins(self.reward_models, self.scorer.names),
-                self._final_metrics.of(self.state.log_history),
-                title=model_name,
-                base_model=finetuned_from,
-                dataset=dataset_name or dataset or self.dataset_name,
-                tags=tags,
-                license=license,
-                language=language,
-            )
+            prompts = dataset_name or dataset or self.dataset_name
+            save_run_card(self, model_name, finetuned_from, prompts, tags, license, language)
 
     # ---- What PPOTrainer adds ----
 
@@ -484,14 +422,7 @@ class TrainerHooks(Trainer):
         self, args: PPOConfig, dataloader: DataLoader
     ) -> tuple[int, int, int, int, int, int | None, int]:
         """Count epochs, steps and samples in PPO updates."""
-        num_updates, batch_size = self.sizes.num_total_batches, self.sizes.batch_size
-        if has_length(dataloader):
-            per_epoch = len(dataloader)
-            num_epochs = math.ceil(num_updates / per_epoch)
-            num_examples = self.num_examples(cast(DataLoader, dataloader))
-        else:
-            per_epoch, num_epochs, num_examples = num_updates, sys.maxsize, num_updates * batch_size
-        return num_epochs, per_epoch, num_examples, num_updates * batch_size, batch_size, per_epoch, num_updates
+        return counts(self.sizes, dataloader)
 
     def _init_training_state(
         self,
@@ -523,9 +454,6 @@ class TrainerHooks(Trainer):
 
     # ---- What the parts ask for ----
 
-    def _count_sizes(self) -> Sizes:
-        return self.args.fill_derived(num_processes(self.args), num_rows(self.train_dataset))
-
     def _awaited(self) -> str:
         is_half_learned = self._learning.unfinished is not None
         return awaited(self.state.global_step, self._timer.running, self._checkpoints.is_writing, is_half_learned)
@@ -538,33 +466,7 @@ class TrainerHooks(Trainer):
         done = self.state.global_step
         return f"evaluation after update {done}" if self._evaluation.is_running else f"update {done + 1}"
 
-    @contextmanager
-    def _forward_context(self) -> Iterator[None]:
-        with self.compute_loss_context_manager(), self.accelerator.autocast():
-            yield
-
-    def _get_state(self) -> PPOTrainerState:
-        return self.state
-
     # ---- Logging ----
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Log the first and the last update also where `logging_steps` would not, unless nothing is to be logged."""
-        if self.state.global_step in (1, self.state.max_steps) and self._has_unlogged_updates():
-            self.control.should_log = True
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def _log_what_is_left(self, *args: Any, **kwargs: Any) -> None:
-        """Log the last updates of a run that ended early.
-
-        Its checkpoint was written before and does not know: a resumed run logs what one that never stopped does.
-        """
-        if self._has_unlogged_updates():
-            self.control.should_log, self.control.should_evaluate, self.control.should_save = True, False, False
-            super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def _has_unlogged_updates(self) -> bool:
-        return self.args.logging_strategy != "no" and self.state.global_step > self._globalstep_last_logged
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and add the PPO metrics of the updates since the last training log.
@@ -579,9 +481,5 @@ class TrainerHooks(Trainer):
         of_training = "loss" in logs
         if of_training:
             logs.update(self._window.drain())
-        with failing_together(self.accelerator) if of_training else nullcontext(), self._naming_full_log():
+        with failing_together(self.accelerator) if of_training else nullcontext(), self._checkpoints.naming_full_log():
             super().log(logs, start_time)
-
-    def _naming_full_log(self) -> AbstractContextManager[None]:
-        directory = output_directory(self.args)
-        return naming_full_disk(directory, lambda: self._guard.last_checkpoint, "what is logged or printed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -23,12 +24,16 @@ from rlhf_ppo.checkpoints.half_learned import HalfLearned
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.data.datasets import num_rows
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.generation.protocol import GenerationEngine
+from rlhf_ppo.models.overflow import detecting_overflow
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import drop_foreign_padding
+from rlhf_ppo.processes.signals import EndsOnSignals
 from rlhf_ppo.processes.streams import Streams
 from rlhf_ppo.reporting.metrics import (
     MetricWindow,
@@ -39,6 +44,8 @@ from rlhf_ppo.reporting.metrics import (
     warn_of_unscored,
 )
 from rlhf_ppo.reporting.timing import PhaseTimer
+from rlhf_ppo.rewards.logged import LoggedByFunctions
+from rlhf_ppo.rewards.scorer import Scorer
 from rlhf_ppo.training.data_order import batches_of_pass
 from rlhf_ppo.training.divergence import DivergenceGuard
 from rlhf_ppo.training.half_learned import LearningInParts
@@ -60,19 +67,24 @@ class LoopedTrainer(Protocol):
     lr_scheduler: Any
     model: PolicyAndValue
     sizes: Sizes
+    scorer: Scorer
     state: PPOTrainerState
+    train_dataset: Any
     _directory: RunDirectory
     _end: EndAfterSignal
     _engine: GenerationEngine
+    _estimate: RunEstimate
     _gather: Callable[[Tensor], Tensor]
     _globalstep_last_logged: int
     _guard: DivergenceGuard
     _initial_global_step: int
     _initial_num_input_tokens_seen: int
     _learning: LearningInParts
+    _logged: LoggedByFunctions
     _metrics: dict[str, float]
     _num_response_tokens: int
     _progress: Progress
+    _signals: EndsOnSignals
     _stateful: StatefulParts
     _streams: Streams
     _sum: Callable[[Tensor], Tensor]
@@ -93,7 +105,6 @@ class LoopedTrainer(Protocol):
         """Count epochs, steps and samples."""
         ...
 
-    def _count_sizes(self) -> Sizes: ...
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]: ...
@@ -110,12 +121,10 @@ class LoopedTrainer(Protocol):
         trial: Any,
     ) -> tuple[int, int]: ...
     def _load_rng_state(self, checkpoint: str | None) -> None: ...
-    def _log_what_is_left(self, *args: Any, **kwargs: Any) -> None: ...
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None: ...
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any: ...
-    def _metrics_of_reward_functions(self) -> dict[str, float]: ...
     def _unwrapped(self, model: nn.Module) -> PolicyAndValue: ...
 
 
@@ -142,6 +151,18 @@ class Loop:
         self._updates_per_epoch = 1
 
     # ---- Before the first update ----
+
+    @contextmanager
+    def opened(self, trial: Any, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """Listen to signals and keep other runs out of the run's directory; give the checkpoint to go on from."""
+        run, directory = self.run, self.run._get_output_dir(trial)
+        with run._signals.listening(), run._directory.opened(directory, resume_from_checkpoint) as checkpoint:
+            run._guard.last_checkpoint = checkpoint
+            run.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
+            run._logged.forget()
+            run._estimate.announce()
+            with detecting_overflow(run.model, run.args):
+                yield checkpoint
 
     def begin(
         self, checkpoint: str | None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
@@ -185,7 +206,7 @@ class Loop:
         drop_foreign_padding(run._unwrapped(run.model).policy)
         run._engine.policy_changed()
         run.accelerator.free_memory()
-        run.sizes = run._count_sizes()
+        run.sizes = run.args.fill_derived(run.accelerator.num_processes, num_rows(run.train_dataset))
 
     def _take_up_losses(self) -> None:
         run, progress = self.run, self.run._progress
@@ -285,7 +306,7 @@ class Loop:
         own = rollout_columns(rollout, args, run.kl_controller.coef, score_std)
         columns = gather_columns(own, run._gather)
         warn_of_unscored(columns["scores"])
-        run._metrics |= rollout_metrics(columns) | run._metrics_of_reward_functions()
+        run._metrics |= rollout_metrics(columns) | run._logged.drain()
         explained = explained_variance(rollout.values, returns, rollout.loss_mask, run._sum)
         run._metrics["val/explained_variance"] = float(explained)
         run._metrics |= sampling_metrics(rollout, weights, run._sum, run._gather)
@@ -329,7 +350,10 @@ class Loop:
     def finish(self) -> TrainOutput:
         """Report what is left and finish the run, or leave it where a signal wants that."""
         run = self.run
-        self._report(run._log_what_is_left)
+        if self._has_unlogged_updates():
+            # It ended early. Its checkpoint was written before and does not know: a resumed run logs as if it had not.
+            run.control.should_log, run.control.should_evaluate, run.control.should_save = True, False, False
+            self._report()
         run._end.end_if_stopped(None)
         run._guard.check_weights()
         run._guard.say_what_was_skipped()
@@ -338,9 +362,15 @@ class Loop:
     def _after(self, event: str) -> None:
         run = self.run
         run._end.after_event(event)
-        self._report(run._maybe_log_save_evaluate)
+        if run.state.global_step in (1, run.state.max_steps) and self._has_unlogged_updates():
+            run.control.should_log = True  # the first and the last update also where `logging_steps` would not
+        self._report()
         run._end.end_if_stopped(event)
 
-    def _report(self, report: Callable[..., None]) -> None:
+    def _has_unlogged_updates(self) -> bool:
+        run = self.run
+        return run.args.logging_strategy != "no" and run.state.global_step > run._globalstep_last_logged
+
+    def _report(self) -> None:
         when = (self._trial, self._epoch, self._ignore_keys, self._start, self._learning_rate)
-        report(self.run._tr_loss, self.grad_norm, self.model, *when)
+        self.run._maybe_log_save_evaluate(self.run._tr_loss, self.grad_norm, self.model, *when)

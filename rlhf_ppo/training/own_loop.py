@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, cast
 
 import torch
@@ -68,7 +68,6 @@ class SteppedTrainer(Protocol):
     _rollouts: Rollouts
     _signals: EndsOnSignals
 
-    def _opened(self, trial: Any, resume_from_checkpoint: str | bool | None) -> AbstractContextManager[str | None]: ...
     def learn(self, model: nn.Module, experience: Experience) -> float | Tensor:
         """See `PPOTrainer`."""
         ...
@@ -134,7 +133,7 @@ class OwnLoop:
     def _begun(self) -> nn.Module:
         """Set the run up with the first call, and finish what a resumed one was learning."""
         if self._model is None:
-            checkpoint = self._stack.enter_context(self.run._opened(None, None))
+            checkpoint = self._stack.enter_context(self.run._loop.opened(None, None))
             Trainer.train(cast(Trainer, self.run), checkpoint)  # which ends with a call of `begin`
             assert self._model is not None
             if self.run._learning.unfinished is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,12 +15,14 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.passes import in_passes
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.generation.nonfinite import naming_the_model
 from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.protocol import GenerationEngine
-from rlhf_ppo.generation.transformers_engine import sampling_config
+from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.vocabulary import Vocabulary
+from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.signals import give_up_if_stopped
 from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.rewards.scorer import Scores
@@ -38,7 +41,6 @@ class SamplingTrainer(Protocol):
     reference: Reference
     tokens: SpecialTokens
     _engine: GenerationEngine
-    _opponents: Opponents
     _timer: PhaseTimer
     _vocabulary: Vocabulary
 
@@ -50,6 +52,7 @@ class SamplingTrainer(Protocol):
         """See `PPOTrainer`."""
         ...
 
+    def _moment(self) -> str: ...
     def _unwrapped(self, model: nn.Module) -> PolicyAndValue: ...
 
 
@@ -58,10 +61,11 @@ class Rollouts:
 
     Args:
         run: The trainer.
+        opponents: Whose responses the reward functions compare with.
     """
 
-    def __init__(self, run: SamplingTrainer) -> None:
-        self.run = run
+    def __init__(self, run: SamplingTrainer, opponents: Opponents) -> None:
+        self.run, self.opponents = run, opponents
 
     def generate(
         self, model: nn.Module, prompts: Prompts, config: GenerationConfig | None = None
@@ -86,7 +90,20 @@ class Rollouts:
             with reference.generating(model, policy) as generating:
                 return self._responses(generating, prompts, sampling)
 
-        return responses, self.run._opponents.respond(prompts, of_opponent)
+        return responses, self.opponents.respond(prompts, of_opponent)
+
+    @contextmanager
+    def sampling(self, policy: nn.Module, role: str) -> Iterator[None]:
+        """Sample in autocast; an error of one rank is raised on all, and names the model.
+
+        Args:
+            policy: The language model that is sampled from.
+            role: What it is called.
+        """
+        run = self.run
+        naming = naming_the_model(policy, role, run._moment())
+        with failing_together(run.accelerator), naming, run.accelerator.autocast():
+            yield
 
     def _responses(self, model: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
         run = self.run
@@ -99,10 +116,9 @@ class Rollouts:
             lambda policy: run.generate_responses(policy, prompts, config),
         )
 
-    def answered(
-        self, model: nn.Module, prompts: Prompts, config: GenerationConfig
-    ) -> tuple[Prompts, Responses, Scores]:
-        """Respond to prompts, let the opponents respond, and score the responses, for a table of samples."""
+    def greedy(self, model: nn.Module, prompts: Prompts) -> tuple[Prompts, Responses, Scores]:
+        """Respond with the likeliest tokens, let the opponents respond, and score the responses, for a table."""
+        config = greedy_config(self.run.args, self.run.tokens.stop, self.run._vocabulary.never_sampled)
         responses, prompts = self.generate(model, prompts, config)
         return prompts, responses, self.run.score_responses(responses, prompts)
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
+import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_ppo.checkpoints.disk import UNFINISHED, naming_full_disk, remove_leftovers
 from rlhf_ppo.checkpoints.fits import optimizer_name
@@ -19,14 +20,18 @@ from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
 from rlhf_ppo.checkpoints.record import save_record
 from rlhf_ppo.checkpoints.whole import put_in_place, start_checkpoint, what_was_changed
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.processes.engines import is_fsdp, is_sharding, zero_stage
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.reporting.metrics import MetricWindow
+from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.training.divergence import DivergenceGuard
 from rlhf_ppo.training.half_learned import LearningInParts
 from rlhf_ppo.training.run_directory import RunDirectory
 from rlhf_ppo.training.stateful import StatefulParts
+from rlhf_ppo.training.two_models import save_models
 from rlhf_ppo.training.withholding import WithheldArguments
 
 
@@ -38,6 +43,9 @@ class SavedTrainer(Protocol):
     optimizer: Any
     sizes: Sizes
     state: PPOTrainerState
+    model: PolicyAndValue
+    model_wrapped: Any
+    processing_class: Any
     _directory: RunDirectory
     _gather: Callable[[Tensor], Tensor]
     _globalstep_last_logged: int
@@ -54,6 +62,12 @@ class SavedTrainer(Protocol):
         """Write the model card."""
         ...
 
+    def is_world_process_zero(self) -> bool:
+        """Tell whether this is the main process."""
+        ...
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None: ...
+    def _unwrapped(self, model: nn.Module) -> PolicyAndValue: ...
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...
 
 
@@ -170,7 +184,50 @@ class CheckpointWriter:
         return failing_together(self.accelerator) if is_plain else nullcontext()
 
     @contextmanager
-    def saving_model(self, directory: str) -> Iterator[None]:
+    def finishing(self, run_directory: str) -> Iterator[None]:
+        """Keep Trainer from deleting checkpoints of other runs where a run ends, and delete this run's own."""
+        limit, best = self.args.save_total_limit, self.run.state.best_model_checkpoint
+        with self.run._withheld.instead(save_total_limit=None):
+            yield
+        if self.args.should_save and limit == 1 and best is not None:
+            self.run._directory.rotate(run_directory, limit, best, newest=None)
+
+    def save_model(self, output_dir: str | None, is_of_checkpoint: bool, write: Callable[[], None]) -> None:
+        """Save the policy, and say where it is; see `PPOTrainer.save_model`.
+
+        Args:
+            output_dir: Where to; the run's directory when None.
+            is_of_checkpoint: Whether a checkpoint is being written, of which nothing is said.
+            write: Writes as Trainer does.
+        """
+        run, own = self.run, output_directory(self.args)
+        directory = own if output_dir is None else output_dir
+        with self._saving_model(directory):
+            plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+            if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
+                # Trainer writes nothing here for sharded checkpoints
+                run._save(output_dir, state_dict=cast(Any, self.accelerator.get_state_dict(run.model_wrapped)))
+            write()
+        if not is_of_checkpoint and run.is_world_process_zero() and not self.args.disable_tqdm:
+            print(where_results_are(directory, own))
+
+    def save_files(self, output_dir: str | None, state_dict: dict[str, Any] | None) -> None:
+        """Write models, tokenizer and arguments, in the processes that save."""
+        run, directory = self.run, output_directory(self.args) if output_dir is None else output_dir
+        if self.args.should_save:
+            save_models(run._unwrapped(run.model), directory, state_dict, self.is_writing)
+            if run.processing_class is not None:
+                run.processing_class.save_pretrained(directory)
+            torch.save(run._withheld.as_given(), os.path.join(directory, "training_args.bin"))
+
+    def naming_full_log(self) -> AbstractContextManager[None]:
+        """Name the newest checkpoint where there is no room for a log."""
+        return naming_full_disk(
+            output_directory(self.args), lambda: self.guard.last_checkpoint, "what is logged or printed"
+        )
+
+    @contextmanager
+    def _saving_model(self, directory: str) -> Iterator[None]:
         """Write models into a directory, of a checkpoint or not.
 
         Raises:
@@ -185,19 +242,17 @@ class CheckpointWriter:
         with naming_full_disk(directory, lambda: self.guard.last_checkpoint), together:
             yield
 
+    def checked_best(self) -> str:
+        """Return the best checkpoint.
 
-def check_best(best: str, newest: str | None) -> None:
-    """Check that the best checkpoint is still what was written.
-
-    Args:
-        best: Its directory.
-        newest: The newest checkpoint's.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if (reason := what_was_changed(best)) is not None:
-        raise ValueError(
-            f"load_best_model_at_end=True, but the best checkpoint, {best}, is not whole any more: {reason}; "
-            f"the newest one is {newest}"
-        )
+        Raises:
+            ValueError: It is no longer what was written.
+        """
+        best = cast(str, self.run.state.best_model_checkpoint)
+        with failing_together(self.accelerator):
+            if self.run.is_world_process_zero() and (reason := what_was_changed(best)) is not None:
+                raise ValueError(
+                    f"load_best_model_at_end=True, but the best checkpoint, {best}, is not whole any more: {reason}; "
+                    f"the newest one is {self.guard.last_checkpoint}"
+                )
+        return best

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,6 +26,10 @@ class SteppedRun(Protocol):
     optimizer: Any
     _tr_loss: Tensor
 
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """Give the context that Trainer computes losses in."""
+        ...
+
     def _clip_grad_norm(self, model: nn.Module) -> Any: ...
     def _fire(self, event: str) -> None: ...
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any: ...
@@ -42,20 +46,32 @@ class OptimizerSteps:
     def __init__(self, run: SteppedRun, guard: DivergenceGuard) -> None:
         self.run, self.guard = run, guard
 
-    def gradient_sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+    def accumulating(self, model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
         """Exchange gradients with the last micro-batch only.
 
         DeepSpeed keeps its own account; FSDP would keep whole gradients of both models on every rank.
         """
         accelerator = self.run.accelerator
+        accelerator.gradient_state._set_sync_gradients(is_last)
         if is_last or accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
             return nullcontext()
         return accelerator.no_sync(model)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss to the parameters'."""
-        is_deepspeed = self.run.accelerator.distributed_type == DistributedType.DEEPSPEED
-        self.run.accelerator.backward(loss, **({"scale_wrt_gas": False} if is_deepspeed else {}))
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Have models compute a loss as Trainer's own step would."""
+        with self.run.compute_loss_context_manager(), self.run.accelerator.autocast():
+            yield
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Add a loss's gradients to the parameters'; return the loss alone.
+
+        Engines average gradients over ranks, but the loss is divided by all ranks' tokens already.
+        """
+        accelerator = self.run.accelerator
+        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        accelerator.backward(loss * accelerator.num_processes, **({"scale_wrt_gas": False} if is_deepspeed else {}))
+        return loss.detach()
 
     def step(self, model: nn.Module, losses: Sequence[Tensor], statistics: UpdateStatistics) -> float | Tensor:
         """Clip, step and clear the gradients, and count the step, unless something of it is not finite.

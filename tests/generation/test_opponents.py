@@ -168,11 +168,11 @@ def test_sample_tables_compare_too(make_trainer: Any) -> None:
 
 def test_without_a_comparison_nothing_is_generated_twice(make_trainer: Any) -> None:
     trainer = make_trainer(train_dataset=ROWS)
-    assert trainer._opponents.kinds == ()
+    assert trainer._rollouts.opponents.kinds == ()
     dataset_only = make_trainer(reward_funcs=PreferenceReward(len, "dataset", "number"), train_dataset=ROWS)
-    assert dataset_only._opponents.kinds == ()
+    assert dataset_only._rollouts.opponents.kinds == ()
     both = [Watching("self"), Watching("reference"), Watching("self")]
-    assert make_trainer(reward_funcs=both, train_dataset=ROWS)._opponents.kinds == tuple(OPPONENT_COLUMNS)
+    assert make_trainer(reward_funcs=both, train_dataset=ROWS)._rollouts.opponents.kinds == tuple(OPPONENT_COLUMNS)
 
 
 def test_metrics_of_the_comparison_are_logged(make_trainer: Any) -> None:

@@ -41,7 +41,7 @@ MUTATIONS = {
         (LOOP, "run._progress.batches_in_epoch += 1", "run._progress.batches_in_epoch += 2"),
     ],
     "episodes_epochs_and_tokens_are_counted": [
-        (HOOKS, "math.ceil(num_updates / per_epoch)", "num_updates // per_epoch"),
+        (ORDER, "math.ceil(num_updates / per_epoch)", "num_updates // per_epoch"),
         (LOOP, "state.global_step / self._updates_per_epoch", "state.global_step"),
         (LOOP, "run._progress.episode += run.sizes.batch_size", "run._progress.episode += 1"),
         (LOOP, 'if counted == "non_padding" else', 'if counted == "all" else'),
