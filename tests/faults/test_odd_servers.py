@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.rewards import RewardFunction
-from rlhf_ppo.rewards.endpoint import RewardEndpoint, logger
+from rlhf_ppo.rewards.asking import logger
+from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from tests.conftest import make_tokenizer
 from tests.faults.odd_servers import ODD, serving, trickle, two_rows
 from tests.rewards.test_functions import STATE

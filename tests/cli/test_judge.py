@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from rlhf_ppo.cli.evaluate import WinRate, compare, evaluate
 
 from rlhf_ppo.cli import evaluate as module
-from rlhf_ppo.cli.evaluate import WinRate, compare, evaluate
 from rlhf_ppo.rewards.judges import RewardModelJudge
 from rlhf_ppo.rewards.reading import Answer
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
