@@ -20,7 +20,7 @@ from trl.trainer.sft_config import SFTConfig
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.cli.estimate import EstimateArguments
-from rlhf_ppo.cli.evaluate import EvalArguments
+from rlhf_ppo.cli.judge import JudgeArguments
 from rlhf_ppo.cli.llm import LLMCommand
 from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.sources import PPOScriptArguments
@@ -177,7 +177,7 @@ ARGUMENTS_OF_OTHERS = {
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_and_arguments_that_are_named_exist(page):
     """Of any of our commands or of `accelerate launch`; `name=value` is a field or an argument of the trainer."""
-    configurations = (PPOConfig, LLMTrainingParams, LLMCommand, EvalArguments, EstimateArguments, PPOScriptArguments)
+    configurations = (PPOConfig, LLMTrainingParams, LLMCommand, JudgeArguments, EstimateArguments, PPOScriptArguments)
     known = {f.name for each in (*configurations, SFTConfig, RewardConfig, ModelConfig) for f in fields(each)}
     arguments = known | set(inspect.signature(PPOTrainer).parameters)
     launch = {name for names in launch_command_parser()._option_string_actions for name in [names.lstrip("-")]}

@@ -1,15 +1,22 @@
-"""`rlhf-ppo eval`: how often a judge prefers one model's responses to another's, or to the data set's."""
+"""`rlhf-ppo judge`: how often a judge prefers one model's responses to another's, or to the data set's."""
 
 # HfArgumentParser reads the annotations, so they are not postponed.
 import dataclasses
+import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-import torch
+import pandas as pd
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM, set_seed
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.parser import PPOArgumentParser
@@ -17,28 +24,48 @@ from rlhf_ppo.cli.sources import choose_split, load_splits
 from rlhf_ppo.cli.training import load_tokenizer
 from rlhf_ppo.config import RANGES
 from rlhf_ppo.config.validation import Interval, check_range
-from rlhf_ppo.data.encoding import PromptEncoder
+from rlhf_ppo.evaluation.answering import Answering, given_answers, respond
+from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.rewards.builtin import response_texts
+from rlhf_ppo.rewards.chat_judge import OPENAI_URL, OPTIONS, QUESTION, ChatJudge
+from rlhf_ppo.rewards.functions import finished
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from rlhf_ppo.rewards.preference import PreferenceReward
 from rlhf_ppo.rewards.reading import Answer
 from rlhf_ppo.rewards.resolve import resolve_reward
 
+OPENAI_NAMES = re.compile(r"(gpt|chatgpt|o\d)-[\w.-]+|o\d")
+"""Names of models that are asked at OpenAI's API."""
+
+ONE_OF = (("model", "model_column"), ("opponent", "opponent_column"), ("judge_model", "judge"))
+
 
 @dataclass
-class EvalArguments:
+class JudgeArguments:
     """What is compared, on which prompts, and by whom.
 
     Raises:
-        ValueError: There is not exactly one opponent, or not exactly one judge, or a number is out of its range.
+        ValueError: There is not exactly one of each of `ONE_OF`, a number is out of its range, or an option is given
+            that nothing reads.
     """
 
-    model: str = field(metadata={"help": "Directory or hub name of the model."})
     dataset_name: str = field(metadata={"help": "A file, a directory or a hub name with a column `prompt`."})
+    model: str | None = field(default=None, metadata={"help": "Directory or hub name of the model."})
+    model_column: str | None = field(default=None, metadata={"help": "Or the column with its responses."})
     opponent: str | None = field(default=None, metadata={"help": "The model to compare with, such as the SFT model."})
     opponent_column: str | None = field(default=None, metadata={"help": "Or the column with responses to compare."})
-    judge_model: str | None = field(default=None, metadata={"help": "A reward model, whose higher score wins."})
+    judge_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "A reward model, whose higher score wins; or, with judge_url, the name of a model at that server; "
+            "or a model of OpenAI's, such as gpt-4o-mini, with the key in the environment variable OPENAI_API_KEY."
+        },
+    )
+    judge_url: str | None = field(
+        default=None,
+        metadata={"help": "Address of a server with OpenAI's API, such as http://localhost:8000/v1."},
+    )
     judge: str | None = field(
         default=None,
         metadata={
@@ -46,55 +73,64 @@ class EvalArguments:
             "package.module.function, file.py:function or an address."
         },
     )
+    judge_prompt: str | None = field(
+        default=None,
+        metadata={"help": "File with what a chat model is asked, with the fields {prompt}, {first} and {second}."},
+    )
+    judge_options: str | None = field(
+        default=None,
+        metadata={"help": 'JSON sent beside model and messages; by default {"temperature": 0.0, "max_tokens": 16}.'},
+    )
     split: str = field(default="train", metadata={"help": "Split of the data set."})
     num_prompts: int = field(default=256, metadata={"help": "Number of prompts, from the first one on."})
     max_new_tokens: int = field(default=128, metadata={"help": "Longest response, in tokens."})
-    temperature: float = field(default=0.7, metadata={"help": "Sampling temperature."})
+    temperature: float = field(
+        default=0.7, metadata={"help": "Sampling temperature; 0 takes the most likely token at each step."}
+    )
+    top_p: float = field(default=1.0, metadata={"help": "Share of the probability that is sampled from."})
+    generation_engine: Literal["transformers", "continuous", "vllm"] = field(
+        default="transformers", metadata={"help": "What generates the responses."}
+    )
     batch_size: int = field(default=32, metadata={"help": "Prompts at a time."})
     seed: int = field(default=0, metadata={"help": "Seed of the sampling."})
+    output_dir: str = field(
+        default="judged", metadata={"help": "Where judged.parquet and win_rate.json go; none is overwritten."}
+    )
+    num_shown: int = field(default=5, metadata={"help": "Judged pairs in the terminal."})
 
     def __post_init__(self) -> None:
-        """Check the numbers, and that there is one opponent and one judge."""
+        """Check the numbers, and that there is one of each."""
         helps = {option.name: option.metadata["help"] for option in dataclasses.fields(self)}
         for name in ("num_prompts", "max_new_tokens", "batch_size"):
             check_range(name, getattr(self, name), Interval(1, math.inf), helps[name])
+        check_range("num_shown", self.num_shown, Interval(0, math.inf), helps["num_shown"])
         check_range("seed", self.seed, Interval(0, 2**32 - 1), helps["seed"])
-        check_range("temperature", self.temperature, RANGES["temperature"], helps["temperature"])
-        for one, other in (("opponent", "opponent_column"), ("judge_model", "judge")):
+        if self.temperature != 0:
+            check_range("temperature", self.temperature, RANGES["temperature"], helps["temperature"])
+        check_range("top_p", self.top_p, RANGES["top_p"], helps["top_p"])
+        for one, other in ONE_OF:
             if (getattr(self, one) is None) == (getattr(self, other) is None):
                 raise ValueError(
                     f"{one}={getattr(self, one)!r} and {other}={getattr(self, other)!r}: give one of them"
                 )
+        for name in ("judge_url", "judge_prompt", "judge_options"):
+            if getattr(self, name) is not None and not self.asks_chat_model:
+                raise ValueError(f"{name} is for a chat model; name it as judge_model, such as gpt-4o-mini")
+
+    @property
+    def asks_chat_model(self) -> bool:
+        """Whether the judge is a chat model at a server."""
+        if self.judge_model is None:
+            return False
+        return self.judge_url is not None or OPENAI_NAMES.fullmatch(self.judge_model) is not None
 
 
-@dataclass(frozen=True)
-class WinRate:
-    """The verdicts on all prompts, each asked in both orders.
-
-    Attributes:
-        wins: Number of prompts where the model's response is the better one.
-        losses: Number of prompts where the opponent's is.
-        ties: Number of prompts where neither is.
-        failed: Number of prompts without a verdict.
-    """
-
-    wins: int
-    losses: int
-    ties: int
-    failed: int
-
-    def __str__(self) -> str:
-        """Write the share of judged prompts won, a tie counting half."""
-        judged = self.wins + self.losses + self.ties
-        rate = (self.wins + self.ties / 2) / judged if judged else float("nan")
-        return f"Model win rate: {100 * rate:.2f}% of {judged} ({self.ties} ties; {self.failed} failed verdicts)"
-
-
-def evaluate(argv: Sequence[str] | None = None) -> WinRate:
+def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> WinRate:
     """Let two models, or a model and the data set, answer the same prompts, and print the share that the model wins.
 
     Args:
-        argv: The options of `EvalArguments`. None takes the program's own.
+        argv: The options of `JudgeArguments`. None takes the program's own.
+        prog: What errors begin with.
 
     Returns:
         The verdicts.
@@ -102,104 +138,206 @@ def evaluate(argv: Sequence[str] | None = None) -> WinRate:
     Raises:
         SystemExit: An option, the data, a model or the judge is wrong; the message names it.
     """
-    parser: Any = PPOArgumentParser(EvalArguments, prog="rlhf-ppo eval")  # pyright: ignore[reportArgumentType]
+    parser: Any = PPOArgumentParser(JudgeArguments, prog=prog)  # pyright: ignore[reportArgumentType]
     with user_errors(parser.prog):
         (args,) = parser.parse_args_and_config(argv)
-        judge = (
-            as_judge(resolve_reward(args.judge)) if args.judge is not None else RewardModelJudge(str(args.judge_model))
-        )
-        rows = _rows(args)
-        if isinstance(judge, RewardModelJudge):
-            judge.model  # noqa: B018  a wrong path is an error before anything is sampled
-        ours = respond(args.model, rows, args)
-        if args.opponent is None:
-            theirs = given_answers(ours, rows[args.opponent_column])
-        else:
-            theirs = respond(args.opponent, rows, args, "opponent")
-        found = compare(judge, rows, ours, theirs)
+        return judge_responses(args)
+
+
+def judge_responses(args: JudgeArguments) -> WinRate:
+    """Generate what is missing, ask the judge, print and keep what it said.
+
+    Args:
+        args: What is compared.
+
+    Raises:
+        ConnectionError: A judge behind an address cannot be asked.
+        OSError, ValueError: The data, a model or the judge is wrong.
+    """
+    folder = _folder(args.output_dir)
+    chosen = make_judge(args)
+    rows = _rows(args)
+    ours, theirs = _answers(args, rows)
+    table = pd.DataFrame(
+        {
+            "prompt": [answer.asked for answer in ours],
+            "model": [answer.response for answer in ours],
+            "opponent": [None if answer is None else answer.response for answer in theirs],
+        }
+    )
+    try:
+        table["verdict"] = pd.array(compare(chosen, rows, ours, theirs), dtype="Float64")
+    except Exception:
+        path = keep(table, folder, "responses")
+        columns = "--model_column model --opponent_column opponent"
+        print(f"The responses are in {path}; judge them with --dataset_name {path} {columns}", file=sys.stderr)
+        raise
+    found = WinRate.of(
+        [None if pd.isna(verdict) else float(verdict) for verdict in table["verdict"]],
+        [len(text) for text in table["model"]],
+        [len(text or "") for text in table["opponent"]],
+    )
+    show(table, args.num_shown)
     print(found)
+    print(f"The verdicts are in {keep(table, folder, 'judged', found, args)}")
     return found
 
 
-def _rows(args: EvalArguments) -> Any:
-    rows = choose_split(load_splits(args.dataset_name), args.split, "split")
-    if args.opponent_column is not None and args.opponent_column not in rows.column_names:
+def _folder(output_dir: str) -> Path:
+    folder = Path(output_dir).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output_dir={output_dir!r} is a file; name a directory")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def make_judge(args: JudgeArguments) -> Any:
+    """Return the judge, after a first try: what is wrong with it shows before anything is generated.
+
+    Args:
+        args: Which judge.
+
+    Raises:
+        ConnectionError: A chat model cannot be asked.
+        ValueError: There is no such judge.
+    """
+    if args.asks_chat_model:
+        options = OPTIONS if args.judge_options is None else _options(args.judge_options)
+        question = QUESTION if args.judge_prompt is None else Path(args.judge_prompt).expanduser().read_text()
+        chat = ChatJudge(str(args.judge_model), args.judge_url or OPENAI_URL, question, options)
+        finished(chat.check())
+        return chat
+    if args.judge is not None:
+        return as_judge(resolve_reward(args.judge))
+    judge = RewardModelJudge(str(args.judge_model))
+    _refuse_language_model(str(args.judge_model))
+    judge.model  # noqa: B018
+    return judge
+
+
+def _refuse_language_model(path: str) -> None:
+    """Say how a language model judges, rather than give it a score head with random weights."""
+    try:
+        architectures = AutoConfig.from_pretrained(path).architectures or []
+    except (OSError, ValueError):
+        return  # which loading the model will say better
+    if any(name.endswith("ForCausalLM") for name in architectures):
         raise ValueError(
-            f"opponent_column={args.opponent_column!r}: the data set has only the columns {rows.column_names}"
+            f"judge_model={path!r} is a language model, not a reward model; serve it (`transformers serve`, `vllm "
+            "serve`) and give its address as judge_url"
         )
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"judge_options={text!r} is no JSON: {error}") from None
+    if not isinstance(options, dict) or options.keys() & {"model", "messages"}:
+        raise ValueError(f"judge_options={text!r} must be a JSON object without model and messages")
+    return options
+
+
+def _rows(args: JudgeArguments) -> Any:
+    rows = choose_split(load_splits(args.dataset_name), args.split, "split")
+    for name in ("model_column", "opponent_column"):
+        column = getattr(args, name)
+        if column is not None and column not in rows.column_names:
+            raise ValueError(f"{name}={column!r}: the data set has only the columns {rows.column_names}")
+    if args.model is None and "prompt" not in rows.column_names:
+        raise ValueError(f"dataset_name={args.dataset_name!r}: the data set has no column 'prompt'")
     return rows.select(range(min(args.num_prompts, len(rows))))
 
 
-def compare(judge: Any, rows: Any, ours: Sequence[Answer], theirs: Sequence[Answer | None]) -> WinRate:
-    """Judge pairs of answers to the same prompts.
+def _answers(args: JudgeArguments, rows: Any) -> tuple[list[Answer], list[Answer | None]]:
+    """Return both sides' answers."""
+    if args.model is not None:
+        ours = _respond(args, rows, args.model, "model")
+    else:
+        texts = response_texts(rows[args.model_column])
+        ours = [Answer(prompt, text) for prompt, text in zip(rows["prompt"], texts, strict=True)]
+    if args.opponent is not None:
+        return ours, [*_respond(args, rows, args.opponent, "opponent")]
+    return ours, given_answers(ours, rows[args.opponent_column])
+
+
+def _respond(args: JudgeArguments, rows: Any, path: str, argument: str) -> list[Answer]:
+    model: Any = load_pretrained(AutoModelForCausalLM, path, argument, dtype="auto")
+    tokenizer: Any = load_tokenizer(path, False, argument)
+    how = Answering(
+        args.max_new_tokens,
+        args.temperature,
+        batch_size=args.batch_size,
+        engine=args.generation_engine,
+        seed=args.seed,
+    )
+    return respond(model.to(PartialState().device), tokenizer, list(rows), args.dataset_name, how)
+
+
+def compare(judge: Any, rows: Any, ours: Sequence[Answer], theirs: Sequence[Answer | None]) -> list[float | None]:
+    """Judge pairs of answers to the same prompts, each in both orders.
 
     Args:
         judge: What `rlhf_ppo.rewards.judges.as_judge` takes.
         rows: The prompts, with the columns that a reward function reads.
         ours: The model's answers.
         theirs: The opponent's, None where there is none.
+
+    Returns:
+        From -1 (the opponent's is better) over 0 (a tie) to 1; None where there is no verdict.
     """
     columns = {name: list(rows[name]) for name in rows.column_names if name != "prompt"}
-    verdicts = PreferenceReward(judge, "dataset", name="judge").compare(ours, theirs, columns)
-    judged = [verdict for verdict in verdicts if verdict is not None]
-    wins, losses = sum(verdict > 0 for verdict in judged), sum(verdict < 0 for verdict in judged)
-    return WinRate(wins, losses, len(judged) - wins - losses, len(verdicts) - len(judged))
+    return PreferenceReward(judge, "dataset", name="judge").compare(ours, theirs, columns)
 
 
-def given_answers(ours: Sequence[Answer], responses: Sequence[Any]) -> list[Answer | None]:
-    """Return the data set's responses as answers to the same prompts.
+def show(table: pd.DataFrame, num_rows: int) -> None:
+    """Print the first judged pairs.
 
     Args:
-        ours: The model's answers.
-        responses: Texts, lists of messages, or None.
+        table: `prompt`, `model`, `opponent` and `verdict`.
+        num_rows: How many.
     """
-    return [
-        None
-        if response is None
-        else Answer(one.prompt, response_texts([response])[0], prompt_ids=one.prompt_ids, tokenizer=one.tokenizer)
-        for one, response in zip(ours, responses, strict=True)
-    ]
+    if num_rows == 0:
+        return
+    printed = Table("prompt", "model", "opponent", "better", show_lines=True)
+    for row in table.head(num_rows).to_dict("records"):
+        texts = [Text("" if row[name] is None else str(row[name])) for name in ("prompt", "model", "opponent")]
+        printed.add_row(*texts, _better(row["verdict"]))
+    Console().print(printed)
 
 
-@torch.no_grad()
-def respond(path: str, rows: Any, args: EvalArguments, argument: str = "model") -> list[Answer]:
-    """Sample one response to each prompt.
+def _better(verdict: Any) -> str:
+    if pd.isna(verdict):
+        return "no verdict"
+    return "model" if verdict > 0 else "opponent" if verdict < 0 else "tie"
+
+
+def keep(
+    table: pd.DataFrame, folder: Path, name: str, found: WinRate | None = None, args: JudgeArguments | None = None
+) -> Path:
+    """Write the table, and the win rate beside it, under a name that is free.
 
     Args:
-        path: The model's directory or hub name.
-        rows: The prompts.
-        args: How to sample.
-        argument: The option that gave the path, for error messages.
+        table: What was judged.
+        folder: Where.
+        name: The file's name without its ending; `-2`, `-3` ... come behind it where there is one.
+        found: The win rate.
+        args: The options.
+
+    Returns:
+        The table's path.
     """
-    model: Any = load_pretrained(AutoModelForCausalLM, path, argument, dtype="auto")
-    tokenizer: Any = load_tokenizer(path, False, argument)
-    model = model.to(PartialState().device)
-    encode = PromptEncoder(tokenizer, args.dataset_name, len(tokenizer))
-    encoded = [{**row, **encode(row, index)} for index, row in enumerate(rows)]
-    ids = [{"input_ids": row["input_ids"]} for row in encoded]
-    ends = _end_tokens(model, tokenizer)
-    set_seed(args.seed)
-    answers: list[Answer] = []
-    for start in range(0, len(encoded), args.batch_size):
-        batch = tokenizer.pad(ids[start : start + args.batch_size], return_tensors="pt").to(model.device)
-        sequences = model.generate(
-            **batch, max_new_tokens=args.max_new_tokens, do_sample=True, temperature=args.temperature, top_k=0
-        )
-        for row, sampled in zip(encoded[start:], sequences[:, batch["input_ids"].shape[1] :].tolist(), strict=False):
-            answers.append(_answer(row, sampled, ends, tokenizer))
-    return answers
+    number = next(n for n in range(1, 1 << 31) if not (folder / f"{name}{_numbered(n)}.parquet").exists())
+    path = folder / f"{name}{_numbered(number)}.parquet"
+    table.to_parquet(path)
+    if found is not None and args is not None:
+        low, high = found.interval()
+        said = {"win_rate": found.rate, "interval": [low, high], **dataclasses.asdict(found)}
+        options = {key: value for key, value in dataclasses.asdict(args).items() if value is not None}
+        text = json.dumps({**said, "options": options}, indent=2)
+        (folder / f"win_rate{_numbered(number)}.json").write_text(text)
+    return path
 
 
-def _answer(row: Mapping[str, Any], sampled: list[int], ends: set[int], tokenizer: Any) -> Answer:
-    """Cut what was sampled behind its first end token."""
-    length = next((index + 1 for index, token in enumerate(sampled) if token in ends), len(sampled))
-    response, prompt = sampled[:length], row.get("prompt")
-    text = tokenizer.decode(response, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return Answer(prompt, text, bool(response) and response[-1] in ends, row["input_ids"], response, tokenizer)
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """Collect the tokens at which `generate` ends a row, one or several, and the tokenizer's EOS."""
-    configured = model.generation_config.eos_token_id
-    several = configured if isinstance(configured, list) else [configured]
-    return {token for token in (*several, tokenizer.eos_token_id) if token is not None}
+def _numbered(number: int) -> str:
+    return "" if number == 1 else f"-{number}"

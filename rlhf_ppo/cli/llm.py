@@ -29,14 +29,14 @@ class LLMCommand:
     )
     backend: str = field(default="local", metadata={"help": "Where to train; only here: local."})
     deploy: bool = field(default=False, metadata={"help": "Not available here."})
-    inference: bool = field(default=False, metadata={"help": "Not available here; see `rlhf-ppo eval`."})
+    inference: bool = field(default=False, metadata={"help": "Not available here; see `rlhf-ppo judge`."})
     interactive: bool = field(default=False, metadata={"help": "Not available here; see `rlhf-ppo llm --help`."})
 
     def __post_init__(self) -> None:
         """Refuse what is not here."""
         advice = {
             "deploy": "serve the saved directory with `transformers serve` or vLLM",
-            "inference": "compare two models' responses with `rlhf-ppo eval`",
+            "inference": "compare two models' responses with `rlhf-ppo judge`",
             "interactive": "`rlhf-ppo llm --help` lists all options",
         }
         for name, instead in advice.items():

@@ -14,14 +14,15 @@ COMMANDS = {
     "reward": ("rlhf_ppo.cli.commands", "train a reward model on pairs of responses (TRL's RewardTrainer)"),
     "train": ("rlhf_ppo.cli.commands", "PPO, with the options of TRL's script"),
     "estimate": ("rlhf_ppo.cli.commands", "memory and time that `train` would take with the same options"),
-    "eval": ("rlhf_ppo.cli.evaluate", "the share of prompts for which a judge prefers one model over another"),
+    "judge": ("rlhf_ppo.cli.judge", "the share of prompts for which a judge prefers one model over another"),
+    "eval": ("rlhf_ppo.cli.judge", "another name of judge"),
     "plot": ("rlhf_ppo.cli.plot", "draw the metrics of runs"),
     "configs": ("rlhf_ppo.cli.configs", "write accelerate's configurations and the example scripts into a directory"),
     "demo": ("rlhf_ppo.cli.demo", "all steps with a toy model, in minutes"),
 }
 """Each subcommand: the module that holds the function of its name, and what it does."""
 
-FUNCTIONS = {"eval": "evaluate"}
+FUNCTIONS = {"eval": "judge"}
 """Subcommands that are not called as their function is."""
 
 

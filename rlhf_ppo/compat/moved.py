@@ -11,6 +11,7 @@ from types import ModuleType
 
 MOVED = {
     "rlhf_ppo.batch": ("rlhf_ppo.data.experience", "rlhf_ppo.data.rollout", "rlhf_ppo.data.prompts"),
+    "rlhf_ppo.cli.evaluate": ("rlhf_ppo.cli.judge", "rlhf_ppo.evaluation.win_rate", "rlhf_ppo.evaluation.answering"),
     "rlhf_ppo.cli.params": ("rlhf_ppo.compat.params",),
     "rlhf_ppo.engine_arguments": ("rlhf_ppo.config.engines",),
     "rlhf_ppo.generation.engine": ("rlhf_ppo.generation.transformers_engine",),

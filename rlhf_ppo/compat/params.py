@@ -22,7 +22,7 @@ _CONVERT = "write the data set with the columns prompt, text, messages, or promp
 _LOOP = "subclass PPOTrainer, whose steps are methods"
 _SAMPLE = "PPO prints ten tables of greedy samples; num_sample_generations of `rlhf-ppo train` sets how many"
 _METRICS = "pass reward functions with weight 0, which are logged as rewards/<name>/mean"
-_GENERATE = "load the model with transformers' text-generation pipeline, or compare two models with `rlhf-ppo eval`"
+_GENERATE = "load the model with transformers' text-generation pipeline, or compare two models with `rlhf-ppo judge`"
 _WANDB = "set W&B's environment variables: WANDB_API_KEY, WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_ID"
 _COLUMNS = "name the columns with prompt_text_column, text_column and rejected_text_column"
 

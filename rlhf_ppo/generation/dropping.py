@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -51,7 +51,7 @@ class FewAreLeft(StoppingCriteria):
     """Ends `generate` once at most `most_left` rows are unfinished, and tells which.
 
     Args:
-        stop_token_id: The stop token, or None.
+        stop_token_id: The stop token, several, or None.
         stop_strings: Ends rows too, or None.
         most_left: With how many unfinished rows `generate` ends.
 
@@ -59,14 +59,20 @@ class FewAreLeft(StoppingCriteria):
         finished: Which rows have ended by themselves, bool `(B,)`.
     """
 
-    def __init__(self, stop_token_id: int | None, stop_strings: StopsAtStrings | None, most_left: int) -> None:
-        self.stop_token_id, self.stop_strings, self.most_left = stop_token_id, stop_strings, most_left
+    def __init__(
+        self, stop_token_id: int | Sequence[int] | None, stop_strings: StopsAtStrings | None, most_left: int
+    ) -> None:
+        one = [] if stop_token_id is None else [stop_token_id]
+        self.stop_tokens = stop_token_id if isinstance(stop_token_id, Sequence) else one
+        self.stop_strings, self.most_left = stop_strings, most_left
         self.finished = torch.zeros(())
 
     def __call__(self, input_ids: Any, scores: Any = None, **kwargs: Any) -> Any:
         """Tell which rows `generate` need not go on with, bool `(B,)`."""
         last = input_ids[:, -1]
-        ends = torch.zeros_like(last, dtype=torch.bool) if self.stop_token_id is None else last == self.stop_token_id
+        ends = torch.zeros_like(last, dtype=torch.bool)
+        for token in self.stop_tokens:
+            ends = ends | (last == token)
         if self.stop_strings is not None:
             ends = ends | self.stop_strings(input_ids)
         self.finished = self.finished.to(ends) | ends
@@ -89,7 +95,7 @@ def generate_dropping(
         model: A transformers model.
         input_ids: Prompts, long `(B, C)`, left-padded.
         attention_mask: 1 on real tokens, long `(B, C)`.
-        config: How to sample; its `eos_token_id` is one token or None.
+        config: How to sample; its `eos_token_id` is one token, several, or None.
         stop_strings: Texts that end a row too, or None.
         synced_gpus: Whether every forward pass is one of all ranks: all rows then stay until the last has ended.
         keeps_cache: Whether the unfinished rows' part of the cache can be kept; else their tokens are read again.

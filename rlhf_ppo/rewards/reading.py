@@ -1,4 +1,4 @@
-"""What a reward model reads of a prompt and a response: the same in training, as a judge and in `rlhf-ppo eval`."""
+"""What a reward model reads of a prompt and a response: the same in training, as a judge and in `rlhf-ppo judge`."""
 
 from __future__ import annotations
 

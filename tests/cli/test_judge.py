@@ -1,16 +1,22 @@
-"""The win rate of `rlhf-ppo eval`."""
+"""`rlhf-ppo judge`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+import runpy
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
-from datasets import Dataset
-from rlhf_ppo.cli.evaluate import WinRate, compare, evaluate
+from datasets import Dataset, DatasetDict
 
-from rlhf_ppo.cli import evaluate as module
-from rlhf_ppo.rewards.judges import RewardModelJudge
+from rlhf_ppo.cli import judge as module
+from rlhf_ppo.cli.judge import judge as evaluate
+from rlhf_ppo.evaluation.win_rate import WinRate
+from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from rlhf_ppo.rewards.reading import Answer
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 
@@ -25,18 +31,21 @@ def answers(texts: Sequence[str], tokenizer: Any = None) -> list[Answer]:
     return [Answer(prompt, text, tokenizer=tokenizer) for prompt, text in zip(ROWS["prompt"], texts, strict=True)]
 
 
+def compare(judge: Any, ours: Sequence[Answer], theirs: Sequence[Answer]) -> WinRate:
+    return WinRate.of(module.compare(as_judge(judge), ROWS, ours, theirs))
+
+
 def test_wins_losses_ties_and_failed_verdicts_of_a_reward_function():
-    found = compare(by_length, ROWS, answers(["long", "s", "same", "x"]), answers(["s", "long", "also", "y"]))
+    found = compare(by_length, answers(["long", "s", "same", "x"]), answers(["s", "long", "also", "y"]))
 
     assert found == WinRate(wins=1, losses=1, ties=1, failed=1)
-    assert str(found) == "Model win rate: 50.00% of 3 (1 ties; 1 failed verdicts)"
 
 
 def test_a_coroutine_judges_too():
     async def by_length_later(**columns: Any) -> list[float | None]:
         return by_length(**columns)
 
-    assert compare(by_length_later, ROWS, answers(["ab"] * 4), answers(["a"] * 4)) == WinRate(3, 0, 0, 1)
+    assert compare(by_length_later, answers(["ab"] * 4), answers(["a"] * 4)) == WinRate(3, 0, 0, 1)
 
 
 def test_a_reward_model_prefers_what_it_scores_higher(tmp_path):
@@ -54,10 +63,10 @@ def test_a_reward_model_prefers_what_it_scores_higher(tmp_path):
     wins = sum(a > b for a, b in zip(*scores, strict=True))
 
     judge = RewardModelJudge(str(tmp_path / "judge"))
-    found = compare(judge, ROWS, answers(ours), answers(theirs))
+    found = compare(judge, answers(ours), answers(theirs))
 
     assert (found.wins, found.ties, found.failed) == (wins, 1, 0)
-    swapped = compare(judge, ROWS, answers(theirs), answers(ours))
+    swapped = compare(judge, answers(theirs), answers(ours))
     assert (swapped.wins, swapped.losses) == (found.losses, found.wins)
 
 
@@ -93,7 +102,14 @@ def test_two_models_answer_the_same_prompts(places, capsys, monkeypatch):
     )
     assert found.wins == sum(len(ours) > len(theirs) for ours, theirs in by_prompt.values())
     assert "<eos>" not in "".join(texts) and max(len(text.split()) for text in texts) <= 8
-    assert capsys.readouterr().out.startswith("Model win rate: ")
+    printed = capsys.readouterr().out
+    assert "Model win rate: " in printed and "Length-controlled win rate: " in printed
+    table = pd.read_parquet("judged/judged.parquet")
+    assert list(table["prompt"]) == ROWS["prompt"]
+    assert [list(pair) for pair in zip(table["model"], table["opponent"], strict=True)] == list(by_prompt.values())
+    assert (table["verdict"] > 0).sum() == found.wins
+    said = json.loads(Path("judged/win_rate.json").read_text())
+    assert (said["wins"], said["win_rate"], said["options"]["opponent"]) == (found.wins, found.rate, "two")
 
 
 def test_the_same_model_ties_with_itself(places):
@@ -117,3 +133,119 @@ def test_one_opponent_and_one_judge(options, places, capsys):
         evaluate(["--model", "one", *options.split(), *SHORT])
 
     assert "give one of them" in capsys.readouterr().err
+
+
+CHARACTERS = """
+def more(completions, **_):
+    return [len(text) for text in completions]
+
+def fewer(completions, **_):
+    return [-len(text) for text in completions]
+"""
+
+
+def test_what_was_judged_is_kept_and_can_be_judged_again(places, monkeypatch):
+    """By another judge, from the file: no model answers, and the first file stays."""
+    Path("characters.py").write_text(CHARACTERS)
+    models = ["--model", "one", "--opponent", "two", *SHORT]
+    first = evaluate([*models, "--judge", "characters.py:more", "--output_dir", "kept"])
+    kept = Path("kept/judged.parquet").read_bytes()
+    monkeypatch.setattr(module, "respond", lambda *_: pytest.fail("a model answered"))
+    columns = ["--model_column", "model", "--opponent_column", "opponent", "--output_dir", "kept"]
+    again = evaluate(["--dataset_name", "kept/judged.parquet", *columns, "--judge", "characters.py:fewer"])
+
+    assert (again.wins, again.losses) == (first.losses, first.wins) and first.wins + first.losses > 0
+    assert Path("kept/judged.parquet").read_bytes() == kept and Path("kept/judged-2.parquet").is_file()
+    assert json.loads(Path("kept/win_rate-2.json").read_text())["wins"] == again.wins
+
+
+def test_responses_are_kept_where_the_judge_fails(places, capsys):
+    Path("judging.py").write_text("def judge(prompts, pairs):\n    raise OSError('gone')\n")
+    with pytest.raises(SystemExit):
+        evaluate(["--model", "one", "--opponent", "two", "--judge", "judging.py:judge", *SHORT])
+
+    assert "--dataset_name judged/responses.parquet --model_column model" in capsys.readouterr().err
+    assert list(pd.read_parquet("judged/responses.parquet").columns) == ["prompt", "model", "opponent"]
+
+
+@pytest.mark.parametrize("engine", ["transformers", "continuous"])
+def test_temperature_0_takes_the_likeliest_tokens_with_any_engine(engine, places):
+    options = ["--temperature", "0", "--opponent_column", "chosen", "--judge", "length", *SHORT]
+    evaluate(["--model", "one", "--generation_engine", engine, *options])
+
+    model, tokenizer = tiny_policy(seed=0).eval(), make_tokenizer()
+    for row in pd.read_parquet("judged/judged.parquet").to_dict("records"):
+        asked = tokenizer(row["prompt"], return_tensors="pt")
+        ids = model.generate(**asked, max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+        expected = tokenizer.decode(ids[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert row["model"] == expected
+
+
+def chat(verdict: Callable[[str], str]) -> Any:
+    """A chat API's reply to the question."""
+
+    def reply(request: Any) -> None:
+        (message,) = request.body["messages"]
+        text = verdict(message["content"])
+        request.answer(json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}))
+
+    return reply
+
+
+def longer(question: str) -> str:
+    first, second = re.findall(r"<response .>\n(.*?)\n</response", question, re.DOTALL)
+    return "tie" if len(first) == len(second) else "A" if len(first) > len(second) else "B"
+
+
+def test_a_chat_model_judges(places, server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    Path("characters.py").write_text(CHARACTERS)
+    server.replies = [chat(longer)] * 20
+    address = f"http://127.0.0.1:{server.server_port}/v1/"
+    options = ["--model", "one", "--opponent", "two", *SHORT]
+    found = evaluate([*options, "--judge_model", "gpt-4o-mini", "--judge_url", address])
+
+    assert found == evaluate([*options, "--judge", "characters.py:more"]) and found.wins + found.losses > 0
+    headers, body = server.requests[-1]
+    assert headers["Authorization"] == "Bearer secret" and body["model"] == "gpt-4o-mini"
+    assert (body["temperature"], body["max_tokens"]) == (0, 16)
+    assert len(server.requests) == 1 + 2 * 4  # the first try, and both orders
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--judge_model gpt-4o-mini", "set the environment variable OPENAI_API_KEY"),
+        ("--judge_model reward --judge_prompt none.txt", "judge_prompt is for a chat model"),
+        ("--judge_model one", "is a language model, not a reward model"),
+        ("--judge_model m --judge_url http://127.0.0.1:9/v1 --judge_options []", "must be a JSON object"),
+        ("--judge_model m --judge_url http://127.0.0.1:9/v1 --judge_options {", "is no JSON"),
+        ("--judge_model m --judge_url nowhere", "must be an address"),
+        ("--judge length --output_dir prompts.jsonl", "output_dir='prompts.jsonl' is a file"),
+        ("--judge length --num_shown -1", "num_shown=-1"),
+        ("--judge length --temperature -1", "temperature=-1.0 must be"),
+    ],
+)
+def test_a_wrong_judge_is_one_sentence_before_anything_is_sampled(options, words, places, capsys, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setattr(module, "respond", lambda *_: pytest.fail("a model answered"))
+    with pytest.raises(SystemExit) as stopped:
+        evaluate(["--model", "one", "--opponent", "two", *options.split(), *SHORT])
+
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert stopped.value.code == 2 and len(errors) == 1 and words in errors[0]
+
+
+def test_the_script_of_tldr_judges_against_people(places, server):
+    """TRL's command line; the judge prefers the longer text."""
+    DatasetDict({"validation": ROWS.add_column("completion", ["w4"] * 4)}).save_to_disk("trl-lib/tldr")
+    server.replies = [chat(longer)] * 20
+    argv = ["judge_tldr.py", "--model_name_or_path", "one", "--judge_model", "gpt-4o-mini", "--num_examples", "3"]
+    script = Path(__file__).parents[2] / "examples" / "judge_tldr.py"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [*argv, "--judge_url", f"http://127.0.0.1:{server.server_port}/v1"])
+        runpy.run_path(str(script), run_name="__main__")
+
+    table = pd.read_parquet("judged/judged.parquet")
+    assert list(table["opponent"]) == ["w4"] * 3
+    assert [verdict > 0 for verdict in table["verdict"]] == [len(text) > 2 for text in table["model"]]

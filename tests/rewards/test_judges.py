@@ -11,10 +11,11 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rlhf_ppo.cli.evaluate import WinRate, evaluate
+from rlhf_ppo.cli.judge import judge as evaluate
 from rlhf_ppo.compat.environments import make_environment
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.models.heads import FrozenScorer
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
@@ -215,7 +216,7 @@ def test_what_a_server_does_wrong_is_one_sentence(
     with pytest.raises(SystemExit) as stopped:
         evaluate([*OPTIONS, url(server)])
     (sentence,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert stopped.value.code == 2 and sentence.startswith("rlhf-ppo eval: error: ") and words in sentence
+    assert stopped.value.code == 2 and sentence.startswith("rlhf-ppo judge: error: ") and words in sentence
 
 
 def test_a_conversation_is_judged_through_the_chat_template(places: None, read: Any) -> None:
@@ -236,8 +237,8 @@ def test_a_conversation_is_judged_through_the_chat_template(places: None, read: 
 
 def test_numbers_are_checked(places: None, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        evaluate([*OPTIONS, "length", "--temperature", "0"])
-    assert "temperature=0.0 must be finite and at least 1e-06" in capsys.readouterr().err
+        evaluate([*OPTIONS, "length", "--temperature", "1e-9"])
+    assert "temperature=1e-09 must be finite and at least 1e-06" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,145 @@
+"""Responses of a model to a data set's prompts, outside of training, through any generation engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from transformers import GenerationConfig, set_seed
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.encoding import PromptEncoder
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.generation.choosing import make_engine
+from rlhf_ppo.generation.opponents import Opponents
+from rlhf_ppo.rewards.builtin import response_texts
+from rlhf_ppo.rewards.reading import Answer
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How responses are generated.
+
+    Attributes:
+        max_new_tokens: Longest response, in tokens.
+        temperature: Of the sampling; 0 takes the most likely token at each step.
+        top_p: Share of the probability that is sampled from.
+        batch_size: Prompts at a time.
+        engine: One of `PPOConfig.generation_engine`.
+        seed: Of the sampling.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.7
+    top_p: float = 1.0
+    batch_size: int = 32
+    engine: Literal["transformers", "continuous", "vllm"] = "transformers"
+    seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no random number is drawn."""
+        return self.temperature == 0
+
+    def config(self, ends: Sequence[int], filling: int) -> GenerationConfig:
+        """Return the configuration of `generate`.
+
+        Args:
+            ends: The tokens that end a row.
+            filling: The id behind a row's end.
+        """
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        return GenerationConfig(
+            max_new_tokens=self.max_new_tokens,
+            do_sample=not self.is_greedy,
+            use_cache=True,
+            eos_token_id=list(ends) or None,
+            pad_token_id=filling,
+            **({} if self.is_greedy else sampling),
+        )
+
+
+@torch.no_grad()
+def respond(
+    model: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]], dataset: str, how: Answering
+) -> list[Answer]:
+    """Generate one response to each prompt.
+
+    Args:
+        model: A causal language model on its device.
+        tokenizer: Its tokenizer.
+        rows: The data set's rows, with `prompt` or `input_ids`.
+        dataset: What errors call the data set.
+        how: How to generate.
+
+    Raises:
+        ValueError: A prompt cannot be read, or the engine cannot run here.
+    """
+    encode = PromptEncoder(tokenizer, dataset, len(tokenizer))
+    encoded = [{**row, **encode(row, index)} for index, row in enumerate(rows)]
+    ends = end_tokens(model, tokenizer)
+    args = PPOConfig(
+        generation_engine=how.engine, response_length=how.max_new_tokens, temperature=how.temperature or 1.0,
+        local_rollout_forward_batch_size=how.batch_size, report_to="none", seed=how.seed,
+        bf16=model.dtype == torch.bfloat16, use_cpu=model.device.type == "cpu",
+    )  # fmt: skip
+    engine = make_engine(
+        args, model, Accelerator(), tokenizer, tokenizer.eos_token_id, None, Opponents((), tokenizer, _all_ended)
+    )
+    config = how.config(ends, filling=ends[0] if ends else 0)
+    set_seed(how.seed)
+    answers: list[Answer] = []
+    for start in range(0, len(encoded), how.batch_size):
+        batch = encoded[start : start + how.batch_size]
+        sampled = engine.sample(model, _prompts([row["input_ids"] for row in batch], model.device), config).ids
+        answers += [_answer(row, ids, set(ends), tokenizer) for row, ids in zip(batch, sampled.tolist(), strict=True)]
+    return answers
+
+
+def given_answers(ours: Sequence[Answer], responses: Sequence[Any]) -> list[Answer | None]:
+    """Return a data set's responses as answers to the same prompts.
+
+    Args:
+        ours: The model's answers.
+        responses: Texts, lists of messages, or None.
+    """
+    return [
+        None
+        if response is None
+        else Answer(one.prompt, response_texts([response])[0], prompt_ids=one.prompt_ids, tokenizer=one.tokenizer)
+        for one, response in zip(ours, responses, strict=True)
+    ]
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Collect the tokens at which a row ends: the tokenizer's EOS, and those of the model's generation configuration.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+    """
+    configured = model.generation_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured]
+    return list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
+
+
+def _prompts(ids: Sequence[Sequence[int]], device: torch.device) -> Prompts:
+    longest = max(map(len, ids))
+    padded = [[0] * (longest - len(row)) + list(row) for row in ids]
+    mask = [[False] * (longest - len(row)) + [True] * len(row) for row in ids]
+    return Prompts(torch.tensor(padded, device=device), torch.tensor(mask, device=device), {})
+
+
+def _answer(row: Mapping[str, Any], sampled: list[int], ends: set[int], tokenizer: Any) -> Answer:
+    """Cut what was sampled behind its first end token."""
+    length = next((index + 1 for index, token in enumerate(sampled) if token in ends), len(sampled))
+    response, prompt = sampled[:length], row.get("prompt")
+    text = tokenizer.decode(response, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return Answer(prompt, text, bool(response) and response[-1] in ends, row["input_ids"], response, tokenizer)
+
+
+def _all_ended(responses: Any) -> torch.Tensor:
+    return torch.ones(len(responses), dtype=torch.bool)

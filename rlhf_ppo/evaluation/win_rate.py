@@ -1,0 +1,117 @@
+"""How often one model's responses are preferred to another's, with what the sample leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class WinRate:
+    """The verdicts on all prompts, each asked in both orders.
+
+    Attributes:
+        wins: Number of prompts where the model's response is the better one.
+        losses: Number of prompts where the opponent's is.
+        ties: Number of prompts where neither is, or where the two orders contradict each other.
+        failed: Number of prompts without a verdict.
+        length_controlled: See `length_controlled_rate`; None where nothing was judged.
+    """
+
+    wins: int
+    losses: int
+    ties: int
+    failed: int
+    length_controlled: float | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, verdicts: Sequence[float | None], lengths: Sequence[int] = (), others: Sequence[int] = ()) -> WinRate:
+        """Count verdicts.
+
+        Args:
+            verdicts: For each prompt above 0 where the model's response is better, below 0 where the opponent's is, 0
+                for a tie, None for a failed verdict.
+            lengths: Characters of the model's responses; none: without a length-controlled rate.
+            others: Characters of the opponent's.
+        """
+        judged = [(row, float(np.sign(verdict))) for row, verdict in enumerate(verdicts) if verdict is not None]
+        signs = [sign for _, sign in judged]
+        controlled = None
+        if judged and lengths:
+            differences = [lengths[row] - others[row] for row, _ in judged]
+            controlled = length_controlled_rate([(1 + sign) / 2 for sign in signs], differences)
+        return cls(signs.count(1.0), signs.count(-1.0), signs.count(0.0), len(verdicts) - len(judged), controlled)
+
+    @property
+    def judged(self) -> int:
+        """Number of prompts with a verdict."""
+        return self.wins + self.losses + self.ties
+
+    @property
+    def rate(self) -> float:
+        """Share of judged prompts won, a tie counting half; NaN where nothing was judged."""
+        return (self.wins + self.ties / 2) / self.judged if self.judged else float("nan")
+
+    def interval(self, level: float = 0.95, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
+        """Return the bootstrap's percentile interval of `rate` (Efron and Tibshirani 1993, chapter 13).
+
+        A resample of `n` prompts with replacement has multinomially many wins, losses and ties.
+
+        Args:
+            level: The share of resamples that are inside.
+            resamples: Their number.
+            seed: Of the random numbers.
+        """
+        if not self.judged:
+            return float("nan"), float("nan")
+        shares = np.array([self.wins, self.losses, self.ties]) / self.judged
+        counts = np.random.default_rng(seed).multinomial(self.judged, shares, size=resamples)
+        rates = (counts[:, 0] + counts[:, 2] / 2) / self.judged
+        low, high = np.quantile(rates, [(1 - level) / 2, (1 + level) / 2])
+        return float(low), float(high)
+
+    def __str__(self) -> str:
+        """Write the win rate with its interval, and on a second line the length-controlled one."""
+        low, high = self.interval()
+        line = (
+            f"Model win rate: {100 * self.rate:.2f}% (95% interval {100 * low:.2f} to {100 * high:.2f}; {self.judged} "
+            f"judged: {self.wins} wins, {self.losses} losses, {self.ties} ties; {self.failed} failed verdicts)"
+        )
+        if self.length_controlled is None:
+            return line
+        return f"{line}\nLength-controlled win rate: {100 * self.length_controlled:.2f}%"
+
+
+def length_controlled_rate(outcomes: Sequence[float], differences: Sequence[int]) -> float:
+    """Estimate the win rate against responses of equal length (Dubois et al. 2404.04475, without their task terms).
+
+        P(win) = sigmoid(theta + phi tanh(d / std(d))),    rate = sigmoid(theta)
+
+    with `d` the difference of lengths. `theta` and `phi` maximise the likelihood, a tie counting half, with a standard
+    normal prior on `phi`.
+
+    Args:
+        outcomes: 1 for a win, 0 for a loss, 0.5 for a tie.
+        differences: `d`, the model's length less the opponent's.
+    """
+    won = torch.tensor(outcomes, dtype=torch.float64)
+    length = torch.tensor(differences, dtype=torch.float64)
+    spread = length.std(correction=0)
+    length = torch.tanh(length / spread) if spread > 0 else torch.zeros_like(length)
+    weights = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        logits = weights[0] + weights[1] * length
+        value = functional.binary_cross_entropy_with_logits(logits, won, reduction="sum") + weights[1] ** 2 / 2
+        value.backward()
+        return value
+
+    optimizer.step(loss)  # pyright: ignore[reportArgumentType]
+    return float(torch.sigmoid(weights[0]).detach())

@@ -1,0 +1,76 @@
+"""Win rates, their intervals, and the rate at equal length."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from rlhf_ppo.evaluation.win_rate import WinRate, length_controlled_rate
+
+
+def test_a_tie_counts_half_and_a_failed_verdict_not_at_all() -> None:
+    found = WinRate.of([0.2, -1.0, 0.0, 0.9, None], lengths=[3, 3, 3, 3, 3], others=[3, 3, 3, 3, 3])
+
+    assert found == WinRate(wins=2, losses=1, ties=1, failed=1)
+    assert found.rate == 2.5 / 4
+    assert found.length_controlled == pytest.approx(2.5 / 4, abs=1e-4)  # where lengths say nothing
+    assert str(found).startswith("Model win rate: 62.50% (95% interval ")
+    assert "; 4 judged: 2 wins, 1 losses, 1 ties; 1 failed verdicts)\nLength-controlled win rate: 62.50%" in str(found)
+
+
+def test_nothing_judged_has_no_rate() -> None:
+    found = WinRate.of([None, None], [1, 2], [3, 4])
+
+    assert math.isnan(found.rate) and all(map(math.isnan, found.interval())) and found.length_controlled is None
+    assert "0 judged" in str(found)
+
+
+def test_the_interval_is_that_of_resampled_verdicts() -> None:
+    """Drawn row by row, and near the normal approximation."""
+    outcomes = np.array([1.0] * 60 + [0.0] * 25 + [0.5] * 15)
+    low, high = WinRate(60, 25, 15, 0).interval()
+
+    generator = np.random.default_rng(5)
+    drawn = np.quantile(generator.choice(outcomes, size=(20_000, 100)).mean(axis=1), [0.025, 0.975])
+    assert [low, high] == pytest.approx(drawn.tolist(), abs=0.006)
+    error = 1.96 * outcomes.std() / 10
+    assert [low, high] == pytest.approx([0.675 - error, 0.675 + error], abs=0.01)
+
+
+def test_more_prompts_narrow_the_interval_by_their_root() -> None:
+    few, many = (np.diff(WinRate(n, n, 0, 0).interval())[0] for n in (50, 5000))
+
+    assert few / many == pytest.approx(10, rel=0.05)
+
+
+def test_the_rate_at_equal_length_is_the_intercept_of_a_logistic_regression() -> None:
+    """Newton's method on the same likelihood and prior."""
+    generator = np.random.default_rng(0)
+    differences = generator.integers(-400, 600, size=300)
+    x = np.tanh(differences / differences.std())
+    won = (generator.random(300) < 1 / (1 + np.exp(-(-0.4 + 1.5 * x)))).astype(float)
+    won[:30] = 0.5
+
+    weights, design = np.zeros(2), np.stack([np.ones(300), x], axis=1)
+    for _ in range(50):
+        p = 1 / (1 + np.exp(-design @ weights))
+        gradient = design.T @ (p - won) + np.array([0, weights[1]])
+        hessian = design.T @ (design * (p * (1 - p))[:, None]) + np.diag([0, 1])
+        weights -= np.linalg.solve(hessian, gradient)
+    assert weights[1] > 1
+    rate = length_controlled_rate(won.tolist(), differences.tolist())
+    assert rate == pytest.approx(1 / (1 + np.exp(-weights[0])), abs=1e-5)
+    assert rate < won.mean() - 0.05
+
+
+def test_who_wins_by_length_alone_is_no_better_at_equal_length() -> None:
+    differences = [100, 200, 300, 400, -100] * 20
+    rate = length_controlled_rate([float(d > 0) for d in differences], differences)
+
+    assert 0.2 < rate < 0.6 < np.mean([d > 0 for d in differences])
+
+
+def test_who_wins_always_wins_at_equal_length() -> None:
+    assert length_controlled_rate([1.0] * 50, list(range(-25, 25))) == pytest.approx(1, abs=1e-2)

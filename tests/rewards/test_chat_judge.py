@@ -1,0 +1,129 @@
+"""A judge behind a chat API, against a server that answers well, and one that fails in every way."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from rlhf_ppo.rewards.chat_judge import ChatJudge, read_verdict
+from rlhf_ppo.rewards.functions import finished
+from rlhf_ppo.rewards.preference import PreferenceReward
+from tests.rewards.local_server import cut_off, delay, drop, says
+
+
+@pytest.mark.parametrize(
+    ("reply", "verdict"),
+    [
+        ("A", 0.0), ("b.", 1.0), ("**B**", 1.0), (" tie\n", 0.5), ("[[A]]", 0.0), ('Preferred: "A"', 0.0),
+        ("Both are fine.\nVerdict: B", 1.0), ("The better one is A.", 0.0), ("<think>A? is B</think>\nA", 0.0),
+        ("", None), ("I cannot say.", None), ("AB", None), ("Response A is long, but wrong", None),
+        ("It is a", 0.0), ("neither", None), ("that gets a B", None),
+    ],
+)  # fmt: skip
+def test_the_last_word_of_a_reply_is_the_verdict(reply: str, verdict: float | None) -> None:
+    assert read_verdict(reply) == verdict
+
+
+def completion(text: Any) -> str:
+    return json.dumps({"choices": [{"message": {"content": text}}]})
+
+
+def judge(server: Any, **settings: Any) -> ChatJudge:
+    return ChatJudge("judge", f"http://127.0.0.1:{server.server_port}/v1", backoff=0.001, timeout=0.3, **settings)
+
+
+PAIRS = [["one", "two"], ["three", "four"], ["five", "six"]]
+
+
+def ask(server: Any, **settings: Any) -> list[float | None]:
+    return finished(judge(server, concurrency=1, **settings)(["p", "{q}", "r"], PAIRS))
+
+
+def test_each_pair_is_asked_once_in_the_order_given(server: Any) -> None:
+    server.replies = [says(completion(text)) for text in ("A", "B", "tie")]
+
+    assert ask(server, question="{prompt}|{first}|{second}", options={"seed": 1}) == [0.0, 1.0, 0.5]
+    bodies = [body for _, body in server.requests]
+    assert [body["messages"] for body in bodies] == [
+        [{"role": "user", "content": text}] for text in ("p|one|two", "{q}|three|four", "r|five|six")
+    ]
+    assert all(body["model"] == "judge" and body["seed"] == 1 and "max_tokens" not in body for body in bodies)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [drop, delay, cut_off, says("<html>"), says("busy", 503), says("bad", 400), says("{}"), says('{"choices": []}'),
+     says("[1]"), says('{"error": "x"}')],
+    ids=["drops", "is late", "cuts off", "no JSON", "busy", "refuses the text", "empty", "no choice", "list", "error"],
+)  # fmt: skip
+def test_one_request_that_fails_is_one_failed_verdict(
+    failure: Any, server: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    server.replies = [says(completion("A")), failure, says(completion("B"))]
+
+    assert ask(server, retries=0) == [0.0, None, 1.0]
+    (said,) = [message for message in caplog.messages if "verdicts failed" in message]
+    assert said.startswith("1 of 3 verdicts failed: the judge 'judge' at http://127.0.0.1:")
+
+
+@pytest.mark.parametrize("failure", [drop, says("busy", 429), says("<html>")], ids=["drops", "busy", "no JSON"])
+def test_what_may_pass_is_asked_again(failure: Any, server: Any) -> None:
+    server.replies = [failure, *[says(completion("A"))] * 3]
+
+    assert ask(server, retries=1) == [0.0] * 3 and len(server.requests) == 4
+
+
+@pytest.mark.parametrize("text", [None, "", "Once upon a time", 7])
+def test_a_reply_without_a_verdict_is_a_failed_one(text: Any, server: Any) -> None:
+    server.replies = [says(completion(text)), says(completion("A")), says(completion("B"))]
+
+    assert ask(server) == [None, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_what_is_wrong_for_all_ends_at_once(status: int, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
+    server.replies = [says(completion("A")), says("no: sk-very-secret", status)]
+    with pytest.raises(ConnectionError, match=f"the status {status}") as raised:
+        ask(server)
+    assert "very-secret" not in str(raised.value)
+    server.replies = [says("no", status)]
+    with pytest.raises(ConnectionError, match=f"the status {status}"):
+        finished(judge(server).check())
+
+
+def test_where_every_request_fails_there_is_no_win_rate(server: Any) -> None:
+    server.replies = [says("bad", 400)] * 3
+    with pytest.raises(ConnectionError, match="the status 400"):
+        ask(server)
+
+
+def test_a_position_that_is_preferred_cancels(server: Any) -> None:
+    """A judge that always says A gives every pair a tie."""
+    server.replies = [says(completion("A"))] * 4
+    reward = PreferenceReward(judge(server), "dataset")
+
+    assert reward(["p", "q"], ["x", "y"], chosen=["u", "v"]) == [0.0, 0.0]
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"question": "{prompt} {first}"}, "lacks the fields"),
+        ({"question": "{prompt} {first} {second} {third}"}, "has the field 'third'"),
+        ({"question": "{prompt} {first} {second} {"}, "braces that are none are doubled"),
+        ({"url": "localhost:8000"}, "must be an address"),
+        ({"retries": -1}, "retries=-1"),
+        ({"timeout": 0}, "timeout=0"),
+        ({}, "set the environment variable OPENAI_API_KEY"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(ValueError, match=words):
+        ChatJudge("judge", **settings)
