@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.generation.choosing import is_recent_enough
 from tests.rewards.local_server import Request
 
 torch.set_num_threads(1)
@@ -113,6 +114,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.get_closest_marker("learning") is None)
 
+
+needs_continuous = pytest.mark.skipif(not is_recent_enough("continuous"), reason="needs a newer transformers")
+needs_vllm_of_trl = pytest.mark.skipif(not is_recent_enough("vllm"), reason="needs a newer TRL")
+"""For tests of generation engines that the oldest libraries do not have."""
 
 QUIET: dict[str, Any] = {
     "use_cpu": True,

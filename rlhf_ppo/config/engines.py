@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trl.import_utils import is_vllm_available
-
 from rlhf_ppo.config.validation import Interval
 from rlhf_ppo.config.validation import option as _option
 
@@ -20,6 +18,13 @@ ENGINE_RANGES: dict[str, Interval] = {
     "vllm_tensor_parallel_size": Interval(1, math.inf),
 }
 """The values that a number may have."""
+
+
+def is_vllm_available() -> bool:
+    """Tell whether TRL finds a vLLM here that it can run."""
+    from trl.import_utils import is_vllm_available
+
+    return is_vllm_available()
 
 
 @dataclass(repr=False)

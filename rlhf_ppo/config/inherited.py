@@ -158,7 +158,7 @@ REMOVED: dict[str, str] = {
     "use_mps_device": "drop it: Apple's device is used where there is one; use_cpu=True turns it off",
     "xpu_backend": "use ddp_backend",
 }
-"""Argument of the documented signature that transformers 5 no longer has: what to use instead."""
+"""Argument of the documented signature that transformers no longer has or heeds: what to use instead."""
 
 
 def reject_removed(names: Iterable[str]) -> None:
@@ -183,8 +183,9 @@ class RejectsRemoved:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Check the names of the keyword arguments before `__init__` sees them."""
-        reject_removed(kwargs)
         known = inspect.signature(cls).parameters
+        # None is what the last versions of transformers that have an argument say of one that is not given.
+        reject_removed(name for name, value in kwargs.items() if value is not None or name not in known)
         for name in (name for name in kwargs if name not in known):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -222,7 +222,8 @@ def _needing_workers(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     given = {
         "dataloader_prefetch_factor": args.dataloader_prefetch_factor is not None,
         "dataloader_persistent_workers": bool(args.dataloader_persistent_workers),
-        "dataloader_multiprocessing_context": args.dataloader_multiprocessing_context is not None,
+        # transformers 5.16 has brought it
+        "dataloader_multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None) is not None,
     }
     for name in (name for name, is_given in given.items() if is_given and args.dataloader_num_workers == 0):
         yield name, "needs worker processes; set dataloader_num_workers to 1 or more"

@@ -70,7 +70,7 @@ class RoomySlidingLayer(DynamicSlidingWindowLayer):
     """The same for attention to the last tokens only."""
 
     def __init__(self, sliding_window: int) -> None:
-        super().__init__(sliding_window)
+        super().__init__(sliding_window=sliding_window)
         self.rooms = Room(), Room()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import compare_versions
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_flash_attention_utils import is_flash_attn_available
@@ -25,6 +27,12 @@ from rlhf_ppo.processes.engines import is_fsdp, product_dtype, zero_stage
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
+
+ENGINE_NEEDS: dict[str, tuple[str, str]] = {
+    "continuous": ("transformers", "5.11"),  # the first that can be told how many rows run at a time
+    "vllm": ("trl", "1.11"),  # the first that sends weights once, whether vLLM has slept or not
+}
+"""The library that an engine builds on and its lowest version, where that is above the package's own."""
 
 
 def make_engine(
@@ -59,6 +67,7 @@ def make_engine(
             every run there, vLLM cannot start or cannot be an opponent, or the policy does not generate from the
             distributions of its forward pass.
     """
+    _check_version(args.generation_engine)
     rows = rows or (lambda: args.local_rollout_forward_batch_size)
     if args.generation_engine == "vllm":
         if others := [kind for kind in opponents.kinds if kind != "self"]:
@@ -112,6 +121,21 @@ def _check_attention(policy: nn.Module, dtype: torch.dtype | None, device: torch
 def has_flash_attention() -> bool:
     """Tell whether transformers finds flash attention here, or `kernels`, which it then fetches it with."""
     return is_flash_attn_available() or is_kernels_available()
+
+
+def is_recent_enough(engine: str) -> bool:
+    """Tell whether the library that an engine builds on is as new as `ENGINE_NEEDS` says."""
+    name, lowest = ENGINE_NEEDS.get(engine, ("transformers", "0"))
+    return compare_versions(name, ">=", lowest)
+
+
+def _check_version(engine: str) -> None:
+    if not is_recent_enough(engine):
+        name, lowest = ENGINE_NEEDS[engine]
+        raise ValueError(
+            f"generation_engine={engine!r} needs {name} {lowest} or newer, and here is {version(name)}; "
+            f"`pip install -U {name}`, or set generation_engine='transformers'"
+        )
 
 
 def _check_whole(args: PPOConfig, accelerator: Accelerator) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
-from trl.trainer.utils import use_adapter
 
 from rlhf_ppo.data.places import Places
 from rlhf_ppo.models.adapter_checks import adapter_kind, adds_nothing, moved, probe, probe_tokens
@@ -88,7 +87,7 @@ class Reference:
             with at_work(self.model):
                 yield self.model
         else:
-            with use_adapter(with_adapters(policy), self.adapter_name):
+            with _adapter_in_use(with_adapters(policy), self.adapter_name):
                 yield functools.partial(model, only="policy", with_entropy=False)
 
     def is_policy(self, policy: nn.Module) -> bool:
@@ -105,7 +104,7 @@ class Reference:
             with at_work(self.model):
                 yield self.model
         else:
-            with use_adapter(with_adapters(policy), self.adapter_name):
+            with _adapter_in_use(with_adapters(policy), self.adapter_name):
                 yield model
 
 
@@ -238,8 +237,15 @@ def _check_stays(reference: Reference, policy: PeftModel) -> None:
         )
 
 
+def _adapter_in_use(policy: PeftModel, name: str | None) -> AbstractContextManager[None]:
+    """Let an adapter of the policy work in the block, or none."""
+    from trl.trainer.utils import use_adapter
+
+    return use_adapter(policy, name)
+
+
 def _logits(reference: Reference, policy: PeftModel, tokens: Tensor) -> Tensor:
     if isinstance(reference.model, FrozenPolicy):
         return probe(reference.model.policy, tokens)
-    with use_adapter(policy, reference.adapter_name):
+    with _adapter_in_use(policy, reference.adapter_name):
         return probe(policy, tokens)

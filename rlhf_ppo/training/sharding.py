@@ -142,11 +142,13 @@ def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = Fal
     Returns:
         The module to call.
     """
-    from trl.models.utils import prepare_deepspeed, prepare_fsdp
-
     if zero_stage(accelerator) == 3:
+        from trl.models.utils import prepare_deepspeed
+
         return prepare_deepspeed(model, accelerator)
     if is_fsdp(accelerator):
+        from trl.models.utils import prepare_fsdp
+
         model.to(accelerator.device)
         for block in [part for part in model.modules() if type(part).__name__ in cast(Any, model)._no_split_modules]:
             prepare_fsdp(block, accelerator)

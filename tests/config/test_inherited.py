@@ -12,7 +12,11 @@ from rlhf_ppo.config.inherited import HONOURED, REJECTED, REJECTED_VALUES, REMOV
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
 HONOURED_NAMES = [name for names in HONOURED.values() for name in names]
-NEW_NAMES = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # not in the oldest transformers
+NEW_NAMES = {  # not in the oldest transformers
+    *("activation_checkpointing", "activation_checkpointing_kwargs"),
+    *("dataloader_in_order", "dataloader_multiprocessing_context"),
+}
+OLD_NAMES = {"logging_dir", "warmup_ratio"}  # only in the oldest: one changes nothing there, one is ours too
 OTHER: dict[str, Any] = {  # a value that is not the default
     "label_smoothing_factor": 0.1,
     "neftune_noise_alpha": 5.0,
@@ -44,7 +48,9 @@ def make(**arguments: Any) -> PPOConfig:
 def test_every_argument_is_in_exactly_one_table():
     assert len(HONOURED_NAMES) == len(set(HONOURED_NAMES))
     assert not set(HONOURED_NAMES) & set(REJECTED)
-    assert set(FIELDS) - set(HONOURED_NAMES) - set(REJECTED) == set(), "new in transformers: honour or reject it"
+    assert set(FIELDS) - set(HONOURED_NAMES) - set(REJECTED) - OLD_NAMES == set(), (
+        "new in transformers: honour or reject it"
+    )
     assert (set(HONOURED_NAMES) | set(REJECTED)) - set(FIELDS) - NEW_NAMES == set(), "no longer in transformers"
     assert set(REJECTED_VALUES) <= set(HONOURED_NAMES)
 
@@ -74,7 +80,8 @@ def test_all_problems_are_named_at_once():
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, by in REJECTED_VALUES.items() for value in by])
 def test_rejected_values(name: str, value: str):
-    with pytest.raises(ValueError, match=f"{name}='{value}': {REJECTED_VALUES[name][value]}"):
+    is_known = value in FIELDS[name].metadata.get("choices", [value])  # not in the oldest transformers
+    with pytest.raises(ValueError, match=f"{name}='{value}'{f': {REJECTED_VALUES[name][value]}' if is_known else ''}"):
         make(**{name: value})
 
 
@@ -123,7 +130,7 @@ GONE = """
 
 def test_all_that_is_gone_is_explained_and_nothing_that_exists():
     assert set(GONE) <= set(REMOVED)
-    assert not set(REMOVED) & {field.name for field in dataclasses.fields(PPOConfig)}
+    assert not set(REMOVED) & {field.name for field in dataclasses.fields(PPOConfig)} - OLD_NAMES
 
 
 @pytest.mark.parametrize("name", sorted(REMOVED))

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import compare_versions
+from packaging.version import Version
 from torch import nn
 
 from rlhf_ppo import PPOTrainer
@@ -24,7 +26,7 @@ from rlhf_ppo.generation.vllm import VLLMEngine
 from rlhf_ppo.models.logprobs import response_logprobs
 from rlhf_ppo.rewards.preference import PreferenceReward
 from rlhf_ppo.training.special_tokens import special_tokens
-from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
+from tests.conftest import make_tokenizer, needs_continuous, prompt_rows, tiny_policy
 from tests.runs import QUICK, assert_identical, history, parameters, record_rollouts
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -111,6 +113,7 @@ def test_without_the_correction_logprobs_are_only_logged(make_trainer: MakeTrain
 # ---- Who generates ----
 
 
+@needs_continuous
 def test_continuous_batching_trains_evaluates_and_fills_tables(make_trainer: MakeTrainer) -> None:
     """With one choice at each step it is the run of `generate`; its log-probabilities are those of that one choice."""
     ends = []
@@ -156,19 +159,20 @@ def make(
 def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_arguments, "is_vllm_available", lambda: True)
     monkeypatch.setattr(choosing, "start_vllm", lambda *given: VLLMEngine(given))
+    monkeypatch.setitem(choosing.ENGINE_NEEDS, "vllm", ("trl", "1"))
 
 
 def test_each_engine_gets_what_it_needs(make_args: Any, vllm_installed: None) -> None:
     given = {"local_rollout_forward_batch_size": 7, "stop_strings": ["w3"]}
     engine = make(make_args, **given)
     assert engine.rows_per_call() == 7 and engine.stop_strings.strings == ("w3",)
-    assert make(make_args, generation_engine="continuous", **given).max_rows() == 7
     vllm = {"generation_engine": "vllm", **given}
     assert make(make_args, **vllm).vllm[-2:] == (1, 7)  # the stop token, and rows at once
     assert make(make_args, **vllm, local_batch_size=12).vllm[-1] == 12
     assert make(make_args, **vllm, local_batch_size=12, generation_batch_size=3).vllm[-1] == 3
 
 
+@needs_continuous
 def test_continuous_batching_needs_a_whole_policy(make_args: Any) -> None:
     def sharded(**state: Any) -> Any:
         given = {"mixed_precision": "no", "device": torch.device("cpu")}
@@ -182,9 +186,23 @@ def test_continuous_batching_needs_a_whole_policy(make_args: Any) -> None:
         ValueError, match=r"'continuous' with ZeRO-3 .*ds3_gather_for_generation=False; set it to True"
     ):
         make(make_args, accelerator=zero3, ds3_gather_for_generation=False, **continuous)
-    assert make(make_args, accelerator=zero3, **continuous).max_rows() == 64
+    assert make(make_args, accelerator=zero3, local_rollout_forward_batch_size=7, **continuous).max_rows() == 7
 
 
+@pytest.mark.parametrize(("engine", "needed"), [("continuous", r"transformers 5\.11"), ("vllm", r"trl 1\.11")])
+def test_an_engine_may_need_a_newer_library_than_the_package(
+    engine: str, needed: str, make_args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"transformers": "5.10.2", "trl": "1.10.0"}
+    monkeypatch.setattr(engine_arguments, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(choosing, "version", here.__getitem__)
+    monkeypatch.setattr(choosing, "compare_versions", lambda name, *rest: compare_versions(Version(here[name]), *rest))
+    with pytest.raises(ValueError, match=rf"{engine!r} needs {needed} or newer, and here is \d\.10\.\d; `pip"):
+        make(make_args, generation_engine=engine)
+    assert make(make_args, generation_engine="transformers")
+
+
+@needs_continuous
 def test_continuous_batching_computes_as_the_run_does_and_needs_flash_attention_on_a_gpu(
     make_args: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +226,7 @@ def test_continuous_batching_computes_as_the_run_does_and_needs_flash_attention_
         dtype("bf16", "cuda")
 
 
+@needs_continuous
 def test_continuous_batching_has_no_top_p_of_the_same_bits_on_a_gpu(
     make_args: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +253,7 @@ def test_vllm_can_be_no_reference_to_compare_with(make_args: Any, vllm_installed
         make(make_args, [PreferenceReward(judge, "reference")], generation_engine="vllm")
 
 
+@needs_continuous
 def test_stop_strings_end_what_continuous_batching_generated(make_trainer: MakeTrainer) -> None:
     given = {**QUICK, "top_k": 1, "stop_strings": ["w4", "w7 w", "w12"], "response_length": 8}
     tables = []

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.generation.nonfinite import ChecksLogits, NonFiniteLogitsError
-from tests.conftest import prompt_rows
+from tests.conftest import needs_continuous, prompt_rows
 from tests.runs import QUICK
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -44,7 +44,7 @@ def test_good_logits_are_left_alone() -> None:
     checks.check()
 
 
-@pytest.mark.parametrize("engine", ["transformers", "continuous"])
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
 def test_a_run_says_in_which_update_the_policy_broke(engine: str, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**QUICK, generation_engine=engine, callbacks=[BreaksWeights(2)])
     with pytest.raises(NonFiniteLogitsError, match=r"update 3: the policy \(LlamaForCausalLM\) .* NaN") as error:
@@ -52,7 +52,7 @@ def test_a_run_says_in_which_update_the_policy_broke(engine: str, make_trainer: 
     assert "learning_rate" in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("engine", ["transformers", "continuous"])
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
 @pytest.mark.parametrize("call", ["evaluate", "generate_completions"])
 def test_evaluation_says_after_which_update(engine: str, call: str, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**QUICK, generation_engine=engine, eval_dataset=prompt_rows(2))

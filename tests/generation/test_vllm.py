@@ -19,7 +19,6 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trl.distributed import DistributedBackend
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -30,8 +29,10 @@ from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_conf
 from rlhf_ppo.generation.vllm import VLLMEngine, start_vllm
 from rlhf_ppo.models.adapters import base_kept
 from rlhf_ppo.processes.signals import EndsOnSignals, Stopped
-from tests.conftest import make_tokenizer, tiny_policy
+from tests.conftest import make_tokenizer, needs_vllm_of_trl, tiny_policy
 from tests.generation.test_transformers_engine import prompts
+
+pytestmark = needs_vllm_of_trl
 
 MakeArgs = Callable[..., PPOConfig]
 
@@ -144,17 +145,16 @@ def test_each_call_of_a_group_draws_other_numbers(make_vllm_args: MakeArgs, monk
     assert first != second
 
 
-class SleepingVLLM:
+class SleepingVLLM(VLLMGeneration):
     """What `VLLMGeneration` does about weights when it sleeps: its `sync_weights`, and a line of its `generate`."""
 
     mode, enable_sleep_mode, tensor_parallel_size = "colocate", True, 1
     _llm_weights_sleeping = True
-    _iter_named_params = VLLMGeneration._iter_named_params
-    _fix_param_name_to_vllm = VLLMGeneration._fix_param_name_to_vllm
-    sync_weights = VLLMGeneration.sync_weights
 
     def __init__(self, policy: Any) -> None:
         self.model, self.accelerator = policy, Accelerator(cpu=True)
+        from trl.distributed import DistributedBackend
+
         self._dist = DistributedBackend(self.accelerator)
         self.llm, self.num_sent = MagicMock(), 0
         self.llm.wake_up.side_effect = lambda tags: setattr(self, "num_sent", self.num_sent + 1)
