@@ -377,13 +377,13 @@ class PPOTrainer(TrainerHooks):
         args, mask = self.args, rollout.loss_mask
         if args.score_scaling:
             self.score_moments.add(whole_scores(rollout), self._sum)
-        rewards = self.shape_rewards(rollout)
+        rewards = paid = self.shape_rewards(rollout)
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False, reduce_sum=self._sum)
         advantages, returns = self.compute_advantages(rollout, rewards)
         weights = rollout.importance_weights(args.importance_sampling_clip_max)
-        self._loop.take_metrics(rollout, self._score_std, returns, weights)
         whitened = masked_whiten(advantages, mask, reduce_sum=self._sum)
+        self._loop.take_metrics(rollout, self._score_std, (paid, returns, whitened), weights)
         return Experience.of(rollout, whitened, returns, weights if args.importance_sampling_correction else None)
 
     def shape_rewards(self, rollout: Rollout) -> Tensor:

@@ -20,7 +20,7 @@ _SAID = re.compile(
 UNFINISHED = "unfinished-checkpoint"
 """Where a checkpoint is written that is then put in place under another name than Trainer gives it."""
 
-_TEMPORARY = re.compile(r"\.tmp\w{6}|.*\.json\.tmp")  # of safetensors, of this library
+_TEMPORARY = re.compile(r"\.tmp\w{6}|.*\.(json|parquet)\.tmp")  # of safetensors, of this library
 
 
 class DiskFullError(OSError):

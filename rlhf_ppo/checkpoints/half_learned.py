@@ -39,6 +39,7 @@ class HalfLearned:
         metrics: Those of the rollout.
         num_response_tokens: Tokens of the responses of all ranks.
         seconds: Seconds by phase.
+        completions: Rows of this rank's responses that are kept when the update is logged.
         left_out: Why the divergence guard left out responses of this rank.
         num_steps: Optimizer steps that it allowed.
         wishes: What callbacks asked for since the update began, such as "should_save".
@@ -54,6 +55,7 @@ class HalfLearned:
     metrics: dict[str, float] = field(default_factory=dict)
     num_response_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    completions: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     num_steps: int = 0
     wishes: dict[str, bool] = field(default_factory=dict)
@@ -133,7 +135,7 @@ def _read(path: str) -> Iterator[Any]:
 
 def _values(file: Any) -> dict[str, Any]:
     values, types = json.loads(file.metadata()[_VALUES]), _value_types()
-    if not types.keys() - {"named"} <= values.keys() <= types.keys():  # earlier versions had no further figures
+    if not types.keys() - {"named", "completions"} <= values.keys() <= types.keys():  # earlier versions had neither
         raise KeyError(f"{sorted(values)} instead of {sorted(types)}")
     for name, value in values.items():
         check_type(name, value, types[name], "")

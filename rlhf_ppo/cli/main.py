@@ -17,6 +17,7 @@ COMMANDS = {
     "judge": ("rlhf_ppo.cli.judge", "the share of prompts for which a judge prefers one model over another"),
     "eval": ("rlhf_ppo.cli.judge", "another name of judge"),
     "plot": ("rlhf_ppo.cli.plot", "draw the metrics of runs"),
+    "report": ("rlhf_ppo.cli.report", "one HTML file about runs: curves, samples, responses token by token"),
     "configs": ("rlhf_ppo.cli.configs", "write accelerate's configurations and the example scripts into a directory"),
     "demo": ("rlhf_ppo.cli.demo", "all steps with a toy model, in minutes"),
 }

@@ -36,6 +36,7 @@ RANGES: dict[str, Interval] = {
     "reward_timeout": _POSITIVE,
     "missing_eos_score": Interval(-math.inf, math.inf),
     **dict.fromkeys(("kl_coef", "vf_coef", "top_k", "num_sample_generations", "stop_token_id"), _NOT_NEGATIVE),
+    "num_completions_to_keep": _NOT_NEGATIVE,
     **dict.fromkeys(("response_length", "num_ppo_epochs", "num_mini_batches", "total_episodes"), _AT_LEAST_ONE),
     **dict.fromkeys(("local_rollout_forward_batch_size", "max_prompt_length", "dataset_num_proc"), _AT_LEAST_ONE),
     "max_tokens_per_micro_batch": _AT_LEAST_ONE,
@@ -144,6 +145,11 @@ class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, EngineArguments, T
         "one device.",
     )
     num_sample_generations: int = _option(10, "How many tables of samples to print, evenly over the run; 0: none.")
+    num_completions_to_keep: int = _option(
+        32,
+        "How many responses of each logged update are kept in output_dir/completions, with value, advantage, KL and "
+        "reward of every token; 0: none.",
+    )
 
     # --- Reward ---
     # HfArgumentParser reads the second of several types from the command line.

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -123,13 +124,13 @@ def mean_curve(
 
 def _read_groups(runs: Sequence[Run] | Mapping[str, Sequence[Run]]) -> dict[str, list[Log]]:
     if isinstance(runs, Mapping):
-        return {label: [_training_log(run) for run in _listed(group)] for label, group in runs.items()}
-    return {label: [_training_log(run)] for label, run in zip(_labels(_listed(runs)), runs, strict=True)}
+        return {label: [training_log(run) for run in _listed(group)] for label, group in runs.items()}
+    return {label: [training_log(run)] for label, run in zip(_labels(_listed(runs)), runs, strict=True)}
 
 
-def _training_log(run: Run) -> Log:
+def training_log(run: Run) -> Log:
     """Read a run's log without its summary, and give evaluations, which log their step alone, their episode."""
-    log = [entry for entry in read_log(run) if "train_runtime" not in entry]
+    log = [_numbers(entry) for entry in read_log(run) if "train_runtime" not in entry]
     known = [(entry["step"], entry["episode"]) for entry in log if "step" in entry and "episode" in entry]
     if not known:
         return log
@@ -138,6 +139,10 @@ def _training_log(run: Run) -> Log:
         {"episode": float(np.interp(entry["step"], steps, episodes)), **entry} if "step" in entry else entry
         for entry in log
     ]
+
+
+def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in entry.items() if isinstance(value, int | float)}
 
 
 def _listed(runs: Sequence[Run]) -> Sequence[Run]:
@@ -155,13 +160,10 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _logged_metrics(groups: Mapping[str, list[Log]], metrics: Sequence[str] | None, x: str) -> list[str]:
-    entries = [entry for logs in groups.values() for log in logs for entry in log if x in entry]
-    logged = [key for key in dict.fromkeys(key for entry in entries for key in entry) if key not in _COUNTERS]
-    if not logged:
-        raise ValueError(
-            f"there is nothing to draw: {', '.join(groups)} logged no metric with {x!r}; "
-            "train with logging_strategy='steps', or 'epoch'"
-        )
+    for label, logs in groups.items():
+        if all(not _metrics_with(log, x) for log in logs):
+            raise ValueError(f"there is nothing to draw of {label}: {_what_is_logged(logs, x)}")
+    logged = list(dict.fromkeys(key for logs in groups.values() for log in logs for key in _metrics_with(log, x)))
     if metrics is None:
         return [key for key in PANELS if key in logged] + sorted(key for key in logged if key not in PANELS)
     if missing := [key for key in metrics if key not in logged]:
@@ -169,6 +171,21 @@ def _logged_metrics(groups: Mapping[str, list[Log]], metrics: Sequence[str] | No
     if not metrics:
         raise ValueError("there is nothing to draw: metrics=[]; None draws all")
     return list(metrics)
+
+
+def _metrics_with(log: Log, x: str) -> list[str]:
+    return [key for key in dict.fromkeys(key for entry in log if x in entry for key in entry) if key not in _COUNTERS]
+
+
+def _what_is_logged(logs: Sequence[Log], x: str) -> str:
+    keys = [
+        key for key in dict.fromkeys(key for log in logs for entry in log for key in entry) if key not in _COUNTERS
+    ]
+    if not keys:
+        return "it has logged nothing; train with logging_strategy='steps', or 'epoch'"
+    shown = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
+    other = "; a log of another trainer is drawn with x='step' (--x step)" if x == "episode" else ""
+    return f"it has logged {shown}, and none of it with {x!r}{other}"
 
 
 def _draw(panel: Axes, metric: str, groups: Mapping[str, list[Log]], x: str) -> None:

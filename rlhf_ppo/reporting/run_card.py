@@ -77,6 +77,11 @@ def reward_origins(models: Sequence[nn.Module], names: Sequence[str]) -> list[st
     return [origin or name for origin, name in zip(origins, names, strict=False)] + list(names[len(origins) :])
 
 
+def names_of_parts(policy: nn.Module, reward_models: Sequence[nn.Module], names: Sequence[str]) -> dict[str, Any]:
+    """Return what a run is made of, by where it comes from: `policy`, and `rewards` as `reward_origins` gives them."""
+    return {"policy": _origin(policy), "rewards": reward_origins(reward_models, names)}
+
+
 def _origin(model: nn.Module) -> str | None:
     """Return the path or hub name that a model was loaded from, if any."""
     return transformers_model(model).config._name_or_path or None

@@ -1,4 +1,4 @@
-"""The log that Trainer keeps in `trainer_state.json`, and `log_history.jsonl` beside checkpoints, found and read."""
+"""The log of a run, from `trainer_state.json` and from `log_history.jsonl`, to which a run that goes on adds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import TrainerState
 
-from rlhf_ppo.checkpoints.history import whole_history
+from rlhf_ppo.checkpoints.history import HISTORY_NAME, whole_history
 from rlhf_ppo.checkpoints.progress import PROGRESS_NAME, Progress
 from rlhf_ppo.checkpoints.run import numbered
 
@@ -25,8 +25,8 @@ def read_log(run: Run) -> Log:
     """Return the log history of a run.
 
     Args:
-        run: An output directory (its own state, or else that of its newest checkpoint), a `trainer_state.json`, a
-            `TrainerState` or a log history.
+        run: An output directory (its `log_history.jsonl`, its own state, or that of its newest checkpoint: what goes
+            furthest), a `trainer_state.json`, a `TrainerState` or a log history.
 
     Returns:
         The log history.
@@ -39,7 +39,7 @@ def read_log(run: Run) -> Log:
     if isinstance(run, TrainerState):
         return run.log_history
     if isinstance(run, (str, os.PathLike)):
-        return _read_state(_existing_state(run))
+        return _read_path(Path(run))
     if isinstance(run, Mapping) or not all(isinstance(entry, Mapping) for entry in run):
         raise TypeError(
             f"a run is a path, a TrainerState or a list of log entries, got {type(run).__name__}; "
@@ -57,25 +57,55 @@ def find_state(directory: str | os.PathLike[str]) -> Path | None:
     return next(filter(Path.is_file, states), None)
 
 
+def has_log(directory: str | os.PathLike[str]) -> bool:
+    """Tell whether a run in a directory has logged anything."""
+    return Path(directory, HISTORY_NAME).is_file() or find_state(directory) is not None
+
+
+def _read_path(path: Path) -> Log:
+    if path.is_file():
+        return _read_state(path)
+    state, lines = find_state(path), path / HISTORY_NAME
+    if state is None and not lines.is_file():
+        what = "no trainer_state.json or log_history.jsonl" if path.is_dir() else "no such directory"
+        raise FileNotFoundError(
+            f"{path} holds no run: there is {what}; pass the output_dir of a run that has logged something"
+        )
+    log, written = _read_state(state) if state is not None else [], _read_lines(lines)
+    # A state of before the run went on, or of another run, does not begin with what the run has logged.
+    return log if _text(log[: len(written)]) == _text(written) else written
+
+
 def _read_state(path: Path) -> Log:
     try:
-        return _with_earlier(path.parent, json.loads(path.read_text(encoding="utf-8"))["log_history"])
+        log = _with_earlier(path.parent, json.loads(path.read_text(encoding="utf-8"))["log_history"])
+        if not all(isinstance(entry, dict) for entry in log):
+            raise TypeError("its log_history holds something else than entries")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no trainer_state.json that Trainer wrote: {error!r}") from error
+    return log
 
 
-def _with_earlier(directory: Path, last: list[dict[str, Any]]) -> Log:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read `log_history.jsonl`, without a last line that is being written."""
+    if not path.is_file():
+        return []
+    entries = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), 1):
+        try:
+            entries.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            if line.endswith("\n"):
+                raise ValueError(f"{path} is damaged: line {number} is no entry of a log") from error
+    return entries
+
+
+def _text(log: Log) -> str:
+    return json.dumps(list(log), sort_keys=True)  # in which NaN equals NaN
+
+
+def _with_earlier(directory: Path, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the whole log of a checkpoint, which has its last entries only."""
     progress = directory / PROGRESS_NAME
     num_logged = Progress.load(str(directory)).num_logged if progress.is_file() else 0
     return whole_history(directory, last, num_logged)
-
-
-def _existing_state(path: str | os.PathLike[str]) -> Path:
-    found = Path(path) if Path(path).is_file() else find_state(path)
-    if found is None:
-        raise FileNotFoundError(
-            f"no trainer_state.json in {path} or its checkpoints; "
-            "call trainer.save_state() after training, or set save_strategy"
-        )
-    return found

@@ -483,3 +483,5 @@ class TrainerHooks(Trainer):
             logs.update(self._window.drain())
         with failing_together(self.accelerator) if of_training else nullcontext(), self._checkpoints.naming_full_log():
             super().log(logs, start_time)
+        if of_training:
+            self._loop.write_logged()

@@ -15,7 +15,7 @@ from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import TrainerControl
+from transformers import PreTrainedTokenizerBase, TrainerControl
 from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo.algorithm.controllers import FixedKLController, KLController
@@ -35,6 +35,7 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import drop_foreign_padding
 from rlhf_ppo.processes.signals import EndsOnSignals
 from rlhf_ppo.processes.streams import Streams
+from rlhf_ppo.reporting.kept_completions import KeptCompletions
 from rlhf_ppo.reporting.metrics import (
     MetricWindow,
     gather_columns,
@@ -43,6 +44,7 @@ from rlhf_ppo.reporting.metrics import (
     sampling_metrics,
     warn_of_unscored,
 )
+from rlhf_ppo.reporting.run_card import names_of_parts
 from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import Scorer
@@ -51,6 +53,7 @@ from rlhf_ppo.training.divergence import DivergenceGuard
 from rlhf_ppo.training.half_learned import LearningInParts
 from rlhf_ppo.training.optimization import follows_metric
 from rlhf_ppo.training.run_directory import RunDirectory
+from rlhf_ppo.training.saving import CheckpointWriter
 from rlhf_ppo.training.stateful import StatefulParts
 from rlhf_ppo.training.stopping import EndAfterSignal
 
@@ -66,10 +69,14 @@ class LoopedTrainer(Protocol):
     kl_controller: KLController
     lr_scheduler: Any
     model: PolicyAndValue
+    policy_model: nn.Module
+    reward_models: list[nn.Module]
+    scorer: Scorer
     sizes: Sizes
     scorer: Scorer
     state: PPOTrainerState
     train_dataset: Any
+    _checkpoints: CheckpointWriter
     _directory: RunDirectory
     _end: EndAfterSignal
     _engine: GenerationEngine
@@ -89,6 +96,7 @@ class LoopedTrainer(Protocol):
     _streams: Streams
     _sum: Callable[[Tensor], Tensor]
     _timer: PhaseTimer
+    _tokenizer: PreTrainedTokenizerBase
     _total_loss_scalar: float
     _tr_loss: Tensor
     _window: MetricWindow
@@ -139,6 +147,7 @@ class Loop:
         epochs: Numbers of the passes over the data, from the one that the run is in.
         grad_norm: Gradient norm of the latest update.
         latest_prompts: This rank's prompts of the latest update; None before it.
+        completions: Responses of the latest update.
     """
 
     model: nn.Module
@@ -149,6 +158,7 @@ class Loop:
         self.grad_norm: float | Tensor | None = None
         self.latest_prompts: Prompts | None = None
         self._updates_per_epoch = 1
+        self.completions = KeptCompletions(run.args, run._tokenizer, run.accelerator.num_processes)
 
     # ---- Before the first update ----
 
@@ -189,7 +199,8 @@ class Loop:
         run._initial_global_step = run.state.global_step
         self._take_up_losses()
         self.model.zero_grad()
-        run._directory.note(run._get_output_dir(trial), run.state.log_history)
+        made_of = names_of_parts(run.policy_model, run.reward_models, run.scorer.names)
+        run._directory.note(run._get_output_dir(trial), run.state.log_history, made_of)
         moments = run._progress.score_moments  # where earlier versions kept them
         run._stateful.start(checkpoint, {"score_moments": moments} if moments else {})
         self._trial, self._ignore_keys = trial, ignore_keys_for_eval
@@ -293,16 +304,24 @@ class Loop:
         if args.torch_empty_cache_steps is not None and state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
 
-    def take_metrics(self, rollout: Rollout, score_std: float | None, returns: Tensor, weights: Tensor | None) -> None:
-        """Take the metrics of a rollout and count its tokens.
+    def take_metrics(
+        self,
+        rollout: Rollout,
+        score_std: float | None,
+        of_tokens: tuple[Tensor, Tensor, Tensor],
+        weights: Tensor | None,
+    ) -> None:
+        """Take the metrics of a rollout, note its first responses and count its tokens.
 
         Args:
             rollout: This rank's.
             score_std: What scores are divided by; None leaves them in their own unit.
-            returns: What the value model is to expect, `(B, T)`.
+            of_tokens: What each token was paid before whitening, what the value model is to expect, and whitened
+                advantages, `(B, T)` each.
             weights: Importance weights, `(B, T)`, or None.
         """
-        run, args = self.run, self.run.args
+        run, args, logged = self.run, self.run.args, self.run._logged.columns
+        paid, returns, advantages = of_tokens
         own = rollout_columns(rollout, args, run.kl_controller.coef, score_std)
         columns = gather_columns(own, run._gather)
         warn_of_unscored(columns["scores"])
@@ -314,6 +333,7 @@ class Loop:
             run._metrics["objective/kl_coef"] = float(run.kl_controller.coef)
         run._num_response_tokens = int(columns["length"].sum())
         self._count_input_tokens(rollout.attention_mask)
+        self.completions.note(run.state.global_step + 1, rollout, advantages, paid, own, logged)
 
     def _count_input_tokens(self, attention_mask: Tensor) -> None:
         run, counted = self.run, self.run.args.include_num_input_tokens_seen
@@ -326,6 +346,7 @@ class Loop:
         run = self.run
         learned.metrics, learned.num_response_tokens = run._metrics, run._num_response_tokens
         learned.seconds = run._timer.seconds
+        learned.completions = self.completions.rows(run.state.global_step + 1)
         learned.left_out, learned.num_steps = run._guard.left_out, run._guard.num_steps
         learned.wishes = run.control.state()["args"]
 
@@ -333,9 +354,16 @@ class Loop:
         run = self.run
         run._metrics, run._num_response_tokens = dict(learned.metrics), learned.num_response_tokens
         run._timer.seconds = dict(learned.seconds)
+        self.completions.take(learned.completions)
         run._guard.left_out, run._guard.num_steps = list(learned.left_out), learned.num_steps
         for name, value in learned.wishes.items():
             setattr(run.control, name, value)
+
+    def write_logged(self) -> None:
+        """Write the log as far as it goes, and responses of the update that was logged."""
+        run = self.run
+        with run._checkpoints.naming_full_log():
+            run._directory.write_logged(run.state.log_history, self.completions.rows(run.state.global_step))
 
     # ---- After updates ----
 

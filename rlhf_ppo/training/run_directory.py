@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -21,7 +21,10 @@ from rlhf_ppo.checkpoints.lock import locked
 from rlhf_ppo.checkpoints.run import Run, check_start, continue_run, rotate, start_run, wanted_checkpoint
 from rlhf_ppo.checkpoints.whole import last_whole_checkpoint, what_is_missing
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.processes.failing import failing_together
+from rlhf_ppo.reporting.completion_files import write_completions
+from rlhf_ppo.reporting.run_settings import save_settings
 
 logger = get_logger(__name__)
 
@@ -94,19 +97,34 @@ class RunDirectory:
         self._given_up = told if abandoned else None
         return checkpoint, run
 
-    def note(self, directory: str, logged: Sequence[Entry]) -> None:
-        """Write into the directory whose run it is, once nothing refuses that run any more.
+    def note(self, directory: str, logged: Sequence[Entry], made_of: Mapping[str, Any]) -> None:
+        """Write into the directory whose run it is and what it is made of, once nothing refuses that run any more.
 
         Args:
             directory: The run's.
             logged: What the run has logged so far.
+            made_of: The names of policy and rewards.
         """
         with failing_together(self.accelerator):
             if self.args.should_save:
                 self.run.save(directory)
+                save_settings(directory, self.args, made_of)
                 self._history = History(directory, logged)
         if self._given_up is not None:
             logger.warning(self._given_up)
+
+    def write_logged(self, logged: Sequence[Entry], rows: list[dict[str, Any]]) -> None:
+        """Write what the run has logged as far as it goes, and responses of the update that was logged.
+
+        Args:
+            logged: What the run has logged so far.
+            rows: This rank's responses, as `KeptCompletions.rows` gives them.
+        """
+        rows = gather_object(rows)[: self.args.num_completions_to_keep]
+        with failing_together(self.accelerator):
+            self.write_history(logged)
+            if rows and self.args.process_index == 0:
+                write_completions(output_directory(self.args), rows, self.run)
 
     def write_history(self, logged: Sequence[Entry]) -> None:
         """Append what the run has logged since."""

@@ -78,7 +78,8 @@ def test_a_short_run_has_curves_samples_and_a_card_and_ends_with_one_line_that_s
     commands.train([*PPO, "--reward_funcs", "length", "--num_sample_generations", "2", "--logging_steps", "10"])
 
     *printed, last = capsys.readouterr().out.strip().splitlines()
-    assert last == "The policy is in out; its curves: `rlhf-ppo plot out`; its samples: out/_samples."
+    said = "its curves: `rlhf-ppo plot out`; its report: `rlhf-ppo report out`; its samples: out/_samples."
+    assert last == f"The policy is in out; {said}"
     assert not any("The policy is in" in line for line in printed)
     assert any("held-out prompts" in line for line in printed)
     assert len(list(Path("out/_samples").glob("update-*.csv"))) == 2

@@ -64,6 +64,7 @@ CASES = [
     Case("generation_batch_size", None, "2", 2, COUNT),
     Case("ds3_gather_for_generation", True, "false", False, ("no", None)),
     Case("num_sample_generations", 10, "0", 0, (-1, 1.5, None)),
+    Case("num_completions_to_keep", 32, "0", 0, (-1, 1.5, None)),
     Case(
         "reward_weights",
         None,

@@ -437,7 +437,7 @@ def train_until_sigterm(output_dir: str, models: str, at: tuple[str, int] | None
 
 
 class DiskIsFullAfter(TrainerCallback):
-    """After the checkpoint of `step` no file of one rank may grow beyond a few bytes, its output's perhaps neither."""
+    """After the checkpoint of `step` files of one rank have little room, its output perhaps none."""
 
     def __init__(self, step: int, rank: int, prints: bool) -> None:
         self.step, self.rank, self.prints = step, rank, prints
@@ -450,7 +450,8 @@ class DiskIsFullAfter(TrainerCallback):
         if state.global_step == self.step and args.process_index == self.rank:
             if not self.prints:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+            room = 100 if self.prints else 10_000  # for the log that precedes the checkpoint, but not for its models
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
 
 
 def train_until_the_disk_is_full(output_dir: str, models: str, rank: int, prints: bool = False) -> str:

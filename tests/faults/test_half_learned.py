@@ -25,6 +25,7 @@ from rlhf_ppo.checkpoints import last_whole_checkpoint, what_is_missing
 from rlhf_ppo.checkpoints.manifest import write_manifest
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.processes.signals import BetweenMicroBatches, RunStopped
+from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from rlhf_ppo.training import saving
 from tests.faults import conftest
 from tests.faults.conftest import make_saving
@@ -33,7 +34,7 @@ from tests.runs import assert_identical, end_of_run
 RUN: dict[str, Any] = {
     "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_ppo_epochs": 2, "num_mini_batches": 2,
     "total_episodes": 12, "include_num_input_tokens_seen": "all", "score_scaling": True, "on_divergence": "skip",
-    "lr_scheduler_type": "linear",
+    "lr_scheduler_type": "linear", "num_completions_to_keep": 3,
 }  # fmt: skip
 """Three updates, each with four optimizer steps of two micro-batches."""
 
@@ -109,7 +110,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], lis
     """The end of the run that was left alone, and its events."""
     trainer = make(tmp_path_factory.mktemp("whole") / "run", notes := Notes())
     trainer.train()
-    return end_of_run(trainer), notes.events
+    return end_with_completions(trainer), notes.events
+
+
+def end_with_completions(trainer: PPOTrainer) -> dict[str, Any]:
+    """The end of a run, and the responses that it has kept of each update."""
+    kept = {step: read_completions(path) for step, path in find_completions(str(trainer.args.output_dir)).items()}
+    assert list(kept) == [1, 2, 3] and all(len(rows) == 3 for rows in kept.values())
+    return end_of_run(trainer) | {"completions": kept}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +146,7 @@ def test_the_resumed_run_finishes_the_update(
     resumed = make(run, second)
     resumed.train(resume_from_checkpoint=True)
 
-    assert_identical(end_of_run(resumed), whole[0])
+    assert_identical(end_with_completions(resumed), whole[0])
     assert first.events + second.events == whole[1]
     assert checkpoints(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
@@ -152,7 +160,7 @@ def test_an_update_may_be_stopped_again(whole: Any, tmp_path: Path) -> None:
     assert checkpoints(run) == ["checkpoint-1", "checkpoint-1-2"]
     trainer.train(resume_from_checkpoint=True)
 
-    assert_identical(end_of_run(trainer), whole[0])
+    assert_identical(end_with_completions(trainer), whole[0])
     assert notes.events == whole[1] and checkpoints(run) == ["checkpoint-3"]
 
 
@@ -227,7 +235,7 @@ def test_what_holds_something_else_is_skipped_or_refused(
     with caplog.at_level("WARNING", "rlhf_ppo"):
         resumed.train(resume_from_checkpoint=True)
     assert f"Skipping {checkpoint}: its half_learned_0.safetensors is missing, or holds something" in caplog.text
-    assert_identical(end_of_run(resumed), whole[0])
+    assert_identical(end_with_completions(resumed), whole[0])
 
 
 @pytest.mark.slow

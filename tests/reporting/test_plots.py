@@ -141,7 +141,10 @@ def test_runs_are_named_by_directory_and_by_path_where_names_repeat(tmp_path):
 
 
 def test_a_directory_without_a_state_is_an_error_that_says_what_to_do(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"save_state\(\)"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"holds no run: there is no trainer_state\.json or log_history\.jsonl; pass the output_dir",
+    ):
         plot_metrics([tmp_path], tmp_path / "curves.png")
 
 
@@ -155,6 +158,8 @@ def test_a_metric_that_no_run_logged_is_an_error_that_lists_the_others(tmp_path)
     with pytest.raises(ValueError, match=r"objective/klx.*logged: .*objective/kl"):
         plot_metrics([LOG], tmp_path / "curves.png", metrics=["objective/klx"])
     for nothing in ([], [{"step": 3, "train_runtime": 12.0, "epoch": 1.0}]):
-        with pytest.raises(ValueError, match="run 1 logged no metric with 'episode'; train with logging_strategy="):
+        with pytest.raises(
+            ValueError, match="nothing to draw of run 1: it has logged nothing; train with logging_strategy="
+        ):
             plot_metrics([nothing], tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()

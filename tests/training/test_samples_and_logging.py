@@ -280,8 +280,8 @@ def test_a_run_says_in_one_last_line_where_its_results_are(
     assert "The policy is in" not in capsys.readouterr().out  # checkpoints are none of the user's
     trainer.save_model(str(tmp_path / "policy"))
     own = trainer.args.output_dir
-    line = f"The policy is in {tmp_path / 'policy'}; its curves: `rlhf-ppo plot {own}`; its samples: {own}/_samples."
-    assert capsys.readouterr().out.splitlines() == [line]
+    said = f"its curves: `rlhf-ppo plot {own}`; its report: `rlhf-ppo report {own}`; its samples: {own}/_samples."
+    assert capsys.readouterr().out.splitlines() == [f"The policy is in {tmp_path / 'policy'}; {said}"]
 
 
 def test_table_shows_greedy_answers_and_their_scores(

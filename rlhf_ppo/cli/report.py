@@ -1,0 +1,31 @@
+"""`rlhf-ppo report`: one HTML file about runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_ppo.cli.errors import CommandParser, user_errors
+
+
+def report(argv: Sequence[str] | None = None) -> None:
+    """Write one HTML file about one or several runs.
+
+    Args:
+        argv: Output directories of runs, and options.
+
+    Raises:
+        SystemExit: There is no such run, or a file of it is damaged.
+    """
+    parser = CommandParser(
+        "rlhf-ppo report", description="Write one HTML file about one or several runs: open it in any browser."
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="output directory of a run; runs that differ in their seed are averaged"
+    )
+    parser.add_argument("--output", default="report.html", help="the file; default: %(default)s")
+    options = parser.parse_args(argv)
+    from rlhf_ppo.reporting.report import write_report
+
+    with user_errors(parser.prog):
+        path = write_report(options.runs, options.output)
+    print(f"The report is in {path}.")

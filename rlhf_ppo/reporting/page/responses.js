@@ -1,0 +1,200 @@
+"use strict";
+// Samples through training, the histogram of scores, and responses with coloured tokens.
+(() => {
+  const FIRST = 6, NUM_BINS = 20;
+
+  /** Let a slider choose one of a run's updates. */
+  function slider(id, updates, change) {
+    const input = byId(`${id}-slider`);
+    input.max = updates.length - 1;
+    input.value = updates.length - 1;
+    const moved = () => {
+      const update = updates[Number(input.value)];
+      byId(`${id}-step`).textContent = update.step;
+      input.setAttribute("aria-valuetext", `update ${update.step}`);
+      change(update);
+    };
+    input.oninput = moved;
+    moved();
+  }
+
+  function without(id, text) {
+    byId(id).querySelectorAll(".controls, #legend, #inspector, #histogram, #more").forEach((each) => { each.hidden = true; });
+    byId(id).append(nothing(text));
+  }
+
+  // ---- Samples ----
+
+  function answer(title, row) {
+    return make("div", {}, make("p", { class: "about" }, `${title} · score `, make("b", {}, said(row.score))),
+      make("p", { class: "answer" }, row.response || "(empty)"));
+  }
+
+  function samplesOf(run) {
+    const tables = data.runs[run].samples;
+    slider("samples", tables, (update) => {
+      byId("samples-list").replaceChildren(...update.rows.map((row) => {
+        const first = tables[0].rows.find((each) => each.prompt === row.prompt);
+        const both = first && update !== tables[0] ? [answer(`After update ${tables[0].step}`, first)] : [];
+        return make("div", { class: "sample" }, make("p", { class: "prompt" }, row.prompt),
+          make("div", { class: "pair" }, ...both, answer(`After update ${update.step}`, row)));
+      }));
+    });
+  }
+
+  const withSamples = data.runs.map((_, run) => run).filter((run) => data.runs[run].samples.length > 0);
+  if (withSamples.length > 0) {
+    runMenu(byId("samples-run"), withSamples, samplesOf);
+    samplesOf(withSamples[0]);
+  } else {
+    without("samples", "These runs have made no sample tables.");
+  }
+
+  // ---- Responses ----
+
+  const now = { update: null, edges: [], bin: null, all: false, chosen: null };
+  const colouring = () => document.querySelector("input[name=colour]:checked").value;
+  const NAMES = { value: "value", advantage: "advantage (whitened)", kl: "KL, nats", reward: "reward" };
+
+  function responsesOf(run) {
+    const updates = data.runs[run].responses;
+    const scores = updates.flatMap((update) => update.rows.map((row) => row.score)).filter((score) => score !== null);
+    let [low, high] = scores.length > 0 ? [Math.min(...scores), Math.max(...scores)] : [0, 1];
+    if (low === high) [low, high] = [low - 0.5, high + 0.5];
+    now.edges = Array.from({ length: NUM_BINS + 1 }, (_, index) => low + (high - low) * index / NUM_BINS);
+    slider("responses", updates, (update) => {
+      Object.assign(now, { update, bin: null, all: false, chosen: null });
+      show();
+    });
+  }
+
+  function show() {
+    histogram();
+    legend();
+    list();
+    inspect(null);
+  }
+
+  const binOf = (score) => {
+    const place = Math.floor((score - now.edges[0]) / (now.edges[NUM_BINS] - now.edges[0]) * NUM_BINS);
+    return Math.min(NUM_BINS - 1, Math.max(0, place));
+  };
+
+  function histogram() {
+    const rows = now.update.rows.filter((row) => row.score !== null);
+    const counts = Array(NUM_BINS).fill(0);
+    rows.forEach((row) => { counts[binOf(row.score)] += 1; });
+    const width = Math.max(280, Math.min(760, byId("histogram").clientWidth)), height = 150, bottom = 22;
+    const wide = width / NUM_BINS, most = Math.max(1, ...counts);
+    const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Scores of the responses" });
+    counts.forEach((count, bin) => {
+      const tall = (height - bottom - 16) * count / most;
+      const says = `score ${said(now.edges[bin])} to ${said(now.edges[bin + 1])}: ${count} response${count === 1 ? "" : "s"}`;
+      const dim = now.bin !== null && now.bin !== bin ? " dim" : "";
+      const bar = draw("rect", { x: bin * wide + 1, width: wide - 2, y: height - bottom - tall, height: tall,
+        class: `bar${dim}${count === 0 ? " empty" : ""}`, "data-bin": bin, "aria-label": says,
+        ...(count > 0 ? { tabindex: 0, role: "button", "aria-pressed": String(now.bin === bin) } : {}) }, draw("title", {}, says));
+      const choose = () => { Object.assign(now, { bin: now.bin === bin ? null : bin, all: false }); histogram(); list(); };
+      if (count > 0) {
+        bar.addEventListener("click", choose);
+        bar.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(); } });
+        svg.append(draw("text", { x: (bin + 0.5) * wide, y: height - bottom - tall - 4, "text-anchor": "middle" }, count));
+      }
+      svg.append(bar);
+    });
+    svg.append(draw("line", { class: "grid", x1: 0, x2: width, y1: height - bottom, y2: height - bottom }));
+    for (const tick of ticks(now.edges[0], now.edges[NUM_BINS], 5)) {
+      const x = (tick - now.edges[0]) / (now.edges[NUM_BINS] - now.edges[0]) * width;
+      svg.append(draw("text", { x, y: height - 6, "text-anchor": x < 14 ? "start" : x > width - 14 ? "end" : "middle" }, said(tick)));
+    }
+    const unscored = now.update.rows.length - rows.length;
+    const kept = now.update.kept > now.update.rows.length ? ` of ${now.update.kept} that were kept` : "";
+    const left = unscored > 0 ? `, ${unscored} without a score` : "";
+    byId("histogram").replaceChildren(
+      nothing(`Scores of ${now.update.rows.length} responses${kept}${left}; choose a bar to see those behind it.`), svg);
+  }
+
+  /** Centre and half width of the colours: 0 for what has a sign, the mean for values; outliers get the full colour. */
+  function range() {
+    const figures = now.update.rows.flatMap((row) => row.tokens[colouring()]).filter((value) => value !== null);
+    if (figures.length === 0) return { centre: 0, half: 1 };
+    const centre = colouring() === "value" ? figures.reduce((sum, value) => sum + value, 0) / figures.length : 0;
+    const sizes = figures.map((value) => Math.abs(value - centre)).sort((one, other) => one - other);
+    return { centre, half: sizes[Math.floor((sizes.length - 1) * 0.98)] || sizes[sizes.length - 1] || 1 };
+  }
+
+  const tint = (share) => `rgba(var(--${share < 0 ? "low" : "high"}), ${(0.75 * Math.min(1, Math.abs(share))).toFixed(3)})`;
+
+  function legend() {
+    const { centre, half } = range();
+    const ramp = make("span", { class: "ramp", style: `background: linear-gradient(to right, ${tint(-1)}, ${tint(0)}, ${tint(1)})` });
+    const middle = colouring() === "value" ? `uncoloured: the mean, ${said(centre)}` : "uncoloured: 0";
+    const bar = make("span", { class: "bar" }, make("span", {}, said(centre - half)), ramp, make("span", {}, said(centre + half)));
+    byId("legend").replaceChildren(make("span", {}, NAMES[colouring()]), bar, make("span", { class: "quiet" }, middle));
+  }
+
+  function list() {
+    const order = byId("order").value, { centre, half } = range();
+    let rows = now.update.rows.filter((row) => now.bin === null || (row.score !== null && binOf(row.score) === now.bin));
+    const rank = (row) => row.score ?? (order === "best" ? -Infinity : Infinity);
+    if (order !== "sampled") rows = [...rows].sort((one, other) => (order === "best" ? rank(other) - rank(one) : rank(one) - rank(other)));
+    const few = now.all ? rows : rows.slice(0, FIRST);
+    byId("response-list").replaceChildren(...few.map((row) => response(row, centre, half)));
+    byId("more").hidden = few.length === rows.length;
+    byId("more").textContent = `Show all ${rows.length}`;
+  }
+
+  function response(row, centre, half) {
+    const figures = row.tokens[colouring()];
+    const tokens = make("p", { class: "tokens", tabindex: "0" }, ...row.text.map((text, index) => {
+      const span = make("span", { "data-index": index }, text);
+      if (text === "") span.classList.add("part");
+      if (!row.written[index]) span.classList.add("gap");
+      else if (figures[index] !== null) span.style.background = tint((figures[index] - centre) / half);
+      return span;
+    }));
+    const choose = (event) => { if (event.target.dataset.index) inspect(event.target, row); };
+    tokens.addEventListener("pointerover", choose);
+    tokens.addEventListener("click", choose);
+    tokens.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      const at = now.chosen?.parentElement === tokens ? Number(now.chosen.dataset.index) + step : 0;
+      if (tokens.children[at]) inspect(tokens.children[at], row);
+    });
+    const several = Object.keys(row.rewards).length > 1 ? Object.entries(row.rewards).map(([name, score]) => `${name} ${said(score)}`) : [];
+    const extra = Object.entries(row.extra).map(([name, value]) => `${name} ${value}`);
+    const about = [...several, `KL ${said(row.kl)}`, `${row.length} tokens`, row.ended ? "ended" : "cut off", ...extra];
+    return make("div", { class: "response" },
+      make("p", { class: "about" }, "score ", make("b", {}, said(row.score)), ` · ${about.join(" · ")}`),
+      make("p", { class: "prompt" }, row.prompt), tokens);
+  }
+
+  function inspect(span, row) {
+    now.chosen?.classList.remove("chosen");
+    now.chosen = span;
+    if (span === null) {
+      byId("inspector").replaceChildren(make("span", { class: "quiet" }, "Point at a token, or tap it, to see its figures."));
+      return;
+    }
+    span.classList.add("chosen");
+    const index = Number(span.dataset.index);
+    const figures = row.written[index] ? Object.keys(NAMES).map((name) => `${NAMES[name]} ${said(row.tokens[name][index])}`)
+      : ["not written by the policy"];
+    const text = row.text[index] === "" ? "(part of a character)" : JSON.stringify(row.text[index]).slice(1, -1);
+    byId("inspector").replaceChildren(make("code", {}, text), ` token ${index + 1}, id ${row.id[index]} · ${figures.join(" · ")}`);
+  }
+
+  const withResponses = data.runs.map((_, run) => run).filter((run) => data.runs[run].responses.length > 0);
+  if (withResponses.length > 0) {
+    runMenu(byId("responses-run"), withResponses, responsesOf);
+    responsesOf(withResponses[0]);
+    byId("order").addEventListener("change", list);
+    byId("colour").addEventListener("change", () => { legend(); list(); inspect(null); });
+    byId("more").addEventListener("click", () => { now.all = true; list(); });
+    window.addEventListener("resize", histogram);
+  } else {
+    without("responses", "These runs have kept no responses (num_completions_to_keep=0, or an earlier version).");
+  }
+})();

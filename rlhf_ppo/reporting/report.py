@@ -1,0 +1,57 @@
+"""One HTML file about one or several runs, which needs nothing else: no network, no other files."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+from rlhf_ppo.reporting.report_data import report_data
+from rlhf_ppo.reporting.run_groups import read_runs
+
+_SCRIPTS = ("page.js", "curves.js", "responses.js", "settings.js")
+
+
+def write_report(runs: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:
+    """Write the report of runs, finished ones or such that still go on.
+
+    Args:
+        runs: Their output directories. Those that differ in their seed only are drawn as mean and band.
+        path: The HTML file.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileNotFoundError: There is no run.
+        ValueError: A run has logged nothing yet, is of another trainer, or a file of it is damaged.
+    """
+    read = read_runs(runs)
+    page = _page(report_data(read), ", ".join(run.name for run in read))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(page, encoding="utf-8", errors="replace")
+    os.replace(temporary, path)
+    return path
+
+
+def _page(data: dict[str, object], names: str) -> str:
+    environment = Environment(loader=PackageLoader("rlhf_ppo.reporting", "page"), autoescape=True)
+    environment.policies["json.dumps_kwargs"] = {}  # keys stay in their order
+    loader = environment.loader
+    assert loader is not None
+    sources = {name: loader.get_source(environment, name)[0] for name in ("page.css", *_SCRIPTS)}
+    return environment.get_template("page.html").render(
+        data=data,
+        names=names,
+        made=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        version=version("rlhf_ppo"),
+        style=Markup(sources["page.css"]),
+        scripts=[Markup(sources[name]) for name in _SCRIPTS],
+    )

@@ -1,0 +1,220 @@
+"""What a report shows, as JSON values: curves, health checks, settings, samples and responses token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.redaction import is_secret, shown
+from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
+from rlhf_ppo.reporting.plots import PANELS, mean_curve
+from rlhf_ppo.reporting.run_groups import RecordedRun, grouped
+from rlhf_ppo.reporting.run_log import Log
+
+MAX_POINTS = 1000
+"""Most points of a curve; a longer one is thinned out evenly, its first and last point kept."""
+MAX_UPDATES = 16
+"""Most updates of a run whose responses, or samples, are in a report."""
+MAX_TOKENS = 200_000
+"""About how many tokens of responses are in a report; with longer responses there are fewer of each update."""
+MAX_SAMPLES = 8
+
+_HEALTH = "health/"
+_SETTLED = frozenset(
+    ("output_dir run_name accelerator_config activation_checkpointing dataloader_pin_memory debug do_eval").split()
+)
+"""Arguments that TrainingArguments sets by itself, or that say only where a run is."""
+
+_NO_METRICS = frozenset({"step", "episode", "epoch", "total_flos", "num_input_tokens_seen"})
+
+
+def report_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
+    """Gather what a report shows.
+
+    Args:
+        runs: The runs, at least one.
+
+    Returns:
+        `groups` (label and the indices of its runs), `metrics` (key, what it says, and a curve for each group), `runs`
+        (name, health, samples, responses), `settings` and `versions`. Numbers are those of the log, figures of tokens
+        have four digits, and what is not finite is None.
+
+    Raises:
+        ValueError: A file of a run is damaged.
+    """
+    groups = grouped(runs)
+    numbers = {id(run): number for number, run in enumerate(runs)}
+    data = {
+        "groups": [
+            {"label": label, "runs": [numbers[id(run)] for run in group], "seeds": [_seed(run) for run in group]}
+            for label, group in groups.items()
+        ],
+        "metrics": _metrics([[run.log for run in group] for group in groups.values()]),
+        "runs": [_run(run, MAX_TOKENS // len(runs)) for run in runs],
+        "settings": _settings([group[0] for group in groups.values()]),
+        "versions": _versions(runs),
+    }
+    return _finite(data)
+
+
+def curve(logs: Sequence[Log], metric: str) -> dict[str, list[float]] | None:
+    """Return the mean of a metric over runs, and its standard deviation, at each update.
+
+    Args:
+        logs: The logs of the runs.
+        metric: The key.
+
+    Returns:
+        `step`, `episode`, `mean` and `std`, or None where no run has logged it.
+    """
+    steps, means, deviations = mean_curve(logs, metric, "step")
+    if len(steps) == 0:
+        return None
+    episodes = {
+        entry["step"]: entry["episode"] for log in logs for entry in log if {"step", "episode"} <= entry.keys()
+    }
+    kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MAX_POINTS)).round().astype(int))
+    return {
+        "step": steps[kept].astype(int).tolist(),
+        "episode": [episodes.get(step) for step in steps[kept].tolist()],
+        "mean": means[kept].tolist(),
+        "std": deviations[kept].tolist(),
+    }
+
+
+def _metrics(groups: Sequence[Sequence[Log]]) -> list[dict[str, Any]]:
+    logged = dict.fromkeys(key for logs in groups for log in logs for entry in log for key in entry)
+    keys = [key for key in PANELS if key in logged]
+    keys += sorted(key for key in logged if key not in PANELS and key not in _NO_METRICS)
+    return [
+        {"key": key, "says": PANELS.get(key, ""), "curves": [curve(logs, key) for logs in groups]}
+        for key in keys
+        if not key.startswith(_HEALTH)
+    ]
+
+
+def _run(run: RecordedRun, num_tokens: int) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "last_step": max(int(entry.get("step", 0)) for entry in run.log),
+        "health": _health(run.log),
+        "samples": [{"step": step, "rows": _samples(run.samples[step])} for step in _spread(list(run.samples))],
+        "responses": _responses(run.completions, num_tokens),
+    }
+
+
+def _health(log: Log) -> list[dict[str, Any]]:
+    """Say of each check when it fired first and last, and at how many of its logs."""
+    found = []
+    for key in dict.fromkeys(key for entry in log for key in entry if key.startswith(_HEALTH)):
+        steps = [(entry.get("step"), entry[key]) for entry in log if key in entry]
+        fired = [step for step, value in steps if value > 0]
+        first, last = (fired[0], fired[-1]) if fired else (None, None)
+        name = key.removeprefix(_HEALTH)
+        found.append({"check": name, "first": first, "last": last, "fired": len(fired), "logs": len(steps)})
+    return found
+
+
+def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
+    """Return a row for each argument: its value in each group, and whether one of them is not the default."""
+    defaults = {each.name: each for each in dataclasses.fields(PPOConfig)}
+    rows = []
+    for name in dict.fromkeys(name for run in runs for name in run.settings.arguments if not is_secret(name)):
+        values = [_said(shown(run.settings.arguments.get(name), name)) for run in runs]
+        default = defaults.get(name)
+        is_derived = default is not None and str(default.metadata.get("help", "")).startswith("Derived")
+        is_known = default is not None and default.default is not dataclasses.MISSING
+        is_chosen = is_known and not is_derived and name not in _SETTLED
+        changed = is_chosen and any(value != _said(default.default) for value in values)
+        rows.append({"name": name, "values": values, "changed": changed, "differs": len(set(values)) > 1})
+    for name in dict.fromkeys(name for run in runs for name in run.settings.made_of):
+        values = [_said(shown(run.settings.made_of.get(name), name)) for run in runs]
+        rows.append({"name": name, "values": values, "changed": True, "differs": len(set(values)) > 1})
+    return rows
+
+
+def _said(value: Any) -> str:
+    value = getattr(value, "value", value)  # of enums
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _versions(runs: Sequence[RecordedRun]) -> dict[str, str]:
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for package, version in run.settings.versions.items():
+            found.setdefault(package, {})[version] = None
+    return {package: ", ".join(versions) for package, versions in found.items()}
+
+
+def _seed(run: RecordedRun) -> Any:
+    return run.settings.arguments.get("seed")
+
+
+def _spread(steps: Sequence[int]) -> list[int]:
+    """Choose updates evenly, the first and the last among them."""
+    places = np.linspace(0, len(steps) - 1, min(len(steps), MAX_UPDATES)).round().astype(int)
+    return [steps[place] for place in dict.fromkeys(places.tolist())]
+
+
+def _samples(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = pd.read_csv(path, keep_default_na=False, nrows=MAX_SAMPLES).to_dict("records")
+        return [
+            {
+                "prompt": str(row["query"]),
+                "response": str(row["model response"]),
+                "score": float(row["score"] or "nan"),
+            }
+            for row in rows
+        ]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+
+
+def _responses(files: Mapping[int, Path], num_tokens: int) -> list[dict[str, Any]]:
+    steps = _spread(list(files))
+    updates = {step: read_completions(files[step]) for step in steps}
+    longest = max((len(row["token_id"]) for rows in updates.values() for row in rows), default=1)
+    num_rows = max(2, num_tokens // max(1, len(steps) * longest))
+    return [
+        {"step": step, "kept": len(rows), "rows": [_response(row) for row in rows[:num_rows]]}
+        for step, rows in updates.items()
+    ]
+
+
+def _response(row: Mapping[str, Any]) -> dict[str, Any]:
+    figures = {name.removeprefix("token_"): [_short(value) for value in row[name]] for name in TOKEN_VALUES}
+    return {
+        "prompt": row["prompt"],
+        "score": row["score"],
+        "rewards": {name.removeprefix("rewards/"): row[name] for name in row if name.startswith("rewards/")},
+        "extra": {name.removeprefix("extra/"): _said(row[name]) for name in row if name.startswith("extra/")},
+        "kl": row["kl"],
+        "length": row["length"],
+        "ended": row["ended"],
+        "text": row["token_text"],
+        "id": row["token_id"],
+        "written": row["token_written"],
+        "tokens": figures,
+    }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None in place of numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,401 @@
+"""The report: its data are those of the log, its texts stay texts, and in a browser every panel and control works."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_ppo.checkpoints.run import Run
+from rlhf_ppo.cli.main import main
+from rlhf_ppo.reporting import report_data
+from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
+from rlhf_ppo.reporting.report import write_report
+from tests.reporting.browser import CHROMIUM, Browser
+from tests.runs import QUICK
+
+HOSTILE = (
+    "</script><script>window.hacked=1</script><img src=x onerror='hacked=1'>\u2028 \"&amp; {{ 7 * 7 }} <!-- \U0001f600"
+)
+UPDATES = (1, 2, 3, 4)
+
+
+def log_of(seed: int) -> list[dict[str, Any]]:
+    """Four logs of training and an evaluation."""
+    entries: list[dict[str, Any]] = [
+        {
+            "step": step, "episode": 8 * step, "epoch": step / 9, "loss": 0.1, "objective/scores": seed + step / 3,
+            "objective/kl": 0.1 * step * (seed + 1), "time/generate": float("nan") if step == 2 else 0.5,
+            "rewards/" + HOSTILE + "/mean": 1.0, "health/entropy": float(step >= 3), "health/ratio": 0.0,
+        }
+        for step in UPDATES
+    ]  # fmt: skip
+    return [*entries, {"step": 4, "eval_score": 0.5 + seed}, {"step": 4, "train_runtime": 3.0}]
+
+
+def response(step: int, index: int) -> dict[str, Any]:
+    texts = [HOSTILE, " gap", "", " end"]
+    figures = [0.1234567 * (index - 3), None, -1.0, float("inf")]
+    return {
+        "step": step, "prompt": f"{HOSTILE} {index}", "completion": "".join(texts),
+        "score": None if index == 9 else index / 10 + step, "rewards/a": 1.0, "rewards/b": None, "kl": 0.5,
+        "length": 3, "ended": index % 2 == 0, "extra/note": HOSTILE, "token_id": [5, 6, 7, 1], "token_text": texts,
+        "token_written": [True, False, True, True], **{name: figures for name in TOKEN_VALUES},
+    }  # fmt: skip
+
+
+def make_run(folder: Path, seed: int = 0, **arguments: Any) -> Path:
+    """Write what a run leaves behind."""
+    folder.mkdir(parents=True)
+    run = Run(f"run of {folder}")
+    run.save(folder)
+    (folder / "log_history.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in log_of(seed)))
+    given = {"seed": seed, "output_dir": str(folder), "kl_coef": 0.05, "hub_token": "hf_secret", **arguments}
+    settings = {
+        "arguments": given,
+        "versions": {"torch": "2.13.0"},
+        "made_of": {"policy": "a/b", "rewards": [HOSTILE]},
+    }
+    (folder / "ppo_settings.json").write_text(json.dumps(settings))
+    for step in UPDATES:
+        write_completions(folder, [response(step, index) for index in range(10)], run)
+        table = {"query": [HOSTILE, "second"], "model response": [f"{HOSTILE} {step}", ""], "score": [step, None]}
+        (folder / "_samples").mkdir(exist_ok=True)
+        pd.DataFrame(table).to_csv(folder / f"_samples/update-{step:05d}.csv", index=False)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two seeds of one setting and one run of another."""
+    seeds = [make_run(tmp_path / f"ours-seed{seed}", seed) for seed in (0, 1)]
+    return [*seeds, make_run(tmp_path / "other", 2, kl_coef=0.5)]
+
+
+class Page(html.parser.HTMLParser):
+    """What a parser of HTML makes of the page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, str] = {}
+        self.inside = ""
+        self.feed(path.read_text(encoding="utf-8"))
+        self.data = json.loads(self.texts["data"])
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.inside = str(self.tags[-1][1].get("id")) if tag == "script" else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.texts[self.inside] = self.texts.get(self.inside, "") + data
+
+
+def page_of(runs: list[Path], tmp_path: Path) -> Page:
+    return Page(write_report(runs, tmp_path / "new" / "report.html"))
+
+
+def test_the_curves_are_those_of_the_log(runs: list[Path], tmp_path: Path) -> None:
+    data = page_of(runs, tmp_path).data
+    assert [(group["label"], group["runs"], group["seeds"]) for group in data["groups"]] == [
+        ("ours", [0, 1], [0, 1]),
+        ("other", [2], [2]),
+    ]
+    metrics = {metric["key"]: metric["curves"] for metric in data["metrics"]}
+    logged = {key for entry in log_of(0) for key in entry if not key.startswith("health/")}
+    assert metrics.keys() == logged - {"step", "episode", "epoch", "train_runtime"}
+    logs = [log_of(seed)[:4] for seed in (0, 1, 2)]
+    seeds, single = metrics["objective/kl"]
+    assert single["mean"] == [entry["objective/kl"] for entry in logs[2]] and single["std"] == [0.0] * 4
+    assert single["step"] == list(UPDATES) and single["episode"] == [8, 16, 24, 32]
+    pairs = [[log[update]["objective/kl"] for log in logs[:2]] for update in range(4)]
+    assert seeds["mean"] == pytest.approx([statistics.mean(pair) for pair in pairs])
+    assert seeds["std"] == pytest.approx([statistics.stdev(pair) for pair in pairs])
+    assert metrics["eval_score"][1] == {"step": [4], "episode": [32], "mean": [2.5], "std": [0.0]}
+    assert metrics["time/generate"][1]["mean"] == [0.5, None, 0.5, 0.5]
+
+
+def test_health_checks_say_when_they_fired(runs: list[Path], tmp_path: Path) -> None:
+    entropy, ratio = page_of(runs, tmp_path).data["runs"][0]["health"]
+    assert entropy == {"check": "entropy", "first": 3, "last": 4, "fired": 2, "logs": 4}
+    assert ratio == {"check": "ratio", "first": None, "last": None, "fired": 0, "logs": 4}
+
+
+def test_samples_and_responses_are_those_of_the_files(runs: list[Path], tmp_path: Path) -> None:
+    run = page_of(runs, tmp_path).data["runs"][1]
+    assert [table["step"] for table in run["samples"]] == list(UPDATES)
+    assert run["samples"][2]["rows"] == [
+        {"prompt": HOSTILE, "response": f"{HOSTILE} 3", "score": 3.0},
+        {"prompt": "second", "response": "", "score": None},
+    ]
+    assert [(update["step"], update["kept"], len(update["rows"])) for update in run["responses"]] == [
+        (step, 10, 10) for step in UPDATES
+    ]
+    row = run["responses"][0]["rows"][4]
+    assert row["text"] == [HOSTILE, " gap", "", " end"] and row["written"] == [True, False, True, True]
+    assert list(row["tokens"]) == ["value", "advantage", "kl", "reward"]
+    assert all(figures == [0.1235, None, -1.0, None] for figures in row["tokens"].values())
+    assert row["prompt"] == f"{HOSTILE} 4" and row["score"] == pytest.approx(1.4) and row["rewards"]["b"] is None
+
+
+def test_settings_tell_what_is_not_the_default_and_no_secret(runs: list[Path], tmp_path: Path) -> None:
+    page = page_of(runs, tmp_path)
+    rows = {row["name"]: row for row in page.data["settings"]}
+    assert rows["kl_coef"] == {"name": "kl_coef", "values": ["0.05", "0.5"], "changed": True, "differs": True}
+    assert "hub_token" not in rows and "hf_secret" not in page.texts["data"]
+    assert page.data["versions"] == {"torch": "2.13.0"}
+
+
+def test_hostile_texts_stay_text_and_nothing_is_fetched(runs: list[Path], tmp_path: Path) -> None:
+    page = page_of(runs, tmp_path)
+    source = (tmp_path / "new" / "report.html").read_text(encoding="utf-8")
+    assert [tag for tag, _ in page.tags].count("script") == 5 and "img" not in [tag for tag, _ in page.tags]
+    assert not any(name.startswith("on") or name == "src" for _, attributes in page.tags for name in attributes)
+    assert "window.hacked" not in re.sub(r"\\u003c/script\\u003e\\u003cscript\\u003ewindow.hacked", "", source)
+    policy = next(
+        attributes["content"]
+        for tag, attributes in page.tags
+        if tag == "meta" and "content" in attributes and "default-src" in str(attributes["content"])
+    )
+    assert str(policy).startswith("default-src 'none'")
+    links = [str(attributes.get("href")) for tag, attributes in page.tags if "href" in attributes]
+    assert all(link.startswith(("#", "data:")) for link in links)
+
+
+def test_a_long_run_stays_a_page_that_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "long")
+    lines = [json.dumps({"step": step, "episode": 8 * step, "objective/kl": step / 7}) for step in range(1, 5001)]
+    (run / "log_history.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(report_data, "MAX_TOKENS", 48)
+    monkeypatch.setattr(report_data, "MAX_UPDATES", 3)
+    data = page_of([run], tmp_path).data
+    curve = data["metrics"][0]["curves"][0]
+    assert len(curve["step"]) == report_data.MAX_POINTS and curve["step"][0] == 1 and curve["step"][-1] == 5000
+    assert all(mean == step / 7 for step, mean in zip(curve["step"], curve["mean"], strict=True))
+    shown = [(update["step"], update["kept"], len(update["rows"])) for update in data["runs"][0]["responses"]]
+    assert shown == [(1, 10, 4), (3, 10, 4), (4, 10, 4)]  # 48 tokens: 3 updates of 4 responses of 4
+
+
+def test_a_run_that_goes_on_and_one_of_an_earlier_version(tmp_path: Path) -> None:
+    """The first has written half a line, has an old state beside it, and no tables yet; the second a state alone."""
+    going, old = make_run(tmp_path / "going"), tmp_path / "old"
+    with open(going / "log_history.jsonl", "a") as file:
+        file.write('{"step": 5, "objec')
+    (going / "trainer_state.json").write_text(json.dumps({"log_history": log_of(7)[:1]}))
+    old.mkdir()
+    (old / "trainer_state.json").write_text(json.dumps({"log_history": log_of(1)}))
+    data = page_of([going, old], tmp_path).data
+    assert [group["label"] for group in data["groups"]] == ["going", "old"]
+    curves = next(metric["curves"] for metric in data["metrics"] if metric["key"] == "objective/scores")
+    assert [curve["mean"] for curve in curves] == [[seed + step / 3 for step in UPDATES] for seed in (0, 1)]
+    assert data["runs"][1]["responses"] == [] and data["runs"][1]["samples"] == []
+
+
+def test_what_a_run_writes_makes_a_report(
+    make_trainer: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Without checkpoint or saved state, as of a run that goes on."""
+    trainer = make_trainer(**QUICK, num_completions_to_keep=1, num_sample_generations=2)
+    trainer.train()
+    main(["report", str(trainer.args.output_dir), "--output", str(tmp_path / "a.html")])
+    assert capsys.readouterr().out.splitlines()[-1] == f"The report is in {tmp_path / 'a.html'}."
+    data = Page(tmp_path / "a.html").data
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for metric in data["metrics"]:
+        assert metric["curves"][0]["mean"] == [entry[metric["key"]] for entry in logs], metric["key"]
+    assert [update["step"] for update in data["runs"][0]["responses"]] == [1, 2, 3]
+    settings = {row["name"]: row for row in data["settings"]}
+    assert settings["response_length"]["values"] == ["4"] and settings["response_length"]["changed"]
+    assert settings["rewards"]["values"] == ['["count_w4"]'] and not settings["gamma"]["changed"]
+
+
+# ---- Mistakes ----
+
+
+def nothing_there(run: Path) -> None:
+    (run / "log_history.jsonl").unlink()
+
+
+def nothing_logged(run: Path) -> None:
+    (run / "log_history.jsonl").write_text("")
+
+
+def of_another_trainer(run: Path) -> None:
+    (run / "log_history.jsonl").write_text('{"loss": 1.0, "grad_norm": 2.0, "step": 1}\n')
+
+
+def damaged_line(run: Path) -> None:
+    lines = (run / "log_history.jsonl").read_text().splitlines()
+    (run / "log_history.jsonl").write_text("\n".join([*lines[:2], lines[2][:20], *lines[3:]]) + "\n")
+
+
+def cut_state(run: Path) -> None:
+    (run / "trainer_state.json").write_text('{"log_history": [{"ste')
+
+
+def damaged_completions(run: Path) -> None:
+    path = run / "completions" / "completions_00003.parquet"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def other_columns(run: Path) -> None:
+    table = pa.table({"prompt": ["a"]}, metadata={b"rlhf_ppo_run": f"run of {run.absolute()}".encode()})
+    pq.write_table(
+        table.replace_schema_metadata(pq.read_schema(run / "completions/completions_00003.parquet").metadata),
+        run / "completions/completions_00003.parquet",
+    )
+
+
+def damaged_table(run: Path) -> None:
+    (run / "_samples" / "update-00002.csv").write_text("query,score\na,b\n")
+
+
+def damaged_settings(run: Path) -> None:
+    (run / "ppo_settings.json").write_text('{"arguments": [')
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (nothing_there, "one holds no run: there is no trainer_state.json or log_history.jsonl; pass the output_dir"),
+        (nothing_logged, "one has logged nothing yet"),
+        (of_another_trainer, "one is no run of PPO: its log has loss, grad_norm, step and nothing of objective/; `r"),
+        (damaged_line, "log_history.jsonl is damaged: line 3 is no entry of a log"),
+        (cut_state, "trainer_state.json is no trainer_state.json that Trainer wrote"),
+        (damaged_completions, "completions_00003.parquet is damaged"),
+        (other_columns, "completions_00003.parquet has no column 'step': it was not written by rlhf_ppo"),
+        (damaged_table, "update-00002.csv is damaged"),
+        (damaged_settings, "one cannot be read: its ppo_settings.json is cut off or no JSON"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_sentence(
+    damage: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "one")
+    damage(run)
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(run), "--output", str(tmp_path / "r.html")])
+    [sentence] = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("rlhf-ppo report: error: ") and says in sentence
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_other_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(make_run(tmp_path / "one"))
+    for words, says in (
+        ([run, f"{run}/../one"], "one is given twice; name each run once"),
+        ([f"{run}x"], "onex holds no run: there is no such directory"),
+        ([run, "--output", str(tmp_path)], "Is a directory"),
+        ([], "the following arguments are required: RUN"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["report", *words])
+        [sentence] = capsys.readouterr().err.splitlines()
+        assert says in sentence
+
+
+# ---- In a browser ----
+
+LINES = "document.querySelectorAll('.panel .line').length"
+COLOURS = "[...document.querySelectorAll('.tokens span')].slice(0, 9).map((each) => each.style.background).join()"
+SHOWN = "[...document.querySelectorAll('.response .about b')].map((each) => each.textContent).join()"
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_every_panel_is_drawn_and_every_control_works(runs: list[Path], tmp_path: Path) -> None:
+    path = write_report(runs, tmp_path / "report.html")
+    num_metrics = len(Page(path).data["metrics"])
+    with Browser() as browser:
+        for width in (1280, 390):
+            browser.open(path, width)
+            assert browser.run("document.documentElement.scrollWidth") == width  # nothing sticks out
+            assert browser.run("document.querySelectorAll('.panel').length") == num_metrics
+            empty = "[...document.querySelectorAll('.panel')].filter((each) => !each.querySelector('.line')).length"
+            assert browser.run(empty) == 0 and browser.run(LINES) == 2 * num_metrics
+            assert browser.run("document.querySelectorAll('.panel .band').length") == num_metrics
+            use_controls(browser)
+        assert browser.complaints == [] and browser.run("window.hacked") is None
+        assert {address for address in browser.requests if not address.startswith("data:")} == {path.as_uri()}
+
+
+def use_controls(browser: Browser) -> None:
+    """Use each control once, and see that it does what it says."""
+    before = browser.run(LINES)
+    browser.click(".chip", 0)
+    assert browser.run(LINES) == before // 2 and browser.run("document.querySelectorAll('.band').length") == 0
+    browser.click(".chip", 0)
+    assert browser.run(LINES) == before
+
+    axis = "document.querySelector('[data-metric=\"objective/kl\"] svg').textContent"
+    steps = browser.run(axis)
+    choose(browser, "axis", "episode")
+    assert browser.run(axis) != steps
+    choose(browser, "axis", "step")
+
+    choose(browser, "find", "KL to")
+    names = "[...document.querySelectorAll('.panel h4')].map((each) => each.textContent).join()"
+    assert browser.run(names) == "objective/kl"
+    choose(browser, "find", "")
+
+    for name, what in (("samples", "#samples-list"), ("responses", "#histogram")):
+        texts = set()
+        for place, update in enumerate(UPDATES):
+            choose(browser, f"{name}-slider", place)
+            assert browser.run(f"document.getElementById('{name}-step').textContent") == str(update)
+            texts.add(browser.run(f"document.querySelector('{what}').innerHTML"))
+        assert len(texts) == len(UPDATES)
+
+    by_colour = set()
+    for place in range(4):
+        browser.click("input[name=colour]", place)
+        by_colour.add(browser.run("document.getElementById('legend').textContent"))
+    assert len(by_colour) == 4 and "rgba" in browser.run(COLOURS)
+
+    assert browser.run(SHOWN) == "4,4.1,4.2,4.3,4.4,4.5"
+    browser.click("#more")
+    assert browser.run(SHOWN) == "4,4.1,4.2,4.3,4.4,4.5,4.6,4.7,4.8,\u2013"
+    choose(browser, "order", "worst")
+    assert browser.run(SHOWN) == "4,4.1,4.2,4.3,4.4,4.5,4.6,4.7,4.8,\u2013"
+    choose(browser, "order", "best")
+    assert browser.run(SHOWN) == "4.8,4.7,4.6,4.5,4.4,4.3,4.2,4.1,4,\u2013"
+    browser.click("#histogram rect[tabindex]", 0)
+    assert browser.run(SHOWN) == "4"
+    browser.click("#histogram rect[tabindex]", 0)
+
+    browser.click(".tokens span", 3)
+    assert browser.run("document.getElementById('inspector').textContent").startswith(
+        " end token 4, id 1 · value \u2013"
+    )
+    browser.press("ArrowLeft", 37)
+    assert "(part of a character) token 3, id 7 · value \u22121" in browser.run(
+        "document.getElementById('inspector').textContent"
+    )
+    browser.press("ArrowLeft", 37)
+    assert "not written by the policy" in browser.run("document.getElementById('inspector').textContent")
+
+    choose(browser, "responses-run", "2")
+    choose(browser, "samples-run", "1")
+    browser.click("#others summary")
+    assert browser.run("document.getElementById('others').open") is True
+    browser.click("#settings-tables summary")
+
+
+def choose(browser: Browser, name: str, value: str | int) -> None:
+    """Give a menu, a slider or a field a value, as a user does."""
+    browser.run(
+        f"(() => {{ const it = document.getElementById('{name}'); it.value = {json.dumps(value)};"
+        "for (const kind of ['input', 'change']) it.dispatchEvent(new Event(kind, {bubbles: true})); })()"
+    )
