@@ -35,13 +35,12 @@ from rlhf_ppo.processes.engines import has_no_engine, learns_in_turn, num_proces
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.signals import give_up_if_stopped
 from rlhf_ppo.reporting.metrics import UpdateStatistics
-from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
 from rlhf_ppo.rewards.shaping import masked_kl, shape_scores, whole_scores
 from rlhf_ppo.terminal.quiet import quiet_calls
-from rlhf_ppo.training import checks
+from rlhf_ppo.training import checks, subclassing
 from rlhf_ppo.training.construction import ModelOrPath, Models, assemble_models, make_scorer, store_and_place
 from rlhf_ppo.training.datasets import ColumnCheck, PromptPreparation, check_data
 from rlhf_ppo.training.hooks import TrainerHooks
@@ -120,6 +119,7 @@ class PPOTrainer(TrainerHooks):
         kl_controller: KLController | None = None,
         engine: GenerationEngine | None = None,
     ) -> None:
+        subclassing.check_subclass(self, PPOTrainer)
         self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
         self._is_stepped = all(given is None for given in (reward_funcs, reward_model, train_dataset, eval_dataset))
         self._functions = functions = [GivenScores()] if self._is_stepped else resolve_rewards(reward_funcs)
@@ -161,9 +161,8 @@ class PPOTrainer(TrainerHooks):
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [reward.model for reward in models.rewards]
         self._longest_sequence = models.longest_sequence
-        reads = bool(self._functions) or any(reward.tokenizer is not None for reward in models.rewards)
-        how = (self._config, self._vocabulary, self._longest_sequence)
-        self._preparation = PromptPreparation(self._tokenizer, *how, columns_are_read=reads)
+        how = (self._tokenizer, self._config, self._vocabulary, self._longest_sequence)
+        self._preparation = PromptPreparation(*how, columns_are_read=bool(self._functions) or models.read_other_tokens)
 
     def _make_engine_and_scorer(self, models: Models, engine: GenerationEngine | None) -> None:
         args, tokens, functions = self._config, self.tokens, self._functions
@@ -173,7 +172,6 @@ class PPOTrainer(TrainerHooks):
         rows = (lambda: self._estimate.generation_rows, self.sizes.local_batch_size)
         self._engine = make_engine(*given, *rows) if engine is None else engine
         self._rollouts = Rollouts(self, opponents)
-        self._logged = LoggedByFunctions(is_used=bool(functions))
         surroundings = (self.accelerator, lambda: self.state, self._logged, self._guard.refuse)
         self.scorer = make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
 

@@ -25,6 +25,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.encoding import eos_id, pad_id
 from rlhf_ppo.demo.corpus import openings, preference_pairs, stories
 from rlhf_ppo.demo.show import show_on_bar
+from rlhf_ppo.generation.protocol import generating
 from rlhf_ppo.trainer import PPOTrainer
 
 TRAINING_SEED, HELD_OUT_SEED = 0, 1
@@ -166,7 +167,7 @@ def tell_stories(model_dir: Path, prompts: Sequence[str]) -> list[str]:
         One response for each opening, without special tokens.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
-    model: Any = LlamaForCausalLM.from_pretrained(model_dir)
+    model = generating(LlamaForCausalLM.from_pretrained(model_dir))
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True)
     torch.manual_seed(HELD_OUT_SEED)
     sequences = model.generate(

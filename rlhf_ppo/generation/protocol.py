@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.models.unwrapping import transformers_model
 
 
 class Sampled(NamedTuple):
@@ -31,6 +32,11 @@ class Generates(Protocol):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Sample as the keyword arguments say."""
         ...
+
+
+def generating(policy: nn.Module) -> Generates:
+    """Return the transformers model of a policy, whose own types do not say that it generates."""
+    return cast(Generates, transformers_model(policy))
 
 
 class GenerationEngine(Protocol):

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from rlhf_ppo.generation.cache import roomy_cache
 from rlhf_ppo.generation.dropping import rows_of_cache
 from rlhf_ppo.generation.hiding import own_generation_config_hidden
+from rlhf_ppo.generation.protocol import generating
 from rlhf_ppo.models.consistency import deviation, rounding
 from rlhf_ppo.models.logprobs import logits
 from rlhf_ppo.models.modes import in_eval_mode
@@ -50,7 +52,7 @@ class _Forces(LogitsProcessor):
     def __init__(self, tokens: Tensor, prompt_length: int) -> None:
         self.tokens, self.prompt_length = tokens, prompt_length
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         token = self.tokens[:, input_ids.shape[1] - self.prompt_length]
         return torch.full_like(scores, -torch.inf).scatter(1, token[:, None], 0.0)
 
@@ -146,7 +148,7 @@ def _by_forward_pass(policy: nn.Module, ids: Tensor, mask: Tensor, forced: Tenso
 
 
 def _by_generation(policy: nn.Module, ids: Tensor, mask: Tensor, forced: Tensor, **cache: Any) -> Tensor:
-    return torch.stack(_generate(policy, ids, mask, forced, **cache).logits, dim=1).float()
+    return _logits(_generate(policy, ids, mask, forced, **cache))
 
 
 def _dropping_the_first(policy: nn.Module, ids: Tensor, forced: Tensor) -> Tensor:
@@ -155,10 +157,14 @@ def _dropping_the_first(policy: nn.Module, ids: Tensor, forced: Tensor) -> Tenso
     output = _generate(policy, ids[rows], mask, forced[rows, :-1])
     cache = rows_of_cache(output, torch.tensor([1], device=ids.device))
     ids, mask = output.sequences[1:], torch.ones_like(output.sequences[1:], dtype=torch.bool)
-    return torch.stack(_generate(policy, ids, mask, forced[2:, -1:], **cache).logits, dim=1).float()
+    return _logits(_generate(policy, ids, mask, forced[2:, -1:], **cache))
 
 
-def _generate(policy: nn.Module, ids: Tensor, mask: Tensor, forced: Tensor, **cache: Any) -> Any:
+def _logits(output: GenerateDecoderOnlyOutput) -> Tensor:
+    return torch.stack(output.logits or (), dim=1).float()
+
+
+def _generate(policy: nn.Module, ids: Tensor, mask: Tensor, forced: Tensor, **cache: Any) -> GenerateDecoderOnlyOutput:
     config = GenerationConfig(
         max_new_tokens=forced.shape[1],
         do_sample=False,
@@ -167,8 +173,7 @@ def _generate(policy: nn.Module, ids: Tensor, mask: Tensor, forced: Tensor, **ca
         output_logits=True,
         return_dict_in_generate=True,
     )
-    model: Any = transformers_model(policy)
-    return model.generate(
+    return generating(policy).generate(
         input_ids=ids,
         attention_mask=mask.long(),
         generation_config=config,

@@ -12,7 +12,13 @@ from torch import Tensor
 from rlhf_ppo.rewards.scorer import MAX_SCORE, Refuse, refuse_by_raising
 
 
-def check_scores(returned: Any, name: str, lengths: Sequence[int], refuse: Refuse = refuse_by_raising) -> Tensor:
+def check_scores(
+    returned: Any,
+    name: str,
+    lengths: Sequence[int],
+    refuse: Refuse = refuse_by_raising,
+    written: Sequence[Sequence[bool]] | None = None,
+) -> Tensor:
     """Check what a reward function returned.
 
     Args:
@@ -21,6 +27,8 @@ def check_scores(returned: Any, name: str, lengths: Sequence[int], refuse: Refus
         name: The function's name, for error messages.
         lengths: Number of tokens of each of the `B` responses.
         refuse: What becomes of a number that is not finite, or beyond `MAX_SCORE`: NaN, if it does not raise.
+        written: Of each response, which tokens the policy wrote; None: all. What is returned for the others, of a
+            tool for example, is not paid and not read: it may be None or NaN.
 
     Returns:
         Scores, float32 `(B,)`, NaN for None; or rewards per token, float32 `(B, max(lengths))`, a row of NaN for None
@@ -44,8 +52,18 @@ def check_scores(returned: Any, name: str, lengths: Sequence[int], refuse: Refus
         )
     first = next((value for value in values if value is not None), None)
     if isinstance(_plain(first), list | tuple):
-        return _per_token([_plain(value) for value in values], name, lengths, refuse)
+        rows = [_plain(value) for value in values]
+        if written is not None:
+            rows = [_of_policy(row, own) for row, own in zip(rows, written, strict=True)]
+        return _per_token(rows, name, lengths, refuse)
     return torch.tensor([_as_float(value, name, f"row {row}", refuse) for row, value in enumerate(values)])
+
+
+def _of_policy(row: Any, written: Sequence[bool]) -> Any:
+    """Return rewards of tokens with 0 where the policy did not write; what is no row of that length stays."""
+    if not isinstance(row, list | tuple) or len(row) != len(written):
+        return row
+    return [reward if own else 0.0 for reward, own in zip(row, written, strict=True)]
 
 
 def _per_token(values: Sequence[Any], name: str, lengths: Sequence[int], refuse: Refuse) -> Tensor:

@@ -88,6 +88,11 @@ class Models:
         return shared_vocabulary(self.reading_policy_tokens, frozen, tokenizer, tokens.pad, tokens.stop)
 
     @property
+    def read_other_tokens(self) -> bool:
+        """Whether a reward model reads other tokens than the policy's."""
+        return any(reward.tokenizer is not None for reward in self.rewards)
+
+    @property
     def longest_sequence(self) -> PositionLimit | None:
         """The longest sequence that every model can place, or None if none of them states a limit."""
         given = [*self.reading_policy_tokens.values(), self.reference.model]

@@ -95,7 +95,6 @@ class TrainerHooks(Trainer):
     _preparation: PromptPreparation
     _stateful: StatefulParts
     _functions: Sequence[Callable[..., Any]]
-    _logged: LoggedByFunctions
     _tokenizer: PreTrainedTokenizerBase
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
     _as_given: dict[str, Any]  # the constructor's models that may be functions, and callbacks
@@ -128,6 +127,7 @@ class TrainerHooks(Trainer):
         self._steps = OptimizerSteps(self, self._guard)
         self._end = EndAfterSignal(self, self._signals, self._learning, self._streams, self._guard)
         self._evaluation = Evaluation(self, lambda: self._loop.latest_prompts)
+        self._logged = LoggedByFunctions(is_used=bool(self._functions))
         self._metrics: dict[str, float] = {}
         self._num_response_tokens = 0
         use_console(self, self.args.log_console)

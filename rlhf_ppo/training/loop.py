@@ -56,6 +56,7 @@ from rlhf_ppo.training.run_directory import RunDirectory
 from rlhf_ppo.training.saving import CheckpointWriter
 from rlhf_ppo.training.stateful import StatefulParts
 from rlhf_ppo.training.stopping import EndAfterSignal
+from rlhf_ppo.training.subclassing import check_kept
 
 logger = get_logger(__name__)
 
@@ -166,6 +167,7 @@ class Loop:
     def opened(self, trial: Any, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
         """Listen to signals and keep other runs out of the run's directory; give the checkpoint to go on from."""
         run, directory = self.run, self.run._get_output_dir(trial)
+        check_kept(run)
         with run._signals.listening(), run._directory.opened(directory, resume_from_checkpoint) as checkpoint:
             run._guard.last_checkpoint = checkpoint
             run.scorer.stop()  # an update that failed may have left answers to come, and some that were logged

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.cli.main import main
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
+from rlhf_ppo.training.saving import CheckpointWriter
 from tests.conftest import count_w4, prompt_rows
 from tests.faults.conftest import make_saving
 
@@ -94,15 +95,15 @@ def run_command(output_dir: str, words: list[str]) -> None:
     """Run `rlhf-ppo` with these words, with a final save that takes long."""
     now = announced(output_dir)
     torch.set_num_threads(1)
-    save = PPOTrainer._save_whole_model
+    save = CheckpointWriter.save_model
 
-    def slow(trainer: PPOTrainer, *args: Any) -> None:
-        if not trainer._checkpoints.is_writing:
+    def slow(writer: CheckpointWriter, *args: Any) -> None:
+        if not writer.is_writing:
             now()
             time.sleep(FOR_LONG)
-        save(trainer, *args)
+        save(writer, *args)
 
-    PPOTrainer._save_whole_model = slow  # pyright: ignore
+    CheckpointWriter.save_model = slow
     main([*words, "--output_dir", output_dir])
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, TrainerState
 from rlhf_ppo.rewards import RewardFunction, ScoringBatch
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.returned import check_scores
+from rlhf_ppo.rewards.scorer import Scorer
 
 PAD, EOS = 0, 1
 STATE = TrainerState(global_step=5)
@@ -326,3 +328,19 @@ def test_a_partial_with_a_name_of_its_own_goes_by_it() -> None:
     assert function_name(named) == "inner"
     named.__name__ = "outer"  # pyright: ignore[reportAttributeAccessIssue]
     assert function_name(named) == "outer" == function_name(functools.partial(named))
+
+
+@pytest.mark.parametrize("empty", [None, math.nan, math.inf, "no number"])
+def test_what_is_returned_for_tokens_of_a_tool_is_not_read(empty: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The policy wrote the first and the third token; what is missing for one of these is an error as ever."""
+    gaps = ScoringBatch(
+        torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]]), torch.ones(2, 4, dtype=torch.bool),
+        torch.tensor([[True, False, True], [True, True, True]]), {}, torch.ones(2, dtype=torch.bool),
+    )  # fmt: skip
+    tool = RewardFunction(lambda **_: [[1.0, empty, 2.0], [3.0, 4.0, 5.0]], tokenizer, TrainerState)
+    assert tool(gaps).tolist() == [[1, 0, 2], [3, 4, 5]]
+    assert Scorer([tool])(gaps).total.tolist() == [3, 12]
+    assert Scorer([tool])(gaps).by_source["lambda"].tolist() == [3, 12]
+    own = RewardFunction(lambda **_: [[1.0, 2.0, empty], None], tokenizer, TrainerState)
+    with pytest.raises((TypeError, ValueError), match="for row 0, token 2"):
+        own(gaps)
