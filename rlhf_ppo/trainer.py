@@ -248,7 +248,9 @@ class PPOTrainer(TrainerHooks):
         Each call is an update of `train`, with its logs, checkpoints, events and schedule; a trainer for it needs no
         data set and no rewards, but `total_episodes` or `max_steps`. The first call sets the run up, or goes on
         from `args.resume_from_checkpoint`, after which `state.global_step` counts the updates that are done; the last
-        one ends it. A signal that comes between two calls ends the run, with a checkpoint, at the next one.
+        one ends it. A signal ends the run with a checkpoint: at once while a call lasts, between two calls at the next
+        one. An update that it cuts short is finished by the resumed run's first call, from the checkpoint, before that
+        call's own responses are learned from.
 
         Args:
             queries: Token ids of this rank's `per_device_train_batch_size * gradient_accumulation_steps` prompts, long

@@ -144,8 +144,10 @@ class OwnLoop:
         """Prepare models, optimizer and state, where `train` would run its loop."""
         run = self.run
         self._model = run._loop.begin(checkpoint)
-        run._loop.evaluate_first()
-        run._loop.begin_epoch()
+        with run._end.saving(self._model, None):
+            run._loop.evaluate_first()
+            run._loop.begin_epoch()
+        run._end.end_if_stopped(None)
         return TrainOutput(run.state.global_step, 0.0, {})
 
     def _stopped_between(self) -> None:

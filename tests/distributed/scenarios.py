@@ -286,6 +286,31 @@ def two_updates_of_scaled_rewards(
     }
 
 
+def two_steps_of_given_responses(output_dir: str, models: str, local_batch_size: int) -> dict[str, Any]:
+    """Call `step` twice, each time with this rank's share of eight responses, some with a hole."""
+    trainer = make_trainer(
+        output_dir, models, gradient_accumulation_steps=local_batch_size // 2,
+        given={"train_dataset": None, "eval_dataset": None, "reward_funcs": None, "ref_model": f"{models}/policy"},
+        score_scaling=True, missing_eos_penalty=0.25, num_ppo_epochs=1, num_mini_batches=1, max_steps=2, optim="sgd",
+        learning_rate=0.1, max_grad_norm=0.0,
+    )  # fmt: skip
+    own = slice(trainer.args.process_index * local_batch_size, (trainer.args.process_index + 1) * local_batch_size)
+    for update in range(2):
+        generator = torch.Generator().manual_seed(update)
+        lengths = [3 + row % 4 for row in range(8)]
+        queries = [torch.randint(3, 12, (2 + row % 3,), generator=generator) for row in range(8)]
+        responses = [torch.randint(1, 12, (length,), generator=generator) for length in lengths]
+        masks = [torch.arange(length) != 1 + row % 5 for row, length in enumerate(lengths)]
+        scores = torch.randn(8, generator=generator)
+        trainer.step(queries[own], responses[own], scores[own], masks[own])
+    return {
+        **launched_as(trainer),
+        "log": trainer.state.log_history,
+        "parameters": whole_parameters(trainer),
+        "score_moments": trainer.score_moments.state_dict(),
+    }
+
+
 def keep_finished_rows() -> None:
     """Let finished rows stay in the batch everywhere, as they do layer by layer: all then draw the same numbers."""
     dropping.SHARE_LEFT = 0.0

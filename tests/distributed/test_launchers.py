@@ -51,7 +51,7 @@ def one_process(models, tmp_path_factory):
 def test_rewards_per_token_and_scaled_scores_are_those_of_one_process(models, tmp_path):
     """The running deviation is that of all ranks' scores; a slow reward and unscored rows change nothing of it.
 
-    Neither do holes in the response masks.
+    Neither do holes in the response masks. `step`, given each rank's share of responses, takes the same updates.
     """
 
     def ranks(world: int) -> list[list[dict[str, Any]]]:
@@ -60,6 +60,7 @@ def test_rewards_per_token_and_scaled_scores_are_those_of_one_process(models, tm
             ("two_updates_of_scaled_rewards", {"output_dir": f"{tmp_path}/{world}-{turns}", "in_turns": turns, **how})
             for turns in (False, True)
         ]
+        calls.append(("two_steps_of_given_responses", {"output_dir": f"{tmp_path}/{world}-given", **how}))
         return processes.run_all("multi_gpu", calls, world=world)
 
     for (one,), two in zip(ranks(1), ranks(2), strict=True):

@@ -137,6 +137,46 @@ def test_a_signal_between_two_calls_ends_the_run_with_a_checkpoint(make_stepper:
     assert resumed.state.global_step == 2
 
 
+class SignalAt(TrainerCallback):
+    """Sends SIGTERM when an event comes in the second update."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self._signal)
+
+    def _signal(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("event", "checkpoint", "next_rows"),
+    [("on_step_begin", "checkpoint-1", 1), ("on_optimizer_step", "checkpoint-1-1", 2)],
+)
+def test_a_signal_while_a_call_lasts_ends_the_run_and_the_resumed_one_finishes_the_update(
+    event: str, checkpoint: str, next_rows: int, make_stepper: Steps, tmp_path: Path
+) -> None:
+    """One that is half learned is finished from the checkpoint, bit for bit; the responses given then come next."""
+    settings = {"save_strategy": "steps", "save_steps": 1, "score_scaling": True}
+    whole = make_stepper(**settings, output_dir=str(tmp_path / "whole"))
+    for number in range(3):
+        whole.step(*rows(number))
+    run = {**settings, "output_dir": str(tmp_path / "run")}
+    stopped = make_stepper(**run, callbacks=[SignalAt(event)])
+    stopped.step(*rows(0))
+    with pytest.raises(RunStopped) as stop:
+        stopped.step(*rows(1))
+    assert os.path.basename(stop.value.checkpoint) == checkpoint
+    with pytest.raises(RuntimeError, match="the run is over"):
+        stopped.step(*rows(1))
+    resumed = make_stepper(**run, resume_from_checkpoint="True")
+    for number in range(next_rows, 3):
+        resumed.step(*rows(number))
+
+    assert resumed.state.global_step == 3
+    assert all(torch.equal(value, parameters(resumed)[name]) for name, value in parameters(whole).items())
+    assert history(resumed) == history(whole)
+
+
 def test_what_the_policy_did_not_write_is_context(make_stepper: Steps) -> None:
     class Last(PPOTrainer):
         def estimate_advantages(self, rollout: Rollout) -> Any:
