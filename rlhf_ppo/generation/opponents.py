@@ -1,4 +1,7 @@
-"""Opponents: further responses to the same prompts, for rewards that compare the policy's response with another."""
+"""Opponents: who else responds to the same prompts, for rewards that compare the policy's response with another.
+
+The word is that of self-play (Wu et al., arXiv 2405.00675): the reference, or the policy once more.
+"""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
+from rlhf_ppo.models.finite import weights_not_finite
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 
@@ -315,29 +316,6 @@ class DivergenceGuard:
             causes.append("max_grad_norm=0, which clips no gradient (set it to 1)")
         usual = f"learning_rate={args.learning_rate}, kl_coef={args.kl_coef}, or rewards that are too large"
         return f"likely causes: {'; '.join(causes) or usual}"
-
-
-def weights_not_finite(model: nn.Module) -> dict[str, float]:
-    """Find the weights that are not finite, of this rank's share where an engine has taken them apart.
-
-    Args:
-        model: Any model; quantized weights are passed over.
-
-    Returns:
-        By parameter name, how many of its numbers are not finite.
-    """
-    shares = {name: _own_share(parameter) for name, parameter in model.named_parameters()}
-    floats = {name: share for name, share in shares.items() if share.is_floating_point() and share.element_size() > 1}
-    if not floats or bool(torch.stack([share.isfinite().all() for share in floats.values()]).all()):
-        return {}
-    return {name: int((~share.isfinite()).sum()) for name, share in floats.items() if not share.isfinite().all()}
-
-
-def _own_share(parameter: Any) -> Tensor:
-    """Return what this rank holds of a parameter that ZeRO-3 or FSDP2 has taken apart."""
-    if hasattr(parameter, "to_local"):
-        return parameter.detach().to_local()
-    return parameter.ds_tensor if parameter.numel() == 0 and hasattr(parameter, "ds_tensor") else parameter.detach()
 
 
 def _weights(found: dict[str, float]) -> str:

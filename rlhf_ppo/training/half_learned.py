@@ -1,4 +1,7 @@
-"""Learning that a signal may end between two micro-batches, and that a resumed run finishes."""
+"""Learning that a signal may end between two micro-batches, and that a resumed run finishes.
+
+An update is half learned while some of its `num_ppo_epochs * num_mini_batches` mini-batches are not learned yet.
+"""
 
 from __future__ import annotations
 
