@@ -383,7 +383,7 @@ class PPOTrainer(TrainerHooks):
         advantages, returns = self.compute_advantages(rollout, rewards)
         weights = rollout.importance_weights(args.importance_sampling_clip_max)
         whitened = masked_whiten(advantages, mask, reduce_sum=self._sum)
-        self._loop.take_metrics(rollout, self._score_std, (paid, returns, whitened), weights)
+        self._loop.figures.take(rollout, self._score_std, (paid, returns, whitened), weights)
         return Experience.of(rollout, whitened, returns, weights if args.importance_sampling_correction else None)
 
     def shape_rewards(self, rollout: Rollout) -> Tensor:

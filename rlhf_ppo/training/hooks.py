@@ -122,14 +122,13 @@ class TrainerHooks(Trainer):
         self._withheld = WithheldArguments(self.args)
         self._signals = EndsOnSignals(self._sum, self._awaited, self.accelerator.num_processes)
         self._loop = Loop(self)
-        self._learning = LearningInParts(self, self._loop.keep_figures)
+        self._learning = LearningInParts(self, self._loop.figures.keep)
         self._checkpoints = CheckpointWriter(self)
         self._steps = OptimizerSteps(self, self._guard)
         self._end = EndAfterSignal(self, self._signals, self._learning, self._streams, self._guard)
         self._evaluation = Evaluation(self, lambda: self._loop.latest_prompts)
         self._logged = LoggedByFunctions(is_used=bool(self._functions))
         self._metrics: dict[str, float] = {}
-        self._num_response_tokens = 0
         use_console(self, self.args.log_console)
         self.add_callback(self._signals)
         set_up_engine(self.accelerator, self._unwrapped(self.model))
@@ -484,4 +483,4 @@ class TrainerHooks(Trainer):
         with failing_together(self.accelerator) if of_training else nullcontext(), self._checkpoints.naming_full_log():
             super().log(logs, start_time)
         if of_training:
-            self._loop.write_logged()
+            self._loop.figures.write_logged()

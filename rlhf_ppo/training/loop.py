@@ -9,19 +9,14 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase, TrainerControl
 from transformers.trainer_utils import TrainOutput
 
-from rlhf_ppo.algorithm.controllers import FixedKLController, KLController
-from rlhf_ppo.algorithm.losses import explained_variance
-from rlhf_ppo.checkpoints.half_learned import HalfLearned
-from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
+from rlhf_ppo.checkpoints.progress import Progress
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.datasets import num_rows
@@ -35,25 +30,15 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import drop_foreign_padding
 from rlhf_ppo.processes.signals import EndsOnSignals
 from rlhf_ppo.processes.streams import Streams
-from rlhf_ppo.reporting.kept_completions import KeptCompletions
 from rlhf_ppo.reporting.metrics import (
     MetricWindow,
-    gather_columns,
-    rollout_columns,
-    rollout_metrics,
-    sampling_metrics,
-    warn_of_unscored,
 )
 from rlhf_ppo.reporting.run_card import names_of_parts
-from rlhf_ppo.reporting.timing import PhaseTimer
-from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import Scorer
 from rlhf_ppo.training.data_order import batches_of_pass
-from rlhf_ppo.training.divergence import DivergenceGuard
+from rlhf_ppo.training.figures import UpdatedTrainer, UpdateFigures
 from rlhf_ppo.training.half_learned import LearningInParts
 from rlhf_ppo.training.optimization import follows_metric
-from rlhf_ppo.training.run_directory import RunDirectory
-from rlhf_ppo.training.saving import CheckpointWriter
 from rlhf_ppo.training.stateful import StatefulParts
 from rlhf_ppo.training.stopping import EndAfterSignal
 from rlhf_ppo.training.subclassing import check_kept
@@ -61,43 +46,27 @@ from rlhf_ppo.training.subclassing import check_kept
 logger = get_logger(__name__)
 
 
-class LoopedTrainer(Protocol):
+class LoopedTrainer(UpdatedTrainer, Protocol):
     """What the loop asks of its trainer."""
 
-    accelerator: Accelerator
-    args: PPOConfig
-    control: TrainerControl
-    kl_controller: KLController
     lr_scheduler: Any
     model: PolicyAndValue
     policy_model: nn.Module
     reward_models: list[nn.Module]
     scorer: Scorer
     sizes: Sizes
-    scorer: Scorer
-    state: PPOTrainerState
     train_dataset: Any
-    _checkpoints: CheckpointWriter
-    _directory: RunDirectory
     _end: EndAfterSignal
     _engine: GenerationEngine
     _estimate: RunEstimate
-    _gather: Callable[[Tensor], Tensor]
     _globalstep_last_logged: int
-    _guard: DivergenceGuard
     _initial_global_step: int
     _initial_num_input_tokens_seen: int
     _learning: LearningInParts
-    _logged: LoggedByFunctions
-    _metrics: dict[str, float]
-    _num_response_tokens: int
     _progress: Progress
     _signals: EndsOnSignals
     _stateful: StatefulParts
     _streams: Streams
-    _sum: Callable[[Tensor], Tensor]
-    _timer: PhaseTimer
-    _tokenizer: PreTrainedTokenizerBase
     _total_loss_scalar: float
     _tr_loss: Tensor
     _window: MetricWindow
@@ -148,18 +117,17 @@ class Loop:
         epochs: Numbers of the passes over the data, from the one that the run is in.
         grad_norm: Gradient norm of the latest update.
         latest_prompts: This rank's prompts of the latest update; None before it.
-        completions: Responses of the latest update.
+        figures: What is noted of the latest update.
     """
 
     model: nn.Module
     epochs: Iterable[int]
 
     def __init__(self, run: LoopedTrainer) -> None:
-        self.run = run
+        self.run, self.figures = run, UpdateFigures(run)
         self.grad_norm: float | Tensor | None = None
         self.latest_prompts: Prompts | None = None
         self._updates_per_epoch = 1
-        self.completions = KeptCompletions(run.args, run._tokenizer, run.accelerator.num_processes)
 
     # ---- Before the first update ----
 
@@ -262,7 +230,7 @@ class Loop:
         """Return what an update learns from: a new rollout, or the one that a resumed run was learning from."""
         run = self.run
         if (learned := run._learning.unfinished) is not None:
-            self._take_figures(learned)
+            self.figures.restore(learned)
             return learned.experience
         run._fire("on_step_begin")
         with run._guard.explaining():
@@ -296,7 +264,7 @@ class Loop:
             run._metrics
             | seconds
             | {
-                "time/tokens_per_second": run._num_response_tokens / sum(seconds.values()),
+                "time/tokens_per_second": self.figures.num_response_tokens / sum(seconds.values()),
                 "eps": (state.episode - self._episodes_before) / (time.time() - self._start),
                 "lr": learning_rate,
                 "episode": state.episode,
@@ -305,67 +273,6 @@ class Loop:
         run._metrics = {}
         if args.torch_empty_cache_steps is not None and state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
-
-    def take_metrics(
-        self,
-        rollout: Rollout,
-        score_std: float | None,
-        of_tokens: tuple[Tensor, Tensor, Tensor],
-        weights: Tensor | None,
-    ) -> None:
-        """Take the metrics of a rollout, note its first responses and count its tokens.
-
-        Args:
-            rollout: This rank's.
-            score_std: What scores are divided by; None leaves them in their own unit.
-            of_tokens: What each token was paid before whitening, what the value model is to expect, and whitened
-                advantages, `(B, T)` each.
-            weights: Importance weights, `(B, T)`, or None.
-        """
-        run, args, logged = self.run, self.run.args, self.run._logged.columns
-        paid, returns, advantages = of_tokens
-        own = rollout_columns(rollout, args, run.kl_controller.coef, score_std)
-        columns = gather_columns(own, run._gather)
-        warn_of_unscored(columns["scores"])
-        run._metrics |= rollout_metrics(columns) | run._logged.drain()
-        explained = explained_variance(rollout.values, returns, rollout.loss_mask, run._sum)
-        run._metrics["val/explained_variance"] = float(explained)
-        run._metrics |= sampling_metrics(rollout, weights, run._sum, run._gather)
-        if not isinstance(run.kl_controller, FixedKLController):
-            run._metrics["objective/kl_coef"] = float(run.kl_controller.coef)
-        run._num_response_tokens = int(columns["length"].sum())
-        self._count_input_tokens(rollout.attention_mask)
-        self.completions.note(run.state.global_step + 1, rollout, advantages, paid, own, logged)
-
-    def _count_input_tokens(self, attention_mask: Tensor) -> None:
-        run, counted = self.run, self.run.args.include_num_input_tokens_seen
-        if counted != "no":
-            tokens = attention_mask.sum() if counted == "non_padding" else torch.tensor(attention_mask.numel())
-            run.state.num_input_tokens_seen += int(run._sum(tokens.to(run.args.device)))
-
-    def keep_figures(self, learned: HalfLearned) -> None:
-        """Note what a resumed run needs of an update beside the experience."""
-        run = self.run
-        learned.metrics, learned.num_response_tokens = run._metrics, run._num_response_tokens
-        learned.seconds = run._timer.seconds
-        learned.completions = self.completions.rows(run.state.global_step + 1)
-        learned.left_out, learned.num_steps = run._guard.left_out, run._guard.num_steps
-        learned.wishes = run.control.state()["args"]
-
-    def _take_figures(self, learned: HalfLearned) -> None:
-        run = self.run
-        run._metrics, run._num_response_tokens = dict(learned.metrics), learned.num_response_tokens
-        run._timer.seconds = dict(learned.seconds)
-        self.completions.take(learned.completions)
-        run._guard.left_out, run._guard.num_steps = list(learned.left_out), learned.num_steps
-        for name, value in learned.wishes.items():
-            setattr(run.control, name, value)
-
-    def write_logged(self) -> None:
-        """Write the log as far as it goes, and responses of the update that was logged."""
-        run = self.run
-        with run._checkpoints.naming_full_log():
-            run._directory.write_logged(run.state.log_history, self.completions.rows(run.state.global_step))
 
     # ---- After updates ----
 

@@ -16,9 +16,10 @@ from tests.mutation.nursery import (
 )
 
 HOOKS, LOOP, SIZES, SCHEDULES = "training/hooks.py", "training/loop.py", "config/sizes.py", "training/schedules.py"
-OPTIMIZATION, STEPPING, ORDER = "training/optimization.py", "training/stepping.py", "training/data_order.py"
+OPTIMIZATION, FIGURES = "training/optimization.py", "training/figures.py"
+STEPPING, ORDER = "training/stepping.py", "training/data_order.py"
 FILES = {file: f"tests/{file.replace('/', '/test_')}" for file in (HOOKS, SIZES, SCHEDULES, OPTIMIZATION)}
-FILES |= dict.fromkeys((STEPPING, ORDER, LOOP), FILES[HOOKS])
+FILES |= dict.fromkeys((STEPPING, ORDER, LOOP, FIGURES), FILES[HOOKS])
 LOSS = "loss / (args.num_ppo_epochs * args.num_mini_batches)"
 
 # The tests that must notice (all of the file's where the name is empty), and what they must notice.
@@ -44,8 +45,8 @@ MUTATIONS = {
         (ORDER, "math.ceil(num_updates / per_epoch)", "num_updates // per_epoch"),
         (LOOP, "state.global_step / self._updates_per_epoch", "state.global_step"),
         (LOOP, "run._progress.episode += run.sizes.batch_size", "run._progress.episode += 1"),
-        (LOOP, 'if counted == "non_padding" else', 'if counted == "all" else'),
-        (LOOP, 'if counted != "no":', "if True:"),
+        (FIGURES, 'if counted == "non_padding" else', 'if counted == "all" else'),
+        (FIGURES, 'if counted != "no":', "if True:"),
     ],
     "gradients_are_exchanged_with_the_last_micro_batch_only": [
         (STEPPING, "if is_last or", "if True or"),

@@ -337,10 +337,10 @@ def test_what_is_returned_for_tokens_of_a_tool_is_not_read(empty: Any, tokenizer
         torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]]), torch.ones(2, 4, dtype=torch.bool),
         torch.tensor([[True, False, True], [True, True, True]]), {}, torch.ones(2, dtype=torch.bool),
     )  # fmt: skip
-    tool = RewardFunction(lambda **_: [[1.0, empty, 2.0], [3.0, 4.0, 5.0]], tokenizer, TrainerState)
+    tool = RewardFunction(lambda **_: [[1.0, empty, 2.0], [3.0, 4.0, 5.0]], tokenizer, lambda: STATE)
     assert tool(gaps).tolist() == [[1, 0, 2], [3, 4, 5]]
     assert Scorer([tool])(gaps).total.tolist() == [3, 12]
     assert Scorer([tool])(gaps).by_source["lambda"].tolist() == [3, 12]
-    own = RewardFunction(lambda **_: [[1.0, 2.0, empty], None], tokenizer, TrainerState)
+    own = RewardFunction(lambda **_: [[1.0, 2.0, empty], None], tokenizer, lambda: STATE)
     with pytest.raises((TypeError, ValueError), match="for row 0, token 2"):
         own(gaps)

@@ -15,7 +15,18 @@ from transformers.trainer_callback import CallbackHandler
 from rlhf_ppo import PPOTrainer
 
 PACKAGE = Path(inspect.getfile(PPOTrainer)).parent
-PARTS = ("evaluating", "hooks", "loop", "own_loop", "resuming", "rollouts", "saving", "stepping", "stopping")
+PARTS = (
+    "evaluating",
+    "figures",
+    "hooks",
+    "loop",
+    "own_loop",
+    "resuming",
+    "rollouts",
+    "saving",
+    "stepping",
+    "stopping",
+)
 FILES = [PACKAGE / "trainer.py", *(PACKAGE / "training" / f"{name}.py" for name in PARTS)]
 
 # Trainer's methods that the package calls or overrides: their parameters, in order.
