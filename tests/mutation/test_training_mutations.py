@@ -60,7 +60,7 @@ MUTATIONS = {
         (STEPPING, "if args.max_grad_norm > 0 else None", ""),
     ],
     "evaluation_covers_every_row_and_training_full_batches_only": [
-        (HOOKS, "self.args.dataloader_drop_last = is_training", "self.args.dataloader_drop_last = True"),
+        (HOOKS, "dataloader_drop_last=is_training", "dataloader_drop_last=True"),
     ],
     "the_rate_is_that_of_the_schedule_at_every_update": [
         (LOOP, "run.lr_scheduler.step()", "pass"),
