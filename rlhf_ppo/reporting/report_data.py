@@ -134,7 +134,8 @@ def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
         is_known = default is not None and default.default is not dataclasses.MISSING
         is_chosen = is_known and not is_derived and name not in _SETTLED
         changed = is_chosen and any(value != _said(default.default) for value in values)
-        rows.append({"name": name, "values": values, "changed": changed, "differs": len(set(values)) > 1})
+        differs = len(set(values)) > 1 and name not in _SETTLED
+        rows.append({"name": name, "values": values, "changed": changed, "differs": differs})
     for name in dict.fromkeys(name for run in runs for name in run.settings.made_of):
         values = [_said(shown(run.settings.made_of.get(name), name)) for run in runs]
         rows.append({"name": name, "values": values, "changed": True, "differs": len(set(values)) > 1})

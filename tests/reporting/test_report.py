@@ -154,6 +154,7 @@ def test_settings_tell_what_is_not_the_default_and_no_secret(runs: list[Path], t
     page = page_of(runs, tmp_path)
     rows = {row["name"]: row for row in page.data["settings"]}
     assert rows["kl_coef"] == {"name": "kl_coef", "values": ["0.05", "0.5"], "changed": True, "differs": True}
+    assert rows["output_dir"]["differs"] is False and rows["seed"]["differs"] is True
     assert "hub_token" not in rows and "hf_secret" not in page.texts["data"]
     assert page.data["versions"] == {"torch": "2.13.0"}
 

@@ -1,7 +1,10 @@
 "use strict";
 // What all panels share. Texts of runs are only ever set as text, never as markup.
 const data = JSON.parse(document.getElementById("data").textContent);
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#8c564b", "#7f7f7f"];
+const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
+const COLOURS = isDark
+  ? ["#4da3e0", "#f08232", "#2fc99a", "#e39ac4", "#e0b83c", "#9ad0f5", "#c79287", "#b0b0b0"]
+  : ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#8c564b", "#7f7f7f"];
 const MINUS = "\u2212";
 const shownGroups = data.groups.map(() => true);
 
