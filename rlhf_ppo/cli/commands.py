@@ -136,6 +136,30 @@ def _train(command: str, config: type, make_trainer: Callable[..., Trainer], arg
     return trainer
 
 
+OPTIONS = {
+    "sft": (ScriptArguments, SFTArguments),
+    "reward": (ScriptArguments, RewardArguments),
+    "train": (PPOScriptArguments, PPOConfig),
+}
+"""What the options of each training command are beside TRL's `ModelConfig`."""
+
+
+def parse_options(program: str, command: str, argv: Sequence[str]) -> Any:
+    """Read and check a training command's options; nothing is loaded.
+
+    Args:
+        program: What errors begin with.
+        command: One of `OPTIONS`.
+        argv: The options.
+
+    Raises:
+        SystemExit: An option is unknown or has no such value.
+        TypeError, ValueError: A value is wrong.
+    """
+    script, config = OPTIONS[command]
+    return _parse(program, script, config, argv)
+
+
 def _parse(program: str, script: type, config: type, argv: Sequence[str] | None) -> Any:
     parser: Any = PPOArgumentParser((script, config, ModelConfig), prog=program)  # pyright: ignore[reportArgumentType]
     script_args, args, model_args = parser.parse_args_and_config(argv)

@@ -16,6 +16,8 @@ COMMANDS = {
     "estimate": ("rlhf_ppo.cli.commands", "memory and time that `train` would take with the same options"),
     "judge": ("rlhf_ppo.cli.judge", "the share of prompts for which a judge prefers one model over another"),
     "eval": ("rlhf_ppo.cli.judge", "another name of judge"),
+    "init": ("rlhf_ppo.cli.init", "write a commented file for `pipeline`"),
+    "pipeline": ("rlhf_ppo.cli.pipeline", "SFT, reward model, PPO, judge and report from one file"),
     "plot": ("rlhf_ppo.cli.plot", "draw the metrics of runs"),
     "report": ("rlhf_ppo.cli.report", "one HTML file about runs: curves, samples, responses token by token"),
     "configs": ("rlhf_ppo.cli.configs", "write accelerate's configurations and the example scripts into a directory"),

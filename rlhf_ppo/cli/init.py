@@ -1,0 +1,171 @@
+"""`rlhf-ppo init`: write a commented file for `rlhf-ppo pipeline`, from options, or from the answers to questions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+
+import yaml
+
+from rlhf_ppo.cli.errors import CommandParser, user_errors
+
+PROGRAM = "rlhf-ppo init"
+QUESTIONS = {
+    "model": ("The language model to start from: a directory or a hub name", None),
+    "texts": ("Texts or prompts with completions to train it on first (empty: none)", ""),
+    "preferences": ("Pairs with `chosen` and `rejected` for the reward model (empty: a reward function instead)", ""),
+    "prompts": ("Prompts for PPO: a file, a directory or a hub name", None),
+    "output_dir": ("Where all of it goes", "runs/pipeline"),
+}
+"""Each option's question, and the answer that is none; None where one is needed."""
+
+REWARD_FUNCTION = "What pays PPO instead: a built-in reward's name, file.py:function or an address"
+
+HEAD = Template("""\
+# For `rlhf-ppo pipeline $file`: the steps below, one after the other. Run it again after it was broken off: what is
+# finished stays, what was begun goes on. Options of each step: `rlhf-ppo sft --help`, `reward`, `train`, `judge`.
+
+output_dir: $output_dir
+seeds: [0]                 # PPO and the judge run once for each: [0, 1, 2]
+# launch: accelerate_configs/deepspeed_zero2.yaml   # for several GPUs; `rlhf-ppo configs .` writes these files
+
+common:                    # given to every training step
+  report_to: none          # or wandb, tensorboard, trackio
+  bf16: $bf16
+""")
+SFT = Template("""
+sft:
+  model_name_or_path: $model
+  dataset_name: $texts     # `text`, `messages`, or `prompt` and `completion`
+  num_train_epochs: 1
+  learning_rate: 2.0e-5
+  per_device_train_batch_size: 8
+  save_steps: 100          # from these it goes on
+""")
+REWARD = Template("""
+reward:
+$start  dataset_name: $preferences   # `chosen`, `rejected`, and `prompt` where there is one
+  num_train_epochs: 1
+  learning_rate: 1.0e-5
+  per_device_train_batch_size: 8
+  save_steps: 100
+""")
+PPO = Template("""
+ppo:
+$start  dataset_name: $prompts       # `prompt`
+  response_length: 128     # tokens
+  learning_rate: 3.0e-6
+  kl_coef: 0.05            # higher keeps the policy nearer to where it started
+  missing_eos_penalty: 1.0 # for responses that do not end
+  total_episodes: 10000
+  per_device_train_batch_size: 8
+  gradient_accumulation_steps: 8
+  save_steps: 20
+""")
+JUDGE = Template("""
+judge:
+  dataset_name: $prompts       # better prompts that PPO has not seen
+$opponent$judge  max_new_tokens: 128
+  num_prompts: 256
+""")
+REPORT = """
+report: {}
+"""
+
+
+def init(argv: Sequence[str] | None = None) -> None:
+    """Write the file.
+
+    Args:
+        argv: The options. None takes the program's own. What is missing is asked for, where somebody can answer.
+
+    Raises:
+        SystemExit: An option is missing and nobody can answer, or the file is there already.
+    """
+    parser = CommandParser(prog=PROGRAM, description="Write a commented file for `rlhf-ppo pipeline`.")
+    parser.add_argument("--file", default="run.yaml", help="The file to write.")
+    for name, (question, _) in QUESTIONS.items():
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", help=question)
+    parser.add_argument("--reward_funcs", "--reward-funcs", help=REWARD_FUNCTION)
+    parser.add_argument("--judge_model", "--judge-model", help="Such as gpt-4o-mini, or a reward model PPO never saw.")
+    parser.add_argument("--bf16", action="store_true", help="Compute in bf16, as GPUs do.")
+    args = parser.parse_args(argv)
+    with user_errors(PROGRAM):
+        path = Path(args.file).expanduser()
+        if path.exists():
+            raise ValueError(f"file={args.file!r} is there already; name another, or remove it")
+        _complete(args)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(written(args))
+    print(f"{args.file} is written; read it, then: rlhf-ppo pipeline {args.file}")
+
+
+def _complete(args: argparse.Namespace) -> None:
+    """Ask for what the options do not say."""
+    asks = sys.stdin.isatty()
+    for name, (question, default) in QUESTIONS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, _asked(name, question, default) if asks else default)
+        if getattr(args, name) is None:
+            raise ValueError(f"--{name} is missing: {question.lower()}")
+    if not args.preferences and not args.reward_funcs:
+        args.reward_funcs = _asked("reward_funcs", REWARD_FUNCTION, None) if asks else None
+        if args.reward_funcs is None:
+            raise ValueError("nothing pays PPO: give --preferences for a reward model, or --reward_funcs")
+
+
+def _asked(name: str, question: str, default: str | None) -> str:
+    shown = f" [{default}]" if default else ""
+    while True:
+        answer = input(f"{question}{shown}: ").strip() or default
+        if answer is not None:
+            return answer
+        print(f"--{name} is needed")
+
+
+def written(args: argparse.Namespace) -> str:
+    """Return the file's text.
+
+    Args:
+        args: Every option has a value, but for texts, preferences, reward functions and judge, which may be empty.
+    """
+    values = {
+        name: _scalar(getattr(args, name)) for name in ("model", "texts", "preferences", "prompts", "output_dir")
+    }
+    parts = [HEAD.substitute(values, file=args.file, bf16=str(args.bf16).lower())]
+    starts_from = f"  {{}}: {values['model']}\n"
+    if args.texts:
+        parts.append(SFT.substitute(values))
+    if args.preferences:
+        start = "" if args.texts else starts_from.format("model_name_or_path")
+        parts.append(REWARD.substitute(values, start=start))
+    start = "" if args.texts else starts_from.format("sft_model_path")
+    if args.reward_funcs:
+        start += f"  reward_funcs: [{_scalar(args.reward_funcs)}]\n"
+    parts.append(PPO.substitute(values, start=start))
+    opponent = "" if args.texts else starts_from.format("opponent")
+    parts.append(JUDGE.substitute(values, opponent=opponent, judge=_judge(args)))
+    return "".join([*parts, REPORT])
+
+
+def _judge(args: argparse.Namespace) -> str:
+    if args.judge_model:
+        return f"  judge_model: {_scalar(args.judge_model)}\n"
+    if args.preferences:
+        path = _scalar(str(Path(args.output_dir) / "reward"))
+        return f"  judge_model: {path}   # PPO's own reward model: better one that it never saw\n"
+    return f"  judge: {_scalar(args.reward_funcs)}   # PPO's own reward: better one that it never saw\n"
+
+
+def _scalar(text: str | None) -> str:
+    """Write a text so that YAML reads it as the same text."""
+    text = text or ""
+    try:
+        is_plain = yaml.safe_load(f"[{text}]") == [text]
+    except yaml.YAMLError:
+        is_plain = False
+    return text if is_plain else json.dumps(text)

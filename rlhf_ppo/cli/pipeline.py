@@ -1,0 +1,71 @@
+"""`rlhf-ppo pipeline`: SFT, reward model, PPO, judge and report from one file."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from rlhf_ppo.cli.errors import CommandParser, user_errors
+from rlhf_ppo.pipeline.running import finished_steps, run_pipeline, start_python
+from rlhf_ppo.pipeline.steps import Pipeline, Step, read_pipeline
+
+PROGRAM = "rlhf-ppo pipeline"
+
+
+def pipeline(argv: Sequence[str] | None = None) -> None:
+    """Run the steps of a file that are left.
+
+    Args:
+        argv: The file, and `--dry_run`. None takes the program's own.
+
+    Raises:
+        SystemExit: The file or an option of a step is wrong, before anything is run; or a step has failed.
+    """
+    parser = CommandParser(prog=PROGRAM, description=pipeline.__doc__)
+    parser.add_argument(
+        "file", help="YAML with the sections sft, reward, ppo, judge, report; `rlhf-ppo init` writes one"
+    )
+    parser.add_argument(
+        "--dry_run", "--dry-run", action="store_true", help="Print the steps that are left, and run none."
+    )
+    args = parser.parse_args(argv)
+    with user_errors(PROGRAM):
+        read = read_pipeline(args.file)
+        finished = finished_steps(read)
+        for step in read.steps:
+            if step.name not in finished:
+                check_step(step)
+    if args.dry_run:
+        _show(read, finished.keys())
+        return
+    if code := run_pipeline(read, start_python):
+        raise SystemExit(code)
+
+
+def check_step(step: Step) -> None:
+    """Check a step's options as its command will, so that a mistake in the last one shows before the first has run.
+
+    Args:
+        step: The step.
+
+    Raises:
+        SystemExit: An option is unknown or wrong; the sentence begins with the section's name.
+        TypeError, ValueError: Its value is.
+    """
+    program = f"{PROGRAM}: {step.kind}"
+    if step.kind == "judge":
+        from rlhf_ppo.cli.judge import JudgeArguments
+        from rlhf_ppo.cli.parser import PPOArgumentParser
+
+        with user_errors(program):
+            PPOArgumentParser(JudgeArguments, prog=program).parse_args_and_config(step.argv())  # pyright: ignore[reportArgumentType]
+    elif step.kind != "report":
+        from rlhf_ppo.cli.commands import parse_options
+
+        with user_errors(program):
+            parse_options(program, step.command, step.argv())
+
+
+def _show(read: Pipeline, finished: Container[str]) -> None:
+    for step in read.steps:
+        words = "finished before" if step.name in finished else f"rlhf-ppo {step.command} {' '.join(step.argv())}"
+        print(f"{step.name}: {words}")

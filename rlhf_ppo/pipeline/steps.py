@@ -1,0 +1,179 @@
+"""What a pipeline's file says: the steps in order, each a command with its options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+STEPS = ("sft", "reward", "ppo", "judge", "report")
+"""The sections of a pipeline's file that are steps, in order; `ppo` is the command `train`."""
+
+COMMANDS = {"ppo": "train"}
+"""Steps that are not called as their command is."""
+
+TRAINING = ("sft", "reward", "ppo")
+OTHERS = ("output_dir", "seeds", "launch", "common")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command.
+
+    Attributes:
+        name: Such as `sft`, or `ppo-seed2` where there are several seeds: its directory's name.
+        kind: One of `STEPS`.
+        output_dir: Where it writes.
+        options: Its options, by name.
+        runs: Directories that a report is of.
+    """
+
+    name: str
+    kind: str
+    output_dir: Path
+    options: Mapping[str, Any]
+    runs: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """The subcommand of `rlhf-ppo`."""
+        return COMMANDS.get(self.kind, self.kind)
+
+    def argv(self) -> list[str]:
+        """Return the words behind the subcommand."""
+        return [*self.runs, *(word for name, value in self.options.items() for word in _words(name, value))]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline's file.
+
+    Attributes:
+        output_dir: Where all steps' directories are.
+        steps: The steps, in order.
+        launch: What training steps are launched with, such as `("accelerate", "launch", "--config_file", "x.yaml")`.
+    """
+
+    output_dir: Path
+    steps: tuple[Step, ...]
+    launch: tuple[str, ...] = ()
+
+
+def read_pipeline(path: str | Path) -> Pipeline:
+    """Read a pipeline's file.
+
+    A later step takes from the earlier ones what it does not name itself: the reward model and the policy start from
+    the language model that `sft` trained, PPO is paid by the model that `reward` trained, the judge compares the
+    policy with the language model, and the report is of PPO's runs.
+
+    Args:
+        path: A YAML file with sections called as in `STEPS`, and `output_dir`, `seeds`, `launch` and `common`.
+
+    Raises:
+        OSError: There is no such file.
+        ValueError: It is no such file; the message names the section and what to write.
+    """
+    try:
+        said = yaml.safe_load(Path(path).expanduser().read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(said, dict):
+        raise ValueError(f"{path} must hold sections such as `ppo:`, each with options")
+    if unknown := sorted(str(name) for name in said if name not in (*STEPS, *OTHERS)):
+        raise ValueError(f"{path} has the sections {unknown}; there are {[*OTHERS, *STEPS]}")
+    sections = {name: _options(said, name) for name in ("common", *STEPS)}
+    output_dir = said.get("output_dir")
+    if not isinstance(output_dir, str) or not output_dir:
+        raise ValueError(f"output_dir={output_dir!r}: name the directory that all steps write into")
+    wanted = [name for name in STEPS if name in said]
+    if not wanted:
+        raise ValueError(f"{path} has no step; write at least one of {list(STEPS)}")
+    folder = Path(output_dir).expanduser()
+    steps = tuple(_steps(folder, wanted, sections, _seeds(said.get("seeds"))))
+    return Pipeline(folder, steps, _launch(said.get("launch")))
+
+
+def _steps(
+    folder: Path, wanted: Sequence[str], sections: Mapping[str, dict[str, Any]], seeds: Sequence[int]
+) -> Iterator[Step]:
+    common = sections["common"]
+    made = {name: str(folder / name) for name in ("sft", "reward") if name in wanted}
+    for name in made:
+        start = {"model_name_or_path": made["sft"]} if name == "reward" and "sft" in made else {}
+        yield _step(name, name, folder, start | common | sections[name])
+    policies = {seed: "ppo" if len(seeds) == 1 else f"ppo-seed{seed}" for seed in seeds}
+    if "ppo" in wanted:
+        start = {"sft_model_path": made.get("sft"), "reward_model_path": made.get("reward")}
+        for seed, name in policies.items():
+            yield _step(name, "ppo", folder, _known(start) | common | sections["ppo"] | {"seed": seed})
+    judged = []
+    if "judge" in wanted:
+        for seed, policy in policies.items():
+            start = {"model": str(folder / policy), "opponent": made.get("sft"), "seed": seed}
+            options = _overridden(_known(start), sections["judge"])
+            judged.append(_step(policy.replace("ppo", "judge"), "judge", folder, options))
+        yield from judged
+    if "report" in wanted:
+        runs = tuple(str(folder / name) for name in policies.values())
+        options = {"output": str(folder / "report.html"), **sections["report"]}
+        yield Step("report", "report", folder, options, runs)
+
+
+def _overridden(start: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Let a column that is given stand for the model that would be taken."""
+    taken = {name for name in start if f"{name}_column" in given}
+    return {name: value for name, value in start.items() if name not in taken} | dict(given)
+
+
+def _step(name: str, kind: str, folder: Path, options: Mapping[str, Any]) -> Step:
+    place = folder / name
+    return Step(name, kind, place, {**options, "output_dir": str(place)})
+
+
+def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _options(said: Mapping[str, Any], name: str) -> dict[str, Any]:
+    options = said.get(name) or {}
+    if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+        raise ValueError(f"{name}={options!r:.80} must be options, one a line: `learning_rate: 1.0e-5`")
+    if "output_dir" in options:
+        raise ValueError(f"{name} has an output_dir of its own; it is <output_dir>/{name}")
+    if name == "ppo" and "seed" in options:
+        raise ValueError(f"ppo has seed={options['seed']!r}; write `seeds: [{options['seed']}]` on top")
+    return options
+
+
+def _seeds(said: Any) -> list[int]:
+    seeds = [0] if said is None else said if isinstance(said, list) else [said]
+    if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds) or len({*seeds}) < len(seeds):
+        raise ValueError(f"seeds={said!r} must be different numbers from 0 on, such as [0, 1, 2]")
+    return seeds
+
+
+def _launch(said: Any) -> tuple[str, ...]:
+    if said is None:
+        return ()
+    if not isinstance(said, str) or not Path(said).expanduser().is_file():
+        raise ValueError(
+            f"launch={said!r} must be a file for `accelerate launch --config_file`, such as those that `rlhf-ppo "
+            "configs .` writes"
+        )
+    return ("accelerate.commands.launch", "--config_file", said)
+
+
+def _words(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return [f"--{name}", *map(_word, value)]
+    return [f"--{name}", _word(value)]
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | bool) else str(value)

@@ -1,0 +1,97 @@
+"""What a pipeline's file says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_ppo.pipeline.steps import Step, read_pipeline
+
+WHOLE = """
+output_dir: runs/x
+seeds: [3, 5]
+common: {report_to: none, use_cpu: true}
+sft: {model_name_or_path: base, dataset_name: texts.jsonl, learning_rate: 1.0e-4}
+reward: {dataset_name: pairs.jsonl}
+ppo: {dataset_name: prompts.jsonl, reward_funcs: [length, "f.py:g"], report_to: wandb}
+judge: {dataset_name: prompts.jsonl, judge_model: held-out}
+report: {}
+"""
+
+
+def steps(text: str, folder: Path) -> dict[str, Step]:
+    (folder / "run.yaml").write_text(text)
+    return {step.name: step for step in read_pipeline(folder / "run.yaml").steps}
+
+
+def test_each_step_takes_what_the_earlier_ones_made(tmp_path: Path) -> None:
+    found = steps(WHOLE, tmp_path)
+
+    assert list(found) == ["sft", "reward", "ppo-seed3", "ppo-seed5", "judge-seed3", "judge-seed5", "report"]
+    assert [step.command for step in found.values()] == [
+        "sft", "reward", "train", "train", "judge", "judge", "report",
+    ]  # fmt: skip
+    assert found["reward"].options["model_name_or_path"] == "runs/x/sft"
+    ppo = found["ppo-seed5"].options
+    assert (ppo["sft_model_path"], ppo["reward_model_path"], ppo["seed"]) == ("runs/x/sft", "runs/x/reward", 5)
+    judge = found["judge-seed5"].options
+    assert (judge["model"], judge["opponent"], judge["seed"]) == ("runs/x/ppo-seed5", "runs/x/sft", 5)
+    assert found["report"].argv() == ["runs/x/ppo-seed3", "runs/x/ppo-seed5", "--output", "runs/x/report.html"]
+
+
+def test_a_section_wins_over_what_is_common_and_common_over_nothing(tmp_path: Path) -> None:
+    found = steps(WHOLE, tmp_path)
+
+    assert found["sft"].options["report_to"] == "none" and found["ppo-seed3"].options["report_to"] == "wandb"
+    assert "report_to" not in found["judge-seed3"].options
+    words = found["ppo-seed3"].argv()
+    assert words[words.index("--reward_funcs") + 1 :][:3] == ["length", "f.py:g", "--seed"]
+    assert words[words.index("--use_cpu") + 1] == "true" and "--learning_rate" in found["sft"].argv()
+
+
+def test_a_step_that_is_left_out_is_not_run_and_nothing_is_taken_from_it(tmp_path: Path) -> None:
+    found = steps("output_dir: x\nppo: {sft_model_path: m, dataset_name: d}\njudge: {opponent_column: c}", tmp_path)
+
+    assert list(found) == ["ppo", "judge"]
+    assert "reward_model_path" not in found["ppo"].options
+    assert found["judge"].options == {"model": "x/ppo", "opponent_column": "c", "seed": 0, "output_dir": "x/judge"}
+
+
+def test_a_column_stands_for_the_model_that_would_be_compared(tmp_path: Path) -> None:
+    text = WHOLE.replace("judge_model: held-out", "judge_model: held-out, opponent_column: people")
+
+    assert "opponent" not in steps(text, tmp_path)["judge-seed3"].options
+
+
+def test_training_steps_are_launched(tmp_path: Path) -> None:
+    (tmp_path / "zero2.yaml").write_text("")
+    (tmp_path / "run.yaml").write_text(f"output_dir: x\nlaunch: {tmp_path}/zero2.yaml\nsft: {{dataset_name: d}}")
+
+    launch = read_pipeline(tmp_path / "run.yaml").launch
+    assert launch == ("accelerate.commands.launch", "--config_file", f"{tmp_path}/zero2.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [", "is no YAML"),
+        ("- a", "must hold sections"),
+        ("", "must hold sections"),
+        ("output_dir: x\nppo: {}\nsftt: {}", r"has the sections \['sftt'\]"),
+        ("ppo: {}", "output_dir=None"),
+        ("output_dir: 3\nppo: {}", "output_dir=3"),
+        ("output_dir: x", "has no step"),
+        ("output_dir: x\nppo: [a]", r"ppo=\['a'\] must be options"),
+        ("output_dir: x\nppo: {1: 2}", "must be options"),
+        ("output_dir: x\nppo: {output_dir: y}", "ppo has an output_dir of its own"),
+        ("output_dir: x\nppo: {seed: 4}", r"write `seeds: \[4\]` on top"),
+        ("output_dir: x\nseeds: []\nppo: {}", r"seeds=\[\]"),
+        ("output_dir: x\nseeds: [1, 1]\nppo: {}", r"seeds=\[1, 1\]"),
+        ("output_dir: x\nseeds: [true]\nppo: {}", r"seeds=\[True\]"),
+        ("output_dir: x\nlaunch: nowhere.yaml\nppo: {}", "launch='nowhere.yaml'"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        steps(text, tmp_path)
