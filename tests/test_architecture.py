@@ -26,7 +26,7 @@ FLOORS = (
     {"config", "data", "processes"},
     {"models"},
     {"checkpoints", "estimate", "evaluation", "generation", "reporting", "rewards"},
-    {"training"},
+    {"pipeline", "training"},
     {"compat", "trainer"},
     {"cli", "demo"},
     {"__main__"},

@@ -167,6 +167,7 @@ OPTIONS_OF_OTHERS = {
         "signal",
     },  # torchrun, SLURM
     "docs/judging.md": {"num_examples"},  # of the script
+    "docs/pipeline.md": {"preferences", "prompts", "texts"},  # of `rlhf-ppo init`
     "docs/generation.md": {"logprobs-mode", "weight-transfer-config"},  # vLLM's server
 }
 ARGUMENTS_OF_OTHERS = {
