@@ -62,6 +62,10 @@ def test_the_wheel_holds_what_the_command_writes(tmp_path, monkeypatch):
     subprocess.run([*build, str(ROOT)], check=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    page = Path("rlhf_ppo/reporting/page")
+    assert {path.name for path in (tmp_path / "site" / page).iterdir()} == {
+        path.name for path in (ROOT / page).iterdir()
+    }
 
     monkeypatch.setattr(module, "SHIPPED", tmp_path / "site" / "rlhf_ppo" / "shipped")
     monkeypatch.setattr(module, "PACKAGE", None)
