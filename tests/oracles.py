@@ -295,6 +295,11 @@ def total_loss(tokens: Tokens, settings: Settings) -> float:
     return float(tokens.policy_loss.mean() + settings.vf_coef * tokens.value_loss.mean())
 
 
+def own_ids(episode: Episode) -> list[tuple[int, int]]:
+    """The tokens that the policy wrote, with their places."""
+    return [(place, episode.response[place]) for place in episode.own]
+
+
 def metrics(
     llama: Llama,
     episodes: Sequence[Episode],
@@ -339,12 +344,14 @@ def metrics(
         "val/clipfrac_avg": mean(lambda tokens: tokens.value_clipped),
         "val/ratio": mean(lambda tokens: tokens.ratio),
         "val/ratio_var": float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0,
+        "val/first_logratio": 0.0,  # by definition: the policy has not moved
         "val/num_eos_tokens": stopped,
         "val/explained_variance": 1 - float((returns - values).var() / returns.var()),
         "response/length_mean": float(np.mean(lengths)),
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
         "response/ended_frac": stopped / num_episodes,
+        "response/unique_frac": len({tuple(own_ids(episode)) for episode in episodes}) / num_episodes,
         "loss": float(np.mean([total_loss(tokens, settings) for tokens in of_steps])),
         **sources,
     }

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from rlhf_ppo.config.engines import ENGINE_RANGES, EngineArguments
+from rlhf_ppo.config.health import parse_thresholds
 from rlhf_ppo.config.inherited import REJECTED, RejectsRemoved, reject_unsupported
 from rlhf_ppo.config.inherited_values import INHERITED_RANGES, check_dicts, check_inherited, inherited_types
 from rlhf_ppo.config.precision import default_bf16
@@ -283,6 +284,7 @@ class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, EngineArguments, T
         """
         self.reward_weights = parse_weights("reward_weights", self.reward_weights)
         self.stop_strings = parse_strings("stop_strings", self.stop_strings)
+        self.health_thresholds = parse_thresholds(self.health_thresholds)
         helps = {f.name: str(f.metadata.get("help", "")) for f in fields(self)}
         for name, annotation in _checked_annotations().items():
             setattr(self, name, own_number(getattr(self, name)))

@@ -25,6 +25,8 @@ logger = get_logger(__name__)
 LATEST = frozenset({"episode", "eps", "lr", "guard/skipped_rows", "guard/skipped_updates"})
 """Keys logged as they are now; all others are means (or minima, maxima) over the updates since the last log."""
 
+_ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
+
 
 def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor, non_score_reward: Tensor) -> dict[str, Tensor]:
     """Sum each response's per-token figures, over the tokens that the policy wrote.
@@ -150,6 +152,36 @@ def sampling_metrics(
     }
 
 
+def unique_fraction(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> float:
+    """Return the share of different responses among those of all ranks, in (0, 1].
+
+    Responses are compared by `sum_t (y_t + 1) c^t` modulo 2^64, a polynomial of their tokens.
+
+    Args:
+        rollout: `B` responses of this rank.
+        gather: Concatenates over ranks along the first dimension.
+    """
+    num_columns = rollout.response_mask.shape[1]
+    response = rollout.query_responses[:, -num_columns:]
+    tokens = (response + 1).masked_fill(~rollout.response_mask, 0)
+    powers = torch.full_like(tokens[0], _ODD).cumprod(dim=0)
+    sums = gather((tokens * powers).sum(dim=1))
+    return len(sums.unique()) / len(sums)
+
+
+def response_metrics(
+    rollout: Rollout, columns: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    """Return `rollout_metrics`, and the share of different responses.
+
+    Args:
+        rollout: `B` responses of this rank.
+        columns: Those of all ranks.
+        gather: Concatenates over ranks along the first dimension.
+    """
+    return {**rollout_metrics(columns), "response/unique_frac": unique_fraction(rollout, gather)}
+
+
 def warn_of_unscored(scores: Tensor) -> None:
     """Say how many episodes no reward scored, if there are any.
 
@@ -265,19 +297,27 @@ class UpdateStatistics:
             gather: Concatenates over ranks along the first dimension.
 
         Returns:
-            Token means by `KEYS` and `named`, and `val/ratio_var`: the variance of the micro-batches' mean ratios, of
-            all ranks.
+            Token means by `KEYS` and `named`, and of the micro-batches of all ranks `val/ratio_var`, the variance of
+            their mean ratios, and `val/first_logratio`, the root mean square of the log-ratio in the first ones, which
+            are before any step: how far two forward passes of the same policy are apart.
             Nothing if no micro-batch was added, which is so on all ranks or on none.
         """
         if not self.sums:
             return {}
         of_parts = torch.stack(self.sums)
         *sums, num_tokens = reduce_sum(of_parts.sum(dim=0)).tolist()
-        of_ratios = of_parts[:, [self.KEYS.index("val/ratio"), -1]]
-        ratio_sums, num_tokens_of_parts = gather(of_ratios).unbind(dim=1)
+        of_ratios = of_parts[:, [self.KEYS.index("val/ratio"), self.KEYS.index("policy/approxkl_avg"), -1]]
+        ratio_sums, halves_of_squares, num_tokens_of_parts = gather(of_ratios).unbind(dim=1)
+        half_of_squares, num_first = (
+            sums[:: len(of_parts)].sum() for sums in (halves_of_squares, num_tokens_of_parts)
+        )
         ratios = (ratio_sums / num_tokens_of_parts)[num_tokens_of_parts > 0]
         means = {key: total / num_tokens for key, total in zip((*self.KEYS, *self.named), sums, strict=True)}
-        return {**means, "val/ratio_var": float(ratios.var()) if len(ratios) > 1 else 0.0}
+        return {
+            **means,
+            "val/ratio_var": float(ratios.var()) if len(ratios) > 1 else 0.0,
+            "val/first_logratio": float((2 * half_of_squares / num_first.clamp(min=1)).sqrt()),
+        }
 
 
 @dataclass

@@ -165,7 +165,8 @@ def _logged_metrics(groups: Mapping[str, list[Log]], metrics: Sequence[str] | No
             raise ValueError(f"there is nothing to draw of {label}: {_what_is_logged(logs, x)}")
     logged = list(dict.fromkeys(key for logs in groups.values() for log in logs for key in _metrics_with(log, x)))
     if metrics is None:
-        return [key for key in PANELS if key in logged] + sorted(key for key in logged if key not in PANELS)
+        others = (key for key in logged if key not in PANELS and not key.startswith("health/"))
+        return [key for key in PANELS if key in logged] + sorted(others)
     if missing := [key for key in metrics if key not in logged]:
         raise ValueError(f"metrics={missing} were logged by no run together with {x!r}; logged: {sorted(logged)}")
     if not metrics:

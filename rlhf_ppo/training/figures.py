@@ -19,8 +19,8 @@ from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.reporting.kept_completions import KeptCompletions
 from rlhf_ppo.reporting.metrics import (
     gather_columns,
+    response_metrics,
     rollout_columns,
-    rollout_metrics,
     sampling_metrics,
     warn_of_unscored,
 )
@@ -86,7 +86,7 @@ class UpdateFigures:
         own = rollout_columns(rollout, args, run.kl_controller.coef, score_std)
         columns = gather_columns(own, run._gather)
         warn_of_unscored(columns["scores"])
-        run._metrics |= rollout_metrics(columns) | run._logged.drain()
+        run._metrics |= response_metrics(rollout, columns, run._gather) | run._logged.drain()
         explained = explained_variance(rollout.values, returns, rollout.loss_mask, run._sum)
         run._metrics["val/explained_variance"] = float(explained)
         run._metrics |= sampling_metrics(rollout, weights, run._sum, run._gather)

@@ -42,9 +42,9 @@ from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.model_card import FinalMetrics
 from rlhf_ppo.reporting.run_card import save_run_card
 from rlhf_ppo.reporting.timing import PhaseTimer
+from rlhf_ppo.reporting.watching import watch_run
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import Scorer
-from rlhf_ppo.terminal.progress import use_console
 from rlhf_ppo.training.data_order import counts, data_order
 from rlhf_ppo.training.datasets import PromptPreparation
 from rlhf_ppo.training.divergence import DivergenceGuard
@@ -129,7 +129,7 @@ class TrainerHooks(Trainer):
         self._evaluation = Evaluation(self, lambda: self._loop.latest_prompts)
         self._logged = LoggedByFunctions(is_used=bool(self._functions))
         self._metrics: dict[str, float] = {}
-        use_console(self, self.args.log_console)
+        watch_run(self, self.args, self.sizes.batch_size)
         self.add_callback(self._signals)
         set_up_engine(self.accelerator, self._unwrapped(self.model))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from rlhf_ppo.reporting.metrics import (
     gather_columns,
     rollout_metrics,
     sampling_metrics,
+    unique_fraction,
 )
 
 NAN = float("nan")
@@ -220,6 +222,7 @@ def expected_metrics() -> dict[str, float]:
         "val/clipfrac_avg": tokens([value.clipped for *_, value in MICRO_BATCHES]).mean(),
         "val/ratio": tokens([policy.ratio for *_, policy, _ in MICRO_BATCHES]).mean(),
         "val/ratio_var": np.var(ratios, ddof=1),
+        "val/first_logratio": float(moved[0][MICRO_BATCHES[0][0].response_mask].double().pow(2).mean().sqrt()),
     }
 
 
@@ -239,10 +242,35 @@ def test_update_metrics_are_those_of_all_ranks() -> None:
     """Three ranks, one micro-batch each, exchange sums, and the micro-batches' ratios."""
     ranks = [statistics(part) for part in MICRO_BATCHES]
     total = torch.stack([rank.sums[0] for rank in ranks]).sum(dim=0)
-    gathered = torch.stack([rank.sums[0][-2:] for rank in ranks])
+    gathered = torch.stack([rank.sums[0][[6, 0, -1]] for rank in ranks])
     for rank in ranks:
         metrics = rank.metrics(lambda tensor: total.view_as(tensor), lambda tensor: gathered)
-        assert metrics == pytest.approx(expected_metrics(), rel=1e-5)
+        expected = expected_metrics()
+        of_all = {"val/first_logratio": (2 * expected["policy/approxkl_avg"]) ** 0.5}  # all are first ones here
+        assert metrics == pytest.approx(expected | of_all, rel=1e-5)
+
+
+def test_the_share_of_different_responses_is_counted_over_all_ranks() -> None:
+    """The same tokens in another order, or fewer of them, are another response."""
+    responses = torch.tensor([[5, 6, 7], [5, 7, 6], [5, 6, 7], [5, 6, 9]])
+    mask = torch.ones_like(responses, dtype=torch.bool)
+    mask[3, 2] = False
+    rollout: Any = SimpleNamespace(query_responses=torch.cat((torch.arange(8).view(4, 2), responses), 1))
+    rollout.response_mask = mask
+    assert unique_fraction(rollout, identity) == 3 / 4
+    of_another_rank = unique_sums(torch.tensor([[5, 6, 7]]))
+    assert unique_fraction(rollout, lambda sums: torch.cat((sums, of_another_rank))) == 3 / 5
+    distinct = torch.cartesian_prod(*[torch.arange(10)] * 4)
+    rollout = SimpleNamespace(query_responses=distinct, response_mask=torch.ones_like(distinct, dtype=torch.bool))
+    assert unique_fraction(rollout, identity) == 1
+
+
+def unique_sums(responses: Tensor) -> Tensor:
+    """What a rank sends of its responses."""
+    sent: list[Tensor] = []
+    rollout: Any = SimpleNamespace(query_responses=responses, response_mask=torch.ones_like(responses).bool())
+    unique_fraction(rollout, lambda sums: sent.append(sums) or sums)
+    return sent[0]
 
 
 def test_one_micro_batch_has_no_variance() -> None:

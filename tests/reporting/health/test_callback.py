@@ -1,0 +1,110 @@
+"""A run watches its health: what it logs and says, once, and after a resume not again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.config.health import HealthThresholds
+from rlhf_ppo.reporting.health import CHECKS, HealthCallback, Surroundings
+from tests.runs import QUICK, assert_identical, die_and_resume, history
+
+MakeTrainer = Callable[..., PPOTrainer]
+KEYS = {check.key for check in CHECKS}
+COLLAPSING = {"learning_rate": 0.3, "kl_coef": 0.0, "max_grad_norm": 1e3, "lr_scheduler_type": "constant"}
+
+
+class Tracker(TrainerCallback):
+    """Stands where trackers do: before the user's own callbacks are logged to."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return [message.split(":")[0] for message in messages if message.startswith("Health")]
+
+
+def test_a_run_made_to_collapse_is_told_once_of_each_sign(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = Tracker()
+    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "total_episodes": 96}
+    trainer = make_trainer(**settings, **COLLAPSING, callbacks=[tracker])
+    trainer.train()
+    found = {key for log in trainer.state.log_history for key in KEYS if log.get(key)}
+    assert {"health/kl", "health/entropy", "health/repeated"} <= found
+    assert sorted(said(caplog)) == sorted(f"Health ({key.removeprefix('health/')})" for key in found)
+    [of_kl] = [record.getMessage() for record in caplog.records if "Health (kl)" in record.getMessage()]
+    assert "nats per response" in of_kl and "raise kl_coef, lower learning_rate" in of_kl
+    updates = [log for log in trainer.state.log_history if "loss" in log]
+    assert all(KEYS <= log.keys() and {log[key] for key in KEYS} <= {0.0, 1.0} for log in updates)
+    of_training = [{key: log[key] for key in KEYS} for log in tracker.logs if "loss" in log]
+    assert of_training == [{key: log[key] for key in KEYS} for log in updates]  # trackers get what is stored
+
+
+def test_a_run_that_is_well_hears_nothing(make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(total_episodes=64, learning_rate=1e-4)
+    trainer.train()
+    assert said(caplog) == [] and not any(log.get(key) for log in trainer.state.log_history for key in KEYS)
+
+
+def test_the_checks_change_no_number(make_trainer: MakeTrainer) -> None:
+    ends = []
+    for on in (True, False):
+        trainer = make_trainer(**QUICK, health_checks=on)
+        trainer.train()
+        logged = [{key: value for key, value in log.items() if key not in KEYS} for log in history(trainer)]
+        assert any(KEYS & log.keys() for log in trainer.state.log_history) is on
+        ends.append(({name: weight.clone() for name, weight in trainer.model.state_dict().items()}, logged))
+    assert_identical(*ends)
+
+
+def test_a_resumed_run_repeats_nothing(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    def make(name: str, **more: Any) -> PPOTrainer:
+        limits = {"explained_variance": 1e9, "explained_variance_logs": 1}
+        settings = {**QUICK, "save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
+        return make_trainer(**settings, health_thresholds=limits, **more)
+
+    die_and_resume(make)
+    assert said(caplog).count("Health (explained_variance)") == 2  # the whole run, and the one that was resumed
+
+
+def test_what_went_away_and_comes_back_is_said_again(caplog: pytest.LogCaptureFixture) -> None:
+    state, callback = FakeState(), HealthCallback(HealthThresholds(patience=1), Surroundings())
+    callback.on_train_begin(None, state, None)
+    clipped = [0.9, 0.9, 0.1, 0.9] + [0.1] * 10 + [0.9, 0.9]
+    for step, value in enumerate(clipped, start=1):
+        logs = {"loss": 0.1, "policy/clipfrac_avg": value}
+        state.log_history.append({**logs, "step": step})
+        callback.on_log(None, state, None, logs=logs)
+        assert logs["health/clip_fraction"] == float(value == 0.9)
+    assert said(caplog) == ["Health (clip_fraction)"] * 2
+
+
+class FakeState:
+    is_world_process_zero = True
+
+    def __init__(self) -> None:
+        self.log_history: list[dict[str, Any]] = []
+
+
+def test_a_users_own_callback_takes_the_place(make_trainer: MakeTrainer) -> None:
+    own = HealthCallback(HealthThresholds(kl=3))
+    trainer = make_trainer(**QUICK, callbacks=[own])
+    callbacks = trainer.callback_handler.callbacks
+    assert callbacks[0] is own and sum(isinstance(callback, HealthCallback) for callback in callbacks) == 1
+    trainer.remove_callback(HealthCallback)
+    trainer.train()
+    assert not any(KEYS & log.keys() for log in trainer.state.log_history)

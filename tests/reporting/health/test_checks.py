@@ -1,0 +1,223 @@
+"""Each check by hand: what it finds, at which figure, and what it leaves alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.config.health import HealthThresholds, parse_thresholds
+from rlhf_ppo.reporting.health import CHECKS, History, Surroundings
+
+ROOT = Path(__file__).parents[3]
+BY_NAME = {check.name: check for check in CHECKS}
+RUN = Surroundings(response_length=50, max_grad_norm=1.0, num_episodes=8)
+HEALTHY = {
+    "loss": 0.1, "objective/scores": 0.5, "objective/kl": 4.0, "response/length_mean": 20.0,
+    "response/ended_frac": 0.9, "response/unique_frac": 1.0, "val/first_logratio": 1e-6, "policy/clipfrac_avg": 0.1,
+    "policy/entropy_avg": 1.5, "val/explained_variance": 0.3, "rewards/a/std": 0.4, "rewards/a/mean": 0.5,
+    "grad_norm": 1.5,
+}  # fmt: skip
+
+
+def series(key: str, values: list[Any]) -> list[dict[str, Any]]:
+    return [{**HEALTHY, "step": step, key: value} for step, value in enumerate(values, start=1)]
+
+
+def judged(verdicts: list[float], scores: list[float]) -> list[dict[str, Any]]:
+    pairs = zip(series("objective/scores", scores), verdicts, strict=True)
+    return [
+        log for training, verdict in pairs for log in (training, {"eval_score": verdict, "step": training["step"]})
+    ]
+
+
+def find(name: str, logs: list[dict[str, Any]], run: Surroundings = RUN, **limits: Any) -> str | None:
+    return BY_NAME[name].find(History(logs, run), HealthThresholds(**limits))
+
+
+# Name, logs that are just beyond the threshold, logs that are just within, what the finding says.
+CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
+    "first_ratio": (
+        series("val/first_logratio", [0.0, 0.11]),
+        series("val/first_logratio", [0.11, 0.1]),
+        "the log-ratio is 0.11 nats",
+    ),
+    "kl": (  # 20 tokens at 1 nat
+        series("objective/kl", [0.0, 20.1, 21.0, 20.2]),
+        series("objective/kl", [30.0, 30.0, 19.9]),
+        "20.2 nats per response, 1 per token, above 1",
+    ),
+    "kl_growth": (  # means of three: 0, 1, 2.6, 5.2, which rise by 1, 1.6 and 2.6
+        series("objective/kl", [0.0] * 3 + [1.0] * 3 + [2.6] * 3 + [4.2, 5.2, 6.2]),
+        series("objective/kl", [0.0] * 3 + [1.0] * 3 + [2.4] * 3 + [4.2, 5.2, 6.2]),
+        "by 1, 1.6 and 2.6 nats",
+    ),
+    "negative_kl": (
+        series("objective/kl", [-2.1, -2.5, -3.0]),
+        series("objective/kl", [-2.1, -1.9, -3.0]),
+        "is -3 nats per response",
+    ),
+    "clip_fraction": (
+        series("policy/clipfrac_avg", [0.1, 0.41, 0.5, 0.45]),
+        series("policy/clipfrac_avg", [0.5, 0.5, 0.39]),
+        "45% of the tokens",
+    ),
+    "entropy": (
+        series("policy/entropy_avg", [2.0, 0.19, 0.1, 0.15]),
+        series("policy/entropy_avg", [2.0, 0.19, 0.1, 0.21]),
+        "from 2 to 0.15 nats",
+    ),
+    "length_limit": (
+        series("response/length_mean", [20.0, 47.5, 48.0, 49.0]),
+        series("response/length_mean", [45.0, 49.0, 49.0, 49.0]),  # they were long from the beginning
+        "from 20 to 49 tokens, of at most 50",
+    ),
+    "length_shrinks": (
+        series("response/length_mean", [20.0, 3.9, 3.0, 2.0]),
+        series("response/length_mean", [20.0, 4.1, 3.0, 2.0]),
+        "from 20 to 2 tokens",
+    ),
+    "ended": (
+        series("response/ended_frac", [0.8, 0.04, 0.04, 0.02]),
+        series("response/ended_frac", [0.0, 0.0, 0.0, 0.0]),  # they never did, and it does not count
+        "98% of the responses have no stop token, where 20% had none at first",
+    ),
+    "repeated": (
+        series("response/unique_frac", [1.0, 0.1, 0.1, 0.1]),
+        series("response/unique_frac", [0.3, 0.1, 0.1, 0.1]),  # there are few answers, such as yes and no
+        "only 10% of the responses differ",
+    ),
+    "reward_variance": (
+        series("rewards/a/std", [1.0, 0.05, 0.0, 0.04]),
+        series("rewards/a/std", [1.0, 0.06, 0.0, 0.04]),
+        "the same reward (a)",
+    ),
+    "judge": (
+        judged([5.0, 4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0, 5.0]),
+        judged([5.0, 4.0, 3.0, 3.0, 1.0], [1.0, 2.0, 3.0, 4.0, 5.0]),
+        "eval_score has fallen from 5 to 1 while the score rose",
+    ),
+    "explained_variance": (
+        series("val/explained_variance", [-0.1] * 20),
+        series("val/explained_variance", [-0.1] * 19 + [0.01]),
+        "below 0 for 20 logs: -0.1",
+    ),
+    "gradient_spike": (
+        series("grad_norm", [1.0, 2.0, 3.0, 41.0]),
+        series("grad_norm", [1.0, 2.0, 3.0, 39.0]),
+        "is 41, where it was 2",
+    ),
+    "no_gradient": (
+        series("grad_norm", [1.0, 0.0, 0.0, 0.0]),
+        series("grad_norm", [0.0, 0.0, 1e-3]),
+        "is 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_check_speaks_beyond_its_threshold_only(name: str) -> None:
+    beyond, within, words = CASES[name]
+    check = BY_NAME[name]
+
+    assert words in (find(name, beyond) or "")
+    assert find(name, within) is None
+    assert find(name, beyond, **{threshold: None for threshold in check.thresholds}) is None  # off
+    assert {other for other in BY_NAME if find(other, within)} <= {"kl"}  # no other one speaks
+    message = check.message(find(name, beyond) or "")
+    assert message.startswith(f"Health ({name}): ") and all(option in message for option in check.options)
+
+
+def test_what_else_a_check_goes_by() -> None:
+    never_ended = series("response/ended_frac", [0.0, 0.0, 0.0])
+    assert find("ended", never_ended, dataclasses.replace(RUN, end_counts=True)) == (
+        "100% of the responses have no stop token"
+    )
+    cannot_end = dataclasses.replace(RUN, can_end=False)
+    assert find("ended", CASES["ended"][0], cannot_end) is None
+    assert find("length_limit", CASES["length_limit"][0], cannot_end) is None
+    assert find("kl", series("objective/kl", [5.0] * 3), kl=4.5) == (
+        "the KL to the reference is 5 nats per response, above the budget of 4.5"
+    )
+    assert find("gradient_spike", CASES["gradient_spike"][0], dataclasses.replace(RUN, max_grad_norm=50.0)) is None
+    assert find("reward_variance", CASES["reward_variance"][0], dataclasses.replace(RUN, num_episodes=1)) is None
+    another_reward_differs = [{**log, "rewards/b/std": 1.0} for log in CASES["reward_variance"][0]]
+    assert find("reward_variance", another_reward_differs) is None
+    verdicts = [5.0, 4.0, 3.0, 2.0, 1.0]
+    assert find("judge", judged(verdicts, [5.0, 4.0, 3.0, 2.0, 1.0])) is None  # so does the score
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_steady_run_is_healthy(name: str) -> None:
+    assert find(name, series("loss", [0.1] * 60)) is None
+
+
+numbers = st.none() | st.floats() | st.integers(-3, 3)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from([*HEALTHY, "eval_score", "step"]), numbers), max_size=30))
+def test_no_log_makes_a_check_fail(logs: list[dict[str, Any]]) -> None:
+    history = History(logs, RUN)
+    for check in CHECKS:
+        finding = check.find(history, HealthThresholds(patience=2, judge_falls=1, explained_variance_logs=3))
+        assert finding is None or finding.isprintable()
+
+
+# ---- What a user is told, and sets ----
+
+
+def test_every_option_that_is_named_exists() -> None:
+    fields = PPOConfig.__dataclass_fields__
+    for check in CHECKS:
+        assert check.options and set(check.options) <= set(fields), check.name
+        assert all(option in words for option, words in check.options.items())
+
+
+def test_every_threshold_is_a_checks() -> None:
+    of_checks = {name for check in CHECKS for name in check.thresholds}
+    assert of_checks | {"patience", "explained_variance_logs"} == set(HealthThresholds.__dataclass_fields__)
+    assert set(CASES) == set(BY_NAME)
+
+
+def test_the_documentation_has_the_table() -> None:
+    rows = [
+        f"| `{check.name}` | {check.symptom} | {', '.join(f'`{name}`' for name in check.thresholds)} "
+        f"| {check.cause} | {check.advice} |"
+        for check in CHECKS
+    ]
+    page = (ROOT / "docs" / "health.md").read_text()
+    assert [row for row in rows if row not in page] == []
+    defaults = [f"| `{f.name}` | {f.default} |" for f in dataclasses.fields(HealthThresholds)]
+    assert [row for row in defaults if row not in page] == []
+
+
+def test_thresholds_are_read_from_text() -> None:
+    given = {"kl": 30, "clip_fraction": None, "patience": 2.0}
+    assert parse_thresholds(json.dumps(given)) == given == parse_thresholds(given)
+    args = PPOConfig(output_dir="x", use_cpu=True, bf16=False, health_thresholds=json.dumps(given))
+    assert args.made_thresholds() == HealthThresholds(kl=30, clip_fraction=None, patience=2)
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "error", "words"),
+    [
+        ({"kll": 1}, ValueError, "health_thresholds has no 'kll'; there are patience, first_logratio, kl,"),
+        ("{", ValueError, "health_thresholds='{' is no JSON"),
+        ([1], TypeError, "must be a dict of thresholds"),
+        ({"kl": "much"}, TypeError, r"health_thresholds\['kl'\]='much' must be a number, or None"),
+        ({"kl": True}, TypeError, "must be a number"),
+        ({"kl": float("nan")}, ValueError, "must be finite; None turns the check off"),
+        ({"patience": None}, TypeError, r"\['patience'\]=None must be a number$"),
+        ({"patience": 0}, ValueError, "whole number of at least 1"),
+        ({"judge_falls": 1.5}, ValueError, "whole number of at least 1"),
+    ],
+)
+def test_wrong_thresholds_are_named(thresholds: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        PPOConfig(output_dir="x", use_cpu=True, bf16=False, health_thresholds=thresholds)
