@@ -65,7 +65,7 @@ def report_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     return _finite(data)
 
 
-def curve(logs: Sequence[Log], metric: str) -> dict[str, list[float]] | None:
+def curve(logs: Sequence[Log], metric: str) -> dict[str, list[Any]] | None:
     """Return the mean of a metric over runs, and its standard deviation, at each update.
 
     Args:
@@ -131,9 +131,9 @@ def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
         values = [_said(shown(run.settings.arguments.get(name), name)) for run in runs]
         default = defaults.get(name)
         is_derived = default is not None and str(default.metadata.get("help", "")).startswith("Derived")
-        is_known = default is not None and default.default is not dataclasses.MISSING
-        is_chosen = is_known and not is_derived and name not in _SETTLED
-        changed = is_chosen and any(value != _said(default.default) for value in values)
+        standard = dataclasses.MISSING if default is None else default.default
+        is_chosen = standard is not dataclasses.MISSING and not is_derived and name not in _SETTLED
+        changed = is_chosen and any(value != _said(standard) for value in values)
         differs = len(set(values)) > 1 and name not in _SETTLED
         rows.append({"name": name, "values": values, "changed": changed, "differs": differs})
     for name in dict.fromkeys(name for run in runs for name in run.settings.made_of):

@@ -48,7 +48,7 @@ class RunSettings:
             values = read_object(path)
         except ValueError as error:
             raise ValueError(f"{output_dir} cannot be read: {error}") from error
-        parts = [values.get(name) for name in ("arguments", "versions", "made_of")]
+        parts: list[Any] = [values.get(name) for name in ("arguments", "versions", "made_of")]
         if not all(isinstance(part, dict) for part in parts):
             raise ValueError(f"{output_dir} cannot be read: its {SETTINGS_NAME} holds no settings of a run")
         return cls(*parts)
