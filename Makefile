@@ -13,8 +13,9 @@ WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal --durations 20
 ONE_PROCESS := not learning and not slow and not distributed
 FAST := $(ONE_PROCESS) and not thorough
-# Tests that no version of transformers changes.
-WITHOUT_TRANSFORMERS := algorithm benchmarks mutation test_architecture.py test_readme.py
+# Tests of what only this package, Python, torch and the operating system decide.
+WITHOUT_LIBRARIES := algorithm benchmarks demo estimate examples faults gpu mutation processes rewards terminal \
+	test_architecture.py test_readme.py
 
 # Tests that read ../shared/data skip where it is absent, except in CI: there its absence is a failure.
 export REQUIRE_SHARED_DATA ?= $(if $(filter true,$(CI)),1,0)
@@ -68,8 +69,8 @@ test-growth: install ## 2,000 updates with everything on: memory, descriptors, t
 test-gpu: install ## Every path that needs a GPU, on this machine's: within 10 minutes, with the reason of each skip
 	REQUIRE_GPU=1 timeout 600 $(PYTHON) -m pytest -p no:cacheprovider --tb=short --durations 10 tests/gpu
 
-test-oldest: $(VENV)-oldest/installed ## The fast tests with the oldest supported transformers
-	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) -m "$(FAST)" $(foreach room,$(WITHOUT_TRANSFORMERS),--ignore=tests/$(room))
+test-oldest: $(VENV)-oldest/installed ## The fast tests of what libraries decide, with the oldest versions that are allowed
+	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) -m "$(FAST)" $(foreach room,$(WITHOUT_LIBRARIES),--ignore=tests/$(room))
 
 demo: install ## Train a language model, a reward model and a PPO policy from scratch, with no hub
 	$(PYTHON) examples/demo.py

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_ppo.estimate.counting import _CPU_ATTENTION, PassCost, count_cache_bytes, count_pass
+from rlhf_ppo.estimate.counting import (
+    _CPU_ATTENTION,
+    PassCost,
+    count_cache_bytes,
+    count_pass,
+    gathered_bytes,
+    stored_bytes,
+)
 from rlhf_ppo.models.unwrapping import backbone
 from tests.conftest import tiny_policy
 
@@ -114,3 +121,11 @@ def test_a_large_model_takes_no_memory() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert count_pass(model, 64, 4096).flops > 1e14
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(None, 1), (torch.bfloat16, 2)])
+def test_a_sharded_pass_holds_a_block_and_the_next_beside_what_is_outside(dtype: torch.dtype | None, share: int):
+    model = tiny_policy(num_hidden_layers=3)
+    block = stored_bytes(model.model.layers[0].parameters())
+    outside = stored_bytes(model.parameters()) - 3 * block
+    assert gathered_bytes(model, dtype) == (outside + 2 * block) // share

@@ -16,15 +16,19 @@ from rlhf_ppo.generation.trying import cache_maker
 from tests.generation.test_dropping import given_rows, greedy, model_of
 from tests.models.architectures import tiny_model
 
-LAYERS = {"all": (DynamicLayer, RoomyLayer, ()), "window": (DynamicSlidingWindowLayer, RoomySlidingLayer, (5,))}
+LAYERS = {
+    "all": (DynamicLayer, RoomyLayer, {}),
+    "window": (DynamicSlidingWindowLayer, RoomySlidingLayer, {"sliding_window": 5}),
+    "wide window": (DynamicSlidingWindowLayer, RoomySlidingLayer, {"sliding_window": 10}),
+}
 
 
 @pytest.mark.parametrize("block", [1, 3, 128])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_return_and_keep_what_transformers_do(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a long prompt, single tokens, and rows that leave."""
+    """Through a prompt, longer than a window or not, single tokens, and rows that leave."""
     monkeypatch.setattr(caching, "_BLOCK", block)
-    theirs, ours = (make(*LAYERS[kind][2]) for make in LAYERS[kind][:2])
+    theirs, ours = (make(**LAYERS[kind][2]) for make in LAYERS[kind][:2])
     num_rows = 4
     for step, length in enumerate((7, 1, 1, 2, *[1] * 9)):
         if step == 6:

@@ -90,3 +90,9 @@ def test_an_update_runs_nothing_that_a_gpu_refuses(
     with DeterministicCUDA() as mode:
         trainer.train()
     assert trainer.state.global_step == 1 and mode.num_operations > 1000
+
+
+def test_the_likeliest_stays_however_little_is_to_stay() -> None:
+    scores = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 3.5]])
+    kept = NucleusInIntegers(0.0)(None, scores).isfinite()
+    assert kept.tolist() == [[False, True, False], [False, False, True]]

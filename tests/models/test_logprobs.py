@@ -124,9 +124,11 @@ def test_logprobs_and_entropy_are_those_of_the_models_own_logits(name: str) -> N
 @pytest.mark.parametrize("is_called", [False, True])
 def test_without_entropy_the_logprobs_are_the_same(is_called: bool) -> None:
     model, (ids, attention_mask, response_mask) = tiny_policy(), ragged_batch()
+    read = response_logprobs(model, ids, attention_mask, response_mask, 0.7)
     if is_called:
         model.lm_head.register_forward_hook(lambda *_: None)
     expected = response_logprobs(model, ids, attention_mask, response_mask, 0.7)
+    torch.testing.assert_close(expected, read)
     ours = response_logprobs(model, ids, attention_mask, response_mask, 0.7, with_entropy=False)
     assert torch.equal(ours.logprobs, expected.logprobs) and expected.entropy.isfinite().all()
     assert ours.entropy[response_mask].isnan().all() and not ours.entropy[~response_mask].any()

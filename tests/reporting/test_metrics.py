@@ -37,7 +37,7 @@ def rollout(**overrides: Any) -> Rollout:
         "attention_mask": torch.cat((torch.ones(3, 1, dtype=torch.bool), MASK), dim=1),
         "response_mask": MASK,
         "stopped": torch.tensor([True, False, True]),
-        "logprobs": torch.tensor([[-1.0, -2.0, 0.0], [-0.5, -0.25, -0.25], [-3.0, 0.0, 0.0]]),
+        "logprobs": torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -0.25, -0.25], [-3.0, -9.0, -9.0]]),
         "ref_logprobs": torch.zeros(3, 3),
         "values": torch.zeros(3, 3),
         "final_values": torch.zeros(3),
