@@ -1,0 +1,8 @@
+"""What is broken in the room `evaluation`."""
+
+MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("win_rate.py", "tests/evaluation/test_win_rate.py::test_a_tie_counts_half_and_a_failed_verdict_not_at_all"): [
+        ("(self.wins + self.ties / 2) / self.judged", "(self.wins + self.ties) / self.judged"),
+        ("return self.wins + self.losses + self.ties", "return self.wins + self.losses"),
+    ],
+}

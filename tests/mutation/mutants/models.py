@@ -1,0 +1,40 @@
+"""What is broken in the room `models`."""
+
+MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("fused.py", "tests/models/test_fused.py::test_values_and_gradients_are_those_of_whole_logits_in_float64"): [
+        (
+            "linear = self.factor / self.temperature\n            return",
+            "linear = self.factor * self.temperature\n            return",
+        ),
+        ("return at_target - log_total, entropy", "return at_target + log_total, entropy"),
+        ("self.total.log() - self.weighted / self.total", "self.total.log() + self.weighted / self.total"),
+    ],
+    ("heads.py", "tests/models/test_heads.py::test_the_score_is_what_the_model_itself_says_of_the_unpadded_row"): [
+        ("mask.shape[1] - 1 - mask.flip(1)", "mask.shape[1] - mask.flip(1)"),
+        ("mask.flip(1).to(torch.int8).argmax(dim=1)", "mask.to(torch.int8).argmax(dim=1)"),
+    ],
+    ("heads.py", "tests/models/test_heads.py::test_values_are_the_head_on_each_state_counted_from_the_right"): [
+        (")[:, -last:]", ")[:, :last]"),
+    ],
+    ("logprobs.py", "tests/models/test_logprobs.py::test_logprobs_and_entropy_are_those_of_the_models_own_logits"): [
+        ("index_select(0, tokens - 1)", "index_select(0, tokens)"),
+        ("zeros.index_copy(0, places.responses, each)", "zeros.index_copy(0, places.responses, -each)"),
+    ],
+    ("logprobs.py", "tests/models/test_logprobs.py::test_without_entropy_the_logprobs_are_the_same"): [
+        ("policy, states) / temperature)", "policy, states) * temperature)"),
+    ],
+    ("packing.py", "tests/models/test_packing.py::test_states_and_gradients_are_those_of_each_row_alone"): [
+        ("distance < sliding_window", "distance <= sliding_window"),
+        ("(distance >= 0) &", ""),
+    ],
+    (
+        "positions.py",
+        "tests/models/test_positions.py::test_up_to_the_limit_rows_do_not_depend_on_each_other_and_beyond_it_they_do",
+    ): [
+        ('or "dynamic" in kind', 'and "dynamic" in kind'),
+        (
+            'parameters.get("original_max_position_embeddings") or config.max_position_embeddings',
+            "config.max_position_embeddings",
+        ),
+    ],
+}

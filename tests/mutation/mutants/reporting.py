@@ -1,0 +1,8 @@
+"""What is broken in the room `reporting`."""
+
+MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("metrics.py", "tests/reporting/test_metrics.py::test_episode_columns_by_hand"): [
+        ('"kl": kl.sum(dim=1)', '"kl": kl.mean(dim=1)'),
+        ("-zero_outside(rollout.logprobs, rollout.response_mask).sum(dim=1)", "-rollout.logprobs.sum(dim=1)"),
+    ],
+}

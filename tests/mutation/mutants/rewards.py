@@ -1,0 +1,38 @@
+"""What is broken in the room `rewards`."""
+
+MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("judges.py", "tests/rewards/test_judges.py"): [
+        ("float(second > first)", "float(second < first)"),
+        ("0.5 if first == second else float(second > first)", "float(second > first)"),
+        ("min(first - second, 700.0)", "min(second - first, 700.0)"),
+        ("None if first is None or second is None else self.verdict", "None if first is None else self.verdict"),
+        ("(1 - max(-1.0, min(1.0, value))) / 2", "(1 + max(-1.0, min(1.0, value))) / 2"),
+    ],
+    ("preference.py", "tests/rewards/test_preference.py"): [
+        ("second - first", "first - second"),
+        ("second - first", "1 - 2 * first"),
+        ("[(other, one) for one, other in chosen]", "[(one, other) for one, other in chosen]"),
+        ("None if first is None or second is None else", "None if first is None else"),
+        ("0.0 if other is not None and one.response == other.response else None", "None"),
+        ("number == -1", "number == -2"),
+        ("shuffle_order=False", "shuffle_order=True"),
+        ("(1 + sum(scored) / len(scored)) / 2", "sum(scored) / len(scored)"),
+    ],
+    ("scorer.py", "tests/rewards/test_scorer.py::test_rewards_per_token_are_added_token_by_token_beside_the_scores"): [
+        ("per_token + self.weights[name] * scores", "per_token + scores"),
+        ("torch.where(mask & ~unscored[:, None], scores, 0.0)", "torch.where(~unscored[:, None], scores, 0.0)"),
+    ],
+    (
+        "scorer.py",
+        "tests/rewards/test_scorer.py::test_total_is_the_weighted_sum_over_the_sources_that_scored_the_row",
+    ): [
+        ("final + self.weights[name] * torch.where", "final + torch.where"),
+    ],
+    ("shaping.py", "tests/rewards/test_shaping.py::test_an_evaluation_s_scores_keep_their_unit"): [
+        ("None if std is None and args.score_scaling else", "None if std is None else"),
+    ],
+    ("shaping.py", "tests/rewards/test_shaping.py::test_the_order_by_hand"): [
+        ("clip_scores(rollout.scores / unit, clip)", "clip_scores(rollout.scores, clip)"),
+        ("_of_tokens(rollout) / unit", "_of_tokens(rollout)"),
+    ],
+}

@@ -1,0 +1,87 @@
+"""What is broken in the room `training`."""
+
+MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("data_order.py", "tests/training/test_hooks.py::test_a_resumed_pass_has_the_same_order"): [
+        ("skip_first_batches(loader, num_skipped)", "skip_first_batches(loader, num_skipped - 1)"),
+    ],
+    (
+        "data_order.py",
+        "tests/training/test_hooks.py::test_each_pass_has_an_order_of_its_own_that_the_seed_alone_decides",
+    ): [
+        ("isolated_rng(seed + epoch,", "isolated_rng(seed,"),
+        ("with data_order(args, epoch):", "with data_order(args):"),
+        ("with data_order(args, epoch):", "if True:"),
+        ("args.seed if args.data_seed is None else args.data_seed", "args.seed"),
+        ("cast(Any, loader).set_epoch(epoch)", "cast(Any, loader).set_epoch(0)"),
+    ],
+    ("data_order.py", "tests/training/test_hooks.py::test_episodes_epochs_and_tokens_are_counted"): [
+        ("math.ceil(num_updates / per_epoch)", "num_updates // per_epoch"),
+    ],
+    ("figures.py", "tests/training/test_hooks.py::test_episodes_epochs_and_tokens_are_counted"): [
+        ('if counted == "non_padding" else', 'if counted == "all" else'),
+        ('if counted != "no":', "if True:"),
+    ],
+    ("hooks.py", "tests/training/test_hooks.py::test_a_resumed_pass_has_the_same_order"): [
+        ("else self._progress.batches_in_epoch", "else 0"),
+    ],
+    ("hooks.py", "tests/training/test_hooks.py::test_evaluation_covers_every_row_and_training_full_batches_only"): [
+        ("dataloader_drop_last=is_training", "dataloader_drop_last=True"),
+    ],
+    ("loop.py", "tests/training/test_hooks.py::test_a_resumed_pass_has_the_same_order"): [
+        ("run._progress.batches_in_epoch += 1", "run._progress.batches_in_epoch += 2"),
+    ],
+    ("loop.py", "tests/training/test_hooks.py::test_episodes_epochs_and_tokens_are_counted"): [
+        ("state.global_step / self._updates_per_epoch", "state.global_step"),
+        ("run._progress.episode += run.sizes.batch_size", "run._progress.episode += 1"),
+    ],
+    ("loop.py", "tests/training/test_hooks.py::test_the_rate_is_that_of_the_schedule_at_every_update"): [
+        ("run.lr_scheduler.step()", "pass"),
+    ],
+    (
+        "optimization.py",
+        "tests/training/test_optimization.py::test_a_longer_run_has_the_schedule_of_its_length_and_its_rate",
+    ): [
+        ("settings.put_in_force(changed, num_updates)", "pass"),
+        ('num_total_batches": num_updates', 'num_total_batches": 0'),
+    ],
+    (
+        "optimization.py",
+        "tests/training/test_optimization.py::test_a_subclass_whose_optimizer_lacks_parameters_is_stopped_before_the_first_update",
+    ): [
+        ("if not is_sharding and not layer_by_layer:", "if False:"),
+    ],
+    ("optimization.py", "tests/training/test_optimization.py::test_an_optimizer_without_the_value_model_is_refused"): [
+        ("if optimizer is not None:\n            check_covers(optimizer, model)", ""),
+        ("if id(parameter) not in held", "if id(parameter) in held"),
+    ],
+    ("optimization.py", "tests/training/test_optimization.py::test_what_is_frozen_on_purpose_need_not_be_held"): [
+        ("        if parameter.requires_grad\n", ""),
+    ],
+    ("schedules.py", "tests/training/test_schedules.py"): [
+        ("for _ in range(num_steps):", "for _ in range(num_steps - 1):"),
+        ("pair[0] != pair[1]", "pair[0] == pair[1]"),
+        ("* new / old", "* old / new"),
+        ('group["lr"].fill_(float(rate))', 'group["lr"] = rate'),
+        ('group["initial_lr"] = copy.deepcopy(own["initial_lr"])', "pass"),
+        ('not name.startswith("_") and name not in counted', "True"),
+    ],
+    ("stepping.py", "tests/training/test_hooks.py::test_gradients_are_exchanged_with_the_last_micro_batch_only"): [
+        ("if is_last or", "if True or"),
+        ("if is_last or", "if not is_last or"),
+    ],
+    ("stepping.py", "tests/training/test_hooks.py::test_no_gradient_is_carried_into_the_next_optimizer_step"): [
+        ("        model.zero_grad()\n        return grad_norm", "        return grad_norm"),
+    ],
+    ("stepping.py", "tests/training/test_hooks.py::test_the_gradient_is_clipped_where_a_norm_is_set"): [
+        ("if args.max_grad_norm > 0 else None", "if False else None"),
+        ("if args.max_grad_norm > 0 else None", ""),
+    ],
+    (
+        "stepping.py",
+        "tests/training/test_hooks.py::test_the_logged_loss_is_the_mean_over_the_optimizer_steps_since_the_last_log",
+    ): [
+        ("loss / (args.num_ppo_epochs * args.num_mini_batches)", "loss / args.num_ppo_epochs"),
+        ("loss / (args.num_ppo_epochs * args.num_mini_batches)", "loss / args.num_mini_batches"),
+        ("loss / (args.num_ppo_epochs * args.num_mini_batches)", "loss"),
+    ],
+}

@@ -1,0 +1,53 @@
+"""Break one place of one file at a time: the named tests must notice every time.
+
+Each room that computes a number has a table in `tests/mutation/mutants/`: by file and tests, what stands there and
+what is put in its place.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.mutants import TABLES
+from tests.mutation.nursery import PACKAGE, Mutant, Nursery, assert_killed, assert_passed
+
+MUTANTS = [
+    pytest.param(
+        tests.split(), Mutant(f"{room}/{file}", original, mutant), id=f"{room}/{file}-{original}->{mutant}"[:90]
+    )
+    for room, table in TABLES.items()
+    for (file, tests), mutants in table.items()
+    for original, mutant in mutants
+]
+COMPUTE_NOTHING = {"cli", "compat", "demo", "processes", "terminal"}
+"""Rooms that only pass numbers on: arguments, names, prompts, ranks, lines."""
+
+
+def test_every_room_that_computes_has_mutants() -> None:
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == {
+        *TABLES,
+        *COMPUTE_NOTHING,
+    }
+
+
+def test_what_is_broken_is_there() -> None:
+    for param in MUTANTS:
+        param.values[1].source()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", list(TABLES))
+def test_nothing_fails_where_nothing_is_broken(room: str, nursery: Nursery, tmp_path: Path) -> None:
+    named = {test for _, tests in TABLES[room] for test in tests.split()}
+    files = {test for test in named if "::" not in test}
+    assert_passed(
+        nursery.run(tmp_path, sorted(files | {test for test in named if test.partition("::")[0] not in files}))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tests", "mutant"), MUTANTS)
+def test_the_mutant_is_killed(tests: list[str], mutant: Mutant, nursery: Nursery, tmp_path: Path) -> None:
+    assert_killed(nursery.run(tmp_path, tests, mutant))
