@@ -49,17 +49,21 @@ WHOLE_RUNS = {
     "cli/test_estimate.py",
     "evaluation/test_completions.py",
     "estimate/test_counting.py",
-    "estimate/test_update.py",
-    "training/test_checkpoints.py",
     "training/test_evaluate.py",
     "reporting/test_hub.py",
     "models/test_peft.py",
     "test_readme.py",
     "training/test_samples_and_logging.py",
-    "compat/test_trl_tests.py",
 }
 # Files of which most tests run commands or several runs from beginning to end.
 LONG_RUNS = {
+    "compat/test_trl_tests.py",
+    "data/test_train_data_forms.py",
+    "estimate/test_update.py",
+    "faults/test_half_learned.py",
+    "faults/test_something_else.py",
+    "training/test_checkpoints.py",
+    "training/test_optimization.py",
     "cli/test_commands.py",
     "cli/test_jobs.py",
     "examples/test_ppo_example.py",
@@ -78,8 +82,6 @@ CASES_IN_CHECK = {
     "cli/test_user_errors.py::test_data_that_cannot_be_used": 11,
     "faults/test_divergence.py::test_what_is_not_finite_stops_the_run_before_it_is_saved": 2,
     "faults/test_divergence.py::test_what_is_not_finite_is_skipped_and_counted": 2,
-    "faults/test_half_learned.py::test_the_resumed_run_finishes_the_update": 2,
-    "faults/test_half_learned.py::test_an_update_is_finished_as_it_was_begun": 1,
     "faults/test_odd_functions.py::test_it_works": 2,
     "faults/test_odd_servers.py::test_it_ends_in_time_and_in_one_sentence": 12,
     "faults/test_odd_servers.py::test_one_repetition_mends_it": 2,
@@ -95,8 +97,6 @@ CASES_IN_CHECK = {
     "data/test_micro_batches.py::test_optimizer_steps_are_epochs_times_mini_batches": 4,
     "training/test_resume.py::test_resumed_run_equals_one_that_never_stopped": 2,
     "training/test_resume.py::test_run_stopped_by_a_callback_goes_on_where_it_stopped": 1,
-    "data/test_train_data_forms.py::test_reward_functions_get_the_columns_of_the_very_row": 1,
-    "data/test_train_data_forms.py::test_the_form_of_the_prompts_changes_nothing": 2,
 }
 
 

@@ -144,6 +144,11 @@ def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> Wi
         return judge_responses(args)
 
 
+def evaluate(argv: Sequence[str] | None = None) -> WinRate:
+    """Judge under the command's other name, `rlhf-ppo eval`; see `judge`."""
+    return judge(argv, prog="rlhf-ppo eval")
+
+
 def judge_responses(args: JudgeArguments) -> WinRate:
     """Generate what is missing, ask the judge, print and keep what it said.
 

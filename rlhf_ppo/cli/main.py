@@ -25,7 +25,7 @@ COMMANDS = {
 }
 """Each subcommand: the module that holds the function of its name, and what it does."""
 
-FUNCTIONS = {"eval": "judge"}
+FUNCTIONS = {"eval": "evaluate"}
 """Subcommands that are not called as their function is."""
 
 

@@ -154,6 +154,7 @@ SLEEPER = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
 PARENT = f"from rlhf_ppo.pipeline.running import start_python; raise SystemExit(start_python(['-c', {SLEEPER!r}]))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_step_does_not_outlive_the_pipeline(number: int) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)

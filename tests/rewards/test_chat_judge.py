@@ -38,8 +38,8 @@ def judge(server: Any, **settings: Any) -> ChatJudge:
 PAIRS = [["one", "two"], ["three", "four"], ["five", "six"]]
 
 
-def ask(server: Any, **settings: Any) -> list[float | None]:
-    return finished(judge(server, concurrency=1, **settings)(["p", "{q}", "r"], PAIRS))
+def ask(server: Any, pairs: int = 3, **settings: Any) -> list[float | None]:
+    return finished(judge(server, concurrency=1, **settings)(["p", "{q}", "r"][:pairs], PAIRS[:pairs]))
 
 
 def test_each_pair_is_asked_once_in_the_order_given(server: Any) -> None:
@@ -89,7 +89,7 @@ def test_what_is_wrong_for_all_ends_at_once(status: int, server: Any, monkeypatc
     monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
     server.replies = [says(completion("A")), says("no: sk-very-secret", status)]
     with pytest.raises(ConnectionError, match=f"the status {status}") as raised:
-        ask(server)
+        ask(server, pairs=2)
     assert "very-secret" not in str(raised.value)
     server.replies = [says("no", status)]
     with pytest.raises(ConnectionError, match=f"the status {status}"):
