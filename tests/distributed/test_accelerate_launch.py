@@ -161,9 +161,12 @@ def long_run(local, tmp_path):
     """A launcher of two processes that train for long and have come to their second update."""
     script = f"{options(local, tmp_path)} --total_episodes 4000 --logging_steps 1"
     launcher = start("multi_gpu", script, tmp_path, port=free_port())
-    assert any(re.search(r"'loss'|objective/kl", line) for line in launcher.stdout)
-    yield launcher
-    launcher.kill()
+    try:
+        assert any(re.search(r"update +1/", line) for line in launcher.stdout)
+        yield launcher
+    finally:
+        launcher.terminate()  # a launcher that is killed leaves its processes behind
+        launcher.wait(60)
 
 
 def test_a_rank_that_dies_stops_all_of_them(long_run):
