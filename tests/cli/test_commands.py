@@ -126,7 +126,7 @@ def test_plot_draws_a_band_over_seeds(places, capsys):
     assert "FillBetween" in drawn and "<!-- ours -->" in drawn and "<!-- seed1 -->" in drawn
     assert "seeds.svg" in capsys.readouterr().out
     for wrong, says in (
-        (["nothing"], "nothing logged no metric"),
+        (["nothing"], "there is nothing to draw of nothing: it has logged nothing"),
         (["seed1", "--seeds", "ours"], "--seeds ours: give a label"),
         ([], "give directories of runs"),
     ):
