@@ -18,7 +18,7 @@ from rlhf_ppo.cli.judge import judge as evaluate
 from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from rlhf_ppo.rewards.reading import Answer
-from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+from tests.conftest import make_tokenizer, needs_continuous, tiny_policy, tiny_scorer
 
 ROWS = Dataset.from_list([{"prompt": f"w{index}", "answer": str(index)} for index in range(4)])
 
@@ -168,7 +168,7 @@ def test_responses_are_kept_where_the_judge_fails(places, capsys):
     assert list(pd.read_parquet("judged/responses.parquet").columns) == ["prompt", "model", "opponent"]
 
 
-@pytest.mark.parametrize("engine", ["transformers", "continuous"])
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
 def test_temperature_0_takes_the_likeliest_tokens_with_any_engine(engine, places):
     options = ["--temperature", "0", "--opponent_column", "chosen", "--judge", "length", *SHORT]
     evaluate(["--model", "one", "--generation_engine", engine, *options])
