@@ -270,11 +270,7 @@ def _respond(args: JudgeArguments, rows: Any, path: str, argument: str) -> list[
     model: Any = load_pretrained(AutoModelForCausalLM, path, argument, dtype="auto")
     tokenizer: Any = load_tokenizer(path, False, argument)
     how = Answering(
-        args.max_new_tokens,
-        args.temperature,
-        batch_size=args.batch_size,
-        engine=args.generation_engine,
-        seed=args.seed,
+        args.max_new_tokens, args.temperature, args.top_p, args.batch_size, args.generation_engine, args.seed
     )
     return respond(model.to(PartialState().device), tokenizer, list(rows), args.dataset_name, how)
 

@@ -94,7 +94,8 @@ def respond(
     answers: list[Answer] = []
     for start in range(0, len(encoded), how.batch_size):
         batch = encoded[start : start + how.batch_size]
-        sampled = engine.sample(model, _prompts([row["input_ids"] for row in batch], model.device), config).ids
+        padded = tokenizer.pad([{"input_ids": row["input_ids"]} for row in batch], return_tensors="pt")
+        sampled = engine.sample(model, Prompts.from_collated(padded, model.device), config).ids
         answers += [_answer(row, ids, set(ends), tokenizer) for row, ids in zip(batch, sampled.tolist(), strict=True)]
     return answers
 
@@ -124,13 +125,6 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     configured = model.generation_config.eos_token_id
     several = configured if isinstance(configured, list) else [configured]
     return list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
-
-
-def _prompts(ids: Sequence[Sequence[int]], device: torch.device) -> Prompts:
-    longest = max(map(len, ids))
-    padded = [[0] * (longest - len(row)) + list(row) for row in ids]
-    mask = [[False] * (longest - len(row)) + [True] * len(row) for row in ids]
-    return Prompts(torch.tensor(padded, device=device), torch.tensor(mask, device=device), {})
 
 
 def _answer(row: Mapping[str, Any], sampled: list[int], ends: set[int], tokenizer: Any) -> Answer:

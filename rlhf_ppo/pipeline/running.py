@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ppo.checkpoints.jsonfile import write_json
+from rlhf_ppo.checkpoints.run import numbered
 from rlhf_ppo.pipeline.steps import TRAINING, Pipeline, Step
 
 _PR_SET_PDEATHSIG = 1
@@ -108,8 +109,7 @@ def newest_whole_checkpoint(output_dir: Path) -> Path | None:
     Args:
         output_dir: The run's directory.
     """
-    numbered = [path for path in output_dir.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
-    for path in sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+    for path in numbered(output_dir):
         try:
             json.loads((path / "trainer_state.json").read_text())
         except (OSError, ValueError):

@@ -110,13 +110,11 @@ def _steps(
         start = {"sft_model_path": made.get("sft"), "reward_model_path": made.get("reward")}
         for seed, name in policies.items():
             yield _step(name, "ppo", folder, _known(start) | common | sections["ppo"] | {"seed": seed})
-    judged = []
     if "judge" in wanted:
         for seed, policy in policies.items():
             start = {"model": str(folder / policy), "opponent": made.get("sft"), "seed": seed}
             options = _overridden(_known(start), sections["judge"])
-            judged.append(_step(policy.replace("ppo", "judge"), "judge", folder, options))
-        yield from judged
+            yield _step(policy.replace("ppo", "judge"), "judge", folder, options)
     if "report" in wanted:
         runs = tuple(str(folder / name) for name in policies.values())
         options = {"output": str(folder / "report.html"), **sections["report"]}

@@ -168,9 +168,10 @@ def test_responses_are_kept_where_the_judge_fails(places, capsys):
     assert list(pd.read_parquet("judged/responses.parquet").columns) == ["prompt", "model", "opponent"]
 
 
+@pytest.mark.parametrize("sampling", ["--temperature=0", "--top_p=1e-6"])
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
-def test_temperature_0_takes_the_likeliest_tokens_with_any_engine(engine, places):
-    options = ["--temperature", "0", "--opponent_column", "chosen", "--judge", "length", *SHORT]
+def test_the_likeliest_tokens_are_taken_with_any_engine(engine, sampling, places):
+    options = [sampling, "--opponent_column", "chosen", "--judge", "length", *SHORT]
     evaluate(["--model", "one", "--generation_engine", engine, *options])
 
     model, tokenizer = tiny_policy(seed=0).eval(), make_tokenizer()
