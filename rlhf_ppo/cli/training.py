@@ -70,6 +70,7 @@ def ppo_trainer(
         ref_model: Path of the reference; None compares with the policy as it starts.
         reward_funcs: As `PPOTrainer` takes them.
     """
+    settle_trackers(args)
     settings = loading_settings(script_args.trust_remote_code, model_args)
     peft_config = get_peft_config(model_args)
     ref_argument = "sft_model_path" if ref_model is None else "ref_model"

@@ -19,10 +19,10 @@ import torch.utils.checkpoint
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
-from transformers.integrations import integration_utils
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from rlhf_ppo.config.trackers import missing_package
 from rlhf_ppo.config.validation import Interval, check_json_file, check_range
 
 _POSITIVE = Interval(0, math.inf, open_low=True)
@@ -61,20 +61,6 @@ _INSTEAD: dict[str, Any] = {
     "torch_compile_mode": Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None,
 }
 """The texts that are read, where it says that any are."""
-
-
-def _pip(*packages: str) -> str:
-    return f"`pip install {' '.join(packages)}`, or report to 'none'"
-
-
-_PACKAGES: dict[str, str] = {
-    "azure_ml": _pip("azureml-sdk"),
-    "comet_ml": _pip("comet-ml"),
-    "dagshub": _pip("dagshub", "mlflow"),
-    "flyte": _pip("flytekit"),
-    "kubeflow": "Kubeflow's trainer sets KUBEFLOW_TRAINER_SERVER_URL; elsewhere report to 'none'",
-}
-"""How to get what a tracker needs, where that is not the package of its name."""
 
 _FILES = ("accelerator_config", "fsdp_config")
 
@@ -155,8 +141,9 @@ def _trackers(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     if not {*trackers} <= {*INTEGRATION_TO_CALLBACK, "all", "none"}:
         yield "report_to", f"must be 'none', 'all' or some of {[*INTEGRATION_TO_CALLBACK]}"
-    for name in (name for name in trackers if not _is_there(name)):
-        yield "report_to", f"has {name!r}, which is not here: {_PACKAGES.get(name, _pip(name))}"
+    for name, missing in ((name, missing_package(name)) for name in trackers):
+        if missing is not None:
+            yield "report_to", f"has {name!r}, which is not here: {missing}"
 
 
 def _names_of_nothing(args: TrainingArguments) -> Iterator[tuple[str, str]]:
@@ -188,12 +175,6 @@ def _is_repository(name: str) -> bool:
     except HFValidationError:
         return False
     return True
-
-
-def _is_there(tracker: str) -> bool:
-    """Tell whether a tracker can be reported to, as Trainer's callbacks ask; of others nothing is imported."""
-    package = {"azure_ml": "azureml", "comet_ml": "comet", "flyte": "flytekit"}.get(tracker, tracker)
-    return getattr(integration_utils, f"is_{package}_available", lambda: True)()
 
 
 def _compile_backends() -> list[str]:

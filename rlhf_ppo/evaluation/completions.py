@@ -203,11 +203,12 @@ def _to_trackio(df: pd.DataFrame, trainer: Trainer) -> None:
         trackio.log({"completions": trackio.Table(dataframe=df), "train/global_step": trainer.state.global_step})
 
 
-def _to_comet(df: pd.DataFrame, _: Trainer) -> None:
+def _to_comet(df: pd.DataFrame, trainer: Trainer) -> None:
     import comet_ml  # pyright: ignore[reportMissingImports]
 
     experiment = comet_ml.get_running_experiment()
     if experiment is not None:
+        experiment.set_step(trainer.state.global_step)  # the update's metrics, which set it too, are logged later
         experiment.log_table("completions.csv", tabular_data=df)
 
 

@@ -17,6 +17,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.settled import settings_of
+from rlhf_ppo.config.trackers import check_keys
 from rlhf_ppo.data.datasets import check_rows
 from rlhf_ppo.processes.random_numbers import rng_kept
 from rlhf_ppo.training.optimization import checked_pair
@@ -25,15 +26,16 @@ _PATH = (str, os.PathLike)
 
 
 def check_arguments(args: Any) -> None:
-    """Check that the arguments are PPO's, and that the run can write into its directory.
+    """Check that the arguments are PPO's, that the run can write into its directory, and log in to its trackers.
 
     Raises:
         TypeError: `args` is no `PPOConfig`.
-        ValueError: `output_dir` cannot be written.
+        ValueError: `output_dir` cannot be written, or a tracker has no key.
     """
     if not isinstance(args, PPOConfig):
         raise TypeError(f"args must be a PPOConfig, got {type(args).__name__}")
     check_output_dir(args.output_dir)
+    check_keys(args)
 
 
 def check_output_dir(path: str | None) -> None:

@@ -19,7 +19,6 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.processes.signals import RunStopped
 from rlhf_ppo.reporting.health import CHECKS
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
-from tests.evaluation.test_completions import wandb_history, wandb_records, wandb_tables
 from tests.runs import QUICK, RecordingTrainer, assert_identical, end_of_run, history, record_rollouts
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -152,54 +151,6 @@ def test_what_a_reward_function_logs_once_is_logged_once(make_trainer: MakeTrain
     trainer = make_trainer(**QUICK, reward_funcs=logging)
     trainer.train()
     assert [entry["step"] for entry in trainer.state.log_history if "only_first" in entry] == [1]
-
-
-def test_logs_reach_tensorboard(make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
-    trainer = make_trainer(
-        **QUICK, report_to="tensorboard", eval_dataset=PROMPTS, eval_strategy="steps", eval_steps=3,
-        num_sample_generations=3,
-    )  # fmt: skip
-    trainer.train()
-    events = EventAccumulator(str(tmp_path / "logs")).Reload()
-    scalars = events.Tags()["scalars"]
-    assert {f"train/{key}" for key in METRICS - {"epoch"}} <= set(scalars)
-    assert {"eval/score", "eval/kl", "eval/rewards/count_w4/mean"} <= set(scalars)
-    logged = [(event.step, event.value) for event in events.Scalars("train/objective/entropy")]
-    expected = [(entry["step"], entry.get("objective/entropy")) for entry in trainer.state.log_history[:3]]
-    assert logged == [(step, pytest.approx(value)) for step, value in expected]
-    assert [event.step for event in events.Tensors("completions/text_summary")] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("run_name", [None, "mine"])
-def test_an_offline_run_of_wandb_holds_metrics_samples_and_its_name(
-    run_name: str | None, make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandb = pytest.importorskip("wandb")
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    trainer = make_trainer(
-        **QUICK, report_to="wandb", exp_name="experiment", run_name=run_name, eval_dataset=PROMPTS,
-        num_sample_generations=2,
-    )  # fmt: skip
-    trainer.train()
-    wandb.finish()
-    wandb.teardown()  # else its service may still be writing the file
-    [run_dir] = (tmp_path / "wandb").glob("offline-run-*")
-    history = wandb_history(run_dir)
-    assert {f"train/{key}" for key in METRICS} <= {key for row in history for key in row}
-    entropies = [row["train/objective/entropy"] for row in history if "train/objective/entropy" in row]
-    assert entropies == pytest.approx([entry["objective/entropy"] for entry in trainer.state.log_history[:3]])
-    tables = wandb_tables(run_dir)
-    assert len(tables) == 2 and tables[0]["columns"] == ["query", "model response", "score"]
-    assert len(tables[0]["data"]) == 5
-    runs = [Record.FromString(data).run for data in wandb_records(next(run_dir.glob("*.wandb")))]
-    assert {run.display_name for run in runs if run.display_name} == {run_name or "experiment__3"}
 
 
 # ---- Sample tables ----

@@ -1,0 +1,320 @@
+"""Trackers: what is in their files after a run, by their own readers, is what the run's log and sample tables say.
+
+W&B and TensorBoard are always tried; Trackio and Comet where they are installed (`pip install trackio comet-ml`).
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import json
+import math
+import struct
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+from urllib.parse import parse_qs, urlparse
+
+import pandas as pd
+import pytest
+from datasets import Dataset
+from transformers.integrations import integration_utils
+
+from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.config.trackers import check_keys
+from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
+from tests.runs import QUICK
+
+OPTIONAL = ("trackio", "comet_ml")
+TRACKERS = ["wandb", "tensorboard", *(name for name in OPTIONAL if importlib.util.find_spec(name) is not None)]
+PROMPTS = Dataset.from_list(prompt_rows(5, seed=9))
+WITHOUT_STEPS = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
+"""What W&B and Trackio do not get as a metric of a step, by Trainer's callbacks."""
+
+
+def needs(tracker: str) -> Any:
+    return pytest.param(
+        tracker, marks=pytest.mark.skipif(tracker not in TRACKERS, reason=f"{tracker} is not installed here")
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """A run of three updates, one evaluation and three sample tables that is told to every tracker at once."""
+    place = tmp_path_factory.mktemp("tracked")
+    settings = {
+        "WANDB_DIR": place, "WANDB_SILENT": "true", "TENSORBOARD_LOGGING_DIR": place / "tensorboard",
+        "TRACKIO_DIR": place / "trackio", "COMET_START_ONLINE": "0", "COMET_OFFLINE_DIRECTORY": place / "comet",
+        "COMET_LOGGING_CONSOLE": "CRITICAL",
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, str(value))
+        patch.delenv("COMET_API_KEY", raising=False)
+        patch.chdir(place)
+        given: dict[str, Any] = {
+            **QUIET, **QUICK, "output_dir": "run", "report_to": TRACKERS, "exp_name": "experiment", "seed": 3,
+            "logging_steps": 1, "num_sample_generations": 3, "eval_strategy": "steps", "eval_steps": 3,
+            "sft_model_path": "some-org/sft", "reward_model_path": "some-org/reward",
+        }  # fmt: skip
+        trainer = PPOTrainer(
+            PPOConfig(**given), make_tokenizer(), tiny_policy(), value_model=tiny_scorer(seed=2),
+            train_dataset=Dataset.from_list(prompt_rows(32)), eval_dataset=PROMPTS, reward_funcs=count_w4,
+        )  # fmt: skip
+        trainer.train()
+        trainer.save_state()
+        _end_of_wandb_and_comet()
+        history = json.loads((place / "run" / "trainer_state.json").read_text())["log_history"]
+        samples = {int(file.stem[-5:]): pd.read_csv(file) for file in (place / "run" / "_samples").iterdir()}
+        yield SimpleNamespace(place=place, history=history, samples=samples, trainer=trainer)
+
+
+def _end_of_wandb_and_comet() -> None:
+    import wandb
+
+    wandb.finish()
+    wandb.teardown()  # else its service may still be writing the file
+    if "comet_ml" in TRACKERS:
+        import comet_ml  # pyright: ignore[reportMissingImports]
+
+        comet_ml.get_running_experiment().end()
+
+
+class Read(SimpleNamespace):
+    """What a tracker holds.
+
+    Attributes:
+        metrics: Update to name to value.
+        tables: Update to rows, each a list of texts and numbers.
+    """
+
+
+def read_wandb(place: Path) -> Read:
+    metrics, tables = dict[int, dict[str, float]](), dict[int, Any]()
+    [directory] = (place / "wandb").glob("offline-run-*")
+    files = {table["path"]: table for table in wandb_files(directory)}
+    for row in wandb_rows(directory):
+        step = row["train/global_step"]
+        if "completions/path" in row:
+            tables[step] = files[row["completions/path"]]["data"]
+        metrics.setdefault(step, {}).update({name: value for name, value in row.items() if _is_metric(name)})
+    return Read(metrics=metrics, tables=tables)
+
+
+def wandb_files(directory: Path) -> list[dict[str, Any]]:
+    files = (directory / "files").glob("media/table/completions_*.table.json")
+    return [{"path": str(file.relative_to(directory / "files")), **json.loads(file.read_text())} for file in files]
+
+
+def wandb_records(file: Path) -> Iterator[bytes]:
+    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
+    data, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768  # no room for a header: the block ends in zeros
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)  # after the checksum
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield record
+            record = b""
+
+
+def wandb_rows(directory: Path) -> list[dict[str, Any]]:
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
+
+    history = [Record.FromString(data).history for data in wandb_records(next(directory.glob("*.wandb")))]
+    rows = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in row.item} for row in history]
+    return [row for row in rows if "train/global_step" in row]
+
+
+def read_tensorboard(place: Path) -> Read:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events, metrics = EventAccumulator(str(place / "tensorboard")).Reload(), dict[int, dict[str, float]]()
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            metrics.setdefault(event.step, {})[name] = event.value
+    texts = {
+        event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors("completions/text_summary")
+    }
+    rows = {step: [line.strip("| ").split(" | ") for line in text.splitlines()[2:]] for step, text in texts.items()}
+    tables = {step: [[html.unescape(cell) for cell in row] for row in table] for step, table in rows.items()}
+    return Read(metrics=metrics, tables=tables)
+
+
+def read_trackio(place: Path) -> Read:
+    from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
+
+    metrics, tables = dict[int, dict[str, float]](), dict[int, Any]()
+    for row in SQLiteStorage.get_logs("huggingface", "experiment__3"):
+        step = row["train/global_step"]
+        if "completions" in row:
+            tables[step] = [list(values.values()) for values in row["completions"]["_value"]]
+        metrics.setdefault(step, {}).update({name: value for name, value in row.items() if _is_metric(name)})
+    return Read(metrics=metrics, tables=tables)
+
+
+def read_comet(place: Path) -> Read:
+    [archive] = (place / "comet").glob("*.zip")
+    metrics, tables = dict[int, dict[str, float]](), dict[int, Any]()
+    with zipfile.ZipFile(archive) as packed:
+        for message in map(json.loads, packed.read("messages.json").splitlines()):
+            told = message["payload"]
+            if message["type"] == "metric_msg" and not told["metric"]["metricName"].startswith("sys."):
+                one = told["metric"]
+                metrics.setdefault(one["step"], {})[one["metricName"]] = one["metricValue"]
+            elif message["type"] == "file_upload" and told["additional_params"]["fileName"] == "completions.csv":
+                with packed.open(told["file_path"]) as file:
+                    tables[told["additional_params"]["step"]] = pd.read_csv(file, index_col=0).to_numpy().tolist()
+    return Read(metrics=metrics, tables=tables)
+
+
+READERS: dict[str, Callable[[Path], Read]] = {
+    "wandb": read_wandb, "tensorboard": read_tensorboard, "trackio": read_trackio, "comet_ml": read_comet,
+}  # fmt: skip
+
+
+def _is_metric(name: str) -> bool:
+    return name.startswith(("train/", "eval/")) and name != "train/global_step"
+
+
+def logged(history: list[dict[str, Any]], left_out: set[str]) -> dict[int, dict[str, float]]:
+    """Update to name to value, as Trainer's callbacks call what is logged."""
+    found = dict[int, dict[str, float]]()
+    for entry in history:
+        for name, value in entry.items():
+            if name != "step" and name not in left_out:
+                of_eval = name.startswith("eval_")
+                known = f"eval/{name.removeprefix('eval_')}" if of_eval else f"train/{name}"
+                found.setdefault(entry["step"], {})[known] = value
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tracker", [needs(name) for name in READERS])
+def test_a_tracker_holds_every_metric_and_every_table_of_a_run(tracker: str, run: SimpleNamespace) -> None:
+    read = READERS[tracker](run.place)
+    expected = logged(run.history, WITHOUT_STEPS if tracker in ("wandb", "trackio") else set())
+    assert read.metrics.keys() == expected.keys() == {1, 2, 3}
+    for step, values in expected.items():
+        assert values.keys() <= read.metrics[step].keys(), (step, values.keys() - read.metrics[step].keys())
+        for name, value in values.items():
+            close = math.isclose(read.metrics[step][name], value, rel_tol=1e-6, abs_tol=1e-12)
+            assert close, (step, name, read.metrics[step][name], value)
+    assert {"eval/score", "eval/rewards/count_w4/mean"} <= expected[3].keys()
+    assert read.tables.keys() == run.samples.keys() == {1, 2, 3}
+    for step, table in run.samples.items():
+        rows = [[query, response, float(score)] for query, response, score in read.tables[step]]
+        assert rows == [
+            [query, response, pytest.approx(score, abs=5e-4)] for *_, query, response, score in table.values
+        ]
+
+
+# ---- openrlbenchmark ----
+
+QUERY = (
+    "?we=huggingface&wpn=trl&xaxis=train/episode&ceik=output_dir&cen=sft_model_path&metrics=train/objective/rlhf_reward"
+    "&metrics=train/objective/scores&metrics=train/objective/kl&metrics=train/objective/non_score_reward"
+    "&metrics=train/objective/entropy&metrics=train/policy/approxkl_avg&metrics=train/policy/clipfrac_avg"
+    "&metrics=train/loss/policy_avg&metrics=train/loss/value_avg&metrics=train/val/clipfrac_avg"
+    "&metrics=train/policy/entropy_avg&metrics=train/val/ratio&metrics=train/val/ratio_var"
+    "&metrics=train/val/num_eos_tokens&metrics=train/lr&metrics=train/eps"
+)
+"""As it is documented for TRL's PPO."""
+
+
+@pytest.mark.thorough
+def test_openrlbenchmark_finds_what_its_query_names(run: SimpleNamespace) -> None:
+    """It filters runs by two keys of the configuration, and draws the metrics over the x axis and over `_runtime`."""
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
+
+    query = parse_qs(urlparse(QUERY).query)
+    [file] = (run.place / "wandb").glob("offline-run-*/*.wandb")
+    records = [Record.FromString(data) for data in wandb_records(file)]
+    updates = [update for record in records for part in (record.run.config, record.config) for update in part.update]
+    config = {update.key: json.loads(update.value_json) for update in updates if update.key}
+    assert config[query["ceik"][0]] == "run" and config[query["cen"][0]] == "some-org/sft"
+    assert (config["reward_model_path"], config["exp_name"], config["seed"]) == ("some-org/reward", "experiment", 3)
+    needed = {*query["xaxis"], "_runtime", *query["metrics"]}
+    drawn = [row for row in wandb_rows(file.parent) if query["xaxis"][0] in row and "train/loss" in row]
+    assert [row["train/episode"] for row in drawn] == [2, 4, 6]
+    assert all(isinstance(row.get(name), int | float) for row in drawn for name in needed), needed - drawn[0].keys()
+
+
+def test_the_documented_query_is_the_one_that_is_tried() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert f"'{QUERY}'" in page
+
+
+# ---- Keys ----
+
+
+class Comet(ModuleType):
+    """Comet without a key: what is asked of its interface, with the signatures of comet_ml 3.58."""
+
+    settings: ClassVar[dict[str, Any]] = {"comet.api_key": None, "comet.start.online": None}
+    experiment: Any = None
+
+    def get_config(self, setting: Any = None) -> Any:
+        return self.settings[setting]
+
+    def get_running_experiment(self) -> Any:
+        return self.experiment
+
+
+@pytest.fixture
+def comet(monkeypatch: pytest.MonkeyPatch) -> Comet:
+    comet = Comet("comet_ml")
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)
+    for name, value in (("_is_comet_installed", True), ("_is_comet_recent_enough", True)):
+        monkeypatch.setattr(integration_utils, name, value)
+    monkeypatch.setattr(integration_utils, "_is_comet_configured", False)
+    return comet
+
+
+def test_comet_without_a_key_is_refused_before_a_model_is_loaded(
+    comet: Comet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = PPOConfig(**{**QUIET, "output_dir": str(tmp_path), "report_to": ["comet_ml"]})
+    with pytest.raises(
+        ValueError, match=r"report_to=\['comet_ml'\] has 'comet_ml', but Comet has no key here: set COME"
+    ):
+        PPOTrainer(args, make_tokenizer(), "no/such/model", reward_funcs=count_w4, train_dataset=PROMPTS)
+    for name, value in (("comet.api_key", "key"), ("comet.start.online", False)):
+        monkeypatch.setattr(comet, "settings", {**Comet.settings, name: value})
+        check_keys(args)
+    monkeypatch.setattr(comet, "settings", Comet.settings)
+    monkeypatch.setattr(comet, "experiment", object())  # the user's own
+    check_keys(args)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_comet_that_is_absent_or_too_old_is_refused_with_what_to_install(
+    is_old: bool, comet: Comet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration_utils, "_is_comet_recent_enough" if is_old else "_is_comet_installed", False)
+    with pytest.raises(ValueError, match="has 'comet_ml', which is not here: `pip install -U comet-ml`, or report"):
+        PPOConfig(**{**QUIET, "output_dir": str(tmp_path), "report_to": "comet_ml"})
+
+
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_a_space_of_trackio_needs_a_login(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    args: Any = SimpleNamespace(report_to=["trackio"], process_index=0, trackio_space_id=None)
+    check_keys(args)
+    if by == "argument":
+        args.trackio_space_id = "me/curves"
+    else:
+        monkeypatch.setenv("TRACKIO_SPACE_ID", "me/curves")
+    with pytest.raises(ValueError, match=r"nobody is logged in to the hub, where its space 'me/curves' is"):
+        check_keys(args)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "token")
+    check_keys(args)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    args.process_index = 1  # the main process alone reports
+    check_keys(args)
