@@ -13,7 +13,7 @@ from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.controllers import FixedKLController, KLController
-from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss, clipped_value_loss, token_mean
+from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss, clipped_value_loss
 from rlhf_ppo.algorithm.masked import masked_whiten
 from rlhf_ppo.algorithm.moments import RunningMoments
 from rlhf_ppo.algorithm.penalties import token_rewards
@@ -40,10 +40,11 @@ from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
 from rlhf_ppo.rewards.shaping import masked_kl, shape_scores, whole_scores
 from rlhf_ppo.terminal.quiet import quiet_calls
-from rlhf_ppo.training import checks, subclassing
-from rlhf_ppo.training.construction import ModelOrPath, Models, assemble_models, make_scorer, store_and_place
+from rlhf_ppo.training import checks, construction, subclassing
+from rlhf_ppo.training.construction import ModelOrPath, Models
 from rlhf_ppo.training.datasets import ColumnCheck, PromptPreparation, check_data
 from rlhf_ppo.training.hooks import TrainerHooks
+from rlhf_ppo.training.objective import Objective
 from rlhf_ppo.training.optimization import Optimizers
 from rlhf_ppo.training.own_loop import GivenScores, NoPrompts, OwnLoop
 from rlhf_ppo.training.rollouts import Rollouts
@@ -65,7 +66,8 @@ class PPOTrainer(TrainerHooks):
         processing_class: The policy's tokenizer; its padding side does not matter.
         model: The policy: a causal language model, a `PeftModel`, a directory or a hub name; or, like `ref_model` and
             `value_model`, a function that returns one of these and takes the trial of a search or nothing.
-        ref_model: The policy that the KL penalty compares with; None compares with the initial policy.
+        ref_model: The policy that the KL penalty compares with; None compares with the initial policy, or with none
+            where `args.kl_coef` is 0, unless `args.log_kl`.
         reward_model: A sequence-classification model with one label, or with several of which `args.reward_head`
             names one; or a list of such models; None if `reward_funcs` alone score.
         train_dataset: Rows with `prompt` (text or conversation), `text` or `input_ids`; other columns reach
@@ -133,7 +135,8 @@ class PPOTrainer(TrainerHooks):
         num_updates = args.count_sizes(num_processes(args), num_rows(train_dataset)).num_total_batches
         checks.check_optimization(args, optimizers, num_updates)
         rewards = load_reward_models(args, reward_model, reward_processing_classes, processing_class)
-        models = assemble_models(args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
+        given = (args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
+        models = construction.assemble_models(*given, construction.needs_reference(args, functions, kl_controller))
         self._vocabulary = models.vocabulary(processing_class, tokens)
         self._tokenizer, self._config = processing_class, args
         self._hold(models, FixedKLController(args) if kl_controller is None else kl_controller)
@@ -166,14 +169,14 @@ class PPOTrainer(TrainerHooks):
 
     def _make_engine_and_scorer(self, models: Models, engine: GenerationEngine | None) -> None:
         args, tokens, functions = self._config, self.tokens, self._functions
-        self._estimate = RunEstimate(self, store_and_place(models, self.model, self.accelerator, args.offload_frozen))
+        self._estimate = RunEstimate(self, construction.store_and_place(models, self.model, self.accelerator, args))
         opponents = Opponents.of(functions, self._tokenizer, tokens.ended)
         given = (args, models.policy, self.accelerator, self._tokenizer, tokens.stop, tokens.stop_strings, opponents)
         rows = (lambda: self._estimate.generation_rows, self.sizes.local_batch_size)
         self._engine = make_engine(*given, *rows) if engine is None else engine
-        self._rollouts = Rollouts(self, opponents)
+        self._rollouts, self._objective = Rollouts(self, opponents), Objective(self)
         surroundings = (self.accelerator, lambda: self.state, self._logged, self._guard.refuse)
-        self.scorer = make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
+        self.scorer = construction.make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
 
     def _check_data(self, data_collator: Callable[..., Any] | None) -> None:
         """Check that what reads the data's columns, and what compares models by a metric, will find it."""
@@ -182,7 +185,8 @@ class PPOTrainer(TrainerHooks):
         self._check_columns = ColumnCheck(self.scorer.sources, is_off=data_collator is not None)  # it may add some
         self._check_columns(eval_dataset=self.eval_dataset)
         if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # another one may give other metrics
-            check_best_metric(self._config, self.scorer.names, self._functions, self.eval_dataset)
+            has_kl = self.reference is not None
+            check_best_metric(self._config, self.scorer.names, self._functions, self.eval_dataset, has_kl)
 
     @property
     def reward_model(self) -> nn.Module | None:
@@ -473,12 +477,12 @@ class PPOTrainer(TrainerHooks):
                     with self._steps.forward_context():
                         of_policy = model(*batch, only="policy", places=part.places)
                         policy = self.policy_loss(of_policy.logprobs, part)
-                    loss = self._steps.backward(token_mean(policy.loss, part.loss_mask, num_tokens))
+                        loss = self._objective.policy_term(policy, of_policy, part, num_tokens)
+                    loss = self._steps.backward(loss)
                     with self._steps.forward_context():
                         of_value_model = model(*batch, only="value_model", places=part.places)
                         value = self.value_loss(of_value_model.values, part)
-                    value_term = self.args.vf_coef * token_mean(value.loss, part.loss_mask, num_tokens)
-                    loss = loss + self._steps.backward(value_term)
+                    loss = loss + self._steps.backward(self._objective.value_term(value, part, num_tokens))
                     output = PolicyAndValueOutput(*of_policy, *of_value_model)
                 else:
                     with self._steps.forward_context():
@@ -519,13 +523,12 @@ class PPOTrainer(TrainerHooks):
         Returns:
             The loss, a scalar; with `return_outputs` also `(PolicyAndValueOutput, PolicyLoss, ValueLoss)`.
         """
-        mask = inputs.loss_mask
-        num_tokens = float(mask.sum()) if num_items_in_batch is None else float(num_items_in_batch)
+        num_tokens = float(inputs.loss_mask.sum() if num_items_in_batch is None else num_items_in_batch)
         batch = inputs.query_responses, inputs.attention_mask, inputs.response_mask
         output = PolicyAndValueOutput(*model(*batch, places=inputs.places))
         policy, value = self.policy_loss(output.logprobs, inputs), self.value_loss(output.values, inputs)
-        value_term = self.args.vf_coef * token_mean(value.loss, mask, num_tokens)
-        loss = token_mean(policy.loss, mask, num_tokens) + value_term
+        value_term = self._objective.value_term(value, inputs, num_tokens)
+        loss = self._objective.policy_term(policy, output, inputs, num_tokens) + value_term
         return (loss, (output, policy, value)) if return_outputs else loss
 
     def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:

@@ -90,7 +90,7 @@ def replace_missing_eos(scores: Tensor, stopped: Tensor, replacement: float | No
 
 
 def token_rewards(
-    kl: Tensor, scores: Tensor, response_mask: Tensor, kl_coef: float, token_scores: Tensor | None = None
+    kl: Tensor | None, scores: Tensor, response_mask: Tensor, kl_coef: float, token_scores: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Charge each token its KL, pay it its own reward, and pay the score at the last real token.
 
@@ -100,7 +100,7 @@ def token_rewards(
     Ziegler et al., 1909.08593, section 2 (eq. 2), spread over tokens as in 2403.17031, section 7.
 
     Args:
-        kl: KL estimate per token, nats, `(B, T)`.
+        kl: KL estimate per token, nats, `(B, T)`; None charges nothing.
         scores: One per response, after the missing-EOS penalty, `(B,)`, in the reward's unit.
         response_mask: True on real tokens, the stop token included, bool `(B, T)`.
         kl_coef: Reward per nat.
@@ -118,8 +118,11 @@ def token_rewards(
             f"response_mask has no real token in row {int(empty.nonzero()[0])}; every response needs at least one, "
             "the stop token if nothing else"
         )
-    non_score_reward = zero_outside(-kl_coef * kl.float(), response_mask)
+    if kl is None:
+        non_score_reward = torch.zeros_like(response_mask, dtype=torch.float32)
+    else:
+        non_score_reward = zero_outside(-kl_coef * kl.float(), response_mask)
     num_tokens_left = response_mask.flip(1).cumsum(dim=1).flip(1)
     is_last = response_mask & (num_tokens_left == 1)
-    rewards = non_score_reward + zero_outside(scores[:, None].expand_as(kl), is_last)
+    rewards = non_score_reward + zero_outside(scores[:, None].expand_as(is_last), is_last)
     return non_score_reward, rewards if token_scores is None else rewards + zero_outside(token_scores, response_mask)

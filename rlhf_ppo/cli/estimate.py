@@ -28,6 +28,7 @@ from rlhf_ppo.estimate.run import MEMORY_NOT_COUNTED, NOT_COUNTED, mean_prompt_l
 from rlhf_ppo.estimate.update import Estimate, Sharding, measure_rates
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.positions import position_limit
+from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.vocabulary import vocabulary_of
 from rlhf_ppo.processes.engines import product_dtype
 from rlhf_ppo.rewards.reading import shares_tokens, tokenizer_beside
@@ -136,7 +137,7 @@ def models_without_weights(
         return _without_weights(auto, getattr(args, argument), argument, args.device, settings | changes)
 
     policy = make(AutoModelForCausalLM, "sft_model_path")
-    frozen = [] if peft_config else [make(AutoModelForCausalLM, "sft_model_path")]
+    frozen = [] if peft_config or not asks_for_reference(args) else [make(AutoModelForCausalLM, "sft_model_path")]
     value_argument = "sft_model_path"
     if has_reward_model(script_args, args):
         frozen.append(make(AutoModelForSequenceClassification, "reward_model_path"))

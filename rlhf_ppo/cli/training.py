@@ -36,6 +36,7 @@ from rlhf_ppo.cli.trackers import settle_trackers
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.loading import load_classifier, load_pretrained
+from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.processes.signals import say
 from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.rewards.waiting import RewardTimeoutError
@@ -74,7 +75,8 @@ def ppo_trainer(
     settings = loading_settings(script_args.trust_remote_code, model_args)
     peft_config = get_peft_config(model_args)
     ref_argument = "sft_model_path" if ref_model is None else "ref_model"
-    if ref_model is None and peft_config is None and not is_adapter_directory(args.sft_model_path):
+    is_whole = peft_config is None and not is_adapter_directory(args.sft_model_path)
+    if ref_model is None and asks_for_reference(args) and is_whole:
         ref_model = args.sft_model_path
     model = load_pretrained(AutoModelForCausalLM, args.sft_model_path, "sft_model_path", **settings)
     return PPOTrainer(

@@ -19,6 +19,7 @@ from rlhf_ppo.config.health import parse_thresholds
 from rlhf_ppo.config.inherited import REJECTED, RejectsRemoved, reject_unsupported
 from rlhf_ppo.config.inherited_values import INHERITED_RANGES, check_dicts, check_inherited, inherited_types
 from rlhf_ppo.config.precision import default_bf16
+from rlhf_ppo.config.recipes import RECIPE_RANGES, RecipeArguments
 from rlhf_ppo.config.redaction import HidesSecrets
 from rlhf_ppo.config.shown import ShownArguments
 from rlhf_ppo.config.sizes import Sizes, check_mini_batches
@@ -45,13 +46,14 @@ RANGES: dict[str, Interval] = {
     "top_p": Interval(0, 1, open_low=True),
     "warmup_ratio": Interval(0, 1, open_high=True),
     **ENGINE_RANGES,
+    **RECIPE_RANGES,
     **INHERITED_RANGES,
 }
 """The values that a number may have."""
 
 
 @dataclass(repr=False)  # HidesSecrets' own hides tokens
-class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, EngineArguments, TrainingArguments):
+class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, RecipeArguments, EngineArguments, TrainingArguments):
     """Arguments of `PPOTrainer`: those of `transformers.TrainingArguments` and PPO's own.
 
     Each field's `help` is its documentation; `HfArgumentParser` and `TrlParser` can set all of them. Unlike in
@@ -378,6 +380,8 @@ class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, EngineArguments, T
 def _checked_annotations() -> dict[str, Any]:
     """Return the type of every field, PPO's own first; those that are rejected have one value, not a type."""
     hints = get_type_hints(PPOConfig)
-    of_parts = (*EngineArguments.__dataclass_fields__, *ShownArguments.__dataclass_fields__)
+    of_parts = (
+        name for part in (EngineArguments, RecipeArguments, ShownArguments) for name in part.__dataclass_fields__
+    )
     own = {name: hints[name] for name in (*inspect.get_annotations(PPOConfig), *of_parts)}
     return own | {name: hint for name, hint in inherited_types().items() if name not in {*own, *REJECTED}}

@@ -151,7 +151,7 @@ class Rollout(Responses):
     Attributes:
         stopped: Whether the response holds the stop token, bool `(B,)`.
         logprobs: Log-probabilities of the response tokens under the sampling policy, nats, float32 `(B, T)`.
-        ref_logprobs: The same under the reference policy.
+        ref_logprobs: The same under the reference policy; None if there is none.
         values: Value estimate before each response token, float32 `(B, T)`.
         final_values: Value estimate after the last token of the row, whoever wrote it, float32 `(B,)`; used when a cut
             response bootstraps.
@@ -163,7 +163,7 @@ class Rollout(Responses):
 
     stopped: Tensor
     logprobs: Tensor
-    ref_logprobs: Tensor
+    ref_logprobs: Tensor | None
     values: Tensor
     final_values: Tensor
     scores: Tensor
@@ -173,7 +173,8 @@ class Rollout(Responses):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("logprobs", "ref_logprobs", "values", "token_scores"):
-            check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
+            if (values := getattr(self, name)) is not None:
+                check_shape(name, values, tuple(self.response_mask.shape))
         for name in ("stopped", "final_values", "scores"):
             check_shape(name, getattr(self, name), (len(self),))
 

@@ -29,6 +29,7 @@ from rlhf_ppo.estimate.update import (
     optimizer_bytes_per_parameter,
 )
 from rlhf_ppo.models.modes import as_in_learning
+from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.sharded import is_sharded
 from rlhf_ppo.processes.engines import is_fsdp, product_dtype, zero_stage
 
@@ -210,6 +211,7 @@ def estimate_run(
                 in_turn=in_turn,
                 dtype=dtype,
                 copies_policy=args.generation_engine == "continuous",
+                has_reference=asks_for_reference(args),
             ),
             optimizer_bytes_per_parameter(optimizer_class, kwargs, args.device),
             sharding,

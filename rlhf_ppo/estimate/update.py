@@ -41,6 +41,7 @@ class Workload:
         in_turn: Whether policy and value model run forward and backward one after the other.
         dtype: What products are computed in, where it is not the type of the weights.
         copies_policy: Whether what generates has the policy's weights in that type, as continuous batching has.
+        has_reference: Whether there are passes of a reference.
     """
 
     rows: int
@@ -53,6 +54,7 @@ class Workload:
     in_turn: bool = False
     dtype: torch.dtype | None = None
     copies_policy: bool = False
+    has_reference: bool = True
 
     @property
     def length(self) -> int:
@@ -235,7 +237,7 @@ def _flops(
     config = transformers_model(policy).config.get_text_config()
     head = 2 * config.hidden_size * config.vocab_size * workload.response_length
     trained_passes = 1 + workload.num_ppo_epochs * (4 if workload.recomputes else 3)
-    rollout = per_row[0] + sum(of_frozen) + 2 * head  # generation; the reference's head
+    rollout = per_row[0] + sum(of_frozen) + (1 + workload.has_reference) * head  # generation; the reference's head
     return int(workload.rows * (rollout + trained_passes * (sum(per_row) + head)))
 
 

@@ -14,7 +14,11 @@ _SPEED = ("runtime", "samples_per_second", "steps_per_second")
 
 
 def check_best_metric(
-    args: PPOConfig, names: Sequence[str], functions: Iterable[Callable[..., Any]], eval_dataset: Any
+    args: PPOConfig,
+    names: Sequence[str],
+    functions: Iterable[Callable[..., Any]],
+    eval_dataset: Any,
+    has_reference: bool = True,
 ) -> None:
     """Check `metric_for_best_model`, which Trainer looks for in every evaluation of a run.
 
@@ -26,6 +30,7 @@ def check_best_metric(
         names: The names of the rewards.
         functions: The reward functions.
         eval_dataset: The evaluation set, or a dict of them, whose names are then part of the metrics'.
+        has_reference: Whether there is a KL.
 
     Raises:
         ValueError: Evaluation gives no such metric.
@@ -35,7 +40,8 @@ def check_best_metric(
         return
     parts = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else [""]
     rewards = [f"rewards/{name}/{what}" for name in names for what in ("mean", "std")]
-    known = [f"{part}{name}" for part in parts for name in (*EVALUATED.values(), *rewards, *_SPEED)]
+    of_episodes = [name for name in EVALUATED.values() if has_reference or name != "kl"]
+    known = [f"{part}{name}" for part in parts for name in (*of_episodes, *rewards, *_SPEED)]
     if args.metric_for_best_model.removeprefix("eval_") not in known:
         raise ValueError(
             f"metric_for_best_model={args.metric_for_best_model!r} is no metric of evaluation, which gives {known}; "

@@ -12,6 +12,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 
+from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.places import Places
 from rlhf_ppo.models.adapter_checks import adapter_kind, adds_nothing, moved, probe, probe_tokens
 from rlhf_ppo.models.adapters import adapter_state
@@ -106,6 +107,11 @@ class Reference:
         else:
             with _adapter_in_use(with_adapters(policy), self.adapter_name):
                 yield model
+
+
+def asks_for_reference(args: PPOConfig) -> bool:
+    """Tell whether the arguments need a reference: for a KL penalty, or to log the KL."""
+    return args.kl_coef > 0 or args.log_kl or args.ref_adapter_name is not None
 
 
 def make_reference(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
-import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -27,7 +26,7 @@ class _Noted:
         prompts: Ids, left-padded, long `(n, C)`.
         responses: Ids, right-padded, long `(n, T)`.
         masks: True on the prompts' real tokens, the responses' real ones, and those that the policy wrote; on the CPU.
-        per_token: In the order of `TOKEN_VALUES`, float32 `(4, n, T)`.
+        per_token: Those of `TOKEN_VALUES` that are known, by name, float32 `(n, T)`.
         columns: Figures of each response, float32 `(n,)`.
         extra: What reward functions logged of each response.
     """
@@ -36,7 +35,7 @@ class _Noted:
     prompts: Tensor
     responses: Tensor
     masks: tuple[Any, Any, Any]
-    per_token: Tensor
+    per_token: Mapping[str, Tensor]
     columns: Mapping[str, Tensor]
     extra: Mapping[str, Sequence[Any]]
 
@@ -80,9 +79,10 @@ class KeptCompletions:
         number = min(self._num_rows, len(rollout))
         if number == 0:
             return
-        kl = kl_estimate(rollout.logprobs[:number], rollout.ref_logprobs[:number], self.kl_estimator)
-        of_tokens = (rollout.values[:number], advantages[:number], kl, rewards[:number])
-        per_token = torch.stack([values.detach().float() for values in of_tokens])
+        of_tokens = {"token_value": rollout.values, "token_advantage": advantages, "token_reward": rewards}
+        if rollout.ref_logprobs is not None:
+            of_tokens["token_kl"] = kl_estimate(rollout.logprobs, rollout.ref_logprobs, self.kl_estimator)
+        per_token = {name: values[:number].detach().float().clone() for name, values in of_tokens.items()}
         of_rows = {name: values[:number].detach().clone() for name, values in columns.items()}
         context, attention = rollout.context_length, rollout.masks.attention[:number]
         masks = attention[:, :context].copy(), attention[:, context:].copy(), rollout.masks.response[:number].copy()
@@ -102,23 +102,27 @@ class KeptCompletions:
 
         Returns:
             A dict of JSON values for each response: `step`, `prompt` (without special tokens), `completion`, `score`
-            (as it was paid), `rewards/<name>` of each source, `kl` (nats), `length` (tokens that the policy wrote),
-            `ended`, `extra/<name>`; and, in lists over the response's tokens, `token_id`, `token_text`,
-            `token_written` (False for what a tool or an environment wrote) and `TOKEN_VALUES`.
+            (as it was paid), `rewards/<name>` of each source, `kl` (nats; None without a reference, as is each
+            token's), `length` (tokens that the policy wrote), `ended`, `extra/<name>`; and, in lists over the
+            response's tokens, `token_id`, `token_text`, `token_written` (False for what a tool or an environment
+            wrote) and `TOKEN_VALUES`.
         """
         if self._noted is not None and self._noted.step == step:
             self._rows, self._noted = self._rows_of(self._noted), None
         return [row for row in self._rows if row["step"] == step]
 
     def _rows_of(self, noted: _Noted) -> list[dict[str, Any]]:
-        prompts, responses, figures = noted.prompts.tolist(), noted.responses.tolist(), noted.per_token.tolist()
+        prompts, responses = noted.prompts.tolist(), noted.responses.tolist()
+        figures = {name: values.tolist() for name, values in noted.per_token.items()}
         in_prompt, in_response, written = (mask.tolist() for mask in noted.masks)
         columns = {name: values.tolist() for name, values in noted.columns.items()}
         rows = []
         for row in range(len(prompts)):
             prompt = list(compress(prompts[row], in_prompt[row]))
             response, own = (list(compress(values[row], in_response[row])) for values in (responses, written))
-            of_tokens = [_of_policy(compress(values[row], in_response[row]), own) for values in figures]
+            of_tokens = {name: [None] * len(own) for name in TOKEN_VALUES} | {
+                name: _of_policy(compress(values[row], in_response[row]), own) for name, values in figures.items()
+            }
             rows.append(
                 {
                     "step": noted.step,
@@ -126,14 +130,14 @@ class KeptCompletions:
                     "completion": self.tokenizer.decode(response),
                     "score": columns["scores"][row],
                     **{name: values[row] for name, values in columns.items() if name.startswith("rewards/")},
-                    "kl": columns["kl"][row],
+                    "kl": columns["kl"][row] if "kl" in columns else None,
                     "length": sum(own),
                     "ended": bool(columns["stopped"][row]),
                     **{f"extra/{name}": _plain(values[row]) for name, values in noted.extra.items()},
                     "token_id": response,
                     "token_text": texts_of_tokens(self.tokenizer, response),
                     "token_written": own,
-                    **dict(zip(TOKEN_VALUES, of_tokens, strict=True)),
+                    **of_tokens,
                 }
             )
         return rows

@@ -28,23 +28,23 @@ LATEST = frozenset({"episode", "eps", "lr", "guard/skipped_rows", "guard/skipped
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
 
 
-def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor, non_score_reward: Tensor) -> dict[str, Tensor]:
+def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor | None, kl_coef: float) -> dict[str, Tensor]:
     """Sum each response's per-token figures, over the tokens that the policy wrote.
 
     Args:
         rollout: `B` responses.
         scores: Scores after the missing-EOS penalty, float32 `(B,)`.
-        kl: KL estimate per token, nats, `(B, T)`, 0 outside the mask.
-        non_score_reward: `-kl_coef * kl`, `(B, T)`.
+        kl: KL estimate per token, nats, `(B, T)`, 0 outside the mask; None without a reference, which costs nothing.
+        kl_coef: Reward per nat.
 
     Returns:
         One float32 `(B,)` tensor per figure; `rewards/<name>` for each reward source.
     """
     return {
         "scores": scores,
-        "kl": kl.sum(dim=1),
+        **({} if kl is None else {"kl": kl.sum(dim=1)}),
         "entropy": -zero_outside(rollout.logprobs, rollout.response_mask).sum(dim=1),
-        "non_score_reward": non_score_reward.sum(dim=1),
+        "non_score_reward": torch.zeros_like(scores) if kl is None else (-kl_coef * kl).sum(dim=1),
         "length": rollout.response_mask.sum(dim=1).float(),
         "stopped": rollout.stopped.float(),
         **{f"rewards/{name}": values for name, values in rollout.scores_by_source.items()},
@@ -65,7 +65,7 @@ def rollout_columns(rollout: Rollout, args: PPOConfig, kl_coef: float, score_std
     """
     scores, token_scores = shape_scores(rollout, args, score_std)
     kl = masked_kl(rollout, args.kl_estimator)
-    return episode_columns(rollout, scores + token_scores.sum(dim=1), kl, -kl_coef * kl)
+    return episode_columns(rollout, scores + token_scores.sum(dim=1), kl, kl_coef)
 
 
 def gather_columns(columns: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -85,9 +85,10 @@ def gather_columns(columns: Mapping[str, Tensor], gather: Callable[[Tensor], Ten
 def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
     """Average per-episode figures over the episodes of all ranks.
 
-    `objective/kl`, `objective/entropy` and `objective/non_score_reward` are sums over a response's real tokens, then
-    means over episodes; `objective/rlhf_reward = objective/scores + objective/non_score_reward`. Means of scores run
-    over the episodes that have one.
+    `objective/kl` (left out without a reference), `objective/entropy` and `objective/non_score_reward` are sums over a
+    response's real tokens, then means over episodes;
+    `objective/rlhf_reward = objective/scores + objective/non_score_reward`. Means of scores run over the episodes that
+    have one.
 
     Args:
         columns: What `episode_columns` gave, gathered; NaN where an episode has no score.
@@ -98,7 +99,7 @@ def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
     means = {name: float(values.mean()) for name, values in columns.items() if not name.startswith("rewards/")}
     score = columns["scores"].nanmean()
     metrics = {
-        "objective/kl": means["kl"],
+        **({"objective/kl": means["kl"]} if "kl" in means else {}),
         "objective/entropy": means["entropy"],
         "objective/non_score_reward": means["non_score_reward"],
         "objective/rlhf_reward": float(score) + means["non_score_reward"],

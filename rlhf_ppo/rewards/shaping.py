@@ -36,8 +36,10 @@ def shape_scores(rollout: Rollout, args: PPOConfig, std: float | None = None) ->
     return replace_missing_eos(scores, rollout.stopped, args.missing_eos_score), _of_tokens(rollout) / unit
 
 
-def masked_kl(rollout: Rollout, estimator: str) -> Tensor:
-    """Return the KL estimate of each token, nats, float32 `(B, T)`, 0 outside the response mask."""
+def masked_kl(rollout: Rollout, estimator: str) -> Tensor | None:
+    """Return the KL estimate of each token, nats, float32 `(B, T)`, 0 outside the mask; None without a reference."""
+    if rollout.ref_logprobs is None:
+        return None
     kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, estimator)
     return kl.masked_fill(~rollout.response_mask, 0.0)
 

@@ -32,7 +32,7 @@ from rlhf_ppo.models.loading import (
 from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.making import made
 from rlhf_ppo.models.positions import position_limit, positions
-from rlhf_ppo.models.reference import Reference, make_reference
+from rlhf_ppo.models.reference import Reference, asks_for_reference, make_reference
 from rlhf_ppo.models.sharing import share_base, shares_parameters, value_model_over
 from rlhf_ppo.models.storing import store_frozen
 from rlhf_ppo.models.unwrapping import is_peft_model
@@ -41,6 +41,7 @@ from rlhf_ppo.processes.engines import autocast_dtype, is_sharding
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.logged import LoggedByFunctions
+from rlhf_ppo.rewards.preference import opponent_of
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel
 from rlhf_ppo.rewards.scorer import Refuse, RewardSource, Scorer, is_reward_source
 from rlhf_ppo.training.sharding import check_keeps_models_whole, place_frozen
@@ -59,13 +60,13 @@ class Models:
     Attributes:
         policy: The trained language model.
         value_model: The trained value model.
-        reference: What the KL penalty compares with.
+        reference: What the KL penalty compares with; None if nothing does.
         rewards: The frozen reward models.
     """
 
     policy: nn.Module
     value_model: nn.Module
-    reference: Reference
+    reference: Reference | None
     rewards: Sequence[LoadedRewardModel]
 
     @property
@@ -84,8 +85,12 @@ class Models:
         Raises:
             ValueError: A model cannot embed what the others write.
         """
-        frozen = self.reference.model
-        return shared_vocabulary(self.reading_policy_tokens, frozen, tokenizer, tokens.pad, tokens.stop)
+        return shared_vocabulary(self.reading_policy_tokens, self.frozen_reference, tokenizer, tokens.pad, tokens.stop)
+
+    @property
+    def frozen_reference(self) -> nn.Module | None:
+        """The reference, where it is a model of its own."""
+        return None if self.reference is None else self.reference.model
 
     @property
     def read_other_tokens(self) -> bool:
@@ -95,7 +100,7 @@ class Models:
     @property
     def longest_sequence(self) -> PositionLimit | None:
         """The longest sequence that every model can place, or None if none of them states a limit."""
-        given = [*self.reading_policy_tokens.values(), self.reference.model]
+        given = [*self.reading_policy_tokens.values(), self.frozen_reference]
         return smallest(position_limit(model) for model in given if model is not None)
 
 
@@ -107,10 +112,12 @@ def assemble_models(
     value_model: ModelOrPath | None,
     peft_config: Any,
     value_peft_config: Any = None,
+    needs_reference: bool = True,
 ) -> Models:
     """Load what is given by path, make what is not given, freeze what is not trained.
 
-    A value model is made from the first reward model that reads the policy's tokens, else from the policy.
+    A value model is made from the first reward model that reads the policy's tokens, else from the policy. A reference
+    that is not given is made only where it is needed.
 
     Raises:
         ValueError: Two arguments are the same object, or a model cannot serve in its role.
@@ -140,13 +147,14 @@ def assemble_models(
         check_value_model(critic)
         if value_peft_config is not None:
             critic = add_value_adapter(critic, value_peft_config)
-        policy = _with_adapter(args, policy, peft_config, base_serves_others=reference_model is None)
+        policy = _with_adapter(args, policy, peft_config, needs_reference and reference_model is None)
     check_consistent(critic, "value_model", args)
     check_logits(policy)
     warn_of_rank_allocation(policy)
-    reference = make_reference(
-        policy, reference_model, args.ref_adapter_name, peft_config is not None, args.temperature
-    )
+    reference = None
+    if needs_reference or reference_model is not None:
+        adapter_is_new = peft_config is not None
+        reference = make_reference(policy, reference_model, args.ref_adapter_name, adapter_is_new, args.temperature)
     prepare_trainable(policy, critic)
     # Now, while all weights are in one place: Trainer moves those that a reward model shares with the policy.
     rewards = [replace(reward, scorer=FrozenScorer(reward.model)) for reward in rewards]
@@ -214,8 +222,14 @@ def _check_distinct(**models: Any) -> None:
                 )
 
 
+def needs_reference(args: PPOConfig, functions: Sequence[Callable[..., Any]], kl_controller: Any) -> bool:
+    """Tell whether a run needs a reference though none is given: for the KL, or for rewards that compare with it."""
+    asked = [opponent_of(function) for function in functions]
+    return asks_for_reference(args) or kl_controller is not None or "reference" in asked
+
+
 def store_and_place(
-    models: Models, trained: nn.Module, accelerator: Accelerator, offload: bool
+    models: Models, trained: nn.Module, accelerator: Accelerator, args: PPOConfig
 ) -> Sequence[nn.Module] | None:
     """Store frozen weights in the type that they are multiplied in, and put the reference where it runs.
 
@@ -223,17 +237,16 @@ def store_and_place(
         models: The models; `make_scorer` places the reward models.
         trained: The `PolicyAndValue`.
         accelerator: Places them.
-        offload: Whether to keep frozen weights on the CPU.
+        args: Says whether to keep frozen weights on the CPU.
 
     Returns:
         Reference and reward models that have weights of their own, for the estimate: copies without storage where an
         engine takes the models apart; None if one cannot be copied.
     """
-    store_frozen(
-        [trained, *[reward.scorer for reward in models.rewards], models.reference.model], autocast_dtype(accelerator)
-    )
+    reference = models.frozen_reference
+    store_frozen([trained, *[reward.scorer for reward in models.rewards], reference], autocast_dtype(accelerator))
     frozen = [
-        *([] if models.reference.model is None else [models.reference.model.policy]),
+        *([] if reference is None else [reference.policy]),
         *[reward.model for reward in models.rewards],
     ]
     counted: Sequence[nn.Module] | None = frozen
@@ -243,8 +256,8 @@ def store_and_place(
         except Exception as error:  # what cannot be counted can still be trained
             logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
             counted = None
-    if models.reference.model is not None:
-        models.reference.model = place_frozen(models.reference.model, accelerator, offload)
+    if models.reference is not None and models.reference.model is not None:
+        models.reference.model = place_frozen(models.reference.model, accelerator, args.offload_frozen)
     return counted
 
 

@@ -330,11 +330,13 @@ def _all_finite(values: Tensor) -> Tensor:
 
 def _finite_rows(rollout: Rollout, kl_estimator: str) -> dict[str, Tensor]:
     """Tell of each figure of a rollout, in the order in which it is computed, in which rows it is finite, `(B,)`."""
-    kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, kl_estimator)
+    ref_logprobs, of_reference = rollout.ref_logprobs, dict[str, Tensor]()
+    if ref_logprobs is not None:
+        kl = kl_estimate(rollout.logprobs, ref_logprobs, kl_estimator)
+        of_reference = {"the reference's log-probabilities": ref_logprobs, "the KL": kl}
     per_token = {
         "the policy's log-probabilities": rollout.logprobs,
-        "the reference's log-probabilities": rollout.ref_logprobs,
-        "the KL": kl,
+        **of_reference,
         "the values": rollout.values,
         "the rewards of tokens": rollout.token_scores,
     }

@@ -85,7 +85,7 @@ class TrainerHooks(Trainer):
     model: PolicyAndValue
     sizes: Sizes
     policy_model: nn.Module
-    reference: Reference
+    reference: Reference | None
     reward_models: list[nn.Module]
     scorer: Scorer
     kl_controller: KLController

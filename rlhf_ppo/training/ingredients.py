@@ -35,7 +35,7 @@ class RecordedTrainer(Protocol):
     args: PPOConfig
     accelerator: Accelerator
     model: PolicyAndValue
-    reference: Reference
+    reference: Reference | None
     reward_models: list[nn.Module]
     train_dataset: Any
     _functions: Sequence[Callable[..., Any]]
@@ -74,7 +74,7 @@ def recorded(trainer: RecordedTrainer) -> dict[str, Any]:
         trainer: A `PPOTrainer`.
     """
     model = trainer._unwrapped(trainer.model)
-    reference = trainer.reference.model
+    reference = None if trainer.reference is None else trainer.reference.model
     return {
         "arguments": recorded_arguments(trainer.args),
         "train_dataset": described_rows(trainer.train_dataset),

@@ -38,7 +38,7 @@ class SamplingTrainer(Protocol):
 
     accelerator: Accelerator
     args: PPOConfig
-    reference: Reference
+    reference: Reference | None
     tokens: SpecialTokens
     _engine: GenerationEngine
     _timer: PhaseTimer
@@ -85,7 +85,7 @@ class Rollouts:
         reference, policy = self.run.reference, self.run._unwrapped(model).policy
 
         def of_opponent(kind: str) -> Responses:
-            if kind == "self":
+            if kind == "self" or reference is None:
                 return self._responses(model, prompts, sampling)
             with reference.generating(model, policy) as generating:
                 return self._responses(generating, prompts, sampling)
@@ -125,7 +125,7 @@ class Rollouts:
     def evaluated(
         self, model: nn.Module, responses: Responses, stopped: Tensor, score: Callable[[], Scores]
     ) -> Rollout:
-        """Evaluate policy, value model and reference on responses, then take their scores.
+        """Evaluate policy, value model and reference, if there is one, on responses, then take their scores.
 
         Args:
             model: The prepared `PolicyAndValue`.
@@ -133,13 +133,10 @@ class Rollouts:
             stopped: Which of them ended by themselves, bool `(B,)`.
             score: Gives their scores.
         """
-        models, reference = self.run._unwrapped(model), self.run.reference
+        packs_rows = self.run._unwrapped(model).packs_rows
         with self.run._timer.phase("evaluate"):
-            output = self._in_passes(responses, partial(model, with_entropy=False), models.packs_rows)
-            ref_output = output
-            if not reference.is_policy(models.policy):
-                with reference.forward(model, models.policy) as forward:
-                    ref_output = self._in_passes(responses, forward, models.packs_rows)
+            output = self._in_passes(responses, partial(model, with_entropy=False), packs_rows)
+            ref_logprobs = self._ref_logprobs(model, responses, output[0])
         with self.run._timer.phase("score"):
             scores = score()
         return Rollout(
@@ -150,13 +147,21 @@ class Rollouts:
             on_host=responses.on_host,
             stopped=stopped,
             logprobs=output[0],
-            ref_logprobs=ref_output[0],
+            ref_logprobs=ref_logprobs,
             values=output[2],
             final_values=output[3],
             scores=scores.final,
             token_scores=scores.per_token,
             scores_by_source=scores.by_source,
         )
+
+    def _ref_logprobs(self, model: nn.Module, responses: Responses, logprobs: Tensor) -> Tensor | None:
+        """Return the reference's log-probabilities; None if there is no reference."""
+        models, reference = self.run._unwrapped(model), self.run.reference
+        if reference is None or reference.is_policy(models.policy):
+            return None if reference is None else logprobs
+        with reference.forward(model, models.policy) as forward:
+            return self._in_passes(responses, forward, models.packs_rows)[0]
 
     @torch.no_grad()
     def of_given(self, model: nn.Module, responses: Responses, scores: Scores) -> Rollout:

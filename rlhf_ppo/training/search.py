@@ -144,7 +144,7 @@ class SearchingTrainer(Protocol):
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     model: PolicyAndValue
-    reference: Reference
+    reference: Reference | None
     reward_models: list[nn.Module]
 
 
@@ -242,7 +242,8 @@ def search(
     check_can_search(run.args, run.eval_dataset, run.is_deepspeed_enabled or run.is_fsdp_enabled)
     recipe.check_starts_anew()
     what = (hp_space or default_hp_space, compute_objective or eval_score, hp_name)
-    frozen = [] if run.args.offload_frozen else [run.reference.model, *run.reward_models]
+    reference = None if run.reference is None else run.reference.model
+    frozen = [] if run.args.offload_frozen else [reference, *run.reward_models]
     with on_cpu([run.model, *frozen], run.args.device):
         return Trials(recipe, run.args, run.accelerator, *what).run(n_trials, direction, **options)
 

@@ -14,6 +14,7 @@ from trl.scripts.utils import TrlParser
 
 from rlhf_ppo.config import PPOConfig, precision
 from rlhf_ppo.config.engines import EngineArguments
+from rlhf_ppo.config.recipes import RecipeArguments
 
 
 class Case(NamedTuple):
@@ -105,6 +106,7 @@ CASES = [
     Case("vllm_tensor_parallel_size", 1, "2", 2, (*COUNT, None)),
     Case("vllm_enable_sleep_mode", False, "true", True, ("yes", None)),
     Case("vllm_model_impl", "vllm", "auto", "auto", ("jax", None)),
+    Case("log_kl", False, "true", True, ("yes", None)),
     *(
         Case(name, None, "2", 2, ("2", 1.5))
         for name in (
@@ -146,8 +148,8 @@ def set_accelerator(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
 
 
 def test_the_cases_cover_every_field_of_ppo():
-    of_ppo = {*inspect.get_annotations(PPOConfig), *inspect.get_annotations(EngineArguments)}
-    assert {case.name for case in CASES} == of_ppo
+    parts = PPOConfig, EngineArguments, RecipeArguments
+    assert {case.name for case in CASES} == {name for part in parts for name in inspect.get_annotations(part)}
 
 
 @BY_NAME

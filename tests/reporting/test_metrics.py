@@ -53,7 +53,7 @@ KL = torch.tensor([[0.1, 0.3, 0.0], [0.2, -0.5, 0.6], [1.0, 0.0, 0.0]])
 
 def columns() -> dict[str, Tensor]:
     penalized = torch.tensor([1.0, 4.0, 3.0])
-    return episode_columns(rollout(), penalized, KL, -0.1 * KL)
+    return episode_columns(rollout(), penalized, KL, 0.1)
 
 
 def test_episode_columns_by_hand() -> None:

@@ -1,0 +1,115 @@
+"""`kl_coef=0`: no reference is made, held or run, unless the KL is to be logged or something else needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.models import reference
+from rlhf_ppo.reporting.completion_files import find_completions, read_completions
+from rlhf_ppo.rewards.preference import PreferenceReward
+from tests.conftest import prompt_rows, tiny_policy
+from tests.runs import QUICK, die_and_resume, history, parameters, record_rollouts
+
+MakeTrainer = Callable[..., PPOTrainer]
+LORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+
+
+def train(make_trainer: MakeTrainer, **arguments: Any) -> PPOTrainer:
+    trainer = make_trainer(**QUICK | {"kl_coef": 0.0} | arguments)
+    trainer.train()
+    return trainer
+
+
+def keys(trainer: PPOTrainer) -> set[str]:
+    return {key for entry in history(trainer) for key in entry}
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["whole model", "adapter"])
+def test_nothing_is_made_held_or_run_and_the_policy_learns_the_same(
+    make_trainer: MakeTrainer, adapter: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"peft_config": adapter, "num_completions_to_keep": 2}
+    compared = train(make_trainer, log_kl=True, output_dir=str(tmp_path / "compared"), **how)
+    assert compared.reference is not None and "objective/kl" in keys(compared)
+
+    monkeypatch.setattr(reference, "make_reference", None)
+    monkeypatch.setattr(reference.Reference, "forward", None)
+    trainer = make_trainer(**QUICK, kl_coef=0.0, output_dir=str(tmp_path / "alone"), **how)
+    rollouts = record_rollouts(trainer)
+    trainer.train()
+
+    assert trainer.reference is None and len(rollouts) == 3 and rollouts[0].ref_logprobs is None
+    one, other = parameters(trainer), parameters(compared)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert keys(compared) - keys(trainer) == {"objective/kl"}
+    for ours, theirs in zip(history(trainer), history(compared), strict=True):
+        assert ours == {key: theirs[key] for key in ours}
+    kept = read_completions(find_completions(tmp_path / "alone")[1])
+    assert [row["kl"] for row in kept] == [None, None] and set(kept[0]["token_kl"]) == {None}
+    assert None not in kept[0]["token_value"]
+
+
+def test_weights_of_the_frozen_copy_are_not_there(make_trainer: MakeTrainer) -> None:
+    with_one, without = (make_trainer(**QUICK, kl_coef=coef) for coef in (0.05, 0.0))
+    policy = sum(weight.numel() * weight.element_size() for weight in tiny_policy().parameters())
+    more, less = (trainer._estimate.forecast() for trainer in (with_one, without))
+    assert more and less and more.frozen - less.frozen == policy and more.flops > less.flops
+
+
+@pytest.mark.parametrize("given", [{"ref_model": tiny_policy(seed=5)}, {"log_kl": True}], ids=["ref_model", "log_kl"])
+def test_a_reference_that_is_asked_for_is_used(make_trainer: MakeTrainer, given: Any) -> None:
+    trainer = train(make_trainer, **given)
+    logged = [entry for entry in history(trainer) if "objective/kl" in entry]
+    assert len(logged) == 3 and abs(logged[-1]["objective/kl"]) > 0
+    assert {entry["objective/non_score_reward"] for entry in logged} == {0.0}
+
+
+class Controller:
+    coef = 0.0
+
+    def update(self, mean_kl: float, num_episodes: int) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def judge(prompts: list[str], completions: list[Any], **columns: Any) -> list[int]:
+    return [0] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [{"kl_controller": Controller()}, {"reward_funcs": PreferenceReward(judge, opponent="reference")}],
+    ids=["controller", "opponent"],
+)
+def test_what_needs_a_reference_has_one(make_trainer: MakeTrainer, needs: Any) -> None:
+    assert make_trainer(**QUICK, kl_coef=0.0, **needs).reference is not None
+
+
+def test_models_cannot_be_compared_by_a_kl_that_is_not_there(make_trainer: MakeTrainer) -> None:
+    held_out = Dataset.from_list(prompt_rows(2))
+    how: dict[str, Any] = {"eval_dataset": held_out, "eval_strategy": "steps", "metric_for_best_model": "kl"}
+    with pytest.raises(ValueError, match=r"metric_for_best_model='kl' is no metric of evaluation"):
+        make_trainer(**QUICK, kl_coef=0.0, **how)
+    metrics = make_trainer(**QUICK, kl_coef=0.0, eval_dataset=held_out).evaluate()
+    assert "eval_kl" not in metrics and "eval_score" in metrics
+
+
+def test_such_a_run_resumes_bit_for_bit(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    def make(name: str, **arguments: Any) -> PPOTrainer:
+        how: dict[str, Any] = {"kl_coef": 0.0, "save_strategy": "steps", "save_steps": 1}
+        return make_trainer(**QUICK, **how, output_dir=str(tmp_path / name), **arguments)
+
+    die_and_resume(make)
