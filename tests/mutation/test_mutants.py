@@ -21,8 +21,8 @@ MUTANTS = [
     for (file, tests), mutants in table.items()
     for original, mutant in mutants
 ]
-COMPUTE_NOTHING = {"cli", "compat", "demo", "pipeline", "processes", "terminal"}
-"""Rooms that only pass numbers on: arguments, names, stages, ranks, lines."""
+COMPUTE_NOTHING = {"cli", "compat", "demo", "pipeline", "terminal"}
+"""Rooms that only pass numbers on: arguments, names, stages, lines."""
 
 
 def test_every_room_that_computes_has_mutants() -> None:
