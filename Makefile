@@ -14,7 +14,7 @@ PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal --durations 20
 ONE_PROCESS := not learning and not slow and not distributed
 FAST := $(ONE_PROCESS) and not thorough
 # Tests of what only this package, Python, torch and the operating system decide.
-WITHOUT_LIBRARIES := algorithm benchmarks demo estimate examples faults gpu mutation processes rewards terminal \
+WITHOUT_LIBRARIES := algorithm benchmarks demo estimate examples faults gpu mutation terminal \
 	test_architecture.py test_readme.py
 
 # Tests that read ../shared/data skip where it is absent, except in CI: there its absence is a failure.

@@ -133,14 +133,18 @@ def test_other_errors_stay_what_they_are(error: Exception, tmp_path: Path) -> No
 
 
 def leave_behind(directory: Path) -> Path:
-    """Kill a process that writes safetensors, in the middle; return what it leaves."""
+    """Kill a process that writes safetensors, in the middle; return what it leaves.
+
+    Skips where the installed safetensors writes in place: nothing is left behind then.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     child = os.fork()
     if child == 0:
         save_file({"a": torch.zeros(30_000_000)}, directory / "model.safetensors")
         os._exit(0)
     while not (found := list(directory.glob(".tmp*"))):
-        pass
+        if os.waitpid(child, os.WNOHANG)[0]:
+            pytest.skip("this safetensors writes no temporary file")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return found[0]

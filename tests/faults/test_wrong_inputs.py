@@ -25,6 +25,7 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.config.inherited import REMOVED
 from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
@@ -40,7 +41,7 @@ PACKAGES = {
 # ---- Arguments ----
 
 OWN = {*inspect.get_annotations(PPOConfig)}
-INHERITED = {item.name: item for item in dataclasses.fields(TrainingArguments) if item.name not in OWN}
+INHERITED = {item.name: item for item in dataclasses.fields(TrainingArguments) if item.name not in {*OWN, *REMOVED}}
 HINTS = get_type_hints(TrainingArguments)
 
 
@@ -160,6 +161,8 @@ def test_a_combination_that_cannot_be_is_refused(case: str, tmp_path: Any, monke
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     given, said = COMBINATIONS[case]
+    if absent := given.keys() - {item.name for item in dataclasses.fields(PPOConfig)}:
+        pytest.skip(f"this transformers has no {', '.join(absent)}")
     with pytest.raises(ValueError, match=said):
         PPOConfig(**{**QUIET, "output_dir": str(tmp_path), **given})
 
