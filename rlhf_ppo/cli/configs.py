@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "shipped"
 """Where a wheel has the files; a checkout has them beside the package."""
 
-FOLDERS = {"accelerate_configs": "*.yaml", "examples": "*.py"}
+FOLDERS = {"accelerate_configs": ("*.yaml",), "examples": ("*.py", "*.yaml")}
 """What is written: the folders, and the files in them."""
 
 
@@ -61,7 +61,8 @@ def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
     """
     copies = {
         source: directory / folder / source.name
-        for folder, files in FOLDERS.items()
+        for folder, patterns in FOLDERS.items()
+        for files in patterns
         for source in sorted((_shipped() / folder).glob(files))
     }
     there = [str(path) for path in copies.values() if path.exists()]

@@ -23,6 +23,7 @@ QUESTIONS = {
 }
 """Each option's question, and the answer that is none; None where one is needed."""
 
+JUDGE_PREFERENCES = "Other pairs, for a second reward model that judges and that PPO never sees (empty: none)"
 REWARD_FUNCTION = "What pays PPO instead: a built-in reward's name, file.py:function or an address"
 
 HEAD = Template("""\
@@ -49,6 +50,14 @@ sft:
 REWARD = Template("""
 reward:
 $start  dataset_name: $preferences   # `chosen`, `rejected`, and `prompt` where there is one
+  num_train_epochs: 1
+  learning_rate: 1.0e-5
+  per_device_train_batch_size: 8
+  save_steps: 100
+""")
+JUDGE_REWARD = Template("""
+judge_reward:              # a second reward model, which PPO never sees
+$start  dataset_name: $judge_preferences   # pairs that `reward` does not have
   num_train_epochs: 1
   learning_rate: 1.0e-5
   per_device_train_batch_size: 8
@@ -91,6 +100,7 @@ def init(argv: Sequence[str] | None = None) -> None:
     for name, (question, _) in QUESTIONS.items():
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", help=question)
     parser.add_argument("--reward_funcs", "--reward-funcs", help=REWARD_FUNCTION)
+    parser.add_argument("--judge_preferences", "--judge-preferences", help=JUDGE_PREFERENCES)
     parser.add_argument("--judge_model", "--judge-model", help="Such as gpt-4o-mini, or a reward model PPO never saw.")
     parser.add_argument("--bf16", action="store_true", help="Compute in bf16, as GPUs do.")
     args = parser.parse_args(argv)
@@ -116,6 +126,10 @@ def _complete(args: argparse.Namespace) -> None:
         args.reward_funcs = _asked("reward_funcs", REWARD_FUNCTION, None) if asks else None
         if args.reward_funcs is None:
             raise ValueError("nothing pays PPO: give --preferences for a reward model, or --reward_funcs")
+    if args.judge_model and args.judge_preferences:
+        raise ValueError("--judge_model and --judge_preferences are two judges: give one of them")
+    if asks and args.preferences and args.judge_model is None and args.judge_preferences is None:
+        args.judge_preferences = _asked("judge_preferences", JUDGE_PREFERENCES, "")
 
 
 def _asked(name: str, question: str, default: str | None) -> str:
@@ -133,16 +147,17 @@ def written(args: argparse.Namespace) -> str:
     Args:
         args: Every option has a value, but for texts, preferences, reward functions and judge, which may be empty.
     """
-    values = {
-        name: _scalar(getattr(args, name)) for name in ("model", "texts", "preferences", "prompts", "output_dir")
-    }
+    names = ("model", "texts", "preferences", "judge_preferences", "prompts", "output_dir")
+    values = {name: _scalar(getattr(args, name)) for name in names}
     parts = [HEAD.substitute(values, file=args.file, bf16=str(args.bf16).lower())]
     starts_from = f"  {{}}: {values['model']}\n"
     if args.texts:
         parts.append(SFT.substitute(values))
+    start = "" if args.texts else starts_from.format("model_name_or_path")
     if args.preferences:
-        start = "" if args.texts else starts_from.format("model_name_or_path")
         parts.append(REWARD.substitute(values, start=start))
+    if args.judge_preferences:
+        parts.append(JUDGE_REWARD.substitute(values, start=start))
     start = "" if args.texts else starts_from.format("sft_model_path")
     if args.reward_funcs:
         start += f"  reward_funcs: [{_scalar(args.reward_funcs)}]\n"
@@ -155,6 +170,8 @@ def written(args: argparse.Namespace) -> str:
 def _judge(args: argparse.Namespace) -> str:
     if args.judge_model:
         return f"  judge_model: {_scalar(args.judge_model)}\n"
+    if args.judge_preferences:
+        return ""  # what `judge_reward` trains
     if args.preferences:
         path = _scalar(str(Path(args.output_dir) / "reward"))
         return f"  judge_model: {path}   # PPO's own reward model: better one that it never saw\n"

@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
 from rlhf_ppo.pipeline.running import finished_steps, run_pipeline, start_python
-from rlhf_ppo.pipeline.steps import Pipeline, Step, read_pipeline
+from rlhf_ppo.pipeline.steps import STEPS, Pipeline, Step, read_pipeline
 
 PROGRAM = "rlhf-ppo pipeline"
 
@@ -21,9 +21,7 @@ def pipeline(argv: Sequence[str] | None = None) -> None:
         SystemExit: The file or an option of a step is wrong, before anything is run; or a step has failed.
     """
     parser = CommandParser(prog=PROGRAM, description=pipeline.__doc__)
-    parser.add_argument(
-        "file", help="YAML with the sections sft, reward, ppo, judge, report; `rlhf-ppo init` writes one"
-    )
+    parser.add_argument("file", help=f"YAML with the sections {', '.join(STEPS)}; `rlhf-ppo init` writes one")
     parser.add_argument(
         "--dry_run", "--dry-run", action="store_true", help="Print the steps that are left, and run none."
     )
@@ -37,7 +35,9 @@ def pipeline(argv: Sequence[str] | None = None) -> None:
     if args.dry_run:
         _show(read, finished.keys())
         return
-    if code := run_pipeline(read, start_python):
+    with user_errors(PROGRAM):
+        code = run_pipeline(read, start_python)
+    if code:
         raise SystemExit(code)
 
 

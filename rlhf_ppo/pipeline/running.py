@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf_ppo.checkpoints.jsonfile import write_json
 from rlhf_ppo.checkpoints.run import numbered
+from rlhf_ppo.pipeline.results import keep_win_rates
 from rlhf_ppo.pipeline.steps import TRAINING, Pipeline, Step
 
 _PR_SET_PDEATHSIG = 1
@@ -27,7 +28,8 @@ def run_pipeline(pipeline: Pipeline, start: Callable[[Sequence[str]], int], say:
     """Run the steps that are left, each in a process of its own.
 
     A training step that was broken off goes on from its newest whole checkpoint; without one, and for the judge, it
-    begins anew. A step counts as finished once its process has ended well.
+    begins anew. A step counts as finished once its process has ended well. After the last one the judge's win rates
+    are said and kept, those of all seeds together.
 
     Args:
         pipeline: The steps.
@@ -55,6 +57,8 @@ def run_pipeline(pipeline: Pipeline, start: Callable[[Sequence[str]], int], say:
         finished[step.name] = _fingerprint(step)
         pipeline.output_dir.mkdir(parents=True, exist_ok=True)
         write_json(pipeline.output_dir / FINISHED, finished)
+    if rates := keep_win_rates(pipeline):
+        say("\n".join(rates.lines()))
     say(f"All steps are finished: {', '.join(step.name for step in pipeline.steps)}, in {pipeline.output_dir}")
     return 0
 
@@ -127,13 +131,13 @@ def start_python(words: Sequence[str]) -> int:
     Returns:
         Its exit code; 128 and the signal's number where a signal ended it.
     """
-    process = subprocess.Popen([sys.executable, *words], preexec_fn=_end_with_parent)
+    process = subprocess.Popen([sys.executable, *words], preexec_fn=end_with_parent)
     with _passing_on(process):
         code = process.wait()
     return 128 - code if code < 0 else code
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have SIGTERM sent to this process where its parent is killed, or the step would go on beside the next start."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

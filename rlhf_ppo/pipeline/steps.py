@@ -10,13 +10,14 @@ from typing import Any
 
 import yaml
 
-STEPS = ("sft", "reward", "ppo", "judge", "report")
-"""The sections of a pipeline's file that are steps, in order; `ppo` is the command `train`."""
+STEPS = ("sft", "reward", "judge_reward", "ppo", "judge", "report")
+"""The sections of a pipeline's file that are steps, in order."""
 
-COMMANDS = {"ppo": "train"}
+COMMANDS = {"ppo": "train", "judge_reward": "reward"}
 """Steps that are not called as their command is."""
 
-TRAINING = ("sft", "reward", "ppo")
+REWARD_MODELS = ("reward", "judge_reward")
+TRAINING = ("sft", *REWARD_MODELS, "ppo")
 OTHERS = ("output_dir", "seeds", "launch", "common")
 
 
@@ -66,9 +67,9 @@ class Pipeline:
 def read_pipeline(path: str | Path) -> Pipeline:
     """Read a pipeline's file.
 
-    A later step takes from the earlier ones what it does not name itself: the reward model and the policy start from
+    A later step takes from the earlier ones what it does not name itself: the reward models and the policy start from
     the language model that `sft` trained, PPO is paid by the model that `reward` trained, the judge compares the
-    policy with the language model, and the report is of PPO's runs.
+    policy with the language model by what `judge_reward` trained, and the report is of PPO's runs.
 
     Args:
         path: A YAML file with sections called as in `STEPS`, and `output_dir`, `seeds`, `launch` and `common`.
@@ -101,9 +102,9 @@ def _steps(
     folder: Path, wanted: Sequence[str], sections: Mapping[str, dict[str, Any]], seeds: Sequence[int]
 ) -> Iterator[Step]:
     common = sections["common"]
-    made = {name: str(folder / name) for name in ("sft", "reward") if name in wanted}
+    made = {name: str(folder / name) for name in ("sft", *REWARD_MODELS) if name in wanted}
     for name in made:
-        start = {"model_name_or_path": made["sft"]} if name == "reward" and "sft" in made else {}
+        start = {"model_name_or_path": made["sft"]} if name in REWARD_MODELS and "sft" in made else {}
         yield _step(name, name, folder, start | common | sections[name])
     policies = {seed: "ppo" if len(seeds) == 1 else f"ppo-seed{seed}" for seed in seeds}
     if "ppo" in wanted:
@@ -113,6 +114,8 @@ def _steps(
     if "judge" in wanted:
         for seed, policy in policies.items():
             start = {"model": str(folder / policy), "opponent": made.get("sft"), "seed": seed}
+            if "judge" not in sections["judge"]:
+                start["judge_model"] = made.get("judge_reward")
             options = _overridden(_known(start), sections["judge"])
             yield _step(policy.replace("ppo", "judge"), "judge", folder, options)
     if "report" in wanted:

@@ -13,7 +13,11 @@ from rlhf_ppo.cli import configs as module
 from rlhf_ppo.cli.configs import configs
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = [*sorted((ROOT / "accelerate_configs").glob("*.yaml")), *sorted((ROOT / "examples").glob("*.py"))]
+SHIPPED = [
+    path
+    for folder, files in (("accelerate_configs", "*.yaml"), ("examples", "*.py"), ("examples", "*.yaml"))
+    for path in sorted((ROOT / folder).glob(files))
+]
 
 
 def test_every_configuration_and_example_is_written(tmp_path, capsys):

@@ -26,6 +26,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "names"),
     [
         (ALL, ["sft", "reward", "ppo", "judge", "report"]),
+        (f"{ALL} --judge_preferences d.jsonl", ["sft", "reward", "judge_reward", "ppo", "judge", "report"]),
         ("--model m --prompts c.jsonl --reward_funcs length", ["ppo", "judge", "report"]),
         ("--model ./m --preferences b --prompts c", ["reward", "ppo", "judge", "report"]),
         ("--model m --texts a --prompts c --reward-funcs f.py:g --judge_model j", ["sft", "ppo", "judge", "report"]),
@@ -41,6 +42,8 @@ def test_what_it_writes_is_what_the_pipeline_reads(options: str, names: list[str
     ppo = next(step.options for step in steps if step.name == "ppo")
     assert ("reward_model_path" in ppo) == ("reward" in names)
     assert ("reward_funcs" in ppo) == ("--reward" in options)
+    judge = next(step.options for step in steps if step.name == "judge")
+    assert (judge.get("judge_model") == "runs/pipeline/judge_reward") == ("judge_reward" in names)
     assert capsys.readouterr().out == "run.yaml is written; read it, then: rlhf-ppo pipeline run.yaml\n"
 
 
@@ -69,12 +72,21 @@ def test_what_no_option_says_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said["output_dir"] == QUESTIONS["output_dir"][1] and len(asked) == 7  # the model twice: it is needed
 
 
+def test_who_has_pairs_is_asked_for_others_for_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "d.jsonl" if "second reward" in question else "")
+    init(ALL.split())
+
+    assert yaml.safe_load(Path("run.yaml").read_text())["judge_reward"]["dataset_name"] == "d.jsonl"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ("--prompts c", "--model is missing"),
         ("--model m", "--prompts is missing"),
         ("--model m --prompts c", "nothing pays PPO"),
+        (f"{ALL} --judge_model j --judge_preferences d", "are two judges"),
         (f"{ALL} --file there.yaml", "file='there.yaml' is there already"),
         (f"{ALL} --fiel x", "unrecognized arguments: --fiel"),
     ],

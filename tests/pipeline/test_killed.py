@@ -1,71 +1,185 @@
-"""A pipeline of real steps that is killed while PPO runs, and started again."""
+"""A pipeline that is killed in every step and between steps ends with the policy of one that was left alone.
+
+`make test-kills` kills each of `MOMENTS`; the suite a few of them. Every process is forked from one that has imported
+everything, which takes longer than a step.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import multiprocessing
 import os
+import random
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf_ppo.cli.main import main
+from rlhf_ppo.pipeline.running import end_with_parent, run_pipeline
+from rlhf_ppo.pipeline.steps import read_pipeline
 from tests.conftest import make_tokenizer, tiny_policy
 
-ROOT = Path(__file__).parents[2]
+OUT = Path("out")
 TEXT = """
 output_dir: out
 common: {report_to: none, use_cpu: true, bf16: false, disable_tqdm: true, save_steps: 1, logging_steps: 1}
-sft: {model_name_or_path: base, dataset_name: texts.jsonl, max_steps: 2, per_device_train_batch_size: 4}
-reward: {dataset_name: pairs.jsonl, max_steps: 2, per_device_train_batch_size: 4}
+sft: {model_name_or_path: base, dataset_name: texts.jsonl, max_steps: 4, per_device_train_batch_size: 4}
+reward: {dataset_name: pairs.jsonl, max_steps: 4, per_device_train_batch_size: 4}
+judge_reward: {dataset_name: others.jsonl, max_steps: 4, per_device_train_batch_size: 4}
 ppo: {dataset_name: prompts.jsonl, response_length: 6, total_episodes: 48, per_device_train_batch_size: 4,
       gradient_accumulation_steps: 1, num_mini_batches: 1, num_sample_generations: 0}
-judge: {dataset_name: prompts.jsonl, judge: length, num_prompts: 8, max_new_tokens: 6}
+judge: {dataset_name: prompts.jsonl, num_prompts: 16, max_new_tokens: 6, num_shown: 0}
+report: {}
 """
 
 
-def write(name: str, rows: list[dict[str, Any]]) -> None:
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+def written(path: str) -> Callable[[], bool]:
+    return (OUT / path).exists
 
 
-def start() -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "rlhf_ppo", "pipeline", "run.yaml"]
-    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def finished(step: str) -> Callable[[], bool]:
+    path = OUT / "pipeline.json"
+    return lambda: path.exists() and step in json.loads(path.read_text())
 
 
-def written(*names: str) -> dict[str, int]:
-    return {str(path): path.stat().st_mtime_ns for name in names for path in Path("out", name).rglob("*")}
+MOMENTS: dict[str, Callable[[], bool]] = {
+    "sft begins to save": written("sft/checkpoint-1"),
+    "sft goes on after a save": written("sft/checkpoint-3"),
+    "sft has ended": finished("sft"),
+    "reward begins to save": written("reward/checkpoint-1"),
+    "reward saves its model": written("reward/model.safetensors"),
+    "judge_reward goes on after a save": written("judge_reward/checkpoint-2"),
+    "judge_reward has ended": finished("judge_reward"),
+    "ppo begins to save": written("ppo/checkpoint-1"),
+    "ppo goes on after a save": written("ppo/checkpoint-5"),
+    "ppo goes on, again": written("ppo/checkpoint-9"),
+    "ppo saves its model": written("ppo/model.safetensors"),
+    "ppo has ended": finished("ppo"),
+    "judge runs": written("judge"),
+    "judge has ended": finished("judge"),
+}
+"""When to kill: as soon as this is so."""
+
+CHOSEN = ["sft begins to save", "reward saves its model", "ppo goes on after a save", "judge runs"]
+NUM_KILLS = int(os.environ.get("NUM_KILLS", len(CHOSEN)))
+KILLS = CHOSEN if len(CHOSEN) >= NUM_KILLS else list(MOMENTS)[:NUM_KILLS]
+
+
+def run(folder: str) -> None:
+    """Run the pipeline in a process group of its own; the steps' output goes into a file."""
+    os.setpgid(0, 0)
+    os.chdir(folder)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
+    raise SystemExit(run_pipeline(read_pipeline("run.yaml"), forked))
+
+
+def forked(words: Sequence[str]) -> int:
+    """Run `python -m rlhf_ppo ...` in a fork."""
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    end_with_parent()
+    code: Any = 1
+    try:
+        main(list(words[2:]))
+        code = 0
+    except SystemExit as ended:
+        code = ended.code or 0
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def start(folder: Path) -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.pipeline.preload"])
+    process = context.Process(target=run, args=(str(folder),))
+    process.start()
+    return process
+
+
+def end(process: Any, folder: Path) -> None:
+    process.join(300)
+    assert process.exitcode == 0, (folder / "output.txt").read_text()[-5000:]
+
+
+def kill(process: Any, moment: Callable[[], bool], whole_group: bool, delay: float) -> None:
+    """Kill the pipeline, or its step with it, and wait until both have ended."""
+    until = time.monotonic() + 300
+    while not moment() and process.is_alive() and time.monotonic() < until:
+        time.sleep(0.001)
+    time.sleep(delay)
+    (os.killpg if whole_group else os.kill)(process.pid, signal.SIGKILL)
+    process.join()
+    while time.monotonic() < until:
+        try:
+            os.killpg(process.pid, 0)  # the step, which takes SIGTERM
+        except ProcessLookupError:
+            return
+        time.sleep(0.001)
+    raise AssertionError("the step has outlived the pipeline")
+
+
+def files() -> dict[str, tuple[int, str]]:
+    """Return when each file of the finished steps was written, and its hash."""
+    path = OUT / "pipeline.json"
+    steps = json.loads(path.read_text()) if path.exists() else {}
+    found = [file for step in steps for file in (OUT / step).rglob("*") if file.is_file()]
+    return {str(file): (file.stat().st_mtime_ns, hashed(file)) for file in found}
+
+
+def hashed(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def prepared(folder: Path) -> Path:
+    folder.mkdir()
+    tiny_policy(max_position_embeddings=64).save_pretrained(folder / "base")
+    make_tokenizer().save_pretrained(folder / "base")
+    rows = {
+        "texts": [{"prompt": f"w{row % 9}", "completion": f" w4 w{row % 7}"} for row in range(16)],
+        "pairs": [{"prompt": "w1", "chosen": " w4 w4", "rejected": f" w{6 + row % 9}"} for row in range(16)],
+        "others": [{"prompt": "w2", "chosen": " w4", "rejected": f" w{6 + row % 9} w7"} for row in range(16)],
+        "prompts": [{"prompt": f"w{row % 20} w{row % 7}"} for row in range(48)],
+    }
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "run.yaml").write_text(TEXT)
+    return folder
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_steps_that_are_finished_stay_and_ppo_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tiny_policy(max_position_embeddings=64).save_pretrained("base")
-    make_tokenizer().save_pretrained("base")
-    write("texts.jsonl", [{"prompt": f"w{row % 9}", "completion": f" w4 w{row % 7}"} for row in range(8)])
-    write("pairs.jsonl", [{"prompt": "w1", "chosen": " w4 w4", "rejected": f" w{6 + row}"} for row in range(8)])
-    write("prompts.jsonl", [{"prompt": f"w{row % 20} w{row % 7}"} for row in range(48)])
-    Path("run.yaml").write_text(TEXT)
+@pytest.mark.timeout(400 + 60 * len(KILLS))
+def test_a_killed_pipeline_ends_as_one_that_was_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, folder = prepared(tmp_path / "alone"), prepared(tmp_path / "killed")
+    end(start(alone), alone)
+    monkeypatch.chdir(folder)
+    chance, before, killed = random.Random(0), {}, []
+    for number, name in enumerate(KILLS):
+        process = start(folder)
+        kill(process, MOMENTS[name], whole_group=number % 2 == 0, delay=chance.uniform(0, 0.02))
+        killed.append(f"{name}: {'all' if number % 2 == 0 else 'pipeline'}, code {process.exitcode}")
+        now = files()
+        assert {path: now.get(path) for path in before} == before, name
+        before = now
+    process = start(folder)
+    end(process, folder)
 
-    killed = start()
-    until = time.monotonic() + 300
-    while not Path("out/ppo/checkpoint-3").exists() and killed.poll() is None and time.monotonic() < until:
-        time.sleep(0.02)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.communicate()
-    assert list(json.loads(Path("out/pipeline.json").read_text())) == ["sft", "reward"]
-    before = written("sft", "reward")
-
-    output, _ = start().communicate(timeout=300)
-    assert "sft: finished before" in output and "reward: finished before" in output, output[-3000:]
-    assert "--resume_from_checkpoint true" in output and "Model win rate: " in output
-    assert written("sft", "reward") == before
-    assert list(json.loads(Path("out/pipeline.json").read_text())) == ["sft", "reward", "ppo", "judge"]
-    steps = [json.loads(line)["step"] for line in Path("out/ppo/log_history.jsonl").read_text().splitlines()]
+    print(f"{len(killed)} kills:", *killed, sep="\n  ")
+    now = files()
+    assert {path: now.get(path) for path in before} == before
+    assert all(each.endswith(f"code {-signal.SIGKILL}") for each in killed)
+    for model in ("sft", "reward", "judge_reward", "ppo"):
+        path = OUT / model / "model.safetensors"
+        assert hashed(path) == hashed(alone / path), model
+    assert (OUT / "results.json").read_text() == (alone / OUT / "results.json").read_text()
+    steps = [json.loads(line)["step"] for line in (OUT / "ppo/log_history.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(1, 13))
-    assert Path("out/ppo/model.safetensors").is_file() and Path("out/judge/judged.parquet").is_file()

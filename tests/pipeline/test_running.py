@@ -40,13 +40,17 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pipel
 
 
 class Starts:
-    """Notes what is started; a step that is named fails."""
+    """Notes what is started, and writes what the judge would; a step that is named fails."""
 
     def __init__(self, failing: str | None = None) -> None:
         self.failing, self.words = failing, []
 
     def __call__(self, words: Sequence[str]) -> int:
         self.words.append(list(words))
+        if "judge" in words:
+            folder = Path(words[words.index("--output_dir") + 1])
+            folder.mkdir(parents=True)
+            (folder / "win_rate.json").write_text('{"win_rate": 0.75, "interval": [0.5, 1.0]}')
         return 3 if self.failing is not None and self.failing in words else 0
 
     @property
@@ -59,8 +63,9 @@ def test_what_is_finished_is_not_run_again(read: Callable[..., Pipeline]) -> Non
 
     assert run_pipeline(read(), first) == 3 and first.commands == ["sft", "reward", "train"]
     assert run_pipeline(read(), again) == 0 and again.commands == ["train", "judge"]
-    last = Starts()
-    assert run_pipeline(read(), last) == 0 and last.words == []
+    last, said = Starts(), []
+    assert run_pipeline(read(), last, said.append) == 0 and last.words == []
+    assert "Win rates:\n  seed 0: 75.00% (95% interval 50.00 to 100.00)" in said
     assert list(json.loads(Path("out/pipeline.json").read_text())) == NAMES
 
 

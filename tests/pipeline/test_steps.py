@@ -58,6 +58,20 @@ def test_a_step_that_is_left_out_is_not_run_and_nothing_is_taken_from_it(tmp_pat
     assert found["judge"].options == {"model": "x/ppo", "opponent_column": "c", "seed": 0, "output_dir": "x/judge"}
 
 
+def test_a_second_reward_model_judges_where_no_other_judge_is_named(tmp_path: Path) -> None:
+    text = f"{WHOLE.replace('judge_model: held-out', '')}\njudge_reward: {{dataset_name: others.jsonl}}"
+    found = steps(text, tmp_path)
+
+    assert list(found)[:4] == ["sft", "reward", "judge_reward", "ppo-seed3"]
+    second = found["judge_reward"]
+    assert second.command == "reward" and second.output_dir == Path("runs/x/judge_reward")
+    assert second.options["model_name_or_path"] == "runs/x/sft" and second.options["use_cpu"] is True
+    assert found["judge-seed5"].options["judge_model"] == "runs/x/judge_reward"
+    assert found["ppo-seed5"].options["reward_model_path"] == "runs/x/reward"
+    named = steps(text.replace("judge: {dataset_name: prompts.jsonl, ", "judge: {judge: length, "), tmp_path)
+    assert "judge_model" not in named["judge-seed3"].options
+
+
 def test_a_column_stands_for_the_model_that_would_be_compared(tmp_path: Path) -> None:
     text = WHOLE.replace("judge_model: held-out", "judge_model: held-out, opponent_column: people")
 

@@ -5,4 +5,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(self.wins + self.ties / 2) / self.judged", "(self.wins + self.ties) / self.judged"),
         ("return self.wins + self.losses + self.ties", "return self.wins + self.losses"),
     ],
+    ("over_seeds.py", "tests/evaluation/test_over_seeds.py"): [
+        ("ddof=1", "ddof=0"),
+        ("/ np.sqrt(count)", "/ count"),
+        ("np.mean(self.rates)", "np.median(self.rates[:2])"),
+    ],
 }

@@ -1,0 +1,49 @@
+"""What the judge said of the policy of each seed, and of all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
+from rlhf_ppo.evaluation.over_seeds import SeedWinRates
+from rlhf_ppo.pipeline.steps import Pipeline
+
+RESULTS = "results.json"
+"""The file in the pipeline's directory with the figures of `SeedWinRates`."""
+
+
+def keep_win_rates(pipeline: Pipeline) -> SeedWinRates | None:
+    """Read what the judge wrote of each seed, and write it together.
+
+    Args:
+        pipeline: The steps, all of which are finished.
+
+    Returns:
+        The win rates; None where there is no judge.
+
+    Raises:
+        ValueError: What the judge wrote is gone, or damaged.
+    """
+    steps = [step for step in pipeline.steps if step.kind == "judge"]
+    if not steps:
+        return None
+    said = [_read(step.output_dir) for step in steps]
+    found = SeedWinRates(
+        [step.options["seed"] for step in steps],
+        [each["win_rate"] for each in said],
+        [each["interval"] for each in said],
+        [each.get("length_controlled") for each in said],
+    )
+    write_json(pipeline.output_dir / RESULTS, found.as_json())
+    return found
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        said = read_object(folder / "win_rate.json")
+    except ValueError as error:
+        raise ValueError(f"{folder} does not hold the judge's result: {error}") from None
+    if missing := sorted({"win_rate", "interval"} - said.keys()):
+        raise ValueError(f"{folder} does not hold the judge's result: its win_rate.json lacks {', '.join(missing)}")
+    return said
