@@ -2,6 +2,7 @@
 
 # HfArgumentParser reads the annotations, so they are not postponed.
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -27,11 +28,11 @@ from rlhf_ppo.config.validation import Interval, check_range
 from rlhf_ppo.evaluation.answering import Answering, given_answers, respond
 from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.models.loading import load_pretrained
-from rlhf_ppo.rewards.builtin import response_texts
+from rlhf_ppo.reporting.judged import JUDGED, win_rate_beside
 from rlhf_ppo.rewards.chat_judge import OPENAI_URL, OPTIONS, QUESTION, ChatJudge
 from rlhf_ppo.rewards.functions import finished
-from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
-from rlhf_ppo.rewards.preference import PreferenceReward
+from rlhf_ppo.rewards.judges import RewardModelJudge, ScoringJudge, as_judge
+from rlhf_ppo.rewards.preference import Compared, PreferenceReward
 from rlhf_ppo.rewards.reading import Answer
 from rlhf_ppo.rewards.resolve import resolve_reward
 
@@ -165,27 +166,50 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     ours, theirs = _answers(args, rows)
     table = pd.DataFrame(
         {
-            "prompt": [answer.asked for answer in ours],
-            "model": [answer.response for answer in ours],
-            "opponent": [None if answer is None else answer.response for answer in theirs],
+            "prompt": [rows[row]["prompt"] if one is None else one.asked for row, one in enumerate(ours)],
+            "model": _texts(ours),
+            "opponent": _texts(theirs),
         }
     )
     try:
-        table["verdict"] = pd.array(compare(chosen, rows, ours, theirs), dtype="Float64")
+        compared = compare(chosen, rows, ours, theirs)
     except Exception:
         path = keep(table, folder, "responses")
         columns = "--model_column model --opponent_column opponent"
         print(f"The responses are in {path}; judge them with --dataset_name {path} {columns}", file=sys.stderr)
         raise
-    found = WinRate.of(
-        [None if pd.isna(verdict) else float(verdict) for verdict in table["verdict"]],
-        [len(text) for text in table["model"]],
-        [len(text or "") for text in table["opponent"]],
-    )
+    found = add_verdicts(table, compared, isinstance(chosen, ScoringJudge))
     show(table, args.num_shown)
     print(found)
-    print(f"The verdicts are in {keep(table, folder, 'judged', found, args)}")
+    path = keep(table, folder, JUDGED)
+    keep_win_rate(found, args, path)
+    print(f"The verdicts are in {path}")
     return found
+
+
+def add_verdicts(table: pd.DataFrame, compared: Sequence[Compared], is_scoring: bool) -> WinRate:
+    """Put verdicts into a table, and count them.
+
+    Args:
+        table: `model` and `opponent`; gets `verdict`, and `verdict_first` and `verdict_second`, where the model's
+            response was asked about first and second, each from -1 (the opponent's is better) to 1.
+        compared: What the judge said.
+        is_scoring: Whether the judge scores each response by itself, so that their order cannot matter.
+    """
+    orders = [
+        (None if first is None else 1 - 2 * first, None if second is None else 2 * second - 1)
+        for first, second in compared
+    ]
+    verdicts = [each.reward for each in compared]
+    table["verdict"] = pd.array(verdicts, dtype="Float64")
+    table["verdict_first"] = pd.array([first for first, _ in orders], dtype="Float64")
+    table["verdict_second"] = pd.array([second for _, second in orders], dtype="Float64")
+    return WinRate.of(
+        verdicts,
+        table["model"].fillna("").str.len().tolist(),
+        table["opponent"].fillna("").str.len().tolist(),
+        () if is_scoring else orders,
+    )
 
 
 def _folder(output_dir: str) -> Path:
@@ -254,16 +278,20 @@ def _rows(args: JudgeArguments) -> Any:
     return rows.select(range(min(args.num_prompts, len(rows))))
 
 
-def _answers(args: JudgeArguments, rows: Any) -> tuple[list[Answer], list[Answer | None]]:
+def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
     """Return both sides' answers."""
+    prompts = rows["prompt"] if "prompt" in rows.column_names else [None] * len(rows)
     if args.model is not None:
         ours = _respond(args, rows, args.model, "model")
     else:
-        texts = response_texts(rows[args.model_column])
-        ours = [Answer(prompt, text) for prompt, text in zip(rows["prompt"], texts, strict=True)]
+        ours = given_answers(prompts, rows[args.model_column])
     if args.opponent is not None:
-        return ours, [*_respond(args, rows, args.opponent, "opponent")]
-    return ours, given_answers(ours, rows[args.opponent_column])
+        return ours, _respond(args, rows, args.opponent, "opponent")
+    return ours, given_answers(prompts, rows[args.opponent_column], ours)
+
+
+def _texts(answers: Sequence[Answer | None]) -> list[str | None]:
+    return [None if answer is None else answer.response for answer in answers]
 
 
 def _respond(args: JudgeArguments, rows: Any, path: str, argument: str) -> list[Answer]:
@@ -275,17 +303,17 @@ def _respond(args: JudgeArguments, rows: Any, path: str, argument: str) -> list[
     return respond(model.to(PartialState().device), tokenizer, list(rows), args.dataset_name, how)
 
 
-def compare(judge: Any, rows: Any, ours: Sequence[Answer], theirs: Sequence[Answer | None]) -> list[float | None]:
+def compare(judge: Any, rows: Any, ours: Sequence[Answer | None], theirs: Sequence[Answer | None]) -> list[Compared]:
     """Judge pairs of answers to the same prompts, each in both orders.
 
     Args:
         judge: What `rlhf_ppo.rewards.judges.as_judge` takes.
         rows: The prompts, with the columns that a reward function reads.
-        ours: The model's answers.
-        theirs: The opponent's, None where there is none.
+        ours: The model's answers, None where there is none.
+        theirs: The opponent's, likewise.
 
     Returns:
-        From -1 (the opponent's is better) over 0 (a tie) to 1; None where there is no verdict.
+        The verdicts in both orders.
     """
     columns = {name: list(rows[name]) for name in rows.column_names if name != "prompt"}
     return PreferenceReward(judge, "dataset", name="judge").compare(ours, theirs, columns)
@@ -302,7 +330,7 @@ def show(table: pd.DataFrame, num_rows: int) -> None:
         return
     printed = Table("prompt", "model", "opponent", "better", show_lines=True)
     for row in table.head(num_rows).to_dict("records"):
-        texts = [Text("" if row[name] is None else str(row[name])) for name in ("prompt", "model", "opponent")]
+        texts = [Text("" if pd.isna(row[name]) else str(row[name])) for name in ("prompt", "model", "opponent")]
         printed.add_row(*texts, _better(row["verdict"]))
     Console().print(printed)
 
@@ -313,32 +341,32 @@ def _better(verdict: Any) -> str:
     return "model" if verdict > 0 else "opponent" if verdict < 0 else "tie"
 
 
-def keep(
-    table: pd.DataFrame, folder: Path, name: str, found: WinRate | None = None, args: JudgeArguments | None = None
-) -> Path:
-    """Write the table, and the win rate beside it, under a name that is free.
+def keep(table: pd.DataFrame, folder: Path, name: str) -> Path:
+    """Write a table under a name that is free.
 
     Args:
-        table: What was judged.
+        table: The table.
         folder: Where.
         name: The file's name without its ending; `-2`, `-3` ... come behind it where there is one.
-        found: The win rate.
-        args: The options.
 
     Returns:
-        The table's path.
+        Its path.
     """
-    number = next(n for n in range(1, 1 << 31) if not (folder / f"{name}{_numbered(n)}.parquet").exists())
-    path = folder / f"{name}{_numbered(number)}.parquet"
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    path = next(path for number in numbers if not (path := folder / f"{name}{number}.parquet").exists())
     table.to_parquet(path)
-    if found is not None and args is not None:
-        low, high = found.interval()
-        said = {"win_rate": found.rate, "interval": [low, high], **dataclasses.asdict(found)}
-        options = {key: value for key, value in dataclasses.asdict(args).items() if value is not None}
-        text = json.dumps({**said, "options": options}, indent=2)
-        (folder / f"win_rate{_numbered(number)}.json").write_text(text)
     return path
 
 
-def _numbered(number: int) -> str:
-    return "" if number == 1 else f"-{number}"
+def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:
+    """Write the win rate beside the table that it is of.
+
+    Args:
+        found: The win rate.
+        args: The options.
+        judged: The table.
+    """
+    low, high = found.interval()
+    said = {"win_rate": found.rate, "interval": [low, high], **dataclasses.asdict(found)}
+    options = {key: value for key, value in dataclasses.asdict(args).items() if value is not None}
+    win_rate_beside(judged).write_text(json.dumps({**said, "options": options}, indent=2))

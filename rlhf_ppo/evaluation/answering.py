@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from transformers import GenerationConfig, set_seed
+from transformers import set_seed
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.encoding import PromptEncoder
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.choosing import make_engine
 from rlhf_ppo.generation.opponents import Opponents
+from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.rewards.builtin import response_texts
 from rlhf_ppo.rewards.reading import Answer
 
@@ -44,23 +45,6 @@ class Answering:
         """Whether no random number is drawn."""
         return self.temperature == 0
 
-    def config(self, ends: Sequence[int], filling: int) -> GenerationConfig:
-        """Return the configuration of `generate`.
-
-        Args:
-            ends: The tokens that end a row.
-            filling: The id behind a row's end.
-        """
-        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
-        return GenerationConfig(
-            max_new_tokens=self.max_new_tokens,
-            do_sample=not self.is_greedy,
-            use_cache=True,
-            eos_token_id=list(ends) or None,
-            pad_token_id=filling,
-            **({} if self.is_greedy else sampling),
-        )
-
 
 @torch.no_grad()
 def respond(
@@ -83,13 +67,14 @@ def respond(
     ends = end_tokens(model, tokenizer)
     args = PPOConfig(
         generation_engine=how.engine, response_length=how.max_new_tokens, temperature=how.temperature or 1.0,
-        local_rollout_forward_batch_size=how.batch_size, report_to="none", seed=how.seed,
+        top_p=how.top_p, local_rollout_forward_batch_size=how.batch_size, report_to="none", seed=how.seed,
         bf16=model.dtype == torch.bfloat16, use_cpu=model.device.type == "cpu",
     )  # fmt: skip
     engine = make_engine(
         args, model, Accelerator(), tokenizer, tokenizer.eos_token_id, None, Opponents((), tokenizer, _all_ended)
     )
-    config = how.config(ends, filling=ends[0] if ends else 0)
+    config = (greedy_config if how.is_greedy else sampling_config)(args, ends[0] if ends else None)
+    config.eos_token_id = ends or None
     set_seed(how.seed)
     answers: list[Answer] = []
     for start in range(0, len(encoded), how.batch_size):
@@ -100,18 +85,26 @@ def respond(
     return answers
 
 
-def given_answers(ours: Sequence[Answer], responses: Sequence[Any]) -> list[Answer | None]:
-    """Return a data set's responses as answers to the same prompts.
+def given_answers(
+    prompts: Sequence[Any], responses: Sequence[Any], ours: Sequence[Answer | None] = ()
+) -> list[Answer | None]:
+    """Return a data set's responses as answers.
 
     Args:
-        ours: The model's answers.
+        prompts: The prompts.
         responses: Texts, lists of messages, or None.
+        ours: The model's answers to the same prompts, whose tokens of the prompt these take; none: texts alone.
     """
     return [
         None
         if response is None
-        else Answer(one.prompt, response_texts([response])[0], prompt_ids=one.prompt_ids, tokenizer=one.tokenizer)
-        for one, response in zip(ours, responses, strict=True)
+        else Answer(
+            prompt,
+            response_texts([response])[0],
+            prompt_ids=None if one is None else one.prompt_ids,
+            tokenizer=None if one is None else one.tokenizer,
+        )
+        for prompt, response, one in zip(prompts, responses, ours or [None] * len(responses), strict=True)
     ]
 
 

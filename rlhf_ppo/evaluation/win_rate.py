@@ -21,6 +21,7 @@ class WinRate:
         ties: Number of prompts where neither is, or where the two orders contradict each other.
         failed: Number of prompts without a verdict.
         length_controlled: See `length_controlled_rate`; None where nothing was judged.
+        agreement: See `agreement`; None where the order cannot matter, or is not known.
     """
 
     wins: int
@@ -28,9 +29,16 @@ class WinRate:
     ties: int
     failed: int
     length_controlled: float | None = field(default=None, compare=False)
+    agreement: float | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, verdicts: Sequence[float | None], lengths: Sequence[int] = (), others: Sequence[int] = ()) -> WinRate:
+    def of(
+        cls,
+        verdicts: Sequence[float | None],
+        lengths: Sequence[int] = (),
+        others: Sequence[int] = (),
+        orders: Sequence[tuple[float | None, float | None]] = (),
+    ) -> WinRate:
         """Count verdicts.
 
         Args:
@@ -38,6 +46,7 @@ class WinRate:
                 for a tie, None for a failed verdict.
             lengths: Characters of the model's responses; none: without a length-controlled rate.
             others: Characters of the opponent's.
+            orders: The verdicts in both orders, of which each is the mean; none: without their agreement.
         """
         judged = [(row, float(np.sign(verdict))) for row, verdict in enumerate(verdicts) if verdict is not None]
         signs = [sign for _, sign in judged]
@@ -45,7 +54,8 @@ class WinRate:
         if judged and lengths:
             differences = [lengths[row] - others[row] for row, _ in judged]
             controlled = length_controlled_rate([(1 + sign) / 2 for sign in signs], differences)
-        return cls(signs.count(1.0), signs.count(-1.0), signs.count(0.0), len(verdicts) - len(judged), controlled)
+        failed = len(verdicts) - len(judged)
+        return cls(signs.count(1.0), signs.count(-1.0), signs.count(0.0), failed, controlled, agreement(orders))
 
     @property
     def judged(self) -> int:
@@ -76,15 +86,33 @@ class WinRate:
         return float(low), float(high)
 
     def __str__(self) -> str:
-        """Write the win rate with its interval, and on a second line the length-controlled one."""
+        """Write the win rate with its interval; on further lines the length-controlled one, and the agreement."""
         low, high = self.interval()
         line = (
             f"Model win rate: {100 * self.rate:.2f}% (95% interval {100 * low:.2f} to {100 * high:.2f}; {self.judged} "
             f"judged: {self.wins} wins, {self.losses} losses, {self.ties} ties; {self.failed} failed verdicts)"
         )
-        if self.length_controlled is None:
-            return line
-        return f"{line}\nLength-controlled win rate: {100 * self.length_controlled:.2f}%"
+        if self.length_controlled is not None:
+            line += f"\nLength-controlled win rate: {100 * self.length_controlled:.2f}%"
+        if self.agreement is not None:
+            line += f"\nBoth orders agree on {100 * self.agreement:.2f}% of the judged pairs"
+        return line
+
+
+def agreement(orders: Sequence[tuple[float | None, float | None]]) -> float | None:
+    """Return the share of pairs on which both orders prefer the same response, or neither.
+
+    Where this is low, the judge prefers a place, and not a response.
+
+    Args:
+        orders: Of each pair, the verdicts with the model's response first and second: above 0 where it is the better
+            one, below 0 where the opponent's is, None where there is no verdict.
+
+    Returns:
+        The share of the pairs with two verdicts; None where there are no such.
+    """
+    both = [(first, second) for first, second in orders if first is not None and second is not None]
+    return float(np.mean([np.sign(first) == np.sign(second) for first, second in both])) if both else None
 
 
 def length_controlled_rate(outcomes: Sequence[float], differences: Sequence[int]) -> float:

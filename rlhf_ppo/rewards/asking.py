@@ -49,22 +49,8 @@ class RefusedError(ConnectionError):
 class Server:
     """A server that is asked with JSON and answers with JSON; several requests may run at the same time.
 
-    A request is repeated when the connection fails or times out, when the server answers with the status 408, 429,
-    500, 502, 503 or 504, and when the answer is no JSON. The `n`-th repetition waits `backoff * 2^(n-1)` seconds, or
-    as long as the server asks for by `Retry-After`, up to `timeout`. Each is logged. Redirects are not followed.
-
-    Errors show of the address only host and path.
-
-    Attributes:
-        url: Where to post to, `http` or `https`; `user:password@` before the host is sent as HTTP's basic
-            authentication, instead of the token.
-        timeout: Seconds that one request may take, from looking up the host to the last byte of the answer.
-        retries: How often a failed request is repeated.
-        backoff: Seconds before the first repetition.
-        concurrency: Most requests at one time.
-        token_variable: The environment variable with the token for `Authorization: Bearer <token>`; nothing is sent
-            where it is not set.
-        max_answer_bytes: Longest answer; of a longer one the rest is not read.
+    Attributes are those of `rlhf_ppo.rewards.endpoint.RewardEndpoint`, which says when a request is repeated and what
+    errors show of the address.
 
     Raises:
         TypeError: A setting is of another type.

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import urllib.parse
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +53,8 @@ class ChatJudge:
 
     The verdict is the last word of the reply: A, B or tie, alone or behind a colon, a quotation mark or a bracket. A
     reply without one, and a request that fails after its repetitions, is a failed verdict (None); each reason is said
-    once for all pairs, with their number. Repetitions are those of `rlhf_ppo.rewards.asking.Server`.
+    once for all pairs, with their number and, of such replies, one of them. Requests are repeated as those of
+    `rlhf_ppo.rewards.endpoint.RewardEndpoint`.
 
     Attributes:
         model: The model's name at the server.
@@ -101,7 +103,7 @@ class ChatJudge:
         """
         slots = asyncio.Semaphore(self.concurrency)
 
-        async def judged(prompt: str, pair: Sequence[str]) -> float | ConnectionError | None:
+        async def judged(prompt: str, pair: Sequence[str]) -> float | _Unread | ConnectionError:
             async with slots:
                 try:
                     return await self._verdict(prompt, *pair)
@@ -121,7 +123,9 @@ class ChatJudge:
             raise failures[0]
         for reason, number in Counter(map(str, failures)).items():
             logger.warning(f"{number} of {len(outcomes)} verdicts failed: {reason}")
-        return [None if isinstance(outcome, ConnectionError) else outcome for outcome in outcomes]
+        if unread := [outcome for outcome in outcomes if isinstance(outcome, _Unread)]:
+            logger.warning(f"{len(unread)} of {len(outcomes)} verdicts failed: {self._where} {_unread(unread)}")
+        return [outcome if isinstance(outcome, float) else None for outcome in outcomes]
 
     async def check(self) -> None:
         """Ask about one pair, so that a wrong address, key or model is found before anything is sampled.
@@ -132,11 +136,36 @@ class ChatJudge:
         """
         await self._verdict("What is 2 + 2?", "4", "5")
 
-    async def _verdict(self, prompt: str, first: str, second: str) -> float | None:
+    async def _verdict(self, prompt: str, first: str, second: str) -> float | _Unread:
         asked = self.question.format(prompt=prompt, first=first, second=second)
         question = {"model": self.model, "messages": [{"role": "user", "content": asked}], **self.options}
-        where = f"the judge {self.model!r} at {self._server.place}"
-        return read_verdict(_reply(await self._server.answer(question, where), where, self._server))
+        try:
+            answer = await self._server.answer(question, self._where)
+        except RefusedError as error:
+            if error.status == 404 and not urllib.parse.urlsplit(self.url).path.strip("/"):
+                raise RefusedError(f"{error}; the address of an API ends in /v1 as a rule", error.status) from None
+            raise
+        reply, is_cut = _reply(answer, self._where, self._server)
+        verdict = read_verdict(reply)
+        return _Unread(reply, is_cut) if verdict is None else verdict
+
+    @property
+    def _where(self) -> str:
+        return f"the judge {self.model!r} at {self._server.place}"
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A reply without a verdict, and whether it ended at the limit of tokens."""
+
+    reply: str
+    is_cut: bool
+
+
+def _unread(replies: Sequence[_Unread]) -> str:
+    cut = sum(reply.is_cut for reply in replies)
+    limit = f"; {cut} ended at the limit of tokens, which judge_options set" if cut else ""
+    return f"did not end its reply with A, B or tie, but for example {replies[0].reply[-80:]!r}{limit}"
 
 
 def read_verdict(reply: str) -> float | None:
@@ -149,13 +178,14 @@ def read_verdict(reply: str) -> float | None:
     return None if found is None else _VERDICTS[found.group(1).lower()]
 
 
-def _reply(answer: Any, where: str, server: Server) -> str:
+def _reply(answer: Any, where: str, server: Server) -> tuple[str, bool]:
     try:
-        content = answer["choices"][0]["message"]["content"]
+        choice = answer["choices"][0]
+        content = choice["message"]["content"]
     except (KeyError, IndexError, TypeError):
         shown = server.shown(f"{json.dumps(answer):.200}")
         raise ConnectionError(f"{where} answered {shown}, which is no chat completion") from None
-    return content if isinstance(content, str) else ""
+    return content if isinstance(content, str) else "", choice.get("finish_reason") == "length"
 
 
 def _check_question(question: str) -> None:

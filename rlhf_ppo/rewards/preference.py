@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_ppo.rewards.builtin import prompt_text, response_texts
 from rlhf_ppo.rewards.functions import finished
@@ -17,6 +17,24 @@ OPPONENTS = ("reference", "self", "dataset")
 
 OPPONENT_COLUMNS: dict[str, str] = {"reference": "opponent_reference", "self": "opponent_self"}
 """The columns in which the trainer passes the responses of the opponents that it samples."""
+
+
+class Compared(NamedTuple):
+    """What a judge said of a response `y` and an opponent's `z`, from 0 to 1; None where it failed.
+
+    Attributes:
+        first: `v(y, z)`, above 0.5 where the second, `z`, is better.
+        second: `v(z, y)`, above 0.5 where the second, `y`, is better.
+    """
+
+    first: float | None
+    second: float | None
+
+    @property
+    def reward(self) -> float | None:
+        """`v(z, y) - v(y, z)`, or None where a verdict failed."""
+        first, second = self
+        return None if first is None or second is None else second - first
 
 
 class PreferenceReward:
@@ -71,7 +89,7 @@ class PreferenceReward:
             raise ValueError(f"{self.__name__} finds no column {self.column!r} with the opponents' responses; {fix}")
         ours = policy_answers or [Answer(*row) for row in zip(prompts, response_texts(completions), strict=True)]
         theirs = [self._opponents_answer(answer, row, columns) for row, answer in enumerate(ours)]
-        rewards = self.compare(ours, theirs, columns)
+        rewards = [each.reward for each in self.compare(ours, theirs, columns)]
         if log_metric is not None:
             scored = [reward for reward in rewards if reward is not None]
             if scored:
@@ -81,31 +99,33 @@ class PreferenceReward:
         return rewards
 
     def compare(
-        self, ours: Sequence[Answer], theirs: Sequence[Answer | None], columns: Mapping[str, Any]
-    ) -> list[float | None]:
+        self, ours: Sequence[Answer | None], theirs: Sequence[Answer | None], columns: Mapping[str, Any]
+    ) -> list[Compared]:
         """Compare pairs of answers to the same prompts.
 
         Args:
-            ours: `B` answers.
-            theirs: The opponents', None where there is none.
+            ours: `B` answers, None where there is none.
+            theirs: The opponents', likewise.
             columns: The data set's other columns, `B` values each, which reward functions read.
 
         Returns:
-            The reward of each of ours.
+            The verdicts on each pair; equal responses tie.
         """
-        pairs = list(zip(ours, theirs, strict=True))
-        rewards: list[float | None] = [
-            0.0 if other is not None and one.response == other.response else None for one, other in pairs
-        ]
-        compared = {
-            row: (one, other) for row, (one, other) in enumerate(pairs) if other is not None and rewards[row] is None
-        }
+        found = [Compared(None, None)] * len(ours)
+        compared: dict[int, Pair] = {}
+        for row, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            if one is None or other is None:
+                continue
+            if one.response == other.response:
+                found[row] = Compared(0.5, 0.5)
+            else:
+                compared[row] = one, other
         judged, chosen = list(compared), list(compared.values())
         both_orders = chosen + [(other, one) for one, other in chosen]
         verdicts = self._verdicts(both_orders, select(columns, judged * 2))
         for row, first, second in zip(judged, verdicts[: len(judged)], verdicts[len(judged) :], strict=True):
-            rewards[row] = None if first is None or second is None else second - first
-        return rewards
+            found[row] = Compared(first, second)
+        return found
 
     def _opponents_answer(self, ours: Answer, row: int, columns: Mapping[str, Any]) -> Answer | None:
         given = columns[self.column][row]

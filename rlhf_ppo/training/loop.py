@@ -30,9 +30,7 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import drop_foreign_padding
 from rlhf_ppo.processes.signals import EndsOnSignals
 from rlhf_ppo.processes.streams import Streams
-from rlhf_ppo.reporting.metrics import (
-    MetricWindow,
-)
+from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.run_card import names_of_parts
 from rlhf_ppo.rewards.scorer import Scorer
 from rlhf_ppo.training.data_order import batches_of_pass

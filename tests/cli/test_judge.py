@@ -32,7 +32,7 @@ def answers(texts: Sequence[str], tokenizer: Any = None) -> list[Answer]:
 
 
 def compare(judge: Any, ours: Sequence[Answer], theirs: Sequence[Answer]) -> WinRate:
-    return WinRate.of(module.compare(as_judge(judge), ROWS, ours, theirs))
+    return WinRate.of([each.reward for each in module.compare(as_judge(judge), ROWS, ours, theirs)])
 
 
 def test_wins_losses_ties_and_failed_verdicts_of_a_reward_function():
@@ -159,6 +159,22 @@ def test_what_was_judged_is_kept_and_can_be_judged_again(places, monkeypatch):
     assert json.loads(Path("kept/win_rate-2.json").read_text())["wins"] == again.wins
 
 
+def test_a_row_without_a_response_is_a_failed_verdict(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = {"prompt": ["p", "q", "r"], "one": ["a longer one", None, "short"], "two": ["x", "y", None]}
+    pd.DataFrame(rows).to_parquet("rows.parquet")
+    columns = ["--model_column", "one", "--opponent_column", "two", "--judge", "length"]
+    found = evaluate(["--dataset_name", "rows.parquet", *columns])
+
+    assert (found.judged, found.failed) == (1, 2)
+    table = pd.read_parquet("judged/judged.parquet").astype(object)
+    assert table.where(table.notna(), None)["model"].tolist() == rows["one"] and list(table["verdict"].isna()) == [
+        False,
+        True,
+        True,
+    ]
+
+
 def test_responses_are_kept_where_the_judge_fails(places, capsys):
     Path("judging.py").write_text("def judge(prompts, pairs):\n    raise OSError('gone')\n")
     with pytest.raises(SystemExit):
@@ -210,6 +226,9 @@ def test_a_chat_model_judges(places, server, monkeypatch):
     headers, body = server.requests[-1]
     assert headers["Authorization"] == "Bearer secret" and body["model"] == "gpt-4o-mini"
     assert (body["temperature"], body["max_tokens"]) == (0, 16)
+    table = pd.read_parquet("judged/judged.parquet")
+    assert found.agreement == 1.0 and list(table["verdict_first"]) == list(table["verdict_second"])
+    assert table["verdict_first"].abs().max() == 1.0
     assert len(server.requests) == 1 + 2 * 4  # the first try, and both orders
 
 
@@ -235,6 +254,20 @@ def test_a_wrong_judge_is_one_sentence_before_anything_is_sampled(options, words
 
     errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert stopped.value.code == 2 and len(errors) == 1 and words in errors[0]
+
+
+def test_a_judge_that_prefers_a_place_shows(places, server, capsys):
+    """It says A to each but one pair."""
+    server.replies = [chat(lambda _: "A")] * 5 + [chat(lambda _: "B")] + [chat(lambda _: "A")] * 9
+    address = f"http://127.0.0.1:{server.server_port}/v1"
+    rows = ROWS.add_column("one", ["a"] * 4).add_column("two", ["b"] * 4)
+    rows.to_parquet("rows.parquet")
+    columns = ["--dataset_name", "rows.parquet", "--model_column", "one", "--opponent_column", "two"]
+    found = evaluate([*columns, "--judge_model", "m", "--judge_url", address])
+
+    assert found.agreement == 1 / 4 and found.wins + found.losses == 1 and found.ties == 3
+    assert "Both orders agree on 25.00% of the judged pairs" in capsys.readouterr().out
+    assert json.loads(Path("judged/win_rate.json").read_text())["agreement"] == 1 / 4
 
 
 def test_the_script_of_tldr_judges_against_people(places, server):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_ppo.evaluation.win_rate import WinRate, length_controlled_rate
+from rlhf_ppo.evaluation.win_rate import WinRate, agreement, length_controlled_rate
 
 
 def test_a_tie_counts_half_and_a_failed_verdict_not_at_all() -> None:
@@ -25,6 +25,16 @@ def test_nothing_judged_has_no_rate() -> None:
 
     assert math.isnan(found.rate) and all(map(math.isnan, found.interval())) and found.length_controlled is None
     assert "0 judged" in str(found)
+
+
+def test_the_orders_agree_where_both_prefer_the_same_response_or_none() -> None:
+    orders = [(1.0, 0.2), (-1.0, -1.0), (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (None, 1.0), (None, None)]
+
+    assert agreement(orders) == 3 / 5 and agreement([(None, 1.0)]) is None
+    assert str(WinRate.of([1.0], [1], [1], [(1.0, 1.0)])).endswith(
+        "\nBoth orders agree on 100.00% of the judged pairs"
+    )
+    assert "orders" not in str(WinRate.of([1.0], [1], [1]))
 
 
 def test_the_interval_is_that_of_resampled_verdicts() -> None:

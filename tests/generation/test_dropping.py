@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from rlhf_ppo.generation.dropping import generate_dropping
+from rlhf_ppo.generation.dropping import FewAreLeft, generate_dropping
 from rlhf_ppo.generation.sequences import response_mask
 from rlhf_ppo.generation.stopping import StopStrings
 from tests.conftest import make_tokenizer, tiny_policy
@@ -155,3 +155,10 @@ def test_sampling_is_from_the_same_distribution() -> None:
         probability = torch.tensor(expected(list(response[:ended]))).exp().item()
         spread = (4096 * probability * (1 - probability)) ** 0.5
         assert abs(count - 4096 * probability) < 4.5 * spread, response
+
+
+def test_each_of_several_end_tokens_ends_a_row() -> None:
+    few_are_left = FewAreLeft([1, 2], None, most_left=0)
+
+    assert few_are_left(torch.tensor([[5, 1], [5, 2], [5, 3]])).tolist() == [True, True, False]
+    assert few_are_left(torch.tensor([[5, 1, 0], [5, 2, 0], [5, 3, 2]])).tolist() == [True, True, True]

@@ -27,8 +27,8 @@ def test_the_last_word_of_a_reply_is_the_verdict(reply: str, verdict: float | No
     assert read_verdict(reply) == verdict
 
 
-def completion(text: Any) -> str:
-    return json.dumps({"choices": [{"message": {"content": text}}]})
+def completion(text: Any, ends: str = "stop") -> str:
+    return json.dumps({"choices": [{"message": {"content": text}, "finish_reason": ends}]})
 
 
 def judge(server: Any, **settings: Any) -> ChatJudge:
@@ -82,6 +82,26 @@ def test_a_reply_without_a_verdict_is_a_failed_one(text: Any, server: Any) -> No
     server.replies = [says(completion(text)), says(completion("A")), says(completion("B"))]
 
     assert ask(server) == [None, 0.0, 1.0]
+
+
+def test_replies_without_a_verdict_are_said_with_one_of_them(
+    server: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    thoughts = f"{'Let me think. ' * 20}First, the"
+    server.replies = [says(completion(text, ends)) for text, ends in ((thoughts, "length"), ("C", "stop"), ("A", ""))]
+
+    assert ask(server) == [None, None, 0.0]
+    (said,) = caplog.messages
+    assert said.startswith("2 of 3 verdicts failed: the judge 'judge' at http://127.0.0.1:")
+    assert said.endswith("Let me think. First, the'; 1 ended at the limit of tokens, which judge_options set")
+    assert len(said) < 320
+
+
+def test_an_address_without_its_version_is_told(server: Any) -> None:
+    server.replies = [says("Not Found", 404)]
+    with pytest.raises(ConnectionError, match=r"status 404 .*; the address of an API ends in /v1 as a rule"):
+        finished(ChatJudge("judge", f"http://127.0.0.1:{server.server_port}/").check())
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])

@@ -10,4 +10,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("/ np.sqrt(count)", "/ count"),
         ("np.mean(self.rates)", "np.median(self.rates[:2])"),
     ],
+    (
+        "win_rate.py",
+        "tests/evaluation/test_win_rate.py::test_the_orders_agree_where_both_prefer_the_same_response_or_none",
+    ): [
+        ("np.sign(first) == np.sign(second)", "first == second"),
+        ("if first is not None and second is not None]", "if second is not None]"),
+    ],
 }

@@ -13,7 +13,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("second - first", "1 - 2 * first"),
         ("[(other, one) for one, other in chosen]", "[(one, other) for one, other in chosen]"),
         ("None if first is None or second is None else", "None if first is None else"),
-        ("0.0 if other is not None and one.response == other.response else None", "None"),
+        ("found[row] = Compared(0.5, 0.5)", "pass"),
         ("number == -1", "number == -2"),
         ("shuffle_order=False", "shuffle_order=True"),
         ("(1 + sum(scored) / len(scored)) / 2", "sum(scored) / len(scored)"),
