@@ -160,6 +160,28 @@ def test_paths_that_are_named_exist():
 
 
 OPTIONS_OF_OTHERS = {
+    "docs/from-ms-swift.md": {
+        *(
+            "adapters",
+            "dataset",
+            "external_plugins",
+            "lora_rank",
+            "max_length",
+            "quant_bits",
+            "ref_model",
+            "reward_adapters",
+        ),
+        *(
+            "reward_model",
+            "rlhf_type",
+            "system",
+            "target_modules",
+            "template",
+            "torch_dtype",
+            "train_type",
+            "use_vllm",
+        ),
+    },
     "docs/distributed.md": {
         "gpus-per-node",
         "nodes",
@@ -172,6 +194,7 @@ OPTIONS_OF_OTHERS = {
     "docs/generation.md": {"logprobs-mode", "weight-transfer-config"},  # vLLM's server
 }
 ARGUMENTS_OF_OTHERS = {
+    "docs/from-old-trl.md": {"kl_penalty"},
     "docs/models.md": {"bias", "is_decoder"},  # of PEFT's LoraConfig; of encoders' configurations
     "docs/usage.md": {"pruner"},  # of Optuna's study
 }
