@@ -24,6 +24,7 @@ from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.sources import choose_split, load_splits
 from rlhf_ppo.cli.training import load_tokenizer
 from rlhf_ppo.config import RANGES
+from rlhf_ppo.config.redaction import shown
 from rlhf_ppo.config.validation import Interval, check_range
 from rlhf_ppo.evaluation.answering import Answering, given_answers, respond
 from rlhf_ppo.evaluation.win_rate import WinRate
@@ -368,5 +369,5 @@ def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:
     """
     low, high = found.interval()
     said = {"win_rate": found.rate, "interval": [low, high], **dataclasses.asdict(found)}
-    options = {key: value for key, value in dataclasses.asdict(args).items() if value is not None}
+    options = {key: shown(value, key) for key, value in dataclasses.asdict(args).items() if value is not None}
     win_rate_beside(judged).write_text(json.dumps({**said, "options": options}, indent=2))

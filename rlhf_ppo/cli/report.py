@@ -23,9 +23,13 @@ def report(argv: Sequence[str] | None = None) -> None:
         "runs", nargs="+", metavar="RUN", help="output directory of a run; runs that differ in their seed are averaged"
     )
     parser.add_argument("--output", default="report.html", help="the file; default: %(default)s")
+    parser.add_argument(
+        "--judged", nargs="+", default=[], metavar="DIR",
+        help="where `rlhf-ppo judge` has kept its verdicts, beside those in the directory `judged` of each run",
+    )  # fmt: skip
     options = parser.parse_args(argv)
     from rlhf_ppo.reporting.report import write_report
 
     with user_errors(parser.prog):
-        path = write_report(options.runs, options.output)
+        path = write_report(options.runs, options.output, options.judged)
     print(f"The report is in {path}.")

@@ -69,7 +69,8 @@ def read_pipeline(path: str | Path) -> Pipeline:
 
     A later step takes from the earlier ones what it does not name itself: the reward models and the policy start from
     the language model that `sft` trained, PPO is paid by the model that `reward` trained, the judge compares the
-    policy with the language model by what `judge_reward` trained, and the report is of PPO's runs.
+    policy with the language model by what `judge_reward` trained, and the report is of PPO's runs
+    and of what the judge said.
 
     Args:
         path: A YAML file with sections called as in `STEPS`, and `output_dir`, `seeds`, `launch` and `common`.
@@ -120,7 +121,8 @@ def _steps(
             yield _step(policy.replace("ppo", "judge"), "judge", folder, options)
     if "report" in wanted:
         runs = tuple(str(folder / name) for name in policies.values())
-        options = {"output": str(folder / "report.html"), **sections["report"]}
+        judged = [str(folder / name.replace("ppo", "judge")) for name in policies.values() if "judge" in wanted]
+        options = {"output": str(folder / "report.html"), "judged": judged or None, **sections["report"]}
         yield Step("report", "report", folder, options, runs)
 
 

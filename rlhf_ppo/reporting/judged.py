@@ -1,11 +1,46 @@
-"""What `rlhf-ppo judge` has kept: a table of judged pairs, and its win rate beside it."""
+"""What `rlhf-ppo judge` has kept: tables of judged pairs, and the win rate beside each."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rlhf_ppo.checkpoints.jsonfile import read_object
+from rlhf_ppo.config.redaction import shown
+from rlhf_ppo.rewards.builtin import prompt_text
 
 JUDGED = "judged"
-"""How such a table's name begins; a further one of the same directory has a number behind it."""
+"""How such a table's name begins, and the directory in a run's that may hold them."""
+
+MAX_PAIRS = 40
+"""Most pairs of each outcome in a report."""
+MAX_CHARACTERS = 4000
+
+_FIGURES = ("win_rate", "interval", "wins", "losses", "ties", "failed")
+_COLUMNS = ("prompt", "model", "opponent", "verdict")
+_NAME = re.compile(rf"{JUDGED}(-\d+)?\.parquet")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A table of judged pairs.
+
+    Attributes:
+        name: Where it is, in short.
+        figures: The win rate, with what belongs to it, and the options of the judgement.
+        table: `prompt`, `model`, `opponent`, `verdict`, and, but for an earlier version's, `verdict_first` and
+            `verdict_second`.
+    """
+
+    name: str
+    figures: Mapping[str, Any]
+    table: pd.DataFrame
 
 
 def win_rate_beside(judged: Path) -> Path:
@@ -15,3 +50,95 @@ def win_rate_beside(judged: Path) -> Path:
         judged: The table, such as `judged-2.parquet`.
     """
     return judged.with_name(f"win_rate{judged.stem.removeprefix(JUDGED)}.json")
+
+
+def read_judged(runs: Sequence[str | os.PathLike[str]], named: Sequence[str | os.PathLike[str]]) -> list[Judged]:
+    """Read the tables of judged pairs.
+
+    Args:
+        runs: Directories of runs, whose own are in `judged/` where there are any.
+        named: Tables, or directories with such.
+
+    Raises:
+        FileNotFoundError: A named directory has no such table.
+        ValueError: A file is damaged.
+    """
+    paths = [path for run in runs for path in _tables(Path(run) / JUDGED)]
+    for place in map(Path, named):
+        found = [place] if place.is_file() else _tables(place)
+        if not found:
+            raise FileNotFoundError(
+                f"{place} has no {JUDGED}.parquet, which `rlhf-ppo judge --output_dir` writes there"
+            )
+        paths += found
+    different = {os.path.realpath(path): path for path in paths}
+    return [_read(path) for path in different.values()]
+
+
+def judged_data(judged: Judged) -> dict[str, Any]:
+    """Return what a report shows of a table, as JSON values.
+
+    Args:
+        judged: The table.
+    """
+    options = judged.figures.get("options") or {}
+    rows = [_row(row) for row in judged.table.to_dict("records")]
+    return {
+        "name": judged.name,
+        **{name: judged.figures.get(name) for name in (*_FIGURES, "length_controlled", "agreement")},
+        **{name: shown(options.get(name) or options.get(f"{name}_column")) for name in ("model", "opponent")},
+        "judge": shown(options.get("judge_model") or options.get("judge")),
+        "rows": list(_few_of_each(rows)),
+    }
+
+
+def _tables(folder: Path) -> list[Path]:
+    """Find the tables of a directory, the first one first."""
+    found = [path for path in folder.glob(f"{JUDGED}*.parquet") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+def _read(path: Path) -> Judged:
+    try:
+        table = pd.read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
+    try:
+        figures = read_object(win_rate_beside(path))
+    except ValueError as error:
+        raise ValueError(f"{path} has no win rate: {error}") from None
+    lacking = [name for name in _COLUMNS if name not in table] + [name for name in _FIGURES if name not in figures]
+    if lacking:
+        raise ValueError(f"{path} was not written by `rlhf-ppo judge`: it has no {', '.join(lacking)}")
+    number = path.stem.removeprefix(JUDGED)
+    folder = path.resolve().parent
+    inside = f"{folder.parent.name}/" if folder.name == JUDGED else ""
+    return Judged(f"{inside}{folder.name}{number}", figures, table)
+
+
+def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+    verdict, first, second = (_number(row.get(name)) for name in ("verdict", "verdict_first", "verdict_second"))
+    outcome = "none" if verdict is None else "model" if verdict > 0 else "opponent" if verdict < 0 else "tie"
+    texts = {name: _text(row[name]) for name in ("prompt", "model", "opponent")}
+    return {**texts, "verdict": verdict, "first": first, "second": second, "outcome": outcome}
+
+
+def _few_of_each(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the first pairs of each outcome, and of those on which the orders contradict each other."""
+    seen: dict[tuple[str, bool], int] = {}
+    for row in rows:
+        kind = row["outcome"], None not in (row["first"], row["second"]) and row["first"] * row["second"] < 0
+        seen[kind] = seen.get(kind, 0) + 1
+        if seen[kind] <= MAX_PAIRS:
+            yield row
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None or pd.isna(value) else float(value)
+
+
+def _text(value: Any) -> str | None:
+    if value is None or isinstance(value, float):
+        return None
+    text = prompt_text(value)
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} …"

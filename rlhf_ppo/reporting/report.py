@@ -11,28 +11,34 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
+from rlhf_ppo.reporting.judged import read_judged
 from rlhf_ppo.reporting.report_data import report_data
 from rlhf_ppo.reporting.run_groups import read_runs
 
-_SCRIPTS = ("page.js", "curves.js", "responses.js", "settings.js")
+_SCRIPTS = ("page.js", "curves.js", "judged.js", "responses.js", "settings.js")
 
 
-def write_report(runs: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:
+def write_report(
+    runs: Sequence[str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    judged: Sequence[str | os.PathLike[str]] = (),
+) -> Path:
     """Write the report of runs, finished ones or such that still go on.
 
     Args:
         runs: Their output directories. Those that differ in their seed only are drawn as mean and band.
         path: The HTML file.
+        judged: Directories in which `rlhf-ppo judge` has kept its verdicts, beside those in `judged/` of the runs.
 
     Returns:
         The file.
 
     Raises:
-        FileNotFoundError: There is no run.
+        FileNotFoundError: There is no run, or no verdicts.
         ValueError: A run has logged nothing yet, is of another trainer, or a file of it is damaged.
     """
     read = read_runs(runs)
-    page = _page(report_data(read), ", ".join(run.name for run in read))
+    page = _page(report_data(read, read_judged(runs, judged)), ", ".join(run.name for run in read))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")

@@ -15,6 +15,7 @@ import pandas as pd
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.redaction import is_secret, shown
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
+from rlhf_ppo.reporting.judged import Judged, judged_data
 from rlhf_ppo.reporting.plots import PANELS, mean_curve
 from rlhf_ppo.reporting.run_groups import RecordedRun, grouped
 from rlhf_ppo.reporting.run_log import Log
@@ -36,16 +37,17 @@ _SETTLED = frozenset(
 _NO_METRICS = frozenset({"step", "episode", "epoch", "total_flos", "num_input_tokens_seen"})
 
 
-def report_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
+def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> dict[str, Any]:
     """Gather what a report shows.
 
     Args:
         runs: The runs, at least one.
+        judged: What a judge said of them.
 
     Returns:
         `groups` (label and the indices of its runs), `metrics` (key, what it says, and a curve for each group), `runs`
-        (name, health, samples, responses), `settings` and `versions`. Numbers are those of the log, figures of tokens
-        have four digits, and what is not finite is None.
+        (name, health, samples, responses), `judged`, `settings` and `versions`. Numbers are the log's, those of
+        tokens have four digits, and what is not finite is None.
 
     Raises:
         ValueError: A file of a run is damaged.
@@ -59,6 +61,7 @@ def report_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
         ],
         "metrics": _metrics([[run.log for run in group] for group in groups.values()]),
         "runs": [_run(run, MAX_TOKENS // len(runs)) for run in runs],
+        "judged": [judged_data(each) for each in judged],
         "settings": _settings([group[0] for group in groups.values()]),
         "versions": _versions(runs),
     }

@@ -37,7 +37,8 @@ def test_each_step_takes_what_the_earlier_ones_made(tmp_path: Path) -> None:
     assert (ppo["sft_model_path"], ppo["reward_model_path"], ppo["seed"]) == ("runs/x/sft", "runs/x/reward", 5)
     judge = found["judge-seed5"].options
     assert (judge["model"], judge["opponent"], judge["seed"]) == ("runs/x/ppo-seed5", "runs/x/sft", 5)
-    assert found["report"].argv() == ["runs/x/ppo-seed3", "runs/x/ppo-seed5", "--output", "runs/x/report.html"]
+    runs, judged = (["runs/x/ppo-seed3", "runs/x/ppo-seed5"], ["runs/x/judge-seed3", "runs/x/judge-seed5"])
+    assert found["report"].argv() == [*runs, "--output", "runs/x/report.html", "--judged", *judged]
 
 
 def test_a_section_wins_over_what_is_common_and_common_over_nothing(tmp_path: Path) -> None:

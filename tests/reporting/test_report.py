@@ -6,6 +6,7 @@ import html.parser
 import json
 import re
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_ppo.checkpoints.run import Run
+from rlhf_ppo.cli.judge import JudgeArguments, add_verdicts, keep, keep_win_rate
 from rlhf_ppo.cli.main import main
-from rlhf_ppo.reporting import report_data
+from rlhf_ppo.reporting import judged, report_data
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
 from rlhf_ppo.reporting.report import write_report
+from rlhf_ppo.rewards.preference import Compared
 from tests.reporting.browser import CHROMIUM, Browser
 from tests.runs import QUICK
 
@@ -73,10 +76,31 @@ def make_run(folder: Path, seed: int = 0, **arguments: Any) -> Path:
     return folder
 
 
+ORDERS = [(0.0, 1.0), (0.25, 0.75), (1.0, 0.0), (0.0, 0.0), (0.5, 0.5), (None, 1.0), (None, None)]
+OUTCOMES = ["model", "model", "opponent", "tie", "tie", "none", "none"]
+
+
+def judge_run(folder: Path, times: int = 1) -> Path:
+    """Write what `rlhf-ppo judge` does: two wins, a loss, a tie by contradiction, another one, and two failures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    compared = [Compared(*order) for order in ORDERS] * times
+    texts = [f"{HOSTILE} {row}" for row in range(len(compared))]
+    opponents = [None if row == 6 else "x" * row for row in range(len(compared))]
+    table = pd.DataFrame({"prompt": texts, "model": texts, "opponent": opponents})
+    found = add_verdicts(table, compared, is_scoring=False)
+    models = {"model": "runs/ppo", "opponent_column": "chosen", "judge_model": "gpt"}
+    secret = {"judge_url": "http://me:hf_secret@host/v1"}
+    args = JudgeArguments("rows.jsonl", **models, **secret, output_dir=str(folder))
+    path = keep(table, folder, "judged")
+    keep_win_rate(found, args, path)
+    return path
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    """Two seeds of one setting and one run of another."""
+    """Two seeds of one setting, one of them judged, and one run of another."""
     seeds = [make_run(tmp_path / f"ours-seed{seed}", seed) for seed in (0, 1)]
+    judge_run(seeds[0] / "judged")
     return [*seeds, make_run(tmp_path / "other", 2, kl_coef=0.5)]
 
 
@@ -103,8 +127,8 @@ class Page(html.parser.HTMLParser):
             self.texts[self.inside] = self.texts.get(self.inside, "") + data
 
 
-def page_of(runs: list[Path], tmp_path: Path) -> Page:
-    return Page(write_report(runs, tmp_path / "new" / "report.html"))
+def page_of(runs: list[Path], tmp_path: Path, verdicts: Sequence[Path] = ()) -> Page:
+    return Page(write_report(runs, tmp_path / "new" / "report.html", verdicts))
 
 
 def test_the_curves_are_those_of_the_log(runs: list[Path], tmp_path: Path) -> None:
@@ -150,6 +174,23 @@ def test_samples_and_responses_are_those_of_the_files(runs: list[Path], tmp_path
     assert row["prompt"] == f"{HOSTILE} 4" and row["score"] == pytest.approx(1.4) and row["rewards"]["b"] is None
 
 
+def test_what_the_judge_said_is_that_of_its_files(runs: list[Path], tmp_path: Path) -> None:
+    more, again = tmp_path / "kept", runs[0] / "judged" / "judged.parquet"
+    for times in (1, 50):
+        judge_run(more, times)
+    page = page_of(runs, tmp_path, [more, again])
+    inside, one, many = page.data["judged"]
+    assert [each["name"] for each in (inside, one, many)] == ["ours-seed0/judged", "kept", "kept-2"]
+    assert [inside[name] for name in ("wins", "losses", "ties", "failed")] == [2, 1, 2, 2]
+    assert inside["win_rate"] == pytest.approx(3 / 5) and inside["agreement"] == pytest.approx(4 / 5)
+    assert (inside["model"], inside["opponent"], inside["judge"]) == ("runs/ppo", "chosen", "gpt")
+    assert [row["outcome"] for row in inside["rows"]] == OUTCOMES and "hf_secret" not in page.texts["data"]
+    tie = inside["rows"][3]
+    assert (tie["first"], tie["second"], tie["verdict"]) == (1.0, -1.0, 0.0)
+    assert tie["model"] == f"{HOSTILE} 3" and tie["opponent"] == "xxx" and inside["rows"][6]["opponent"] is None
+    assert len(many["rows"]) == 5 * judged.MAX_PAIRS and (many["wins"], many["failed"]) == (100, 100)
+
+
 def test_settings_tell_what_is_not_the_default_and_no_secret(runs: list[Path], tmp_path: Path) -> None:
     page = page_of(runs, tmp_path)
     rows = {row["name"]: row for row in page.data["settings"]}
@@ -162,7 +203,7 @@ def test_settings_tell_what_is_not_the_default_and_no_secret(runs: list[Path], t
 def test_hostile_texts_stay_text_and_nothing_is_fetched(runs: list[Path], tmp_path: Path) -> None:
     page = page_of(runs, tmp_path)
     source = (tmp_path / "new" / "report.html").read_text(encoding="utf-8")
-    assert [tag for tag, _ in page.tags].count("script") == 5 and "img" not in [tag for tag, _ in page.tags]
+    assert [tag for tag, _ in page.tags].count("script") == 6 and "img" not in [tag for tag, _ in page.tags]
     assert not any(name.startswith("on") or name == "src" for _, attributes in page.tags for name in attributes)
     assert "window.hacked" not in re.sub(r"\\u003c/script\\u003e\\u003cscript\\u003ewindow.hacked", "", source)
     policy = next(
@@ -293,6 +334,38 @@ def test_what_cannot_be_read_is_one_sentence(
     assert not (tmp_path / "r.html").exists()
 
 
+def damaged_verdicts(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def no_win_rate(path: Path) -> None:
+    (path.parent / "win_rate.json").unlink()
+
+
+def of_another_program(path: Path) -> None:
+    pd.DataFrame({"prompt": ["a"]}).to_parquet(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (damaged_verdicts, "judged.parquet cannot be read: "),
+        (no_win_rate, "judged.parquet has no win rate: it has no win_rate.json"),
+        (of_another_program, "was not written by `rlhf-ppo judge`: it has no model, opponent, verdict"),
+        (Path.unlink, "judged has no judged.parquet, which `rlhf-ppo judge --output_dir` writes there"),
+    ],
+)
+def test_verdicts_that_cannot_be_read_are_one_sentence(
+    damage: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "one")
+    damage(judge_run(run / "judged"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(run), "--judged", str(run / "judged"), "--output", str(tmp_path / "r.html")])
+    [sentence] = capsys.readouterr().err.splitlines()
+    assert says in sentence and not (tmp_path / "r.html").exists()
+
+
 def test_other_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(make_run(tmp_path / "one"))
     for words, says in (
@@ -317,7 +390,7 @@ SHOWN = "[...document.querySelectorAll('.response .about b')].map((each) => each
 @pytest.mark.thorough
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_every_panel_is_drawn_and_every_control_works(runs: list[Path], tmp_path: Path) -> None:
-    path = write_report(runs, tmp_path / "report.html")
+    path = write_report(runs, tmp_path / "report.html", [judge_run(tmp_path / "kept", times=2)])
     num_metrics = len(Page(path).data["metrics"])
     with Browser() as browser:
         for width in (1280, 390):
@@ -386,6 +459,19 @@ def use_controls(browser: Browser) -> None:
     )
     browser.press("ArrowLeft", 37)
     assert "not written by the policy" in browser.run("document.getElementById('inspector').textContent")
+
+    outcomes = "[...document.querySelectorAll('#judged-list .sample')].map((each) => each.dataset.outcome).join()"
+    filters = "[...document.querySelectorAll('#judged-filter option')].map((each) => each.value).join()"
+    assert browser.run(filters) == "all,model,opponent,tie,contradicted,none"
+    for name, wanted in (("model", "model,model"), ("contradicted", "tie"), ("none", "none,none")):
+        choose(browser, "judged-filter", name)
+        assert browser.run(outcomes) == wanted
+    choose(browser, "judged-of", 1)
+    assert browser.run(outcomes) == ",".join([*OUTCOMES, "model"])
+    browser.click("#judged-more")
+    assert len(browser.run(outcomes).split(",")) == 14
+    told = "document.getElementById('judged-table').textContent"
+    assert "60.0%" in browser.run(told) and "runs/ppo against chosen, judged by gpt" in browser.run(told)
 
     choose(browser, "responses-run", "2")
     choose(browser, "samples-run", "1")
