@@ -88,9 +88,10 @@ def judge_run(folder: Path, times: int = 1) -> Path:
     opponents = [None if row == 6 else "x" * row for row in range(len(compared))]
     table = pd.DataFrame({"prompt": texts, "model": texts, "opponent": opponents})
     found = add_verdicts(table, compared, is_scoring=False)
-    models = {"model": "runs/ppo", "opponent_column": "chosen", "judge_model": "gpt"}
-    secret = {"judge_url": "http://me:hf_secret@host/v1"}
-    args = JudgeArguments("rows.jsonl", **models, **secret, output_dir=str(folder))
+    args = JudgeArguments(
+        "rows.jsonl", model="runs/ppo", opponent_column="chosen", judge_model="gpt",
+        judge_url="http://me:hf_secret@host/v1", output_dir=str(folder),
+    )  # fmt: skip
     path = keep(table, folder, "judged")
     keep_win_rate(found, args, path)
     return path
