@@ -1,0 +1,126 @@
+"""Prepare `human_text.yaml`: preferences of people about short texts, from a file of pairs.
+
+python examples/human_text.py train_pairs.jsonl human_text
+rlhf-ppo pipeline examples/human_text.yaml
+
+The file has one pair a line, as `{"prompt": "I wore my mask when I visited the", "chosen": " pet store.", "rejected":
+" nursing home."}`: which of two continuations people find more pleasant, such as those made of ETHICS' utilitarianism
+pairs (Hendrycks et al., 2008.02275). What is written, every prompt in one part only:
+
+- `base/`: a tokenizer that is trained on the texts, and a Llama of four layers with random weights;
+- `texts.jsonl`: prompts with either continuation, for the language model;
+- `pairs.jsonl` and `judge_pairs.jsonl`: the pairs in two halves, one for the reward model, one for the judge;
+- `prompts.jsonl`: prompts of the first half, for PPO;
+- `held_out.jsonl`: prompts that none of the models has seen, for the judge's comparison.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_ppo.cli.errors import user_errors
+
+VOCABULARY = 2048
+Row = dict[str, str]
+
+
+def prepare(pairs: Path, folder: Path, num_held_out: int) -> None:
+    """Write the parts.
+
+    Args:
+        pairs: Rows with `prompt`, `chosen` and `rejected`.
+        folder: Where to.
+        num_held_out: Prompts that no model sees.
+
+    Raises:
+        OSError: The file is not there.
+        ValueError: It holds no such rows, or too few.
+    """
+    rows = read_pairs(pairs)
+    prompts = sorted({row["prompt"] for row in rows if row["prompt"].strip()})
+    if len(prompts) < 4 * num_held_out:
+        raise ValueError(f"{pairs} has {len(prompts)} prompts; {num_held_out} held out ones take four times as many")
+    random.Random(0).shuffle(prompts)
+    held_out, first = set(prompts[:num_held_out]), set(prompts[num_held_out::2])
+    seen = [row for row in rows if row["prompt"] not in held_out]
+    own = [row for row in seen if row["prompt"] in first]
+    texts = [row["prompt"] + row[side] for row in seen for side in ("chosen", "rejected") if row[side].strip()]
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / "texts.jsonl", ({"text": text} for text in dict.fromkeys(texts)))
+    write(folder / "pairs.jsonl", own)
+    write(folder / "judge_pairs.jsonl", (row for row in seen if row["prompt"] not in first))
+    write(folder / "prompts.jsonl", ({"prompt": prompt} for prompt in dict.fromkeys(row["prompt"] for row in own)))
+    write(folder / "held_out.jsonl", ({"prompt": prompt} for prompt in prompts[:num_held_out]))
+    make_base(texts, folder / "base")
+
+
+def read_pairs(path: Path) -> list[Row]:
+    """Return the pairs whose sides differ.
+
+    Args:
+        path: JSON lines.
+
+    Raises:
+        ValueError: A line is no pair.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            pair = {name: str(row[name]) for name in ("prompt", "chosen", "rejected")}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"line {number} of {path} has no prompt, chosen and rejected: {error!r}") from None
+        if pair["chosen"] != pair["rejected"]:
+            rows.append(pair)
+    return rows
+
+
+def make_base(texts: Sequence[str], folder: Path) -> None:
+    """Train a tokenizer of byte pairs, and save it with a language model that has learned nothing yet.
+
+    Args:
+        texts: What the tokenizer is trained on.
+        folder: Where to.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+    pairs: Any = Tokenizer(models.BPE())
+    pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pairs.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<pad>", "<eos>"], show_progress=False)
+    pairs.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, pad_token="<pad>", eos_token="<eos>")
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Prepare examples/human_text.yaml.")
+    parser.add_argument("pairs", type=Path, help="JSON lines with prompt, chosen and rejected")
+    parser.add_argument("folder", type=Path, help="where the parts are written")
+    parser.add_argument("--num_held_out", type=int, default=512, help="prompts that no model sees")
+    options = parser.parse_args()
+    with user_errors(parser.prog):
+        prepare(options.pairs, options.folder, options.num_held_out)
+    print(f"The parts are in {options.folder}; next: rlhf-ppo pipeline examples/human_text.yaml")

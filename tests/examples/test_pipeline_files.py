@@ -1,0 +1,152 @@
+"""The files for `rlhf-ppo pipeline` under `examples/`: they are read as they are, and run at the size of a toy."""
+
+from __future__ import annotations
+
+import csv
+import json
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from datasets import Dataset, DatasetDict
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from rlhf_ppo.cli.configs import write_configs
+from rlhf_ppo.cli.main import main
+from rlhf_ppo.cli.pipeline import check_step, pipeline
+from rlhf_ppo.pipeline.running import run_pipeline
+from rlhf_ppo.pipeline.steps import read_pipeline
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FILES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
+TLDR = [name for name in FILES if name.startswith("tldr")]
+BATCHES = {"sft": 128, "reward": 64, "ppo": 512}
+"""What the paper's steps see at a time, on its 8 GPUs."""
+
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TOY: dict[str, dict[str, Any]] = {
+    "common": {"use_cpu": True, "bf16": False, "disable_tqdm": True, "gradient_checkpointing": False},
+    "sft": {"max_steps": 2, "per_device_train_batch_size": 2},
+    "reward": {"max_steps": 2, "per_device_train_batch_size": 2},
+    "ppo": {"total_episodes": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1,
+            "num_mini_batches": 1, "eval_steps": 1, "response_length": 8},
+    "judge": {"num_prompts": 4, "max_new_tokens": 8, "num_shown": 0},
+}  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with what `rlhf-ppo configs .` writes."""
+    monkeypatch.chdir(tmp_path)
+    write_configs(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_dry_run_reads_every_option(name: str, place: Path, capsys: Any) -> None:
+    pipeline(["--dry-run", f"examples/{name}"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        step.name for step in read_pipeline(f"examples/{name}").steps
+    ]
+
+
+@pytest.mark.parametrize("name", TLDR)
+def test_a_step_sees_as_much_at_a_time_as_the_papers(name: str) -> None:
+    said = yaml.safe_load((EXAMPLES / name).read_text())
+
+    per_step = {
+        step: said[step]["per_device_train_batch_size"] * said[step].get("gradient_accumulation_steps", 1) * 8
+        for step in BATCHES
+    }
+    assert per_step == BATCHES and len(TLDR) == 3
+
+
+def toy(name: str, judge: str | None = None) -> list[str]:
+    """Run a file with little of everything, each step in this process; return the names of its steps."""
+    said = yaml.safe_load(Path("examples", name).read_text())
+    del said["launch"]
+    said["seeds"] = [0]
+    for section, options in TOY.items():
+        if section in said:
+            said[section] |= options
+    if judge is not None:
+        del said["judge"]["judge_model"]
+        said["judge"]["judge"] = judge
+    Path("toy.yaml").write_text(yaml.safe_dump(said))
+    read = read_pipeline("toy.yaml")
+    for step in read.steps:
+        check_step(step)
+    assert run_pipeline(read, in_this_process) == 0
+    assert json.loads((read.output_dir / "results.json").read_text())["seeds"][0]["seed"] == 0
+    return list(json.loads((read.output_dir / "pipeline.json").read_text()))
+
+
+def in_this_process(words: Sequence[str]) -> int:
+    main(list(words[2:]))
+    return 0
+
+
+def save(model: Any, folder: str, data: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(data / "tokenizer_neox20b/tokenizer.json"),
+        eos_token="<|endoftext|>",
+        chat_template="{% for turn in messages %}{{ turn.content }}\n{% endfor %}",
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.thorough
+def test_the_paper_s_experiment_runs_at_the_size_of_a_toy(place: Path, shared_data: Path) -> None:
+    with (shared_data / "tldr_openai_ppo_samples/oai1b.csv").open(newline="") as file:
+        rows = [row for row, _ in zip(csv.DictReader(file), range(24), strict=False)]
+    asked = [{"prompt": row["query"], "completion": row["reference_responses"]} for row in rows]
+    pairs = [
+        {"prompt": row["query"], "chosen": row["reference_responses"], "rejected": row["postprocessed_response"]}
+        for row in rows
+    ]
+    parts = {"train": Dataset.from_list(asked[:16]), "validation": Dataset.from_list(asked[16:])}
+    DatasetDict(parts).save_to_disk("trl-lib/tldr")
+    DatasetDict({"train": Dataset.from_list(pairs)}).save_to_disk("trl-lib/tldr-preference")
+    config = GPTNeoXConfig(vocab_size=50277, max_position_embeddings=1024, eos_token_id=0, bos_token_id=0, **TINY)
+    save(GPTNeoXForCausalLM(config), "EleutherAI/pythia-1b-deduped", shared_data)
+
+    assert toy("tldr_1b.yaml", judge="length") == ["sft", "reward", "ppo", "judge", "report"]
+    log = [json.loads(line) for line in Path("runs/tldr_1b/ppo/log_history.jsonl").read_text().splitlines()]
+    assert any(line["objective/scores"] == -1.0 for line in log if "objective/scores" in line)  # none has ended
+    assert Path("runs/tldr_1b/report.html").stat().st_size > 10_000
+
+
+@pytest.mark.thorough
+def test_maths_with_a_rule_runs_at_the_size_of_a_toy(
+    place: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (shared_data / "gsm8k/train.jsonl").read_text().splitlines()[:40]
+    Path("problems.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "argv", ["gsm8k.py", "problems.jsonl", "gsm8k"])
+    runpy.run_path("examples/gsm8k.py", run_name="__main__")
+    first = json.loads(Path("gsm8k/prompts.jsonl").read_text().splitlines()[0])
+    assert first["prompt"][0]["content"].startswith("Natalia sold") and first["answer"].endswith("#### 72")
+    assert len(Path("gsm8k/held_out.jsonl").read_text().splitlines()) == 4
+    config = Qwen2Config(vocab_size=50277, eos_token_id=0, bos_token_id=0, num_key_value_heads=2, **TINY)
+    save(Qwen2ForCausalLM(config), "Qwen/Qwen2.5-1.5B", shared_data)
+
+    assert toy("gsm8k.yaml") == ["ppo", "judge", "report"]
+    log = [json.loads(line) for line in Path("runs/gsm8k/ppo/log_history.jsonl").read_text().splitlines()]
+    assert any("rewards/correctness/mean" in line for line in log)
+    assert not any("objective/kl" in line for line in log)  # there is no reference
+
+
+def test_a_file_that_is_no_data_for_an_example_is_named(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    Path("rows.jsonl").write_text('{"question": "?"}\n')
+    for script, words in (("gsm8k.py", "no column answer"), ("human_text.py", "line 1 of rows.jsonl has no prompt")):
+        monkeypatch.setattr(sys, "argv", [script, "rows.jsonl", "folder"])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(f"examples/{script}", run_name="__main__")
+        assert ended.value.code == 2 and words in capsys.readouterr().err
