@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.controllers import FixedKLController, KLController
-from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss, clipped_value_loss
+from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_value_loss
 from rlhf_ppo.algorithm.masked import masked_whiten
 from rlhf_ppo.algorithm.moments import RunningMoments
 from rlhf_ppo.algorithm.penalties import token_rewards
@@ -41,12 +40,14 @@ from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
 from rlhf_ppo.rewards.shaping import masked_kl, shape_scores, whole_scores
 from rlhf_ppo.terminal.quiet import quiet_calls
 from rlhf_ppo.training import checks, construction, subclassing
+from rlhf_ppo.training.advantages import advantages_and_returns
 from rlhf_ppo.training.construction import ModelOrPath, Models
 from rlhf_ppo.training.datasets import ColumnCheck, PromptPreparation, check_data
 from rlhf_ppo.training.hooks import TrainerHooks
 from rlhf_ppo.training.objective import Objective
 from rlhf_ppo.training.optimization import Optimizers
 from rlhf_ppo.training.own_loop import GivenScores, NoPrompts, OwnLoop
+from rlhf_ppo.training.policy_losses import PolicyLossFunction, resolve_policy_loss
 from rlhf_ppo.training.rollouts import Rollouts
 from rlhf_ppo.training.special_tokens import special_tokens
 from rlhf_ppo.training.stateful import Stateful, StatefulParts
@@ -91,6 +92,8 @@ class PPOTrainer(TrainerHooks):
             With `args.share_base_model` None copies the policy's.
         kl_controller: Sets the coefficient of the KL penalty after each update; None keeps `args.kl_coef`.
         engine: Generates the responses, in place of the engine that `args.generation_engine` names.
+        policy_loss: A function `(logprobs, experience, args) -> PolicyLoss`, see the method of that name; None takes
+            the one that `args.policy_loss` names.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -120,6 +123,7 @@ class PPOTrainer(TrainerHooks):
         value_peft_config: PeftConfig | None = None,
         kl_controller: KLController | None = None,
         engine: GenerationEngine | None = None,
+        policy_loss: PolicyLossFunction | None = None,
     ) -> None:
         subclassing.check_subclass(self, PPOTrainer)
         self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
@@ -131,6 +135,7 @@ class PPOTrainer(TrainerHooks):
         checks.check_datasets(args, train_dataset, eval_dataset)
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
         checks.check_others(data_collator, callbacks, optimizers, kl_controller, engine, **adapters)
+        self._policy_loss = resolve_policy_loss(args.policy_loss if policy_loss is None else policy_loss)
         self.tokens = tokens = special_tokens(args, processing_class)
         num_updates = args.count_sizes(num_processes(args), num_rows(train_dataset)).num_total_batches
         checks.check_optimization(args, optimizers, num_updates)
@@ -185,8 +190,8 @@ class PPOTrainer(TrainerHooks):
         self._check_columns = ColumnCheck(self.scorer.sources, is_off=data_collator is not None)  # it may add some
         self._check_columns(eval_dataset=self.eval_dataset)
         if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # another one may give other metrics
-            has_kl = self.reference is not None
-            check_best_metric(self._config, self.scorer.names, self._functions, self.eval_dataset, has_kl)
+            names, has_kl = self.scorer.names, self.reference is not None
+            check_best_metric(self._config, names, self._functions, self.eval_dataset, has_kl)
 
     @property
     def reward_model(self) -> nn.Module | None:
@@ -416,9 +421,7 @@ class PPOTrainer(TrainerHooks):
             Advantages before whitening, and returns, float32 `(B, T)` each, in the reward's unit, 0 outside
             `rollout.loss_mask`.
         """
-        args = self.args
-        cut = rollout.final_values.masked_fill(rollout.stopped, 0.0) if args.bootstrap_truncated else None
-        return gae(rewards, rollout.values, rollout.loss_mask, args.gamma, args.lam, cut)
+        return advantages_and_returns(rollout, rewards, self.args)
 
     @property
     def _score_std(self) -> float | None:
@@ -465,6 +468,7 @@ class PPOTrainer(TrainerHooks):
         num_tokens = float(self._sum(minibatch.loss_mask.sum()))
         if num_tokens == 0:
             return 0.0
+        minibatch = self._objective.weighed(minibatch, num_tokens)
         max_rows, max_tokens = self.args.per_device_train_batch_size, self.args.max_tokens_per_micro_batch
         parts = minibatch.micro_batches(max_rows, max_tokens, self._gather, self._unwrapped(model).packs_rows)
         losses: list[Tensor] = []
@@ -477,8 +481,7 @@ class PPOTrainer(TrainerHooks):
                     with self._steps.forward_context():
                         of_policy = model(*batch, only="policy", places=part.places)
                         policy = self.policy_loss(of_policy.logprobs, part)
-                        loss = self._objective.policy_term(policy, of_policy, part, num_tokens)
-                    loss = self._steps.backward(loss)
+                    loss = self._steps.backward(self._objective.policy_term(policy, of_policy, part, num_tokens))
                     with self._steps.forward_context():
                         of_value_model = model(*batch, only="value_model", places=part.places)
                         value = self.value_loss(of_value_model.values, part)
@@ -527,12 +530,11 @@ class PPOTrainer(TrainerHooks):
         batch = inputs.query_responses, inputs.attention_mask, inputs.response_mask
         output = PolicyAndValueOutput(*model(*batch, places=inputs.places))
         policy, value = self.policy_loss(output.logprobs, inputs), self.value_loss(output.values, inputs)
-        value_term = self._objective.value_term(value, inputs, num_tokens)
-        loss = self._objective.policy_term(policy, output, inputs, num_tokens) + value_term
+        loss = self._objective.loss(output, policy, value, inputs, num_tokens)
         return (loss, (output, policy, value)) if return_outputs else loss
 
     def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:
-        """Compute the policy's loss of each token: PPO's clipped one.
+        """Compute the policy's loss of each token: that of `args.policy_loss`.
 
         Args:
             logprobs: Log-probabilities of the response tokens now, nats, `(B, T)`.
@@ -542,8 +544,7 @@ class PPOTrainer(TrainerHooks):
             Per-token figures `(B, T)`, of which the mean of `loss` over the mini-batch's real tokens is minimised.
             `figures` are logged by their names.
         """
-        old, weights = experience.logprobs, experience.importance_weights
-        return clipped_policy_loss(logprobs, old, experience.advantages, self.args.cliprange, weights)
+        return self._policy_loss(logprobs, experience, self.args)
 
     def value_loss(self, values: Tensor, experience: Experience) -> ValueLoss:
         """Compute the value model's loss of each token: the clipped squared error, before `vf_coef`.

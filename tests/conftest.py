@@ -95,6 +95,7 @@ CASES_IN_CHECK = {
     "test_first_update.py::test_samples_and_numbers_are_those_of_the_plain_setup": 2,
     "test_first_update.py::test_the_first_update_equals_numpy": 4,
     "data/test_micro_batches.py::test_optimizer_steps_are_epochs_times_mini_batches": 4,
+    "training/test_recipes.py::test_an_option_changes_the_update_the_same_however_it_is_cut_and_learned": 2,
     "training/test_resume.py::test_resumed_run_equals_one_that_never_stopped": 2,
     "training/test_resume.py::test_run_stopped_by_a_callback_goes_on_where_it_stopped": 1,
 }

@@ -13,7 +13,7 @@ def gae(
     values: Tensor,
     response_mask: Tensor,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Estimate advantages and returns, from the last token to the first.
@@ -30,7 +30,7 @@ def gae(
         values: Value estimates before each token, `(B, T)`, in the reward's unit.
         response_mask: True on real tokens, bool `(B, T)`. Other tokens are passed over, wherever they stand.
         gamma: Discount per token, 0 to 1.
-        lam: 0 for one-step TD errors, 1 for Monte-Carlo returns minus the value.
+        lam: 0 for one-step TD errors, 1 for Monte-Carlo returns minus the value; one for all rows, or `(B,)`.
         bootstrap_values: Value estimate after the last real token, `(B,)`: give 0 for the rows that ended. None when
             every row did.
 
@@ -47,6 +47,22 @@ def gae(
     return advantages.gather(1, tokens), (advantages + values).gather(1, tokens)
 
 
+def length_adaptive_lam(response_mask: Tensor, alpha: float) -> Tensor:
+    """Give each response a lambda by its number of tokens: `lam_i = max(0, 1 - 1 / (alpha l_i))`.
+
+    The weights of a response's TD errors then sum to about `alpha l`, in proportion to its length. VAPO, 2504.05118,
+    section 4.2.
+
+    Args:
+        response_mask: True on real tokens, bool `(B, T)`.
+        alpha: Positive; 0.05 in the paper.
+
+    Returns:
+        float32 `(B,)`.
+    """
+    return (1 - 1 / (alpha * response_mask.sum(dim=1).clamp(min=1))).clamp(min=0)
+
+
 def _next_values(values: Tensor, real: Tensor, bootstrap_values: Tensor | None) -> Tensor:
     """Shift values, 0 outside the mask of real tokens, which come first in their rows, by one token."""
     next_values = values.roll(-1, dims=1)
@@ -58,10 +74,11 @@ def _next_values(values: Tensor, real: Tensor, bootstrap_values: Tensor | None) 
     return torch.where(is_last, bootstrap_values.float()[:, None], next_values)
 
 
-def _discounted_sums(terms: Tensor, discount: float) -> Tensor:
+def _discounted_sums(terms: Tensor, discount: float | Tensor) -> Tensor:
     """Return `y_t = x_t + discount y_{t+1}`, summed on the host: on a GPU each step would wait for its launches."""
     sums = terms.T.cpu().clone(memory_format=torch.contiguous_format)
     steps = sums.unbind()
+    discount = discount.cpu() if isinstance(discount, Tensor) else discount
     for step, following in zip(steps[-2::-1], steps[:0:-1], strict=True):
         step += discount * following
     return sums.to(terms.device).T

@@ -54,13 +54,17 @@ def clipped_policy_loss(
     advantages: Tensor,
     cliprange: float,
     weights: Tensor | None = None,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
 ) -> PolicyLoss:
     """Reward a better token until its probability has moved by the clip range; a worse one without that mercy.
 
         rho = exp(logprob - old_logprob)
-        loss = w max(-A rho, -A clip(rho, 1 - cliprange, 1 + cliprange))
+        loss = w max(-A rho, -A clip(rho, 1 - cliprange, 1 + cliprange_high))
+        with a dual clip c, for A < 0: loss = w min(that max, -c A)
 
-    PPO, 1707.06347, section 3 (eq. 7, negated).
+    PPO, 1707.06347, section 3 (eq. 7, negated); two clip ranges: DAPO, 2503.14476, section 3.1; dual clip: Ye et al.,
+    1912.09729, section 4.2.
 
     Args:
         logprobs: Of the sampled tokens under the policy being trained, nats, `(..., T)`.
@@ -68,6 +72,8 @@ def clipped_policy_loss(
         advantages: `(..., T)`, in standard deviations once whitened.
         cliprange: How far the ratio may go from 1 and still be rewarded.
         weights: What `importance_weights` gave, `(..., T)`; None: all 1.
+        cliprange_high: The same above 1; None: as below.
+        dual_clip: From which ratio on a worse token has no gradient, above 1; None: from none.
 
     Returns:
         Loss, ratio and clip flag of each token; meaningless outside the response mask.
@@ -75,12 +81,86 @@ def clipped_policy_loss(
     advantages = advantages.float()
     ratio = (logprobs.float() - old_logprobs.float()).exp()
     unclipped_loss = -advantages * ratio
-    clipped_loss = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    high = cliprange if cliprange_high is None else cliprange_high
+    clipped_loss = -advantages * ratio.clamp(1 - cliprange, 1 + high)
+    clipped = clipped_loss > unclipped_loss
     loss = torch.maximum(unclipped_loss, clipped_loss)
-    return PolicyLoss(loss if weights is None else loss * weights, ratio, clipped_loss > unclipped_loss)
+    if dual_clip is not None:
+        most = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
+        loss, clipped = torch.minimum(loss, most), clipped | (loss > most)
+    return PolicyLoss(loss if weights is None else loss * weights, ratio, clipped)
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> ValueLoss:
+def sequence_clipped_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cliprange: float,
+    cliprange_high: float | None = None,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
+    """Clip the ratio of a whole response, its tokens' geometric mean, instead of each token's.
+
+        s_i = exp(mean_t(logprob_it - old_logprob_it))
+        rho_it = stop(s_i) exp(logprob_it - stop(logprob_it))
+        loss = w max(-A rho, -A clip(rho, 1 - cliprange, 1 + cliprange_high))
+
+    Its value is that of `s_i`; its gradient leaves each token its own advantage, and is GSPO's where they are equal.
+    GSPO, 2507.18071, sections 4.1 and 4.3 (eqs. 5, 7 and 14).
+
+    Args:
+        logprobs: Of the sampled tokens under the policy being trained, nats, `(B, T)`; whole responses.
+        old_logprobs: The same under the policy that sampled them, nats, `(B, T)`.
+        advantages: `(B, T)`, in standard deviations once whitened.
+        mask: True on the tokens that are learned from, bool `(B, T)`.
+        cliprange: How far the response's ratio may fall below 1.
+        cliprange_high: How far it may rise above 1; None: as far.
+        weights: What `importance_weights` gave, `(B, T)`; None: all 1.
+
+    Returns:
+        Loss, ratio and clip flag of each token; meaningless outside the response mask.
+    """
+    log_ratio = zero_outside(logprobs.float() - old_logprobs.float(), mask)
+    mean = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    of_token = logprobs.float()
+    return clipped_policy_loss(
+        of_token, of_token.detach() - mean.detach(), advantages, cliprange, weights, cliprange_high
+    )
+
+
+def weight_clipped_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    max_weight: float,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
+    """Weigh each token's policy gradient by its ratio, up to a limit; no token loses its gradient.
+
+        rho = exp(logprob - old_logprob)
+        loss = -w stop(min(rho, max_weight)) A logprob
+
+    CISPO of MiniMax-M1, 2506.13585, section 3.1 (eqs. 4 and 5), without a lower limit.
+
+    Args:
+        logprobs: Of the sampled tokens under the policy being trained, nats, `(..., T)`.
+        old_logprobs: The same under the policy that sampled them, nats, `(..., T)`.
+        advantages: `(..., T)`, in standard deviations once whitened.
+        max_weight: The largest ratio that counts.
+        weights: What `importance_weights` gave, `(..., T)`; None: all 1.
+
+    Returns:
+        Loss, ratio, and whether the limit was reached, of each token; meaningless outside the response mask.
+    """
+    ratio = (logprobs.detach().float() - old_logprobs.float()).exp()
+    loss = -ratio.clamp(max=max_weight) * advantages.float() * logprobs.float()
+    return PolicyLoss(loss if weights is None else loss * weights, ratio, ratio > max_weight)
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float | None
+) -> ValueLoss:
     """Pull values to the returns, but no further than the clip range from where they were.
 
         loss = 0.5 max((V - R)^2, (clip(V, V_old - cliprange_value, V_old + cliprange_value) - R)^2)
@@ -91,14 +171,17 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
         values: Estimates of the value model being trained, `(..., T)`, in the reward's unit.
         old_values: Estimates when the response was sampled, `(..., T)`.
         returns: What to fit, `(..., T)`, in the reward's unit.
-        cliprange_value: In the reward's unit; inf turns clipping off.
+        cliprange_value: In the reward's unit; None clips nothing, which Andrychowicz et al., 2006.05990, section 3.2,
+            find no worse.
 
     Returns:
         Loss and clip flag of each token; meaningless outside the response mask.
     """
     values, old_values, returns = values.float(), old_values.float(), returns.float()
-    nearby_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     unclipped_loss = 0.5 * (values - returns).square()
+    if cliprange_value is None:
+        return ValueLoss(unclipped_loss, torch.zeros_like(values, dtype=torch.bool))
+    nearby_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     clipped_loss = 0.5 * (nearby_values - returns).square()
     return ValueLoss(torch.maximum(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss)
 

@@ -19,7 +19,7 @@ from rlhf_ppo.config.health import parse_thresholds
 from rlhf_ppo.config.inherited import REJECTED, RejectsRemoved, reject_unsupported
 from rlhf_ppo.config.inherited_values import INHERITED_RANGES, check_dicts, check_inherited, inherited_types
 from rlhf_ppo.config.precision import default_bf16
-from rlhf_ppo.config.recipes import RECIPE_RANGES, RecipeArguments
+from rlhf_ppo.config.recipes import RECIPE_RANGES, RecipeArguments, check_recipes, settle_recipes
 from rlhf_ppo.config.redaction import HidesSecrets
 from rlhf_ppo.config.shown import ShownArguments
 from rlhf_ppo.config.sizes import Sizes, check_mini_batches
@@ -214,8 +214,6 @@ class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, RecipeArguments, E
     )
     gamma: float = _option(1.0, "Discount factor per token.")
     lam: float = _option(0.95, "Lambda of generalized advantage estimation.")
-    cliprange: float = _option(0.2, "How far the importance ratio may leave 1 before its gain is clipped.")
-    cliprange_value: float = _option(0.2, "How far a value may leave the rollout's estimate before it is clipped.")
     vf_coef: float = _option(0.1, "Weight of the value loss.")
     on_divergence: Literal["stop", "skip"] = _option(
         "stop",
@@ -243,6 +241,7 @@ class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, RecipeArguments, E
         self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
+        settle_recipes(self)
         if self.metric_for_best_model is None and self.compares_models():
             self.metric_for_best_model = "score"
         self.validate()
@@ -312,6 +311,7 @@ class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, RecipeArguments, E
                 "warmup_steps alone, which is a share of the run below 1"
             )
         self._check_engine()
+        check_recipes(self)
         check_mini_batches(self.per_device_train_batch_size, self.gradient_accumulation_steps, self.num_mini_batches)
 
     def count_sizes(self, num_processes: int, num_examples: int | None) -> Sizes:

@@ -1,11 +1,20 @@
 """The arguments of `PPOConfig` from published recipes of PPO on language models, all off by default."""
 
+import math
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from rlhf_ppo.config.validation import Interval
 from rlhf_ppo.config.validation import option as _option
 
-RECIPE_RANGES: dict[str, Interval] = {}
+RECIPE_RANGES: dict[str, Interval] = {
+    "cliprange_high": Interval(0, math.inf, open_low=True),
+    "dual_clip": Interval(1, math.inf, open_low=True),
+    "entropy_coef": Interval(0, math.inf),
+    "lam_policy": Interval(0, 1),
+    "lam_critic": Interval(0, 1),
+    "length_adaptive_alpha": Interval(0, math.inf, open_low=True),
+}
 """The values that a number may have."""
 
 
@@ -18,3 +27,86 @@ class RecipeArguments:
         "With kl_coef=0: hold and run a reference all the same, so that the KL to it is logged. Else there is none, "
         "unless ref_model or ref_adapter_name gives one, or a KL controller or a reward needs one.",
     )
+
+    # --- Advantages ---
+    lam_policy: float | None = _option(None, "Lambda of the advantages alone, such as 0.95. None: lam.")
+    lam_critic: float | None = _option(
+        None, "Lambda of the returns that the value model learns, such as 1 (arXiv 2504.05118). None: lam."
+    )
+    length_adaptive_alpha: float | None = _option(
+        None,
+        "Lambda of a response's advantages by its length l: 1 - 1 / (alpha l), such as 0.05 (arXiv 2504.05118); not "
+        "together with lam_policy. None: the same for all.",
+    )
+
+    # --- Losses ---
+    policy_loss: str = _option(
+        "ppo",
+        "The policy's loss of a token: 'ppo'; 'gspo', with the ratio of the whole response (arXiv 2507.18071; "
+        "cliprange is then 3e-4 and cliprange_high 4e-4 where not set); 'cispo', the policy gradient weighted by the "
+        "ratio up to 1 + cliprange_high (arXiv 2506.13585); or a function (logprobs, experience, args), as "
+        "'path/file.py:function' or 'package.module.function'.",
+    )
+    cliprange: float = _option(0.2, "How far the importance ratio may leave 1 before its gain is clipped.")
+    cliprange_value: float | None = _option(
+        0.2, "How far a value may leave the rollout's estimate before it is clipped; None, or inf, clips none."
+    )
+    cliprange_high: float | None = _option(
+        None,
+        "How far the importance ratio may rise above 1, where cliprange says how far it may fall below, such as 0.28 "
+        "(arXiv 2503.14476). None: as far as cliprange.",
+    )
+    dual_clip: float | None = _option(
+        None,
+        "From which importance ratio on a token with a negative advantage has no gradient, such as 3 (arXiv "
+        "1912.09729). None: from none.",
+    )
+    entropy_coef: float = _option(0.0, "Weight of the policy's mean entropy per token, which is added to the gain.")
+    loss_aggregation: Literal["token", "sequence", "constant"] = _option(
+        "token",
+        "How the policy's losses of tokens become that of a mini-batch: 'token', one mean over all tokens; "
+        "'sequence', the mean within each response, then over responses; 'constant', the sum over episodes x "
+        "response_length (arXiv 2503.20783).",
+    )
+
+
+class _Checked(Protocol):
+    cliprange: float
+    cliprange_high: float | None
+    cliprange_value: float | None
+    dual_clip: float | None
+    lam_policy: float | None
+    length_adaptive_alpha: float | None
+    policy_loss: str
+
+
+def settle_recipes(args: _Checked) -> None:
+    """Fill in what depends on other arguments."""
+    if args.policy_loss == "gspo" and args.cliprange == 0.2 and args.cliprange_high is None:
+        args.cliprange, args.cliprange_high = 3e-4, 4e-4
+    if args.cliprange_value == math.inf:
+        args.cliprange_value = None
+
+
+def check_recipes(args: _Checked) -> None:
+    """Check options that exclude each other.
+
+    Raises:
+        ValueError: Two do.
+    """
+    if args.dual_clip is not None and args.policy_loss in ("gspo", "cispo"):
+        raise ValueError(
+            f"dual_clip={args.dual_clip} has no place in policy_loss={args.policy_loss!r}; leave it None, or set "
+            "policy_loss to 'ppo'"
+        )
+    if args.lam_policy is not None and args.length_adaptive_alpha is not None:
+        raise ValueError(
+            f"lam_policy={args.lam_policy} and length_adaptive_alpha={args.length_adaptive_alpha} exclude each other; "
+            "leave one None"
+        )
+    highest = 1 + (args.cliprange if args.cliprange_high is None else args.cliprange_high)
+    if args.dual_clip is not None and args.dual_clip <= highest:
+        raise ValueError(
+            f"dual_clip={args.dual_clip} must lie above the clip range, which ends at {highest:g}; raise it, such as "
+            "to 3"
+        )

@@ -27,6 +27,7 @@ class Experience(Responses):
         loss_mask: True on the tokens that are learned from, bool `(B, T)`: the real ones of responses with a score.
             Rows without one stay in the batch, so that every rank makes the same passes.
         importance_weights: Factors of the policy's per-token losses, float32 `(B, T)`, or None: all 1.
+        loss_weights: How much each token's policy loss counts in the mini-batch's, float32 `(B, T)`, or None: all 1.
     """
 
     logprobs: Tensor
@@ -35,13 +36,15 @@ class Experience(Responses):
     returns: Tensor
     loss_mask: Tensor
     importance_weights: Tensor | None = None
+    loss_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("logprobs", "values", "advantages", "returns", "loss_mask"):
             check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
-        if self.importance_weights is not None:
-            check_shape("importance_weights", self.importance_weights, tuple(self.response_mask.shape))
+        for name in ("importance_weights", "loss_weights"):
+            if (weights := getattr(self, name)) is not None:
+                check_shape(name, weights, tuple(self.response_mask.shape))
 
     @classmethod
     def of(cls, rollout: Rollout, advantages: Tensor, returns: Tensor, weights: Tensor | None = None) -> Self:

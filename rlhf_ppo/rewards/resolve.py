@@ -68,29 +68,40 @@ def resolve_reward(spec: RewardSpec) -> Callable[..., Any]:
         if isinstance(settings.get("function"), str):
             settings["function"] = resolve_reward(settings["function"])
         return builtin_reward(place, **settings)
-    function = _found(place)
+    function = found_function(place, "reward_funcs")
+    if function is None:
+        raise ValueError(
+            f"reward_funcs holds {shown(place)!r}, which names no reward; write 'package.module.function', "
+            f"'path/file.py:function', 'http://host/path' or one of {[*BUILTIN_REWARDS, *TRL_REWARDS]}; a reward "
+            "model is passed as reward_model"
+        )
     return make_with(functools.partial, (function,), settings, place) if settings else function
 
 
-def _found(spec: str) -> Callable[..., Any]:
-    """Return what a text without settings leads to."""
+def found_function(spec: str, argument: str) -> Callable[..., Any] | None:
+    """Return the function that a text names, or None where it is no name of one.
+
+    Args:
+        spec: 'path/file.py:function' or 'package.module.function'.
+        argument: The argument that holds it, for errors.
+
+    Raises:
+        TypeError: It cannot be called.
+        ValueError: There is no such file, module or function.
+    """
     path, colon, name = spec.rpartition(":")
     if colon and path.endswith(".py"):
-        return _function(_load_file(spec, Path(path).expanduser()), name, spec)
+        return _function(_load_file(spec, Path(path).expanduser(), argument), name, spec, argument)
     module, dot, name = spec.rpartition(".")
     if dot and not colon and all(part.isidentifier() for part in spec.split(".")):
-        return _function(_import_module(spec, module), name, spec)
-    raise ValueError(
-        f"reward_funcs holds {shown(spec)!r}, which names no reward; write 'package.module.function', "
-        f"'path/file.py:function', 'http://host/path' or one of {[*BUILTIN_REWARDS, *TRL_REWARDS]}; a reward model is "
-        "passed as reward_model"
-    )
+        return _function(_import_module(spec, module, argument), name, spec, argument)
+    return None
 
 
-def _load_file(spec: str, path: Path) -> ModuleType:
+def _load_file(spec: str, path: Path, argument: str) -> ModuleType:
     """Run a Python file as a module, once in a process."""
     if not path.is_file():
-        raise ValueError(f"reward_funcs holds {shown(spec)!r}, but there is no file {str(path)!r} in {Path.cwd()}")
+        raise ValueError(f"{argument} holds {shown(spec)!r}, but there is no file {str(path)!r} in {Path.cwd()}")
     path = path.resolve()
     # A name of its own: two files may share theirs, and neither may hide an installed package.
     name = f"reward_file_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
@@ -105,12 +116,12 @@ def _load_file(spec: str, path: Path) -> ModuleType:
         import_spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        error.add_note(f"raised while loading {shown(spec)!r} of reward_funcs")
+        error.add_note(f"raised while loading {shown(spec)!r} of {argument}")
         raise
     return module
 
 
-def _import_module(spec: str, name: str) -> ModuleType:
+def _import_module(spec: str, name: str, argument: str) -> ModuleType:
     _look_into(os.getcwd())
     try:
         return importlib.import_module(name)
@@ -118,10 +129,10 @@ def _import_module(spec: str, name: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise ValueError(
-                f"reward_funcs holds {shown(spec)!r}, but Python finds no module {missing!r}; check the spelling, put "
+                f"{argument} holds {shown(spec)!r}, but Python finds no module {missing!r}; check the spelling, put "
                 "its folder on PYTHONPATH, or write 'path/file.py:function'"
             ) from error
-        error.add_note(f"raised while loading {shown(spec)!r} of reward_funcs")
+        error.add_note(f"raised while loading {shown(spec)!r} of {argument}")
         raise
 
 
@@ -131,18 +142,18 @@ def _look_into(directory: str) -> None:
         sys.path.append(directory)
 
 
-def _function(module: ModuleType, name: str, spec: str) -> Callable[..., Any]:
+def _function(module: ModuleType, name: str, spec: str, argument: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ValueError(
-            f"reward_funcs holds {shown(spec)!r}, but {module.__file__} has no {name!r}; it has {sorted(own)}"
+            f"{argument} holds {shown(spec)!r}, but {module.__file__} has no {name!r}; it has {sorted(own)}"
         )
     function = getattr(module, name)
     is_judge = callable(getattr(function, "judge", None))
     if isinstance(function, type) or not (callable(function) or is_judge):
         problem = "is a class, not" if isinstance(function, type) else "cannot be called; name"
         raise TypeError(
-            f"reward_funcs holds {shown(spec)!r}, which is {function!r:.60} and {problem} a function or an object "
+            f"{argument} holds {shown(spec)!r}, which is {function!r:.60} and {problem} a function or an object "
             "that can be called"
         )
     return function

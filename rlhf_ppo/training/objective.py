@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
+from rlhf_ppo.algorithm.aggregation import aggregation_weights
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, token_mean
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.experience import Experience
@@ -17,6 +20,7 @@ class LearningTrainer(Protocol):
     """What the objective asks of its trainer."""
 
     args: PPOConfig
+    _sum: Callable[[Tensor], Tensor]
 
 
 class Objective:
@@ -29,10 +33,36 @@ class Objective:
     def __init__(self, run: LearningTrainer) -> None:
         self.run = run
 
+    def weighed(self, minibatch: Experience, num_tokens: float) -> Experience:
+        """Give each token the weight of its loss in the mini-batch, before it is cut.
+
+        Args:
+            minibatch: This rank's share.
+            num_tokens: Real tokens of the mini-batch, of all ranks.
+        """
+        args, mask = self.run.args, minibatch.loss_mask
+        weights = aggregation_weights(mask, args.loss_aggregation, num_tokens, args.response_length, self.run._sum)
+        return minibatch if weights is None else replace(minibatch, loss_weights=weights.expand(mask.shape))
+
+    def loss(
+        self,
+        output: PolicyAndValueOutput,
+        policy: PolicyLoss,
+        value: ValueLoss,
+        part: Experience,
+        num_tokens: float,
+    ) -> Tensor:
+        """Return a micro-batch's share of the whole loss; see the two terms."""
+        return self.policy_term(policy, output, part, num_tokens) + self.value_term(value, part, num_tokens)
+
     def policy_term(
         self, policy: PolicyLoss, output: ResponseLogprobs | PolicyAndValueOutput, part: Experience, num_tokens: float
     ) -> Tensor:
-        """Return a micro-batch's share of the policy's loss: the mean over the mini-batch's tokens.
+        """Return a micro-batch's share of the policy's loss.
+
+            mean_t(w_t loss_t - entropy_coef entropy_t)
+
+        over the mini-batch's tokens, with the weights w of `loss_aggregation`.
 
         Args:
             policy: The tokens' losses.
@@ -40,7 +70,12 @@ class Objective:
             part: The micro-batch.
             num_tokens: Real tokens of the mini-batch, of all ranks.
         """
-        return token_mean(policy.loss, part.loss_mask, num_tokens)
+        args, loss = self.run.args, policy.loss
+        if part.loss_weights is not None:
+            loss = loss * part.loss_weights
+        if args.entropy_coef > 0:
+            loss = loss - args.entropy_coef * output.entropy
+        return token_mean(loss, part.loss_mask, num_tokens)
 
     def value_term(self, value: ValueLoss, part: Experience, num_tokens: float) -> Tensor:
         """Return a micro-batch's share of `vf_coef` times the value loss, the mean over the mini-batch's tokens."""

@@ -89,7 +89,7 @@ CASES = [
     Case("gamma", 1.0, "0.99", 0.99, (-0.1, 1.1, NAN, None)),
     Case("lam", 0.95, "0", 0.0, (-0.1, 1.1, NAN, None)),
     Case("cliprange", 0.2, "0.1", 0.1, (0.0, -0.2, NAN, INF)),
-    Case("cliprange_value", 0.2, "0.4", 0.4, (0.0, -0.2, NAN, INF)),
+    Case("cliprange_value", 0.2, "0.4", 0.4, (0.0, -0.2, NAN)),
     Case("vf_coef", 0.1, "0", 0.0, (-0.1, NAN, INF)),
     Case("on_divergence", "stop", "skip", "skip", ("ignore", "Skip", None)),
     Case("generation_engine", "transformers", "continuous", "continuous", ("sglang", "", None)),
@@ -107,6 +107,14 @@ CASES = [
     Case("vllm_enable_sleep_mode", False, "true", True, ("yes", None)),
     Case("vllm_model_impl", "vllm", "auto", "auto", ("jax", None)),
     Case("log_kl", False, "true", True, ("yes", None)),
+    Case("lam_policy", None, "0.5", 0.5, (-0.1, 1.1, NAN)),
+    Case("lam_critic", None, "1", 1.0, (-0.1, 1.1, NAN)),
+    Case("length_adaptive_alpha", None, "0.05", 0.05, (0.0, -1.0, NAN)),
+    Case("policy_loss", "ppo", "cispo", "cispo", (None, 3)),
+    Case("cliprange_high", None, "0.28", 0.28, (0.0, -0.2, NAN, INF)),
+    Case("dual_clip", None, "3", 3.0, (1.0, -3.0, 1.1, NAN)),
+    Case("entropy_coef", 0.0, "0.01", 0.01, (-0.1, NAN, None)),
+    Case("loss_aggregation", "token", "sequence", "sequence", ("mean", None)),
     *(
         Case(name, None, "2", 2, ("2", 1.5))
         for name in (
@@ -464,3 +472,34 @@ def test_to_dict_shows_the_stop_token_and_hides_the_hub_token():
 def test_numbers_of_the_optimizer_are_finite_and_not_negative(name: str, value: float):
     with pytest.raises(ValueError, match=f"^{name}={value!r} must be "):
         make(**{name: value})
+
+
+# ---- Recipes ----
+
+
+def test_values_are_not_clipped_with_none_nor_inf(tmp_path: Path):
+    assert make(cliprange_value=None).cliprange_value is None
+    assert from_command_line("--cliprange_value", "inf").cliprange_value is None
+    assert from_yaml(tmp_path / "config.yaml", "cliprange_value: null").cliprange_value is None
+
+
+def test_a_ratio_of_whole_responses_has_clip_ranges_of_its_own():
+    assert (make(policy_loss="gspo").cliprange, make(policy_loss="gspo").cliprange_high) == (3e-4, 4e-4)
+    given = make(policy_loss="gspo", cliprange=0.01)
+    assert (given.cliprange, given.cliprange_high) == (0.01, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lam_policy": 0.9, "length_adaptive_alpha": 0.05}, "lam_policy=0.9 and length_adaptive_alpha=0.05 exclude"),
+        ({"dual_clip": 3.0, "policy_loss": "gspo"}, "dual_clip=3.0 has no place in policy_loss='gspo'"),
+        (
+            {"dual_clip": 1.2, "cliprange_high": 0.28},
+            "dual_clip=1.2 must lie above the clip range, which ends at 1.28",
+        ),
+    ],
+)
+def test_recipes_that_contradict_each_other_are_errors(given: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        make(**given)

@@ -1,6 +1,18 @@
 """What is broken in the room `training`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    (
+        "objective.py",
+        "tests/training/test_recipes.py::test_an_option_changes_the_update_the_same_however_it_is_cut_and_learned",
+    ): [
+        ("loss = loss * part.loss_weights", "pass"),
+        ("loss - args.entropy_coef * output.entropy", "loss"),
+    ],
+    ("advantages.py", "tests/training/test_recipes.py::test_two_lambdas_are_two_passes"): [
+        ("advantages, returns if is_shared else estimate(of_critic)[1]", "advantages, returns"),
+        ("args.lam if args.lam_policy is None else args.lam_policy", "args.lam"),
+        ("args.lam if args.lam_critic is None else args.lam_critic", "args.lam"),
+    ],
     ("data_order.py", "tests/training/test_hooks.py::test_a_resumed_pass_has_the_same_order"): [
         ("skip_first_batches(loader, num_skipped)", "skip_first_batches(loader, num_skipped - 1)"),
     ],

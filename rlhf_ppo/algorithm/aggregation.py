@@ -1,0 +1,47 @@
+"""How the policy's losses of tokens become the loss of a mini-batch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rlhf_ppo.algorithm.masked import ReduceSum
+
+
+def aggregation_weights(
+    mask: Tensor,
+    aggregation: str,
+    num_tokens: float,
+    response_length: int,
+    reduce_sum: ReduceSum | None = None,
+) -> Tensor | None:
+    """Weigh tokens so that their weighted mean, over the mini-batch's tokens, is the loss that is asked for.
+
+        token:     w_it = 1                                  one mean over all tokens
+        sequence:  w_it = num_tokens / (n l_i)               the mean within each of n responses, then over responses
+        constant:  w_it = num_tokens / (n response_length)   the sum over a number that no length changes
+
+    DAPO, 2503.14476, section 3.3, for the first; Dr. GRPO, 2503.20783, section 3.2, for the last.
+
+    Args:
+        mask: True on the tokens of this rank's part of the mini-batch that are learned from, bool `(B, T)`.
+        aggregation: "token", "sequence" or "constant".
+        num_tokens: True values of the masks of the whole mini-batch, of all ranks.
+        response_length: Longest response, in tokens.
+        reduce_sum: Sums over all ranks, each of which must make the same call; None when there is one process.
+
+    Returns:
+        Weights, float32 `(B, 1)`; None for "token".
+
+    Raises:
+        ValueError: Any other aggregation.
+    """
+    if aggregation == "token":
+        return None
+    lengths = mask.sum(dim=1, keepdim=True).float()
+    num_responses = (lengths > 0).sum()
+    num_responses = num_responses if reduce_sum is None else reduce_sum(num_responses)
+    if aggregation == "sequence":
+        return num_tokens / (num_responses * lengths.clamp(min=1))
+    if aggregation == "constant":
+        return (num_tokens / (num_responses * response_length)).expand_as(lengths)
+    raise ValueError(f"loss_aggregation={aggregation!r} is unknown; use 'token', 'sequence' or 'constant'")

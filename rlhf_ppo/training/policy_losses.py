@@ -1,0 +1,81 @@
+"""The policy losses that `policy_loss` names, each a function of the micro-batch and the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_ppo.algorithm.losses import (
+    PolicyLoss,
+    clipped_policy_loss,
+    sequence_clipped_policy_loss,
+    weight_clipped_policy_loss,
+)
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.rewards.resolve import found_function
+
+PolicyLossFunction = Callable[[Tensor, Experience, PPOConfig], PolicyLoss]
+"""Takes the log-probabilities of the response tokens now, nats `(B, T)`, the micro-batch and the arguments."""
+
+
+def ppo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
+    """PPO's clipped loss, 1707.06347."""
+    return clipped_policy_loss(
+        logprobs,
+        experience.logprobs,
+        experience.advantages,
+        args.cliprange,
+        experience.importance_weights,
+        args.cliprange_high,
+        args.dual_clip,
+    )
+
+
+def gspo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
+    """The loss with a whole response's ratio, 2507.18071."""
+    return sequence_clipped_policy_loss(
+        logprobs,
+        experience.logprobs,
+        experience.advantages,
+        experience.loss_mask,
+        args.cliprange,
+        args.cliprange_high,
+        experience.importance_weights,
+    )
+
+
+def cispo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
+    """The loss that clips weights instead of gradients, 2506.13585."""
+    high = args.cliprange if args.cliprange_high is None else args.cliprange_high
+    return weight_clipped_policy_loss(
+        logprobs, experience.logprobs, experience.advantages, 1 + high, experience.importance_weights
+    )
+
+
+POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
+
+
+def resolve_policy_loss(given: Any) -> PolicyLossFunction:
+    """Return the loss that an argument names or is.
+
+    Args:
+        given: A name of `POLICY_LOSSES`, 'path/file.py:function', 'package.module.function', or a function.
+
+    Raises:
+        TypeError: It is something else, or names what cannot be called.
+        ValueError: There is no such loss, file or module.
+    """
+    if isinstance(given, type) or not (isinstance(given, str) or callable(given)):
+        raise TypeError(f"policy_loss={given!r:.60} must be a name or a function (logprobs, experience, args)")
+    if not isinstance(given, str):
+        return given
+    function: Any = POLICY_LOSSES.get(given) or found_function(given, "policy_loss")
+    if function is None:
+        raise ValueError(
+            f"policy_loss={given!r} names no loss; write one of {[*POLICY_LOSSES]}, 'package.module.function' or "
+            "'path/file.py:function'"
+        )
+    return function

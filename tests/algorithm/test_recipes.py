@@ -1,0 +1,151 @@
+"""Clip ranges, sequence ratios, aggregations, lambdas and controllers of the recipes against numbers by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from torch import Tensor
+
+from rlhf_ppo.algorithm.advantages import gae, length_adaptive_lam
+from rlhf_ppo.algorithm.aggregation import aggregation_weights
+from rlhf_ppo.algorithm.losses import (
+    PolicyLoss,
+    clipped_policy_loss,
+    clipped_value_loss,
+    sequence_clipped_policy_loss,
+    token_mean,
+    weight_clipped_policy_loss,
+)
+
+
+def of_ratios(ratios: list[float], advantages: list[float], **how: Any) -> tuple[PolicyLoss, Tensor]:
+    """Loss of tokens with these ratios, and its gradient by their log-probabilities."""
+    logprobs = torch.tensor(ratios).log().requires_grad_()
+    result = clipped_policy_loss(logprobs, torch.zeros(len(ratios)), torch.tensor(advantages), 0.2, **how)
+    result.loss.sum().backward()
+    assert logprobs.grad is not None
+    return result, logprobs.grad
+
+
+def test_clip_higher_leaves_better_tokens_more_room_above_and_none_below() -> None:
+    result, gradient = of_ratios([1.25, 1.3, 1.25, 0.75, 0.75], [2.0, 2.0, -2.0, -2.0, 2.0], cliprange_high=0.28)
+    assert_allclose(result.loss.detach(), [-2.5, -2.56, 2.5, 1.6, -1.5], rtol=1e-6)
+    assert_allclose(gradient, [-2.5, 0, 2.5, 0, -1.5], rtol=1e-6)
+    assert result.clipped.tolist() == [False, True, False, True, False]
+
+
+def test_dual_clip_bounds_the_loss_of_worse_tokens_alone() -> None:
+    result, gradient = of_ratios([5.0, 2.5, 0.5, 5.0, 0.5], [-2.0, -2.0, -2.0, 2.0, 2.0], dual_clip=3.0)
+    assert_allclose(result.loss.detach(), [6.0, 5.0, 1.6, -2.4, -1.0], rtol=1e-6)
+    assert_allclose(gradient, [0, 5.0, 0, 0, -1.0], rtol=1e-6)
+    assert result.clipped.tolist() == [True, False, True, True, False]
+
+
+def test_without_a_range_values_are_not_clipped() -> None:
+    values = torch.tensor([5.0, 0.1], requires_grad=True)
+    result = clipped_value_loss(values, torch.zeros(2), torch.ones(2), None)
+    result.loss.sum().backward()
+    assert_allclose(result.loss.detach(), [8.0, 0.405], rtol=1e-6)
+    assert_allclose(values.grad, [4.0, -0.9], rtol=1e-6)
+    assert not result.clipped.any()
+
+
+MASK = torch.tensor([[True, True, False, True], [True, False, False, False]])
+
+
+def test_a_responses_ratio_is_the_geometric_mean_of_its_tokens() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0, math.nan, -0.5], [-1.0, 9.0, 9.0, 9.0]], requires_grad=True)
+    old = torch.tensor([[-1.1, -2.1, -1.0, -0.4], [-1.4, 0.0, 0.0, 0.0]])
+    advantages = torch.tensor([[2.0, -1.0, 5.0, 3.0], [1.0, 5.0, 5.0, 5.0]])
+    result = sequence_clipped_policy_loss(logprobs, old, advantages, MASK, 0.3, 0.4, torch.full((2, 4), 0.5))
+    token_mean(result.loss, MASK, 1).backward()
+    first, second = math.exp(0.1 / 3), math.exp(0.4)
+    assert_allclose(result.ratio.detach()[MASK], [first, first, first, second], rtol=1e-5)
+    expected = [-first, 0.5 * first, -1.5 * first, -0.5 * 1.4]
+    assert_allclose(result.loss.detach()[MASK], expected, rtol=1e-5)
+    assert result.clipped[MASK].tolist() == [False, False, False, True]
+    assert logprobs.grad is not None
+    assert_allclose(logprobs.grad[MASK], [*expected[:3], 0], rtol=1e-5)
+
+
+def test_where_advantages_are_equal_the_gradient_is_that_of_the_responses_ratio() -> None:
+    logprobs, old = torch.tensor([[-1.0, -2.0, -0.5]]), torch.tensor([[-1.1, -2.1, -0.4]])
+    ours, theirs = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    sequence_clipped_policy_loss(ours, old, torch.full((1, 3), 2.0), mask, 0.1).loss.mean().backward()
+    (-2.0 * (theirs - old).mean().exp()).backward()
+    assert_allclose(ours.grad, theirs.grad, rtol=1e-5)
+
+
+def test_clipped_weights_leave_every_token_its_gradient() -> None:
+    logprobs = torch.tensor([-1.0, -1.0, -3.0], requires_grad=True)
+    old = torch.tensor([-1.0, -2.0, -2.0])
+    result = weight_clipped_policy_loss(
+        logprobs, old, torch.tensor([2.0, 2.0, -1.0]), 1.5, torch.tensor([1.0, 0.5, 1])
+    )
+    result.loss.sum().backward()
+    small = math.exp(-1)
+    assert_allclose(result.loss.detach(), [2.0, 1.5, -3 * small], rtol=1e-6)
+    assert_allclose(logprobs.grad, [-2.0, -1.5, small], rtol=1e-6)
+    assert result.clipped.tolist() == [False, True, False]
+    assert_allclose(result.ratio, [1.0, math.e, small], rtol=1e-6)
+
+
+# ---- Aggregation ----
+
+LOSSES = torch.tensor([[3.0, 6.0, math.nan, 9.0], [2.0, 7.0, 7.0, 7.0], [5.0, 5.0, 5.0, 5.0]])
+OF_THREE = torch.cat([MASK, torch.zeros(1, 4, dtype=torch.bool)])  # the last response has no score
+AGGREGATED = {"token": 20 / 4, "sequence": (6 + 2) / 2, "constant": 20 / (2 * 5)}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATED)
+@pytest.mark.parametrize("cuts", [[[0, 1, 2]], [[1, 2], [0]], [[2], [0], [1]]], ids=str)
+def test_shares_of_any_cut_add_up_to_the_aggregated_loss(aggregation: str, cuts: list[list[int]]) -> None:
+    """Whether ranks or micro-batches make it."""
+    num_responses = sum(OF_THREE[rows].any(dim=1).sum() for rows in cuts)
+    total = 0.0
+    for rows in cuts:
+        weights = aggregation_weights(OF_THREE[rows], aggregation, 4.0, 5, lambda own: num_responses)
+        losses = LOSSES[rows] if weights is None else LOSSES[rows] * weights
+        total += float(token_mean(losses, OF_THREE[rows], 4.0))
+    assert total == pytest.approx(AGGREGATED[aggregation])
+
+
+def test_an_unknown_aggregation_is_an_error() -> None:
+    with pytest.raises(ValueError, match="loss_aggregation='mean' is unknown"):
+        aggregation_weights(MASK, "mean", 4.0, 5)
+
+
+# ---- Lambdas ----
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lam", "returns"),
+    [(1.0, 1.0, [6.0, 5.0, 3.0]), (0.5, 1.0, [2.75, 3.5, 3.0]), (1.0, 0.5, [3.625, 4.25, 3.0])],
+)
+def test_returns_are_those_that_others_publish(gamma: float, lam: float, returns: list[float]) -> None:
+    rewards, values = torch.tensor([[1.0, 2.0, 3.0]] * 2), torch.tensor([[0.5, 1.0, 1.5]] * 2)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    assert_allclose(gae(rewards, values, mask, gamma, lam)[1], [returns] * 2)
+    of_rows = gae(rewards, values, mask, gamma, torch.tensor([lam, 0.0]))
+    assert_allclose(of_rows[1][0], returns)
+    assert_allclose(of_rows[1][1], gae(rewards, values, mask, gamma, 0.0)[1][1])
+
+
+def test_lambda_0_gives_one_step_errors() -> None:
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    advantages, _ = gae(torch.tensor([[0.0, 0.0, 5.0]]), torch.tensor([[1.0, 2.0, 3.0]]), mask, 1.0, 0.0)
+    assert_allclose(advantages, [[1.0, 1.0, 2.0]])
+
+
+def test_a_longer_response_has_a_larger_lambda() -> None:
+    mask = torch.zeros(4, 100, dtype=torch.bool)
+    for row, length in enumerate((100, 40, 20, 5)):
+        mask[row, ::1][:length] = True
+    assert_allclose(length_adaptive_lam(mask, 0.05), [0.8, 0.5, 0.0, 0.0], atol=1e-6)
+    assert np.all(np.diff(length_adaptive_lam(mask, 0.2)) < 0.1)
