@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from huggingface_hub import HfApi
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -42,6 +41,7 @@ from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.rewards.waiting import RewardTimeoutError
 from rlhf_ppo.terminal.quiet import no_bars_of_models
 from rlhf_ppo.trainer import PPOTrainer
+from rlhf_ppo.training.publishing import upload_directory
 
 logger = logging.get_logger(__name__)
 
@@ -267,7 +267,7 @@ def _merge_and_upload(trainer: Trainer, dataset_name: str | None, merge: bool) -
     if trainer.accelerator.is_main_process:
         merge_adapter(args.output_dir)
         if args.push_to_hub:
-            _upload(args)
+            upload_directory(args)
     trainer.accelerator.wait_for_everyone()
 
 
@@ -363,9 +363,3 @@ def _with_loading_settings(args: Any, model_args: ModelConfig) -> str:
     given = args.model_init_kwargs or {}
     args.model_init_kwargs = {**loading_settings(args.trust_remote_code, model_args), **given}
     return model_args.model_name_or_path
-
-
-def _upload(args: Any) -> None:
-    api = HfApi(token=args.hub_token)
-    repository = api.create_repo(args.hub_model_id, private=args.hub_private_repo, exist_ok=True)
-    api.upload_folder(repo_id=repository.repo_id, folder_path=args.output_dir, ignore_patterns=["_*", "checkpoint-*"])

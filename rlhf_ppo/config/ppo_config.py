@@ -153,6 +153,9 @@ class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, RecipeArguments, E
         "How many responses of each logged update are kept in output_dir/completions, with value, advantage, KL and "
         "reward of every token; 0: none.",
     )
+    hub_files: list[str] | None = _option(  # noqa: RUF009 (a new field object)
+        None, "What push_to_hub uploads besides, as patterns of paths in output_dir such as 'completions/*'."
+    )
 
     # --- Reward ---
     # HfArgumentParser reads the second of several types from the command line.

@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from rlhf_ppo.config.redaction import shown_addresses
+from rlhf_ppo.reporting.judgements import Judgement
 
 TAGS = ("rlhf_ppo", "ppo")
 """The tags of every card."""
@@ -70,6 +71,18 @@ _CITATIONS = """\
   year    = {2019},
   journal = {arXiv preprint arXiv:1909.08593}
 }
+@software{trl,
+  title   = {{TRL: Transformers Reinforcement Learning}},
+  author  = {von Werra, Leandro and Belkada, Younes and Tunstall, Lewis and Beeching, Edward and Thrush, Tristan and
+             Lambert, Nathan and Huang, Shengyi and Rasul, Kashif and Gallouédec, Quentin},
+  license = {Apache-2.0},
+  url     = {https://github.com/huggingface/trl},
+  year    = {2020}
+}
+@software{rlhf_ppo,
+  title   = {{rlhf_ppo: PPO for language models as a transformers.Trainer}},
+  version = {VERSION}
+}
 ```"""
 
 
@@ -82,6 +95,8 @@ def model_card(
     hyperparameters: Mapping[str, Any],
     metrics: Mapping[str, float],
     versions: Mapping[str, str],
+    curves: str | None = None,
+    judgements: Sequence[Judgement] = (),
     tags: Iterable[str] = (),
     library_name: str = "transformers",
     license: str | None = None,
@@ -97,6 +112,8 @@ def model_card(
         hyperparameters: Name to value, see `hyperparameters`.
         metrics: Name to final value, see `FinalMetrics`.
         versions: Package to version, see `installed_versions`.
+        curves: The picture of the run's curves, beside the card.
+        judgements: What judges found, see `found_judgements`.
         tags: Tags beside `TAGS`.
         library_name: The library that loads the model: `"transformers"`, or `"peft"` for an adapter.
         license: The licence in the card's metadata.
@@ -121,9 +138,11 @@ def model_card(
         _summary(base_model, dataset),
         "## Rewards\n\n" + ("\n".join(f"- `{_last_part(name)}`" for name in reward_sources) or "None named."),
         "## Final metrics\n\n" + _table("metric", {name: f"{value:.4g}" for name, value in metrics.items()}),
+        *([f"## Curves\n\n![Curves of the training]({curves})"] if curves else []),
+        *(["## Judged\n\n" + "\n".join(f"- {_shown(judgement)}" for judgement in judgements)] if judgements else []),
         "## Hyper-parameters\n\n" + _table("hyper-parameter", hyperparameters),
         "## Versions\n\n" + _table("package", versions),
-        "## Citations\n\n" + _CITATIONS,
+        "## Citations\n\n" + _CITATIONS.replace("VERSION", versions.get("rlhf_ppo", "")),
     ]
     return ModelCard("\n\n".join(sections) + "\n", ignore_metadata_errors=True)
 
@@ -187,6 +206,15 @@ def _summary(base_model: str | None, dataset: str | None) -> str:
     return (
         f"A language model trained {start}with PPO ([Schulman et al., 2017](https://arxiv.org/abs/1707.06347)) "
         f"{prompts}by rlhf_ppo."
+    )
+
+
+def _shown(judgement: Judgement) -> str:
+    low, high = judgement.interval
+    opponent, judge = _last_part(judgement.opponent), _last_part(judgement.judge)
+    return (
+        f"Win rate {judgement.win_rate:.2%} (95% interval {low:.2%} to {high:.2%}) against `{opponent}` on "
+        f"{judgement.num_prompts} prompts, each judged in both orders by `{judge}`"
     )
 
 

@@ -10,8 +10,15 @@ from torch import nn
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
+from rlhf_ppo.reporting.judgements import found_judgements
 from rlhf_ppo.reporting.model_card import FinalMetrics, hyperparameters, installed_versions, model_card
 from rlhf_ppo.rewards.scorer import Scorer
+
+CURVES = "curves.png"
+"""The picture beside the card."""
+
+NUM_CURVES = 4
+"""Metrics that it shows, the first of `PANELS` that were logged."""
 
 
 class CardedRun(Protocol):
@@ -28,39 +35,54 @@ class CardedRun(Protocol):
 def save_run_card(
     run: CardedRun,
     title: str | None,
-    base_model: str | None,
     dataset: str | None,
     tags: str | Sequence[str] | None,
-    license: str | None,
-    language: str | None,
+    *,
+    with_curves: bool,
+    finetuned_from: str | None = None,
+    license: str | None = None,
+    language: str | None = None,
 ) -> None:
     """Write `README.md` into `output_dir`.
 
     Args:
         run: The trainer.
         title: The card's title; the last part of `hub_model_id` or `output_dir` when None.
-        base_model: Hub name or path of the model that training started from; where the policy was loaded from when
-            None.
         dataset: Hub name or path of the prompts.
         tags: One or several tags beside the usual ones.
+        with_curves: Whether to draw them again, which takes half a second; else those of before are shown, if any.
+        finetuned_from: Hub name or path of the model that training started from; where the policy was loaded from
+            when None.
         license: The licence in the card's metadata.
         language: The language in the card's metadata.
     """
     args, policy, output_dir = run.args, run.policy_model, Path(str(run.args.output_dir))
     card = model_card(
         model_name=title or Path(args.hub_model_id or output_dir.absolute()).name,
-        base_model=base_model or _origin(policy),
+        base_model=finetuned_from or _origin(policy),
         dataset=dataset,
         reward_sources=reward_origins(run.reward_models, run.scorer.names),
         hyperparameters=hyperparameters(args),
         metrics=run._final_metrics.of(run.state.log_history),
         versions=installed_versions(),
+        curves=_curves(run.state.log_history, output_dir, with_curves),
+        judgements=found_judgements(output_dir),
         tags=[tags] if isinstance(tags, str) else list(tags or []),
         library_name="peft" if is_peft_model(policy) else "transformers",
         license=license,
         language=language,
     )
     card.save(output_dir / "README.md")
+
+
+def _curves(log: Sequence[Any], output_dir: Path, drawn_again: bool) -> str | None:
+    from rlhf_ppo.reporting.plots import PANELS, plot_metrics  # Matplotlib takes a second to import
+
+    path = output_dir / CURVES
+    logged = [name for name in PANELS if any(name in entry and "episode" in entry for entry in log)]
+    if drawn_again and logged:
+        plot_metrics([log], path, logged[:NUM_CURVES])
+    return path.name if path.exists() else None
 
 
 def reward_origins(models: Sequence[nn.Module], names: Sequence[str]) -> list[str]:

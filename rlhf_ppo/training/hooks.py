@@ -52,6 +52,7 @@ from rlhf_ppo.training.evaluating import Evaluation
 from rlhf_ppo.training.half_learned import LearningInParts
 from rlhf_ppo.training.loop import Loop
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
+from rlhf_ppo.training.publishing import naming_hub, push_policy
 from rlhf_ppo.training.resuming import draws_anew, put_optimization_in_force, take_up
 from rlhf_ppo.training.rollouts import Rollouts
 from rlhf_ppo.training.run_directory import RunDirectory
@@ -108,7 +109,8 @@ class TrainerHooks(Trainer):
     def __init__(self, *args: Any, optimizers: Optimizers = (None, None), **kwargs: Any) -> None:
         self._optimization = Optimization(optimizers)
         self._final_metrics = FinalMetrics()
-        super().__init__(*args, optimizers=cast(Any, self._optimization.given), **kwargs)
+        with naming_hub(kwargs["args"]):  # it makes the repository
+            super().__init__(*args, optimizers=cast(Any, self._optimization.given), **kwargs)
         self._optimization.check(self.model, self.accelerator)
         self.state = PPOTrainerState.of(self.state)
         self._progress, self._window, self._timer = Progress(), MetricWindow(), PhaseTimer()
@@ -138,13 +140,8 @@ class TrainerHooks(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader whose every batch is this rank's prompts for one update."""
         with data_order(self.args):  # the sampler takes its seed when it is made
-            return self._get_dataloader(
-                dataset=self.train_dataset,
-                description="Training",
-                batch_size=self.sizes.local_batch_size,
-                sampler_fn=self._get_train_sampler,
-                is_training=True,
-            )
+            size, sampler = self.sizes.local_batch_size, self._get_train_sampler
+            return self._get_dataloader(self.train_dataset, "Training", size, sampler, is_training=True)
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
         # Rollouts are full batches; evaluation covers every row. On the CPU there is no memory to pin.
@@ -225,9 +222,8 @@ class TrainerHooks(Trainer):
             DivergenceError: A weight is not finite; nothing is written then.
             DiskFullError: There is no room.
         """
-        self._checkpoints.save_model(
-            output_dir, _internal_call, partial(super().save_model, output_dir, _internal_call)
-        )
+        write = partial(super().save_model, output_dir, _internal_call)
+        self._checkpoints.save_model(output_dir, _internal_call, write)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         self._checkpoints.save_files(output_dir, state_dict)
@@ -381,13 +377,12 @@ class TrainerHooks(Trainer):
         model_name: str | None = None,
         dataset_name: str | None = None,
         tags: str | list[str] | None = None,
-        *,
-        language: str | None = None,
-        license: str | None = None,
-        finetuned_from: str | None = None,
-        dataset: str | None = None,
+        **more: str | None,
     ) -> None:
-        """Write `README.md` into `output_dir`: base model, prompts, rewards, settings, metrics, versions, citations.
+        """Write `README.md` into `output_dir`, and `curves.png` beside it where something was logged.
+
+        It names base model, prompts, rewards, settings, final metrics, versions and citations, and shows the curves
+        and what a judge has found.
 
         `push_to_hub` passes its keyword arguments on to here.
 
@@ -395,15 +390,44 @@ class TrainerHooks(Trainer):
             model_name: The card's title; the last part of `hub_model_id` or `output_dir` when None.
             dataset_name: Hub name or path of the prompts; the trainer's `dataset_name` when None.
             tags: One or several tags beside the usual ones.
-            language: The language in the card's metadata.
-            license: The licence in the card's metadata.
-            finetuned_from: Hub name or path of the model that training started from; where the policy was loaded from
-                when None.
-            dataset: Trainer's name for `dataset_name`.
+            **more: `language` and `license` in the card's metadata; `finetuned_from`, the hub name or path of the
+                model that training started from, where the policy was not loaded from there; `dataset`, Trainer's
+                name for `dataset_name`.
         """
         if self.is_world_process_zero():
-            prompts = dataset_name or dataset or self.dataset_name
-            save_run_card(self, model_name, finetuned_from, prompts, tags, license, language)
+            prompts = dataset_name or more.pop("dataset", None) or self.dataset_name
+            save_run_card(self, model_name, prompts, tags, with_curves=not self._checkpoints.is_writing, **more)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the policy into `output_dir`, write its card, and upload both to `args.hub_model_id`.
+
+        Policy (or adapter), tokenizer, card, curves and `training_args.bin` (without secrets) are uploaded. Responses
+        in `completions/`, sample tables, reports, logs, checkpoints and optimizers are not, unless `args.hub_files`
+        names them.
+
+        Args:
+            commit_message: The commit's.
+            blocking: Whether to wait for the upload.
+            token: A token that may write there; `args.hub_token`, or that of `hf auth login`, when None.
+            revision: The branch; `args.hub_revision`, or the main one, when None.
+            private: Whether a new repository is private; `args.hub_private_repo` when None.
+            **kwargs: For `create_model_card`.
+
+        Returns:
+            The commit, or with `blocking=False` a future of it; None on ranks other than the first.
+
+        Raises:
+            HubError: The hub was not reached, failed or refused; the policy is in `output_dir`.
+        """
+        return push_policy(self, commit_message, blocking, token, revision, private, **kwargs)
 
     # ---- What PPOTrainer adds ----
 
@@ -431,9 +455,8 @@ class TrainerHooks(Trainer):
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
+        counted = (max_steps, num_update_steps_per_epoch, num_train_epochs)
+        super()._init_training_state(*counted, resume_from_checkpoint, trial)
         take_up(self, resume_from_checkpoint, max_steps, num_update_steps_per_epoch)
         skipped = 0 if self.args.ignore_data_skip else self._progress.batches_in_epoch
         return self._progress.epoch, skipped

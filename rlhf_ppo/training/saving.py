@@ -29,13 +29,14 @@ from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.training.divergence import DivergenceGuard
 from rlhf_ppo.training.half_learned import LearningInParts
+from rlhf_ppo.training.publishing import PublishedTrainer, push_checkpoint
 from rlhf_ppo.training.run_directory import RunDirectory
 from rlhf_ppo.training.stateful import StatefulParts
 from rlhf_ppo.training.two_models import save_models
 from rlhf_ppo.training.withholding import WithheldArguments
 
 
-class SavedTrainer(Protocol):
+class SavedTrainer(PublishedTrainer, Protocol):
     """What a checkpoint keeps of a trainer."""
 
     args: PPOConfig
@@ -68,7 +69,6 @@ class SavedTrainer(Protocol):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None: ...
     def _unwrapped(self, model: nn.Module) -> PolicyAndValue: ...
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...
 
 
 class CheckpointWriter:
@@ -98,7 +98,7 @@ class CheckpointWriter:
             self.write(place, write)
         newest = cast(str, self.guard.last_checkpoint)
         if self.args.push_to_hub:
-            run._push_from_checkpoint(newest)
+            push_checkpoint(run, newest)
         if self.args.should_save:
             best = run.state.best_model_checkpoint
             run._directory.rotate(run_directory, self.args.save_total_limit, best, newest)

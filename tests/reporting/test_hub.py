@@ -1,47 +1,42 @@
-"""Pushing to the hub, without a network, and the model card that goes with it."""
+"""Pushing to a hub on this machine, and the model card that goes with it."""
 
 from __future__ import annotations
 
+import json
 import math
 import runpy
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+import transformers.utils.hub
 from datasets import Dataset
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
+from rlhf_ppo.training.publishing import HubError
 from tests.conftest import count_w4, make_tokenizer, tiny_policy, tiny_scorer
+from tests.reporting.local_hub import LocalHub, local_hub
 from tests.runs import QUICK
 
 
-class Hub:
-    """Stands in for the hub: keeps the arguments of every call, and what the uploaded folder held."""
-
-    def __init__(self) -> None:
-        self.repos: list[dict[str, Any]] = []
-        self.uploads: list[dict[str, Any]] = []
-
-    def create_repo(self, repo_id: str, **kwargs: Any) -> Any:
-        self.repos.append({"repo_id": repo_id, **kwargs})
-        return SimpleNamespace(repo_id=f"some-org/{repo_id.split('/')[-1]}")
-
-    def upload_folder(self, *, folder_path: Any, **kwargs: Any) -> Any:
-        files = {str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()}
-        self.uploads.append({"folder_path": str(folder_path), "files": files, **kwargs})
-        return SimpleNamespace(done=lambda: True, oid=len(self.uploads))
-
-
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    hub = Hub()
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda api, *a, **kwargs: hub.create_repo(*a, **kwargs))
-    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", lambda api, **kwargs: hub.upload_folder(**kwargs))
-    return hub
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    """A hub that is asked as the real one is, by HTTP; `HF_ENDPOINT` and `HF_HUB_OFFLINE` are read at import."""
+    with local_hub() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.endpoint)
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
+        monkeypatch.setenv("HF_TOKEN", "of the environment")
+        huggingface_hub.close_session()
+        yield hub
+    huggingface_hub.close_session()
 
 
 def named(model: Any, name: str) -> Any:
@@ -71,61 +66,135 @@ def card_of(trainer: Any) -> ModelCard:
 
 # ---- push_to_hub ----
 
-
-def test_every_argument_of_push_to_hub_arrives(trained, hub):
-    result = trained.push_to_hub(
-        commit_message="Three updates", blocking=False, token="secret", revision="v2", license="mit"
-    )
-
-    assert [(repo["repo_id"], repo["token"]) for repo in hub.repos] == [("some-org/tiny-ppo", "secret")]
-    (upload,) = hub.uploads
-    assert upload["repo_id"] == "some-org/tiny-ppo" and upload["folder_path"] == trained.args.output_dir
-    assert (upload["commit_message"], upload["token"], upload["revision"]) == ("Three updates", "secret", "v2")
-    assert upload["run_as_future"] is True
-    assert result.oid == 1
-    assert card_of(trained).data.license == "mit"
+PRIVATE = ("completions/", "_samples/", "checkpoint-", "report.html", "judged.parquet", "nohup.out", "optimizer.pt")
+"""What lies in the run's directory and is not for others."""
 
 
-def test_by_default_the_push_blocks_and_uses_the_arguments_token_and_revision(make_trainer, hub):
-    trainer = make_trainer(hub_token="of the arguments", hub_revision="main", hub_private_repo=True)
+def test_a_push_uploads_policy_card_and_curves_and_nothing_of_the_run(make_trainer, hub, tmp_path, monkeypatch):
+    """The rule of docs/usage.md, over a run's whole directory; every argument arrives."""
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "run" / "runs"))
+    trainer = make_trainer(
+        **QUICK, num_completions_to_keep=2, num_sample_generations=1, save_strategy="steps", save_steps=2,
+        report_to="tensorboard", hub_model_id="some-org/tiny-ppo", hub_token="hf_secret", hub_private_repo=True,
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_state()
+    directory = Path(trainer.args.output_dir)
+    for name in ("report.html", "judged.parquet", "nohup.out", "optimizer.pt", "debug.jsonl", "secret.txt"):
+        (directory / name).write_text("private")
 
-    trainer.push_to_hub()
+    done = trainer.push_to_hub(commit_message="Three updates", blocking=False, revision="v2", license="mit")
 
-    assert (hub.repos[0]["token"], hub.repos[0]["private"]) == ("of the arguments", True)
-    (upload,) = hub.uploads
-    assert (upload["token"], upload["revision"]) == ("of the arguments", "main")
-    assert (upload["commit_message"], upload["run_as_future"]) == ("End of training", False)
-
-
-def test_the_pushed_folder_is_the_policy_with_its_card_and_nothing_of_the_training(trained, hub):
-    trained.push_to_hub()
-
-    (upload,) = hub.uploads
-    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= upload["files"]
-    assert not any("value_model" in name or "optimizer" in name for name in upload["files"])
+    assert done.result(timeout=60).oid == f"{1:040x}"
+    [made] = hub.made
+    assert (made["organization"], made["name"], made["token"]) == ("some-org", "tiny-ppo", "hf_secret")
+    assert made.get("visibility") == "private" or made.get("private") is True
+    [commit] = hub.commits
+    assert (commit.repository, commit.revision, commit.message) == ("some-org/tiny-ppo", "v2", "Three updates")
+    assert commit.token == "hf_secret"
+    there = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    assert all(any(part in name for name in there) for part in PRIVATE)
+    assert any(name.startswith("runs/") for name in there) and "log_history.jsonl" in there
+    assert commit.files.keys() == {
+        *("README.md", "config.json", "generation_config.json", "model.safetensors", "curves.png"),
+        *("tokenizer.json", "tokenizer_config.json", "training_args.bin"),
+    }
+    assert commit.files["curves.png"].startswith(b"\x89PNG")
+    assert not [name for name, content in commit.files.items() if b"hf_secret" in content]
+    pushed = tmp_path / "pushed"
+    pushed.mkdir()
+    for name, content in commit.files.items():
+        (pushed / name).write_bytes(content)
     ids = torch.arange(3, 9)[None]
-    pushed = AutoModelForCausalLM.from_pretrained(upload["folder_path"])
-    assert torch.equal(pushed(ids).logits, trained.policy_model.eval()(ids).logits)
+    model = AutoModelForCausalLM.from_pretrained(pushed)
+    assert torch.equal(model(ids).logits, trainer.policy_model.eval()(ids).logits)
+    card = ModelCard.load(pushed / "README.md")
+    assert card.data.license == "mit" and "![Curves of the training](curves.png)" in card.text
+
+    trainer.args.hub_files = ["completions/*"]
+    trainer.push_to_hub(token="another")
+
+    more = hub.commits[1].files.keys() - commit.files.keys()
+    assert more == {f"completions/completions_{step:05d}.parquet" for step in (1, 2, 3)}
+    assert (hub.commits[1].token, hub.commits[1].message) == ("another", "End of training")
 
 
-def test_checkpoints_are_not_pushed_with_the_model(make_trainer, hub):
-    trainer = make_trainer(**QUICK, save_strategy="steps", save_steps=1)
+def test_checkpoints_are_pushed_in_the_background_with_a_card_of_that_moment(make_trainer, hub):
+    trainer = make_trainer(
+        **QUICK, save_strategy="steps", save_steps=2, push_to_hub=True, hub_always_push=True,
+        hub_strategy="checkpoint", num_completions_to_keep=2,
+    )  # fmt: skip
+
     trainer.train()
 
+    by_message = {commit.message: commit.files for commit in hub.commits}
+    assert by_message.keys() == {
+        f"Training in progress, step {step}{part}" for step in (2, 3) for part in ("", ", checkpoint")
+    }
+    assert {"README.md", "model.safetensors"} <= by_message["Training in progress, step 2"].keys()
+    assert not any("/" in name for name in by_message["Training in progress, step 2"])
+    whole = by_message["Training in progress, step 3, checkpoint"]
+    assert {"last-checkpoint/optimizer.pt", "last-checkpoint/trainer_state.json"} <= whole.keys()
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (403, "Forbidden.*; log in with `hf auth login`"),
+        (500, "500.*; look at the network"),
+        (None, "; look at the net"),
+    ],
+    ids=["refused", "broken", "unreachable"],
+)
+def test_a_hub_that_gives_no_repository_is_said_before_training(status, said, make_trainer, hub, monkeypatch):
+    if status is None:
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", "http://127.0.0.1:9")
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    else:
+        hub.refusals["/api/repos/create"] = (status, "You may not use token=hf_secret here")
+
+    with pytest.raises(
+        HubError, match=f"^push_to_hub=True, but the hub does not give .*'some-org/mine': .*{said}"
+    ) as it:
+        make_trainer(push_to_hub=True, hub_model_id="some-org/mine", hub_token="hf_secret")
+
+    assert "hf_secret" not in str(it.value)
+
+
+def test_a_push_that_fails_loses_nothing(make_trainer, hub, tmp_path, caplog):
+    """The policy is saved before the hub is asked; a push of a checkpoint that fails is told, and the run goes on."""
+    hub.refusals["/commit/"] = (403, "Your quota is used up")
+    trainer = make_trainer(
+        **QUICK, save_strategy="steps", save_steps=3, push_to_hub=True, hub_model_id="some-org/mine"
+    )
+    with caplog.at_level("WARNING", logger="rlhf_ppo"):
+        trainer.train()
+    [warning] = [record.getMessage() for record in caplog.records if "was not uploaded" in record.getMessage()]
+    assert "quota is used up" in warning and "the run goes on" in warning
+    Path(trainer.args.output_dir, "model.safetensors").unlink()
+
+    with pytest.raises(HubError, match=r"the policy is saved in .*run and was not uploaded to 'some-org/mine'"):
+        trainer.push_to_hub()
+
+    assert Path(trainer.args.output_dir, "model.safetensors").exists() and hub.commits == []
+    hub.refusals.clear()
+    trainer.push_to_hub()
+    assert "model.safetensors" in hub.commits[0].files
+
+
+def test_trackio_publishes_its_tables_only_into_a_space_that_is_named(make_trainer, hub):
+    seen = []
+
+    class Trackio(TrainerCallback):
+        def on_push_begin(self, args, state, control, **kwargs):
+            seen.append(args.trackio_static_space_id)
+
+    trainer = make_trainer(callbacks=[Trackio()])
+    trainer.push_to_hub()
+    trainer.args.trackio_static_space_id = "me/curves"
     trainer.push_to_hub()
 
-    assert any(name.startswith("checkpoint-3") for name in hub.uploads[0]["files"])  # they lie in the folder
-    assert "checkpoint-*" in hub.uploads[0]["ignore_patterns"]
-
-
-def test_a_push_at_every_checkpoint_has_a_card_of_that_moment(make_trainer, hub):
-    trainer = make_trainer(**QUICK, save_strategy="steps", save_steps=2, push_to_hub=True, hub_always_push=True)
-
-    trainer.train()
-
-    pushed = [upload for upload in hub.uploads if "checkpoint" not in upload["folder_path"]]
-    assert [upload["commit_message"] for upload in pushed][:1] == ["Training in progress, step 2"]
-    assert {"README.md", "model.safetensors"} <= pushed[0]["files"]
+    assert seen == [False, "me/curves"]
 
 
 def test_the_example_names_its_prompts(make_trainer, hub, tmp_path, monkeypatch):
@@ -142,8 +211,8 @@ def test_the_example_names_its_prompts(make_trainer, hub, tmp_path, monkeypatch)
 
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "ppo.py"), run_name="__main__")
 
-    assert hub.repos[0]["repo_id"] == "out"
-    assert hub.uploads[-1]["commit_message"] == "End of training"
+    assert hub.made[0]["name"] == "out"
+    assert (hub.commits[-1].repository, hub.commits[-1].message) == ("somebody/out", "End of training")
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert "on the prompts of `prompts.jsonl`" in card.text and "trained from `sft`" in card.text
 
@@ -202,8 +271,30 @@ def test_an_adapter_s_card_says_so(make_trainer, hub):
 
     data = card_of(trainer).data
     assert (data.library_name, data.base_model) == ("peft", "some-org/tiny-sft")
-    assert "adapter_model.safetensors" in hub.uploads[0]["files"]
-    assert "model.safetensors" not in hub.uploads[0]["files"]
+    assert "adapter_model.safetensors" in hub.commits[0].files
+    assert "model.safetensors" not in hub.commits[0].files
+
+
+def test_the_card_says_what_a_judge_found(make_trainer):
+    trainer = make_trainer(hub_model_id="some-org/tiny-ppo")
+    said = {"win_rate": 0.647, "interval": [0.6, 0.69], "wins": 60, "losses": 30, "ties": 8, "failed": 2}
+    judged = Path(trainer.args.output_dir, "judged")
+    judged.mkdir(parents=True)
+    options = {"opponent": str(judged / "models" / "sft"), "judge_model": "gpt-4o-mini"}
+    (judged / "win_rate.json").write_text(json.dumps({**said, "options": options}))
+    options = {"opponent_column": "reference", "judge": "rewards.py:brevity"}
+    (judged / "win_rate-2.json").write_text(json.dumps({**said, "win_rate": 0.5, "options": options}))
+    (judged / "win_rate-3.json").write_text("broken off")
+
+    trainer.create_model_card()
+
+    lines = [line for line in card_of(trainer).text.splitlines() if line.startswith("- Win rate")]
+    assert sorted(lines) == [
+        "- Win rate 50.00% (95% interval 60.00% to 69.00%) against `the column reference` on 98 prompts, each judged "
+        "in both orders by `rewards.py:brevity`",
+        "- Win rate 64.70% (95% interval 60.00% to 69.00%) against `sft` on 98 prompts, each judged in both orders by "
+        "`gpt-4o-mini`",
+    ]
 
 
 def test_models_made_in_memory_have_no_name_to_give(make_trainer):

@@ -1,0 +1,242 @@
+"""What is uploaded to the hub: the policy's files and no others, and never before they are on the disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from transformers import TrainingArguments
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import logging
+from transformers.utils.hub import PushInProgress
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.redaction import shown_text, without
+from rlhf_ppo.config.settled import output_directory
+from rlhf_ppo.training.withholding import WithheldArguments
+
+logger = logging.get_logger(__name__)
+
+_HTTPError: Any = HfHubHTTPError.__bases__[0]
+"""What the library raises through which the hub is asked: httpx or its successor."""
+
+POLICY_FILES = (
+    *("config.json", "generation_config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("adapter_model.bin", "pytorch_model*.bin", "pytorch_model.bin.index.json", "*.py"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
+    *("*.tiktoken", "chat_template*", "additional_chat_templates/*", "preprocessor_config.json"),
+    *("processor_config.json", "README.md", "LICENSE*", "curves.png", "training_args.bin"),
+)
+"""What `save_model` and the model card write. All else in a run's directory is about prompts, training and machine."""
+
+
+class HubError(ConnectionError):
+    """The hub took nothing: it was not reached, it failed or it refused. What was trained is on the disk."""
+
+
+class PublishedTrainer(Protocol):
+    """What an upload asks of its trainer."""
+
+    args: PPOConfig
+    hub_model_id: str | None
+    model: Any
+    processing_class: Any
+    push_in_progress: Any
+    state: Any
+    _withheld: WithheldArguments
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the model card."""
+        ...
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Make the repository."""
+        ...
+
+    def is_world_process_zero(self) -> bool:
+        """Tell whether this is the main process."""
+        ...
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy."""
+        ...
+
+    def _finish_current_push(self) -> None: ...
+    def _fire(self, event: str) -> None: ...
+
+
+def published_files(directory: str | Path, also: Sequence[str] = ()) -> list[str]:
+    """Name the files of a run's directory that belong to its policy.
+
+    Args:
+        directory: `output_dir`.
+        also: Patterns of further paths in it, such as `completions/*`; a `*` stands for slashes too.
+
+    Returns:
+        Paths in the directory: files right in it that match one of `POLICY_FILES`, and those that match `also`.
+    """
+    paths = sorted(path.relative_to(directory).as_posix() for path in Path(directory).rglob("*") if path.is_file())
+    return [path for path in paths if _is_policys(path) or any(fnmatch(path, pattern) for pattern in also)]
+
+
+def _is_policys(path: str) -> bool:
+    return any(fnmatch(path, pattern) and path.count("/") == pattern.count("/") for pattern in POLICY_FILES)
+
+
+@contextmanager
+def naming_hub(args: TrainingArguments, kept: str | None = None) -> Iterator[None]:
+    """Say what the hub refused, what is kept and what can be done; the hub's own errors are raised otherwise.
+
+    Args:
+        args: Gives the repository's name.
+        kept: The directory where the policy is already; None where nothing was trained yet.
+
+    Raises:
+        HubError: The hub was not reached, fails, or does not let this user make the repository or write into it.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, HFValidationError, _HTTPError) as error:
+        cause = error.__cause__ if isinstance(error, RuntimeError) else error  # of a file too large for a commit
+        if not isinstance(cause, HFValidationError | ConnectionError | LocalTokenNotFoundError | _HTTPError):
+            raise
+        response = cause.response if isinstance(cause, HfHubHTTPError) else None
+        is_refusal = response is not None and response.status_code in (401, 403, 404)
+        is_refusal |= isinstance(cause, HFValidationError | LocalTokenNotFoundError)
+        name = args.hub_model_id or Path(output_directory(args)).absolute().name
+        said = without(shown_text(" ".join(str(cause).split())), [args.hub_token or ""]).rstrip(".")
+        raise HubError(_advice(name, said, is_refusal, kept)) from error
+
+
+def _advice(name: str, said: str, is_refusal: bool, kept: str | None) -> str:
+    mend = (
+        "log in with `hf auth login` or give a hub_token that may write there, and name a repository of yours with "
+        "hub_model_id"
+        if is_refusal
+        else "look at the network and HF_ENDPOINT"
+    )
+    if kept is None:
+        return f"push_to_hub=True, but the hub does not give the repository {name!r}: {said}; {mend}, or do not push"
+    again = f"trainer.push_to_hub(), or `hf upload {name} {kept}` with --include for each file of the policy"
+    return (
+        f"the policy is saved in {kept} and was not uploaded to {name!r}: {said}; {mend}, then upload it with {again}"
+    )
+
+
+def push_policy(
+    run: PublishedTrainer,
+    commit_message: str | None,
+    blocking: bool,
+    token: str | None,
+    revision: str | None,
+    private: bool | None,
+    **card: Any,
+) -> Any:
+    """Save the policy with its card, and upload them; see `PPOTrainer.push_to_hub`."""
+    args, directory = run.args, output_directory(run.args)
+    token = args.hub_token if token is None else token
+    run.save_model(_internal_call=True)
+    with naming_hub(args, kept=directory):
+        _begin_push(run)
+        if run.hub_model_id is None:
+            _make_repository(run, token, private)
+        if not run.is_world_process_zero():
+            return None
+        given = [card["tags"]] if isinstance(card.get("tags"), str) else list(card.get("tags") or [])
+        tags = getattr(run.model, "model_tags", None) or []
+        run.create_model_card(**card | {"tags": [*given, *(tag for tag in tags if tag not in given)]})
+        run._finish_current_push()
+        return _upload(run, directory, commit_message, token, revision or args.hub_revision, not blocking)
+
+
+def _begin_push(run: PublishedTrainer) -> None:
+    """Tell callbacks; Trackio's would publish all that it holds, sample tables too, where no space is named."""
+    is_unnamed = getattr(run.args, "trackio_static_space_id", "named") is None
+    with run._withheld.instead(**{"trackio_static_space_id": False} if is_unnamed else {}):
+        run._fire("on_push_begin")
+
+
+def _make_repository(run: PublishedTrainer, token: str | None, private: bool | None) -> None:
+    is_private = run.args.hub_private_repo if private is None else private
+    with run._withheld.instead(hub_private_repo=is_private):
+        run.init_hf_repo(token=token)
+
+
+def _upload(
+    run: PublishedTrainer, directory: str, message: str | None, token: str | None, revision: str | None, later: bool
+) -> Any:
+    return HfApi(library_name="rlhf_ppo").upload_folder(
+        repo_id=str(run.hub_model_id),
+        folder_path=directory,
+        commit_message=message,
+        token=token,
+        run_as_future=later,
+        allow_patterns=published_files(directory, run.args.hub_files or ()),
+        revision=revision,
+    )
+
+
+def upload_directory(args: TrainingArguments) -> None:
+    """Upload the model that was saved in the `output_dir` of any training arguments."""
+    directory = output_directory(args)
+    with naming_hub(args, kept=directory):
+        api = HfApi(library_name="rlhf_ppo", token=args.hub_token)
+        name = args.hub_model_id or Path(directory).absolute().name
+        repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True)
+        files = published_files(directory, getattr(args, "hub_files", None) or ())
+        api.upload_folder(repo_id=repository.repo_id, folder_path=directory, allow_patterns=files)
+
+
+def push_checkpoint(run: PublishedTrainer, checkpoint: str) -> None:
+    """Upload the policy of a checkpoint in the background, and with `hub_strategy`'s `checkpoint` all of that too.
+
+    Args:
+        run: The trainer.
+        checkpoint: The checkpoint's directory; its policy is copied to `output_dir`.
+    """
+    args, directory = run.args, output_directory(run.args)
+    is_busy = run.push_in_progress is not None and not run.push_in_progress.is_done()
+    if not run.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
+        return
+    if is_busy and not args.hub_always_push:
+        return
+    _begin_push(run)
+    for name in published_files(checkpoint):
+        Path(directory, name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(checkpoint, name), Path(directory, name))
+    moment = f"step {run.state.global_step}" if args.save_strategy == "steps" else f"epoch {int(run.state.epoch)}"
+    message = f"Training in progress, {moment}"
+    jobs = [_upload(run, directory, message, args.hub_token, args.hub_revision, later=True)]
+    if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        last = args.hub_strategy == HubStrategy.CHECKPOINT
+        jobs.append(
+            HfApi(library_name="rlhf_ppo").upload_folder(
+                repo_id=str(run.hub_model_id),
+                folder_path=checkpoint,
+                path_in_repo="last-checkpoint" if last else Path(checkpoint).name,
+                commit_message=f"{message}, checkpoint",
+                token=args.hub_token,
+                run_as_future=True,
+                revision=args.hub_revision,
+            )
+        )
+    for job in jobs:
+        job.add_done_callback(partial(_warn, args, directory))
+    run.push_in_progress = PushInProgress([*(run.push_in_progress.jobs if is_busy else ()), *jobs])  # pyright: ignore
+
+
+def _warn(args: PPOConfig, kept: str, job: Future[Any]) -> None:
+    """Say that an upload in the background has failed, which nobody waits for."""
+    try:
+        with naming_hub(args, kept):
+            job.result()
+    except Exception as error:
+        logger.warning(f"{error}; the run goes on, and uploads again with its next checkpoint")
