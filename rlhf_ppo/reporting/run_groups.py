@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rlhf_ppo.reporting.completion_files import find_completions
 from rlhf_ppo.reporting.plots import training_log
@@ -14,6 +15,7 @@ from rlhf_ppo.reporting.results import SAMPLES_DIR
 from rlhf_ppo.reporting.run_log import Log
 from rlhf_ppo.reporting.run_settings import RunSettings
 
+T = TypeVar("T")
 _SAMPLES = re.compile(r"update-(\d+)\.csv")
 
 
@@ -47,10 +49,7 @@ def read_runs(directories: Sequence[str | os.PathLike[str]]) -> list[RecordedRun
         FileNotFoundError: There is no run.
     """
     paths = [Path(directory) for directory in directories]
-    whole = [os.path.realpath(path) for path in paths]
-    if twice := [str(path) for path, real in zip(paths, whole, strict=True) if whole.count(real) > 1]:
-        raise ValueError(f"{twice[0]} is given twice; name each run once")
-    return [_read_run(path, name) for path, name in zip(paths, _names(whole), strict=True)]
+    return [_read_run(path, name) for path, name in zip(paths, _names(_different(paths)), strict=True)]
 
 
 def grouped(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
@@ -63,12 +62,51 @@ def grouped(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
         The runs of each label, in the order in which they were given. A run whose arguments are not known, because it
         is of an earlier version, stands alone.
     """
-    groups: dict[str, list[RecordedRun]] = {}
-    for number, run in enumerate(runs):
-        groups.setdefault(run.settings.without_seed() or str(number), []).append(run)
-    labels = [_label([run.name for run in group]) for group in groups.values()]
+    return _by_label(runs, [run.name for run in runs], [run.settings for run in runs])
+
+
+def grouped_directories(directories: Sequence[str], separately: bool = False) -> dict[str, list[str]]:
+    """Put directories of runs together in the same way; their logs are not read.
+
+    Args:
+        directories: Output directories, or checkpoints of them.
+        separately: Whether each stands alone.
+
+    Returns:
+        The directories of each label.
+
+    Raises:
+        ValueError: One is given twice, or its settings are damaged.
+    """
+    whole = _different(directories)
+    roots = [_root(Path(directory)) for directory in directories]
+    settings = [RunSettings() if separately else RunSettings.load(root) for root in roots]
+    return _by_label(directories, _names(whole), settings)
+
+
+def _by_label(runs: Sequence[T], names: Sequence[str], settings: Sequence[RunSettings]) -> dict[str, list[T]]:
+    groups: dict[str, list[int]] = {}
+    for number, setting in enumerate(settings):
+        groups.setdefault(setting.without_seed() or str(number), []).append(number)
+    labels = [_label([names[number] for number in group]) for group in groups.values()]
     named = zip(labels, groups.values(), strict=True)
-    return {label if labels.count(label) == 1 else group[0].name: group for label, group in named}
+    return {
+        label if labels.count(label) == 1 else names[group[0]]: [runs[number] for number in group]
+        for label, group in named
+    }
+
+
+def _different(directories: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return the whole paths, no two of which are the same."""
+    whole = [os.path.realpath(directory) for directory in directories]
+    if twice := [str(path) for path, real in zip(directories, whole, strict=True) if whole.count(real) > 1]:
+        raise ValueError(f"{twice[0]} is given twice; name each run once")
+    return whole
+
+
+def _root(path: Path) -> Path:
+    """Return the directory of a run, of which a checkpoint may be given."""
+    return path.parent if re.fullmatch(r"checkpoint-\d+(-\d+)?", path.name) else path
 
 
 def _read_run(path: Path, name: str) -> RecordedRun:
@@ -81,7 +119,7 @@ def _read_run(path: Path, name: str) -> RecordedRun:
             f"{path} is no run of PPO: its log has {', '.join(keys[:4])} and nothing of objective/; `rlhf-ppo plot "
             f"--x step {path}` draws it"
         )
-    root = path.parent if re.fullmatch(r"checkpoint-\d+(-\d+)?", path.name) else path
+    root = _root(path)
     last = max(entry.get("step", 0) for entry in log)
     completions = {step: file for step, file in find_completions(root).items() if step <= last}
     return RecordedRun(name, log, RunSettings.load(root), completions, _samples(root, int(last)))

@@ -5,6 +5,8 @@ import pytest
 from matplotlib.collections import PolyCollection
 from transformers import TrainerState
 
+from rlhf_ppo.cli.plot import plot
+from rlhf_ppo.reporting import plots
 from rlhf_ppo.reporting.plots import PANELS, mean_curve, plot_metrics
 from rlhf_ppo.reporting.run_log import read_log
 
@@ -102,6 +104,53 @@ def test_seeds_become_their_mean_and_a_band_of_one_standard_deviation(tmp_path):
     deviation = 0.5 * 2**0.5  # of {v, v + 1} with n - 1 below
     heights = sorted(set(np.round(vertices[vertices[:, 0] == 8][:, 1], 12)))
     np.testing.assert_allclose(heights, [0.5 - deviation, 0.5 + deviation])
+
+
+def run_of(folder, seed, kl_coef, scores):
+    """A run of three updates, with its settings."""
+    log = [{"step": step, "episode": 8 * step, "objective/scores": score} for step, score in enumerate(scores, 1)]
+    write_state(folder / "trainer_state.json", log)
+    arguments = {"seed": seed, "output_dir": str(folder), "kl_coef": kl_coef}
+    settings = {"arguments": arguments, "versions": {}, "made_of": {"policy": "sft"}}
+    (folder / "ppo_settings.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_command_draws_runs_that_differ_in_their_seed_as_one(ending, tmp_path, monkeypatch):
+    """Two settings of three and two seeds and a single run, over each other; mean and band by hand."""
+    monkeypatch.chdir(tmp_path)
+    for name, *run in (
+        ("low-seed0", 0, 0.1, [0, 1, 2]), ("low-seed1", 1, 0.1, [3, 2, 6]), ("low-seed2", 2, 0.1, [6, 6, 4]),
+        ("high-seed0", 0, 0.5, [1, 1, 1]), ("high-seed1", 1, 0.5, [3, 5, 1]), ("alone", 0, 0.9, [7, 8, 9]),
+    ):  # fmt: skip
+        run_of(tmp_path / name, *run)
+    drawn = []
+    monkeypatch.setattr(plots, "plot_metrics", lambda *args, **how: drawn.append(plot_metrics(*args, **how)))
+    runs = ["low-seed0", "high-seed0", "low-seed1", "alone", "high-seed1/../high-seed1", "low-seed2"]
+    plot([*runs, "--output", f"curves.{ending}"])
+
+    axes = panel(drawn[0], "objective/scores")
+    assert lines(axes) == {
+        "low": ([8, 16, 24], [3, 3, 4]), "high": ([8, 16, 24], [2, 3, 1]), "alone": ([8, 16, 24], [7, 8, 9]),
+    }  # fmt: skip
+    bands = [
+        {x: sorted({round(y, 9) for at, y in band.get_paths()[0].vertices if at == x}) for x in (8, 16, 24)}
+        for band in axes.collections
+        if isinstance(band, PolyCollection)
+    ]
+    two, eight, seven = (round(root**0.5, 9) for root in (2, 8, 7))
+    assert bands == [
+        {8: [0, 6], 16: [round(3 - seven, 9), round(3 + seven, 9)], 24: [2, 6]},  # deviations 3, sqrt(7), 2
+        {8: [round(2 - two, 9), round(2 + two, 9)], 16: [round(3 - eight, 9), round(3 + eight, 9)], 24: [1]},
+    ]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["low", "high", "alone"]
+    head = (tmp_path / f"curves.{ending}").read_bytes()[:200]
+    assert b"<?xml" in head if ending == "svg" else head.startswith(b"\x89PNG")
+
+    plot(["low-seed0", "low-seed1", "--separately", "--output", f"curves.{ending}"])
+    assert list(lines(drawn[1].axes[0])) == ["low-seed0", "low-seed1"] and not drawn[1].axes[0].collections
+    with pytest.raises(SystemExit, match="2"):
+        plot(["alone", "./alone"])
 
 
 def test_mean_curve_counts_only_the_runs_that_logged_a_point():
