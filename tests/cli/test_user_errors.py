@@ -166,7 +166,7 @@ MISTAKES = [
     ("train", f"{RUN} --num_mini_batches 3", "num_mini_batches=3"),
     ("train", f"{RUN} --no_cuda", "no_cuda"),
     ("train", f"{RUN} --report_to nobody", "nobody"),
-    ("train", f"{RUN} --report_to comet_ml", "`pip install comet-ml`, or report to 'none'"),
+    ("train", f"{RUN} --report_to comet_ml", "`pip install -U comet-ml`, or report to 'none'"),
     ("train", f"{RUN} --deepspeed nowhere.json", "deepspeed='nowhere.json' cannot be"),
     ("train", f"{RUN} --sft_model_path scorer", "sft_model_path='scorer' is no language model: lm_head.weight"),
     ("train", f"{RUN} --deepspeed list.json", "deepspeed='list.json' cannot be read as JSON: it holds no object"),
