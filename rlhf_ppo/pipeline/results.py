@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
-from rlhf_ppo.evaluation.over_seeds import SeedWinRates
 from rlhf_ppo.pipeline.steps import Pipeline
+from rlhf_ppo.reporting.over_seeds import SeedWinRates
 
 RESULTS = "results.json"
 """The file in the pipeline's directory with the figures of `SeedWinRates`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +15,7 @@ import pandas as pd
 
 from rlhf_ppo.checkpoints.jsonfile import read_object
 from rlhf_ppo.config.redaction import shown
+from rlhf_ppo.reporting.over_seeds import SeedWinRates
 from rlhf_ppo.rewards.builtin import prompt_text
 
 JUDGED = "judged"
@@ -23,6 +26,8 @@ MAX_PAIRS = 40
 MAX_CHARACTERS = 4000
 
 _FIGURES = ("win_rate", "interval", "wins", "losses", "ties", "failed")
+_OF_RATES = ("win_rate", "interval", "length_controlled")
+_OF_A_SEED = ("model", "seed", "output_dir")
 _COLUMNS = ("prompt", "model", "opponent", "verdict")
 _NAME = re.compile(rf"{JUDGED}(-\d+)?\.parquet")
 
@@ -90,6 +95,32 @@ def judged_data(judged: Judged) -> dict[str, Any]:
         "judge": shown(options.get("judge_model") or options.get("judge")),
         "rows": list(_few_of_each(rows)),
     }
+
+
+def over_seeds(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Return the mean of win rates that differ in the seed, and so in the model, alone, as JSON values.
+
+    Args:
+        judged: The tables.
+
+    Returns:
+        `names`, `mean` and `standard_error` of each group of two or more.
+    """
+    groups: dict[str, list[Judged]] = {}
+    for each in judged:
+        options = dict(each.figures.get("options") or {})
+        alike = {name: value for name, value in options.items() if name not in _OF_A_SEED}
+        if "seed" in options and math.isfinite(each.figures["win_rate"]):
+            groups.setdefault(json.dumps(alike, sort_keys=True, default=str), []).append(each)
+    found = []
+    for group in groups.values():
+        seeds = [each.figures["options"]["seed"] for each in group]
+        if len(set(seeds)) == len(group) > 1:
+            figures = [[each.figures.get(name) for each in group] for name in _OF_RATES]
+            rates = SeedWinRates(seeds, *figures)
+            names = [each.name for each in group]
+            found.append({"names": names, "mean": rates.mean, "standard_error": rates.standard_error})
+    return found
 
 
 def _tables(folder: Path) -> list[Path]:

@@ -80,7 +80,7 @@ ORDERS = [(0.0, 1.0), (0.25, 0.75), (1.0, 0.0), (0.0, 0.0), (0.5, 0.5), (None, 1
 OUTCOMES = ["model", "model", "opponent", "tie", "tie", "none", "none"]
 
 
-def judge_run(folder: Path, times: int = 1) -> Path:
+def judge_run(folder: Path, times: int = 1, seed: int = 0) -> Path:
     """Write what `rlhf-ppo judge` does: two wins, a loss, a tie by contradiction, another one, and two failures."""
     folder.mkdir(parents=True, exist_ok=True)
     compared = [Compared(*order) for order in ORDERS] * times
@@ -89,7 +89,7 @@ def judge_run(folder: Path, times: int = 1) -> Path:
     table = pd.DataFrame({"prompt": texts, "model": texts, "opponent": opponents})
     found = add_verdicts(table, compared, is_scoring=False)
     args = JudgeArguments(
-        "rows.jsonl", model="runs/ppo", opponent_column="chosen", judge_model="gpt",
+        "rows.jsonl", model=f"runs/ppo{seed or ''}", seed=seed, opponent_column="chosen", judge_model="gpt",
         judge_url="http://me:hf_secret@host/v1", output_dir=str(folder),
     )  # fmt: skip
     path = keep(table, folder, "judged")
@@ -190,6 +190,18 @@ def test_what_the_judge_said_is_that_of_its_files(runs: list[Path], tmp_path: Pa
     assert (tie["first"], tie["second"], tie["verdict"]) == (1.0, -1.0, 0.0)
     assert tie["model"] == f"{HOSTILE} 3" and tie["opponent"] == "xxx" and inside["rows"][6]["opponent"] is None
     assert len(many["rows"]) == 5 * judged.MAX_PAIRS and (many["wins"], many["failed"]) == (100, 100)
+
+
+def test_win_rates_that_differ_in_the_seed_have_a_mean(runs: list[Path], tmp_path: Path) -> None:
+    other, alone = (judge_run(tmp_path / f"judge-seed{seed}", seed=seed) for seed in (1, 2))
+    for path, changed in ((other, {"win_rate": 0.8}), (alone, {"options": {"judge_model": "another", "seed": 2}})):
+        figures = path.with_name("win_rate.json")
+        figures.write_text(json.dumps(json.loads(figures.read_text()) | changed))
+    (mean,) = page_of(runs, tmp_path, [other, alone]).data["judged_seeds"]
+
+    assert mean["names"] == ["ours-seed0/judged", "judge-seed1"]
+    assert mean["mean"] == pytest.approx(0.7) and mean["standard_error"] == pytest.approx(0.1)
+    assert page_of(runs, tmp_path, [judge_run(tmp_path / "same")]).data["judged_seeds"] == []  # the same seed twice
 
 
 def test_settings_tell_what_is_not_the_default_and_no_secret(runs: list[Path], tmp_path: Path) -> None:
@@ -472,6 +484,7 @@ def use_controls(browser: Browser) -> None:
     browser.click("#judged-more")
     assert len(browser.run(outcomes).split(",")) == 14
     told = "document.getElementById('judged-table').textContent"
+    assert "mean" not in browser.run(told)  # one seed only
     assert "60.0%" in browser.run(told) and "runs/ppo against chosen, judged by gpt" in browser.run(told)
 
     choose(browser, "responses-run", "2")

@@ -35,7 +35,9 @@
       each.win_rate === null ? "–" : `${percent(each.interval[0])} to ${percent(each.interval[1])}`, percent(each.length_controlled),
       each.wins, each.losses, each.ties, each.failed, percent(each.agreement),
     ]);
-    byId("judged-table").append(table(head, rows), nothing("A tie counts half; failed verdicts do not count. The interval is over prompts. "
+    const means = data.judged_seeds.map((each) => make("p", { class: "over-seeds" }, `${each.names.join(", ")}: mean `,
+      make("b", {}, percent(each.mean)), ` over ${each.names.length} seeds, standard error ${(100 * each.standard_error).toFixed(1)}.`));
+    byId("judged-table").append(table(head, rows), ...means, nothing("A tie counts half; failed verdicts do not count. The interval is over prompts. "
       + "Where a judge is asked about pairs, each is asked in both orders: a dash for one that scores single responses."));
   }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_ppo.evaluation.over_seeds import SeedWinRates
+from rlhf_ppo.reporting.over_seeds import SeedWinRates
 
 
 def test_the_mean_over_seeds_has_a_standard_error() -> None:
