@@ -1,0 +1,114 @@
+"""The tutorials, word by word from an empty directory, with fewer and smaller updates: what they show is printed."""
+
+import argparse
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from trl.trainer.model_config import ModelConfig
+
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.cli.main import main
+from rlhf_ppo.cli.parser import PPOArgumentParser
+from rlhf_ppo.cli.sources import PPOScriptArguments
+from rlhf_ppo.demo import run as demo
+from rlhf_ppo.demo.pipeline import DemoSize
+
+TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
+BLOCK = re.compile(r'^```(bash|python|text)(?: title="([\w./]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+SMALL = DemoSize(num_stories=64, num_pairs=32, num_updates=1, num_episodes=8, num_held_out=8)
+
+FEWER = {
+    "openings": 96,
+    r"len\(values\) >": 1,
+    "num_stories": 64,
+    "total_episodes": 16,
+    "per_device_train_batch_size": 8,
+    "response_length": 12,
+    "max_new_tokens": 8,
+    "num_sample_generations": 1,
+}
+
+
+def shorter(text: str) -> str:
+    """Two updates of eight episodes, short responses, one table of samples."""
+    for name, number in FEWER.items():
+        text = re.sub(rf"({name}[=( ]+)\d+", rf"\g<1>{number}", text)
+    return text
+
+
+def shape(line: str) -> str:
+    """A line without its figures, and without what a model has said, which is quoted."""
+    return re.sub(r"\s+", " ", re.sub(r"-?\d[\d.,e:-]*|[KM]iB|'[^']*'", "#", line)).strip()
+
+
+class Reader:
+    """Does what a page says, one block after the other."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+        self.namespace: dict[str, object] = {}
+
+    def follow(self, page: Path) -> None:
+        for language, title, text in BLOCK.findall(page.read_text()):
+            if title:
+                Path(title).write_text(shorter(text))
+            elif language == "python":
+                exec(compile(shorter(text), str(page), "exec"), self.namespace)
+            elif language == "bash":
+                for line in text.replace("\\\n", " ").splitlines():
+                    self.run(shorter(line))
+            else:
+                printed = self.capsys.readouterr().out.splitlines()
+                missing = {shape(line) for line in text.splitlines()} - {shape(line) for line in printed}
+                assert missing == set(), page
+
+    def run(self, command: str) -> None:
+        program, *words = shlex.split(command)
+        if command == "rlhf-ppo configs .":
+            Path("examples").is_dir() or main(words)
+            example = Path("examples/first_run.py")
+            example.write_text(shorter(example.read_text()))
+        elif command == "rlhf-ppo demo":
+            Path("demo_output").is_dir() or demo.run_demo(Path("demo_output"), SMALL)
+        elif program == "rlhf-ppo":
+            main(words)
+        elif program == "python":
+            runpy.run_path(words[0], run_name="__main__")
+        else:
+            assert (program, words[0]) == ("accelerate", "launch")
+            args = check_launch(words[1:])
+            if args.cpu:  # in one process: tests/distributed/ starts several
+                sys.argv = [args.training_script, *args.training_script_args]
+                runpy.run_path(args.training_script, run_name="__main__")
+
+
+def check_launch(words: list[str]) -> argparse.Namespace:
+    """Accelerate knows its options, and the script its own; both files are there."""
+    known = PPOArgumentParser((PPOScriptArguments, PPOConfig, ModelConfig))._option_string_actions
+    args = launch_command_parser().parse_args(words)
+    assert Path(args.config_file).is_file() and Path(args.training_script).is_file()
+    assert {word for word in args.training_script_args if word.startswith("--")} <= known.keys()
+    return args
+
+
+@pytest.mark.slow
+def test_the_tutorials_give_what_they_say(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["python"])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setattr(demo, "plot_metrics", lambda *_: None)  # all of them, in seconds: the first run's are drawn
+    reader = Reader(capsys)
+
+    for name in ("first-run", "own-reward", "report", "lora", "many-gpus"):
+        reader.follow(TUTORIALS / f"{name}.md")
+
+    for run in ("first", "food", "food-and-liked", "lora"):
+        assert Path("runs", run, "log_history.jsonl").is_file()
