@@ -160,28 +160,10 @@ def test_paths_that_are_named_exist():
 
 
 OPTIONS_OF_OTHERS = {
-    "docs/from-ms-swift.md": {
-        *(
-            "adapters",
-            "dataset",
-            "external_plugins",
-            "lora_rank",
-            "max_length",
-            "quant_bits",
-            "ref_model",
-            "reward_adapters",
-        ),
-        *(
-            "reward_model",
-            "rlhf_type",
-            "system",
-            "target_modules",
-            "template",
-            "torch_dtype",
-            "train_type",
-            "use_vllm",
-        ),
-    },
+    "docs/from-ms-swift.md": set(
+        "adapters dataset external_plugins lora_rank max_length quant_bits ref_model reward_adapters reward_model "
+        "rlhf_type system target_modules template torch_dtype train_type use_vllm".split()
+    ),
     "docs/distributed.md": {
         "gpus-per-node",
         "nodes",
@@ -190,7 +172,8 @@ OPTIONS_OF_OTHERS = {
         "signal",
     },  # torchrun, SLURM
     "docs/judging.md": {"num_examples"},  # of the script
-    "docs/pipeline.md": {"preferences", "prompts", "texts"},  # of `rlhf-ppo init`
+    "docs/metrics.md": {"env-ids", "filters", "output-filename", "pc", "scan-history"},  # openrlbenchmark
+    "docs/pipeline.md": {"judge_preferences", "preferences", "prompts", "texts"},  # of `rlhf-ppo init`
     "docs/generation.md": {"logprobs-mode", "weight-transfer-config"},  # vLLM's server
 }
 ARGUMENTS_OF_OTHERS = {
@@ -207,7 +190,8 @@ def test_options_and_arguments_that_are_named_exist(page):
     known = {f.name for each in (*configurations, SFTConfig, RewardConfig, ModelConfig) for f in fields(each)}
     arguments = known | set(inspect.signature(PPOTrainer).parameters)
     launch = {name for names in launch_command_parser()._option_string_actions for name in [names.lstrip("-")]}
-    options = known | launch | {"config", "help", "seeds", "metrics", "x", "output"}  # the last of `rlhf-ppo plot`
+    drawing = {"seeds", "metrics", "x", "output", "separately", "judged"}  # of `rlhf-ppo plot` and `report`
+    options = known | launch | drawing | {"config", "help"}
 
     text = page.read_text()
     named = set(re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text))
