@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from accelerate.logging import get_logger
+from rlhf_ppo.processes.logs import get_logger
 
 try:
     import fcntl

@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from accelerate.logging import get_logger
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -22,6 +21,7 @@ from rlhf_ppo.checkpoints.jsonfile import read_object
 from rlhf_ppo.checkpoints.manifest import MANIFEST_NAME, what_is_damaged
 from rlhf_ppo.checkpoints.progress import Progress, check_state
 from rlhf_ppo.checkpoints.run import RUN_NAME, Run, delete, is_of_another, numbered, run_in
+from rlhf_ppo.processes.logs import get_logger
 
 logger = get_logger(__name__)
 

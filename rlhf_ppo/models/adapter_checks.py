@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor, nn
 
 from rlhf_ppo.models.modes import in_eval_mode
 from rlhf_ppo.models.sharded import is_managed, is_sharded
 from rlhf_ppo.models.unwrapping import is_peft_model, probe_ids, transformers_model, with_adapters
+from rlhf_ppo.processes.logs import get_logger
 
 logger = get_logger(__name__)
 

@@ -7,7 +7,6 @@ no later token, no padding, no other row. No list of names says so of an archite
 from __future__ import annotations
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
@@ -16,6 +15,7 @@ from rlhf_ppo.models.modes import as_in_learning, in_eval_mode
 from rlhf_ppo.models.passes import run_padded
 from rlhf_ppo.models.sharded import is_sharded
 from rlhf_ppo.models.unwrapping import backbone, text_config, transformers_model
+from rlhf_ppo.processes.logs import get_logger
 from rlhf_ppo.processes.random_numbers import rng_kept
 
 logger = get_logger(__name__)

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor, nn
 
 from rlhf_ppo.config import PPOConfig
@@ -22,6 +21,7 @@ from rlhf_ppo.models.loading import low_precision_parameters
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 from rlhf_ppo.models.sharded import is_sharded
 from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, with_adapters
+from rlhf_ppo.processes.logs import get_logger
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor, nn
 
 from rlhf_ppo.models.frozen import Frozen
@@ -14,6 +13,7 @@ from rlhf_ppo.models.heads import FrozenScorer, scalar_head
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.stored_linear import StoredLinear
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
+from rlhf_ppo.processes.logs import get_logger
 
 logger = get_logger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accelerate.logging import get_logger
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.models.unwrapping import transformers_model
+from rlhf_ppo.processes.logs import get_logger
 
 logger = get_logger(__name__)
 

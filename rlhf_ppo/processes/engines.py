@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from transformers import TrainingArguments
+
+from rlhf_ppo.processes.logs import get_logger
 
 logger = get_logger(__name__)
 

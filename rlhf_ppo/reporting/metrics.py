@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor
 
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl
@@ -15,6 +14,7 @@ from rlhf_ppo.algorithm.masked import ReduceSum, zero_outside
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
+from rlhf_ppo.processes.logs import get_logger
 from rlhf_ppo.rewards.shaping import masked_kl, shape_scores
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
@@ -39,6 +38,7 @@ from rlhf_ppo.models.unwrapping import is_peft_model
 from rlhf_ppo.models.vocabulary import Vocabulary, shared_vocabulary
 from rlhf_ppo.processes.engines import autocast_dtype, is_sharding
 from rlhf_ppo.processes.failing import failing_together
+from rlhf_ppo.processes.logs import get_logger
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.preference import opponent_of

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
 from rlhf_ppo.models.finite import weights_not_finite
 from rlhf_ppo.processes.failing import failing_together
+from rlhf_ppo.processes.logs import get_logger
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 
 logger = get_logger(__name__)

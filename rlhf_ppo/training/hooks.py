@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
-from accelerate.logging import get_logger
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -36,6 +35,7 @@ from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module
 from rlhf_ppo.processes.collectives import gather_over_ranks, sum_over_ranks
 from rlhf_ppo.processes.failing import failing_together
+from rlhf_ppo.processes.logs import get_logger
 from rlhf_ppo.processes.signals import EndsOnSignals
 from rlhf_ppo.processes.streams import Streams, draw_apart
 from rlhf_ppo.reporting.metrics import MetricWindow

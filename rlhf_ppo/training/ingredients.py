@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +23,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.processes.failing import failing_together
+from rlhf_ppo.processes.logs import get_logger
 from rlhf_ppo.rewards.functions import function_name
 
 logger = get_logger(__name__)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.overflow import detecting_overflow
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import drop_foreign_padding
+from rlhf_ppo.processes.logs import get_logger
 from rlhf_ppo.processes.signals import EndsOnSignals
 from rlhf_ppo.processes.streams import Streams
 from rlhf_ppo.reporting.metrics import MetricWindow

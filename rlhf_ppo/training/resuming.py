@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, set_seed
 from transformers import TrainerState
 
@@ -14,6 +13,7 @@ from rlhf_ppo.checkpoints.history import whole_history
 from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.datasets import num_rows
+from rlhf_ppo.processes.logs import get_logger
 from rlhf_ppo.processes.streams import Streams
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.training.divergence import DivergenceGuard, Skipped

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -23,6 +22,7 @@ from rlhf_ppo.checkpoints.whole import last_whole_checkpoint, what_is_missing
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.processes.failing import failing_together
+from rlhf_ppo.processes.logs import get_logger
 from rlhf_ppo.reporting.completion_files import write_completions
 from rlhf_ppo.reporting.run_settings import save_settings
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accelerate.logging import get_logger
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +12,7 @@ from rlhf_ppo.data.encoding import eos_id, pad_id
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation.sequences import ended
 from rlhf_ppo.generation.stopping import StopStrings
+from rlhf_ppo.processes.logs import get_logger
 
 logger = get_logger(__name__)
 

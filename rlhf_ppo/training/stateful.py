@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate.logging import get_logger
+
+from rlhf_ppo.processes.logs import get_logger
 
 logger = get_logger(__name__)
 
