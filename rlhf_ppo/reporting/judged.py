@@ -116,7 +116,7 @@ def over_seeds(judged: Sequence[Judged]) -> list[dict[str, Any]]:
     for group in groups.values():
         seeds = [each.figures["options"]["seed"] for each in group]
         if len(set(seeds)) == len(group) > 1:
-            figures = [[each.figures.get(name) for each in group] for name in _OF_RATES]
+            figures: Any = [[each.figures.get(name) for each in group] for name in _OF_RATES]
             rates = SeedWinRates(seeds, *figures)
             names = [each.name for each in group]
             found.append({"names": names, "mean": rates.mean, "standard_error": rates.standard_error})

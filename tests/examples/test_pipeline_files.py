@@ -143,6 +143,25 @@ def test_maths_with_a_rule_runs_at_the_size_of_a_toy(
     assert not any("objective/kl" in line for line in log)  # there is no reference
 
 
+def test_no_prompt_of_human_text_is_in_two_parts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [{"prompt": f"I {row % 90}", "chosen": " ran.", "rejected": f" fell {row}."} for row in range(180)]
+    pairs += [{"prompt": "", "chosen": " a", "rejected": " b"}, {"prompt": "I 1", "chosen": " c", "rejected": " c"}]
+    Path("pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    monkeypatch.setattr(sys, "argv", ["human_text.py", "pairs.jsonl", "human_text", "--num_held_out", "9"])
+    runpy.run_path("examples/human_text.py", run_name="__main__")
+
+    rows = {path.stem: [json.loads(line) for line in path.open()] for path in Path("human_text").glob("*.jsonl")}
+    prompts = {name: {row["prompt"] for row in rows[name]} for name in rows if name != "texts"}
+    parts = ("pairs", "judge_pairs", "held_out")
+    assert sum(len(prompts[name]) for name in parts) == len(set().union(*(prompts[name] for name in parts))) == 91
+    assert prompts["prompts"] == prompts["pairs"] and len(prompts["held_out"]) == 9
+    assert len(rows["pairs"]) + len(rows["judge_pairs"]) == 181 - 2 * 9  # the pair whose sides are equal is left out
+    held_out = tuple(f"{prompt} " for prompt in prompts["held_out"])
+    assert not any(row["text"].startswith(held_out) for row in rows["texts"])
+    assert "human_text/base" in yaml.safe_load(Path("examples/human_text.yaml").read_text())["sft"].values()
+    assert Path("human_text/base/tokenizer.json").is_file()
+
+
 def test_a_file_that_is_no_data_for_an_example_is_named(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     Path("rows.jsonl").write_text('{"question": "?"}\n')
     for script, words in (("gsm8k.py", "no column answer"), ("human_text.py", "line 1 of rows.jsonl has no prompt")):

@@ -1,0 +1,118 @@
+"""Run `examples/human_text.yaml`, measure its steps, and write figures, samples and report into the documentation.
+
+python benchmarks/human_text.py ../shared/data/ethics_util/train_pairs.jsonl
+
+`--work` names the directory in which it runs: what is finished there stays, and its seconds are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "benchmarks" / "HUMAN_TEXT.md"
+REPORT = ROOT / "docs" / "assets" / "human-text-report.html"
+RUN = Path("runs/human_text")
+NUM_SAMPLES = 10
+
+
+def run(pairs: Path, work: Path) -> dict[str, float]:
+    """Prepare the data and run the pipeline; return the seconds of each step."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    kept = work / "seconds.json"
+    seconds: dict[str, float] = json.loads(kept.read_text()) if kept.exists() else {}
+    if not seconds:
+        began = time.monotonic()
+        script = [sys.executable, str(ROOT / "examples/human_text.py"), str(pairs.resolve()), "human_text"]
+        subprocess.run(script, cwd=work, env=environment, check=True)
+        seconds["preparing the data"] = time.monotonic() - began
+    words = [sys.executable, "-m", "rlhf_ppo", "pipeline", str(ROOT / "examples/human_text.yaml")]
+    process = subprocess.Popen(words, cwd=work, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    step, began = None, time.monotonic()
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        started = re.match(r"([\w-]+): rlhf-ppo ", line)
+        if step is not None and (started or line.startswith("Win rates:")):
+            seconds[step] = time.monotonic() - began
+            kept.write_text(json.dumps(seconds))
+        if started:
+            step, began = started[1], time.monotonic()
+    if process.wait():
+        raise SystemExit(process.returncode)
+    return seconds
+
+
+def written(work: Path, seconds: dict[str, float]) -> Iterator[str]:
+    """Yield the lines of the page: win rates, what PPO did, the seconds, and samples as they come."""
+    results = json.loads((work / RUN / "results.json").read_text())
+    error = results["standard_error"]
+    yield "| Seed | Win rate over SFT | 95 % interval | at equal length | reward on held-out prompts | KL |"
+    yield "|---|---|---|---|---|---|"
+    for said in results["seeds"]:
+        first, last = evaluations(work / RUN / f"ppo-seed{said['seed']}")
+        low, high = said["interval"]
+        yield (
+            f"| {said['seed']} | {said['win_rate']:.1%} | {low:.1%} to {high:.1%} | {said['length_controlled']:.1%} "
+            f"| {first['eval_score']:.2f} to {last['eval_score']:.2f} | {last['eval_kl']:.1f} |"
+        )
+    if error is not None:
+        yield f"| mean | {results['win_rate']:.1%}, standard error {100 * error:.1f} | | | | |"
+    yield ""
+    total = sum(seconds.values()) / 60
+    steps = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
+    yield (
+        f"{total:.1f} minutes in all ({steps}) on {os.cpu_count()} cores ({platform.machine()}), torch "
+        f"{torch.__version__} with {torch.get_num_threads()} threads."
+    )
+    yield ""
+    yield f"The first {NUM_SAMPLES} held-out prompts, with what either model wrote, as they come (seed 0):"
+    yield ""
+    yield "| Prompt | language model | policy | judge prefers |"
+    yield "|---|---|---|---|"
+    table = pd.read_parquet(work / RUN / "judge-seed0" / "judged.parquet").astype(object)
+    for row in table.head(NUM_SAMPLES).to_dict("records"):
+        better = "policy" if row["verdict"] > 0 else "language model" if row["verdict"] < 0 else "neither"
+        texts = [cell(row[name]) for name in ("prompt", "opponent", "model")]
+        yield f"| {' | '.join(texts)} | {better} |"
+
+
+def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the first and the last evaluation of a run."""
+    log = [json.loads(line) for line in (folder / "log_history.jsonl").read_text().splitlines()]
+    found = [entry for entry in log if "eval_score" in entry]
+    return found[0], found[-1]
+
+
+def cell(text: str) -> str:
+    """Return a text that fits into a table."""
+    return " ".join(str(text).replace("|", "\\|").split())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Run examples/human_text.yaml and write it into the documentation.")
+    parser.add_argument("pairs", type=Path, help="JSON lines with prompt, chosen and rejected")
+    parser.add_argument("--work", type=Path, help="where it runs; by default a directory that is removed")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = options.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        seconds = run(options.pairs, work)
+        PAGE.write_text("\n".join(written(work, seconds)) + "\n")
+        shutil.copyfile(work / RUN / "report.html", REPORT)
+    print(f"{PAGE} and {REPORT} are written")
