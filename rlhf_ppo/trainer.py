@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from rlhf_ppo.algorithm.controllers import FixedKLController, KLController
+from rlhf_ppo.algorithm.controllers import KLController
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_value_loss
 from rlhf_ppo.algorithm.masked import masked_whiten
-from rlhf_ppo.algorithm.moments import RunningMoments
+from rlhf_ppo.algorithm.moments import RunningMoments, ScoreMoments
 from rlhf_ppo.algorithm.penalties import token_rewards
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.datasets import PromptCollator, num_rows
@@ -90,7 +90,8 @@ class PPOTrainer(TrainerHooks):
             takes the one saved beside the model if its tokens differ.
         value_peft_config: Adds an adapter to the value model, which is trained with the head instead of all weights.
             With `args.share_base_model` None copies the policy's.
-        kl_controller: Sets the coefficient of the KL penalty after each update; None keeps `args.kl_coef`.
+        kl_controller: Sets the coefficient of the KL penalty after each update; None keeps `args.kl_coef`, or moves
+            it towards `args.kl_target`.
         engine: Generates the responses, in place of the engine that `args.generation_engine` names.
         policy_loss: A function `(logprobs, experience, args) -> PolicyLoss`, see the method of that name; None takes
             the one that `args.policy_loss` names.
@@ -144,7 +145,7 @@ class PPOTrainer(TrainerHooks):
         models = construction.assemble_models(*given, construction.needs_reference(args, functions, kl_controller))
         self._vocabulary = models.vocabulary(processing_class, tokens)
         self._tokenizer, self._config = processing_class, args
-        self._hold(models, FixedKLController(args) if kl_controller is None else kl_controller)
+        self._hold(models, construction.make_kl_controller(args, kl_controller))
         data = self._preparation.both(train_dataset, eval_dataset)
         # long prompts were dropped
         self.sizes = args.fill_derived(num_processes(args), num_rows(data["train_dataset"]))
@@ -164,7 +165,7 @@ class PPOTrainer(TrainerHooks):
 
     def _hold(self, models: Models, kl_controller: KLController) -> None:
         self.kl_controller, self.score_moments = kl_controller, RunningMoments()
-        moments = {"score_moments": self.score_moments} if self._config.score_scaling else {}
+        moments = {"score_moments": self.score_moments} if self._config.counts_scores else {}
         self._stateful = StatefulParts(kl_controller=kl_controller, **moments)
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [reward.model for reward in models.rewards]
@@ -384,7 +385,7 @@ class PPOTrainer(TrainerHooks):
             are masked out.
         """
         args, mask = self.args, rollout.loss_mask
-        if args.score_scaling:
+        if args.counts_scores:
             self.score_moments.add(whole_scores(rollout), self._sum)
         rewards = paid = self.shape_rewards(rollout)
         if args.whiten_rewards:
@@ -392,7 +393,7 @@ class PPOTrainer(TrainerHooks):
         advantages, returns = self.compute_advantages(rollout, rewards)
         weights = rollout.importance_weights(args.importance_sampling_clip_max)
         whitened = masked_whiten(advantages, mask, reduce_sum=self._sum)
-        self._loop.figures.take(rollout, self._score_std, (paid, returns, whitened), weights)
+        self._loop.figures.take(rollout, self._score_unit, (paid, returns, whitened), weights)
         return Experience.of(rollout, whitened, returns, weights if args.importance_sampling_correction else None)
 
     def shape_rewards(self, rollout: Rollout) -> Tensor:
@@ -406,7 +407,7 @@ class PPOTrainer(TrainerHooks):
         Returns:
             Rewards, float32 `(B, T)`, 0 outside the response mask.
         """
-        scores, token_scores = shape_scores(rollout, self.args, self._score_std)
+        scores, token_scores = shape_scores(rollout, self.args, self._score_unit)
         kl = masked_kl(rollout, self.args.kl_estimator)
         return token_rewards(kl, scores, rollout.response_mask, self.kl_controller.coef, token_scores)[1]
 
@@ -424,8 +425,8 @@ class PPOTrainer(TrainerHooks):
         return advantages_and_returns(rollout, rewards, self.args)
 
     @property
-    def _score_std(self) -> float | None:
-        return self.score_moments.std if self.args.score_scaling else None
+    def _score_unit(self) -> ScoreMoments | None:
+        return self.score_moments.moments if self.args.counts_scores else None
 
     # ---- Learning ----
 

@@ -347,6 +347,10 @@ def metrics(
         "val/first_logratio": 0.0,  # by definition: the policy has not moved
         "val/num_eos_tokens": stopped,
         "val/explained_variance": 1 - float((returns - values).var() / returns.var()),
+        "val/values_mean": values.mean(),
+        "val/values_min": values.min(),
+        "val/values_max": values.max(),
+        "val/returns_mean": returns.mean(),
         "response/length_mean": float(np.mean(lengths)),
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),

@@ -62,3 +62,33 @@ class FixedKLController:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Read nothing."""
+
+
+class AdaptiveKLController:
+    """Moves the coefficient until the KL of a response is the target.
+
+        coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)
+
+    after each update of n episodes. Ziegler et al., 1909.08593, section 2.2.
+
+    Args:
+        coef: Reward per nat, of the first update; positive.
+        target: KL of a response, summed over its tokens, nats.
+        horizon: Episodes; the fewer, the faster it moves.
+    """
+
+    def __init__(self, coef: float, target: float, horizon: float) -> None:
+        self.coef, self.target, self.horizon = coef, target, horizon
+
+    def update(self, mean_kl: float, num_episodes: int) -> None:
+        """Move the coefficient towards the target by at most a fifth, times the episodes' share of the horizon."""
+        error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * num_episodes / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the coefficient; target and horizon are those of the arguments."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with a coefficient."""
+        self.coef = state["coef"]

@@ -34,6 +34,7 @@ class HalfLearned:
         num_minibatches: Mini-batches that are learned.
         num_micro_batches: Micro-batches of the next one whose `on_substep_end` was fired; they are learned again.
         sums: Figures of each micro-batch that is learned, float32 `(num_figures,)`.
+        epoch_start: How many of these the epoch that is learned began with.
         named: Names of those that the losses give beyond PPO's own.
         grad_norm: The gradients' norm of the last optimizer step.
         metrics: Those of the rollout.
@@ -50,6 +51,7 @@ class HalfLearned:
     num_minibatches: int = 0
     num_micro_batches: int = 0
     sums: list[Tensor] = field(default_factory=list)
+    epoch_start: int = 0
     named: list[str] = field(default_factory=list)
     grad_norm: float | Tensor = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -135,7 +137,9 @@ def _read(path: str) -> Iterator[Any]:
 
 def _values(file: Any) -> dict[str, Any]:
     values, types = json.loads(file.metadata()[_VALUES]), _value_types()
-    if not types.keys() - {"named", "completions"} <= values.keys() <= types.keys():  # earlier versions had neither
+    if (
+        not types.keys() - {"named", "completions", "epoch_start"} <= values.keys() <= types.keys()
+    ):  # earlier versions had none
         raise KeyError(f"{sorted(values)} instead of {sorted(types)}")
     for name, value in values.items():
         check_type(name, value, types[name], "")

@@ -178,9 +178,6 @@ class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, RecipeArguments, E
         "ends with an error. Functions run in threads then, not in the main one; one that hangs is left behind. None: "
         "no limit.",
     )
-    score_scaling: bool = _option(
-        False, "Divide scores by the standard deviation of all scores of the run so far, of all processes."
-    )
     score_clip: float | None = _option(
         None,
         "Clip the summed score to [-score_clip, score_clip], after score_scaling and before missing_eos_penalty or "

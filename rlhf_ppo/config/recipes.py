@@ -11,6 +11,7 @@ RECIPE_RANGES: dict[str, Interval] = {
     "cliprange_high": Interval(0, math.inf, open_low=True),
     "dual_clip": Interval(1, math.inf, open_low=True),
     "entropy_coef": Interval(0, math.inf),
+    **dict.fromkeys(("kl_target", "kl_horizon", "kl_stop"), Interval(0, math.inf, open_low=True)),
     "lam_policy": Interval(0, 1),
     "lam_critic": Interval(0, 1),
     "length_adaptive_alpha": Interval(0, math.inf, open_low=True),
@@ -26,6 +27,33 @@ class RecipeArguments:
         False,
         "With kl_coef=0: hold and run a reference all the same, so that the KL to it is logged. Else there is none, "
         "unless ref_model or ref_adapter_name gives one, or a KL controller or a reward needs one.",
+    )
+
+    kl_target: float | None = _option(
+        None,
+        "KL of a response, in nats, towards which kl_coef moves after each update: by at most a fifth, times the "
+        "update's share of kl_horizon (arXiv 1909.08593, section 2.2). None: kl_coef stays.",
+    )
+    kl_horizon: float = _option(10_000, "Episodes over which kl_coef moves towards kl_target; the fewer, the faster.")
+    kl_stop: float | None = _option(
+        None,
+        "End an update's epochs once the policy has moved this far from where it sampled, in nats per token: the "
+        "mean over an epoch of k3 (http://joschu.net/blog/kl-approx.html). None: num_ppo_epochs in any case.",
+    )
+
+    # --- Scores and values ---
+    score_scaling: bool = _option(
+        False, "Divide scores by the standard deviation of all scores of the run so far, of all processes."
+    )
+    score_normalization: bool = _option(
+        False,
+        "Subtract the mean of all scores of the run so far, and divide by their standard deviation (arXiv "
+        "2307.04964); then score_clip. Not together with score_scaling.",
+    )
+    value_head_init: Literal["zero", "normal"] = _option(
+        "zero",
+        "Head of a value model that is made from the policy, of d inputs: 'zero', or 'normal' of standard deviation "
+        "1 / sqrt(d + 1) (arXiv 2403.17031).",
     )
 
     # --- Advantages ---
@@ -69,8 +97,17 @@ class RecipeArguments:
         "response_length (arXiv 2503.20783).",
     )
 
+    @property
+    def counts_scores(self) -> bool:
+        """Whether the mean and spread of all scores of the run are needed."""
+        return self.score_scaling or self.score_normalization
+
 
 class _Checked(Protocol):
+    kl_coef: float
+    kl_target: float | None
+    score_normalization: bool
+    score_scaling: bool
     cliprange: float
     cliprange_high: float | None
     cliprange_value: float | None
@@ -98,6 +135,14 @@ def check_recipes(args: _Checked) -> None:
         raise ValueError(
             f"dual_clip={args.dual_clip} has no place in policy_loss={args.policy_loss!r}; leave it None, or set "
             "policy_loss to 'ppo'"
+        )
+    if args.kl_target is not None and args.kl_coef == 0:
+        raise ValueError(
+            f"kl_target={args.kl_target} multiplies kl_coef=0, which stays 0; start from a positive kl_coef"
+        )
+    if args.score_scaling and args.score_normalization:
+        raise ValueError(
+            "score_scaling=True and score_normalization=True exclude each other; the second one scales too"
         )
     if args.lam_policy is not None and args.length_adaptive_alpha is not None:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -166,6 +167,21 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
     with gathered([head], modify=True):
         nn.init.zeros_(head)
     return value_model.to(next(source.parameters()).device).train()
+
+
+def init_normal_head(value_model: nn.Module, seed: int) -> None:
+    """Draw the weights of a value model's head, of `d` inputs, from a normal distribution of std `1 / sqrt(d + 1)`.
+
+    N+ implementation details, 2403.17031, section 4. All processes draw the same, and no other random numbers.
+
+    Args:
+        value_model: A model with a per-token scalar head.
+        seed: Of the draw.
+    """
+    head = weight_of(head_of_scorer(value_model))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad(), gathered([head], modify=True):
+        head.copy_(torch.randn(head.shape, generator=generator) / math.sqrt(head.shape[-1] + 1))
 
 
 def empty_classifier(model: nn.Module) -> nn.Module:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl
+from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl, explained_variance
 from rlhf_ppo.algorithm.masked import ReduceSum, zero_outside
+from rlhf_ppo.algorithm.moments import ScoreMoments
+from rlhf_ppo.algorithm.penalties import kl_estimate
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
@@ -51,19 +53,21 @@ def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor | None, kl_coef
     }
 
 
-def rollout_columns(rollout: Rollout, args: PPOConfig, kl_coef: float, score_std: float | None) -> dict[str, Tensor]:
+def rollout_columns(
+    rollout: Rollout, args: PPOConfig, kl_coef: float, score_unit: ScoreMoments | None
+) -> dict[str, Tensor]:
     """Return what each episode of a rollout is worth and what it costs, for the metrics.
 
     Args:
         rollout: `B` scored responses.
         args: Gives what shapes the scores, and the KL estimator.
         kl_coef: Reward per nat.
-        score_std: What scores are divided by; None leaves them in their own unit.
+        score_unit: What scores are scaled by; None leaves them in their own unit.
 
     Returns:
         What `episode_columns` gives.
     """
-    scores, token_scores = shape_scores(rollout, args, score_std)
+    scores, token_scores = shape_scores(rollout, args, score_unit)
     kl = masked_kl(rollout, args.kl_estimator)
     return episode_columns(rollout, scores + token_scores.sum(dim=1), kl, kl_coef)
 
@@ -153,6 +157,40 @@ def sampling_metrics(
     }
 
 
+def critic_metrics(
+    values: Tensor, returns: Tensor, mask: Tensor, reduce_sum: ReduceSum, gather: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    """Say what the value model expected of a rollout, and what came.
+
+    Args:
+        values: Estimates, `(B, T)`, in the reward's unit.
+        returns: What the value model is to expect, `(B, T)`.
+        mask: True on the tokens that are learned from, bool `(B, T)`.
+        reduce_sum: Adds a tensor up over ranks.
+        gather: Concatenates over ranks along the first dimension.
+
+    Returns:
+        Mean and extremes of the values, mean of the returns, and how much of their variance the values foresee, over
+        the tokens of all ranks; of these only the last where there are none.
+    """
+    explained = {"val/explained_variance": float(explained_variance(values, returns, mask, reduce_sum))}
+    sums = torch.stack([zero_outside(values, mask).sum(), zero_outside(returns, mask).sum(), mask.sum().float()])
+    of_values, of_returns, num_tokens = reduce_sum(sums).tolist()
+    lowest, highest = (
+        values.float().masked_fill(~mask, torch.inf).min(),
+        values.float().masked_fill(~mask, -torch.inf).max(),
+    )
+    extremes: list[float] = gather(torch.stack([-lowest, highest])[None]).amax(dim=0).tolist()
+    if num_tokens == 0:
+        return explained
+    return explained | {
+        "val/values_mean": of_values / num_tokens,
+        "val/values_min": -extremes[0],
+        "val/values_max": extremes[1],
+        "val/returns_mean": of_returns / num_tokens,
+    }
+
+
 def unique_fraction(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> float:
     """Return the share of different responses among those of all ranks, in (0, 1].
 
@@ -230,7 +268,11 @@ class UpdateStatistics:
     Attributes:
         sums: Per-token sums of each micro-batch, in the order of `KEYS` and `named`, and the number of tokens last.
         named: Names of the figures that the losses give beyond these.
+        watches_kl: Whether `KL` is one of them.
+        num_epochs: Epochs that were learned, where that is watched.
     """
+
+    KL = "policy/kl_avg"
 
     KEYS = (
         "policy/approxkl_avg",
@@ -244,6 +286,8 @@ class UpdateStatistics:
 
     sums: list[Tensor] = field(default_factory=list)
     named: tuple[str, ...] = ()
+    watches_kl: bool = False
+    num_epochs: int | None = None
 
     @torch.no_grad()
     def add(self, part: Experience, output: PolicyAndValueOutput, policy: PolicyLoss, value: ValueLoss) -> None:
@@ -259,6 +303,8 @@ class UpdateStatistics:
             ValueError: The losses give other figures than those of the micro-batch before, or one of another shape.
         """
         mask, figures = part.loss_mask, {**policy.figures, **value.figures}
+        if self.watches_kl:
+            figures[self.KL] = kl_estimate(part.logprobs, output.logprobs, "k3")
         self._check_figures(figures, mask.shape)
         per_token = (
             approx_kl(output.logprobs, part.logprobs),
@@ -285,6 +331,26 @@ class UpdateStatistics:
             if values.shape != shape:
                 raise ValueError(f"the figure {name!r} has shape {tuple(values.shape)}, expected {tuple(shape)}")
         self.named = tuple(figures)
+
+    def mean_kl(self, start: int, reduce_sum: Callable[[Tensor], Tensor]) -> float:
+        """Return the mean KL to the policy that sampled, over the tokens of all ranks.
+
+            k3 = rho - 1 - log rho,        rho = exp(logprob - old_logprob)
+
+        J. Schulman, *Approximating KL Divergence* (2020).
+
+        Args:
+            start: The first micro-batch that counts.
+            reduce_sum: Adds a tensor up over ranks.
+
+        Returns:
+            Nats per token; 0 without a micro-batch, which is so on all ranks or on none.
+        """
+        if len(self.sums) <= start:
+            return 0.0
+        column = len(self.KEYS) + self.named.index(self.KL)
+        total, num_tokens = reduce_sum(torch.stack(self.sums[start:]).sum(dim=0)[[column, -1]]).tolist()
+        return total / num_tokens
 
     def drop_last(self, count: int) -> None:
         """Forget the last micro-batches: their optimizer step was not taken."""
@@ -316,6 +382,7 @@ class UpdateStatistics:
         means = {key: total / num_tokens for key, total in zip((*self.KEYS, *self.named), sums, strict=True)}
         return {
             **means,
+            **({} if self.num_epochs is None else {"policy/kl_stop_epoch": float(self.num_epochs)}),
             "val/ratio_var": float(ratios.var()) if len(ratios) > 1 else 0.0,
             "val/first_logratio": float((2 * half_of_squares / num_first.clamp(min=1)).sqrt()),
         }

@@ -2,6 +2,7 @@
 
 1. Each reward source's scores are weighted and added up (`rlhf_ppo.rewards.scorer`).
 2. `score_scaling` divides by the standard deviation of all scores of the run so far; rewards of single tokens too.
+   `score_normalization` subtracts the mean of all scores before that, once for each response.
 3. `score_clip` limits the score's absolute value; rewards of single tokens stay.
 4. `missing_eos_penalty` lowers, or `missing_eos_score` replaces, the score of a response without the stop token.
 """
@@ -11,29 +12,31 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlhf_ppo.algorithm.masked import zero_outside
+from rlhf_ppo.algorithm.moments import ScoreMoments
 from rlhf_ppo.algorithm.penalties import clip_scores, kl_estimate, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import Rollout
 
 
-def shape_scores(rollout: Rollout, args: PPOConfig, std: float | None = None) -> tuple[Tensor, Tensor]:
+def shape_scores(rollout: Rollout, args: PPOConfig, unit: ScoreMoments | None = None) -> tuple[Tensor, Tensor]:
     """Scale, clip, and apply what is said about responses without the stop token.
 
     Args:
         rollout: `B` scored responses.
-        args: Gives `score_scaling`, `score_clip`, `missing_eos_penalty` and `missing_eos_score`.
-        std: What scores are divided by; None leaves them in their own unit, in which an evaluation states them. A
+        args: Gives `score_normalization`, `score_clip`, `missing_eos_penalty` and `missing_eos_score`.
+        unit: What scores are scaled by; None leaves them in their own unit, in which an evaluation states them. A
             `score_clip` that is meant for scaled scores is then left out.
 
     Returns:
         The scores to pay at the last token, float32 `(B,)`, NaN for responses that no source scored; and the rewards
         of single tokens, float32 `(B, T)`, 0 outside the response mask.
     """
-    unit = 1.0 if std is None else std
-    clip = None if std is None and args.score_scaling else args.score_clip
-    scores = clip_scores(rollout.scores / unit, clip)
+    std = 1.0 if unit is None else unit.std
+    mean = unit.mean if unit is not None and args.score_normalization else 0.0
+    clip = None if unit is None and args.counts_scores else args.score_clip
+    scores = clip_scores((rollout.scores - mean) / std, clip)
     scores = penalize_missing_eos(scores, rollout.stopped, args.missing_eos_penalty)
-    return replace_missing_eos(scores, rollout.stopped, args.missing_eos_score), _of_tokens(rollout) / unit
+    return replace_missing_eos(scores, rollout.stopped, args.missing_eos_score), _of_tokens(rollout) / std
 
 
 def masked_kl(rollout: Rollout, estimator: str) -> Tensor | None:

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
+from rlhf_ppo.algorithm.controllers import AdaptiveKLController, FixedKLController, KLController
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.validation import parse_weights
 from rlhf_ppo.data.lengths import PositionLimit, smallest
@@ -18,10 +19,11 @@ from rlhf_ppo.estimate.counting import copy_without_storage
 from rlhf_ppo.models.adapter_checks import check_adapter, warn_of_rank_allocation
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.consistency import check_consistent
-from rlhf_ppo.models.heads import FrozenScorer, check_classifier
+from rlhf_ppo.models.heads import FrozenScorer, check_classifier, reads_last_token
 from rlhf_ppo.models.loading import (
     check_runs_on,
     check_value_model,
+    init_normal_head,
     load_policy,
     load_scalar_model,
     low_precision_parameters,
@@ -136,14 +138,15 @@ def assemble_models(
         critic = load_scalar_model(given["value_model"], "value_model", merges_adapter=not args.share_base_model)
     loaded = {"model": policy, "ref_model": reference_model, "value_model": critic} | scorers
     _check_loaded(args, loaded)
+    readable = next((reward.model for reward in rewards if reward.tokenizer is None), None)
+    _check_head_init(args, critic, readable)
     if args.share_base_model:
         policy = _with_adapter(args, policy, peft_config, base_serves_others=True)
         critic = value_model_over(policy, critic, value_peft_config)
         _share_with_rewards(policy, rewards)
         check_value_model(critic)
     else:
-        if critic is None:
-            critic = make_value_model(policy, next((r.model for r in rewards if r.tokenizer is None), None))
+        critic = _new_value_model(args, policy, readable) if critic is None else critic
         check_value_model(critic)
         if value_peft_config is not None:
             critic = add_value_adapter(critic, value_peft_config)
@@ -174,6 +177,27 @@ def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> No
                 check_consistent(module, name, args if name == "model" else None)
             elif name.startswith("reward_model"):
                 check_classifier(module, name)
+
+
+def _new_value_model(args: PPOConfig, policy: nn.Module, reward_model: nn.Module | None) -> nn.Module:
+    value_model = make_value_model(policy, reward_model)
+    if args.value_head_init == "normal":
+        init_normal_head(value_model, args.seed)
+    return value_model
+
+
+def _check_head_init(args: PPOConfig, critic: nn.Module | None, reward_model: nn.Module | None) -> None:
+    """Check that a head that is to be drawn is a new one."""
+    reasons = {
+        "share_base_model=True": args.share_base_model,
+        "value_model is given": critic is not None,
+        "the value model is a copy of reward_model": reward_model is not None and reads_last_token(reward_model),
+    }
+    if args.value_head_init == "normal" and any(reasons.values()):
+        raise ValueError(
+            "value_head_init='normal' draws the head of a value model that is made from the policy, but "
+            f"{next(reason for reason, holds in reasons.items() if holds)}; leave it 'zero'"
+        )
 
 
 def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:
@@ -226,6 +250,19 @@ def needs_reference(args: PPOConfig, functions: Sequence[Callable[..., Any]], kl
     """Tell whether a run needs a reference though none is given: for the KL, or for rewards that compare with it."""
     asked = [opponent_of(function) for function in functions]
     return asks_for_reference(args) or kl_controller is not None or "reference" in asked
+
+
+def make_kl_controller(args: PPOConfig, given: KLController | None) -> KLController:
+    """Return the controller that is given, or that the arguments ask for.
+
+    Raises:
+        ValueError: They ask for another one than is given.
+    """
+    if given is not None and args.kl_target is not None:
+        raise ValueError(f"kl_controller and kl_target={args.kl_target} both set the KL coefficient; leave one None")
+    if args.kl_target is None:
+        return FixedKLController(args) if given is None else given
+    return AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
 
 
 def store_and_place(

@@ -132,7 +132,7 @@ class Evaluation:
     def _columns(self, model: nn.Module, prompts: Prompts) -> dict[str, Tensor]:
         run = self.run
         rollout = run._guard.checked_rollout(run.collect_rollout(model, prompts))
-        return rollout_columns(rollout, run.args, run.kl_controller.coef, score_std=None)
+        return rollout_columns(rollout, run.args, run.kl_controller.coef, score_unit=None)
 
     def check_has_best(self, metrics: Mapping[str, float], trial: Any) -> None:
         """Check that an evaluation gave the metric by which models are compared.

@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerControl
 
 from rlhf_ppo.algorithm.controllers import FixedKLController, KLController
-from rlhf_ppo.algorithm.losses import explained_variance
+from rlhf_ppo.algorithm.moments import ScoreMoments
 from rlhf_ppo.checkpoints.half_learned import HalfLearned
 from rlhf_ppo.checkpoints.progress import PPOTrainerState
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.reporting.kept_completions import KeptCompletions
 from rlhf_ppo.reporting.metrics import (
+    critic_metrics,
     gather_columns,
     response_metrics,
     rollout_columns,
@@ -68,7 +69,7 @@ class UpdateFigures:
     def take(
         self,
         rollout: Rollout,
-        score_std: float | None,
+        score_unit: ScoreMoments | None,
         of_tokens: tuple[Tensor, Tensor, Tensor],
         weights: Tensor | None,
     ) -> None:
@@ -76,19 +77,18 @@ class UpdateFigures:
 
         Args:
             rollout: This rank's.
-            score_std: What scores are divided by; None leaves them in their own unit.
+            score_unit: What scores are scaled by; None leaves them in their own unit.
             of_tokens: What each token was paid before whitening, what the value model is to expect, and whitened
                 advantages, `(B, T)` each.
             weights: Importance weights, `(B, T)`, or None.
         """
         run, args, logged = self.run, self.run.args, self.run._logged.columns
         paid, returns, advantages = of_tokens
-        own = rollout_columns(rollout, args, run.kl_controller.coef, score_std)
+        own = rollout_columns(rollout, args, run.kl_controller.coef, score_unit)
         columns = gather_columns(own, run._gather)
         warn_of_unscored(columns["scores"])
         run._metrics |= response_metrics(rollout, columns, run._gather) | run._logged.drain()
-        explained = explained_variance(rollout.values, returns, rollout.loss_mask, run._sum)
-        run._metrics["val/explained_variance"] = float(explained)
+        run._metrics |= critic_metrics(rollout.values, returns, rollout.loss_mask, run._sum, run._gather)
         run._metrics |= sampling_metrics(rollout, weights, run._sum, run._gather)
         if not isinstance(run.kl_controller, FixedKLController):
             run._metrics["objective/kl_coef"] = float(run.kl_controller.coef)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
 
 from rlhf_ppo.checkpoints.fits import naming
 from rlhf_ppo.checkpoints.half_learned import HalfLearned, check_as_begun, half_learned_in
@@ -34,6 +34,7 @@ class LearningRun(Protocol):
     accelerator: Accelerator
     _signals: EndsOnSignals
     _streams: Streams
+    _sum: Callable[[Tensor], Tensor]
 
     def _fire(self, event: str) -> None: ...
 
@@ -59,6 +60,7 @@ class LearningInParts:
         keep: Callable[[HalfLearned], None],
     ) -> None:
         self.args, self.accelerator, self.streams, self.fire = run.args, run.accelerator, run._streams, run._fire
+        self.reduce_sum = run._sum
         self.between = BetweenMicroBatches(run._signals, self.accelerator.num_processes, self.args.device)
         self.keep = keep
         self.unfinished: HalfLearned | None = None
@@ -100,7 +102,8 @@ class LearningInParts:
         learned = self.unfinished or HalfLearned(experience, self._begun_with())
         self.unfinished = learned if type(learned.experience) is Experience else None  # others cannot be kept
         try:
-            yield learned, UpdateStatistics(list(learned.sums), tuple(learned.named))
+            watches_kl = self.args.kl_stop is not None
+            yield learned, UpdateStatistics(list(learned.sums), tuple(learned.named), watches_kl)
         except Stopped:
             norm: Any = learned.grad_norm
             learned.grad_norm = float(getattr(norm, "full_tensor", lambda: norm)())
@@ -130,6 +133,18 @@ class LearningInParts:
             self.between.seconds = time.monotonic() - start
             learned.num_minibatches, learned.num_micro_batches = learned.num_minibatches + 1, 0
             learned.sums, learned.named = list(statistics.sums), list(statistics.named)
+            if self._ends_with_epoch(learned, statistics):
+                break
+
+    def _ends_with_epoch(self, learned: HalfLearned, statistics: UpdateStatistics) -> bool:
+        """Tell, on all ranks alike, whether an epoch is learned that has moved the policy as far as `kl_stop`."""
+        per_epoch, limit = self.args.num_mini_batches, self.args.kl_stop
+        if limit is None or learned.num_minibatches % per_epoch:
+            return False
+        statistics.num_epochs = learned.num_minibatches // per_epoch
+        kl = statistics.mean_kl(learned.epoch_start, self.reduce_sum)
+        learned.epoch_start = len(statistics.sums)
+        return kl > limit
 
     def begin_micro_batch(self, index: int) -> None:
         """Give up the mini-batch before one of its micro-batches, on all ranks, if a signal has come."""

@@ -71,7 +71,8 @@ def resolve_policy_loss(given: Any) -> PolicyLossFunction:
     if isinstance(given, type) or not (isinstance(given, str) or callable(given)):
         raise TypeError(f"policy_loss={given!r:.60} must be a name or a function (logprobs, experience, args)")
     if not isinstance(given, str):
-        return given
+        own: Any = given
+        return own
     function: Any = POLICY_LOSSES.get(given) or found_function(given, "policy_loss")
     if function is None:
         raise ValueError(

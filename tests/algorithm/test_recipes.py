@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf_ppo.algorithm.advantages import gae, length_adaptive_lam
 from rlhf_ppo.algorithm.aggregation import aggregation_weights
+from rlhf_ppo.algorithm.controllers import AdaptiveKLController
 from rlhf_ppo.algorithm.losses import (
     PolicyLoss,
     clipped_policy_loss,
@@ -149,3 +150,17 @@ def test_a_longer_response_has_a_larger_lambda() -> None:
         mask[row, ::1][:length] = True
     assert_allclose(length_adaptive_lam(mask, 0.05), [0.8, 0.5, 0.0, 0.0], atol=1e-6)
     assert np.all(np.diff(length_adaptive_lam(mask, 0.2)) < 0.1)
+
+
+# ---- Adaptive KL ----
+
+
+@pytest.mark.parametrize(
+    ("kl", "episodes", "coef"), [(12.0, 100, 0.204), (6.6, 100, 0.202), (0.0, 100, 0.196), (12.0, 10, 0.2004)]
+)
+def test_the_coefficient_moves_by_at_most_a_fifth_of_the_share_of_the_horizon(
+    kl: float, episodes: int, coef: float
+) -> None:
+    controller = AdaptiveKLController(0.2, target=6.0, horizon=1000)
+    controller.update(kl, episodes)
+    assert controller.coef == pytest.approx(coef, rel=1e-9)

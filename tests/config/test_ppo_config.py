@@ -108,6 +108,11 @@ CASES = [
     Case("vllm_enable_sleep_mode", False, "true", True, ("yes", None)),
     Case("vllm_model_impl", "vllm", "auto", "auto", ("jax", None)),
     Case("log_kl", False, "true", True, ("yes", None)),
+    Case("kl_target", None, "6", 6.0, (0.0, -1.0, NAN, INF)),
+    Case("kl_horizon", 10_000, "500", 500, (0, -1, NAN, INF, None)),
+    Case("kl_stop", None, "0.02", 0.02, (0.0, -1.0, NAN, INF)),
+    Case("score_normalization", False, "true", True, ("yes", None)),
+    Case("value_head_init", "zero", "normal", "normal", ("xavier", None)),
     Case("lam_policy", None, "0.5", 0.5, (-0.1, 1.1, NAN)),
     Case("lam_critic", None, "1", 1.0, (-0.1, 1.1, NAN)),
     Case("length_adaptive_alpha", None, "0.05", 0.05, (0.0, -1.0, NAN)),
@@ -494,6 +499,11 @@ def test_a_ratio_of_whole_responses_has_clip_ranges_of_its_own():
     ("given", "message"),
     [
         ({"lam_policy": 0.9, "length_adaptive_alpha": 0.05}, "lam_policy=0.9 and length_adaptive_alpha=0.05 exclude"),
+        ({"kl_target": 6.0, "kl_coef": 0}, "kl_target=6.0 multiplies kl_coef=0, which stays 0"),
+        (
+            {"score_scaling": True, "score_normalization": True},
+            "score_scaling=True and score_normalization=True exclude",
+        ),
         ({"dual_clip": 3.0, "policy_loss": "gspo"}, "dual_clip=3.0 has no place in policy_loss='gspo'"),
         (
             {"dual_clip": 1.2, "cliprange_high": 0.28},

@@ -57,7 +57,7 @@ HALVED = [[1.0, 0.0], [0.0, -2.0], [0.0, 0.0], [0.0, 0.0]]
     ],
 )
 def test_the_order_by_hand(settings: dict[str, Any], std: float, scores: list[float], token_scores: Any) -> None:
-    ours = shape_scores(rollout(), PPOConfig(**settings), std)
+    ours = shape_scores(rollout(), PPOConfig(**settings), None if std is None else ScoreMoments(2, 7.0, std**2))
     assert ours[0].tolist() == pytest.approx(scores, nan_ok=True) and ours[0].dtype == torch.float32
     assert ours[1].tolist() == token_scores
 
@@ -128,3 +128,15 @@ def test_every_rank_has_the_moments_of_all_ranks() -> None:
     everything = [1.0, 2.0, 7.0, 4.0, 4.0, 0.0]
     assert (results[0].count, results[0].mean) == (6, pytest.approx(3.0))
     assert results[0].std == pytest.approx(np.std(everything, ddof=1))
+
+
+def test_normalized_scores_are_paid_their_distance_from_the_mean_of_all() -> None:
+    args = PPOConfig(score_normalization=True, score_clip=2.0)
+    scores, per_token = shape_scores(rollout(), args, ScoreMoments(2, 3.0, 4.0))
+    plain, of_tokens = shape_scores(rollout(), PPOConfig())
+    expected = [min(max((float(score) - 3) / 2, -2), 2) for score in plain]
+    assert scores.tolist() == pytest.approx(
+        [NAN if score != score else score for score in expected[:3]] + [NAN], nan_ok=True
+    )
+    assert torch.equal(per_token, of_tokens / 2)
+    assert torch.equal(shape_scores(rollout(), args)[0][:3], plain[:3])

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.advantages import gae
+from rlhf_ppo.algorithm.controllers import AdaptiveKLController
 from rlhf_ppo.algorithm.losses import PolicyLoss, clipped_policy_loss
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.training.policy_losses import resolve_policy_loss
-from tests.runs import QUICK, history, parameters, record_rollouts
+from tests.conftest import tiny_policy, tiny_scorer
+from tests.runs import QUICK, die_and_resume, history, parameters, record_rollouts
 
 MakeTrainer = Callable[..., Any]
 
@@ -139,3 +141,123 @@ def test_its_figures_are_logged(make_trainer: MakeTrainer) -> None:
 def test_what_is_no_loss_is_an_error(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         resolve_policy_loss(given)
+
+
+# ---- What goes on from update to update ----
+
+
+def test_the_coefficient_follows_the_kl(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, ref_model=tiny_policy(seed=5), kl_coef=0.5, kl_target=0.01, kl_horizon=6)
+    trainer.train()
+    logged = [entry for entry in history(trainer) if "objective/kl" in entry]
+    coefs = [0.5]
+    for entry in logged[:-1]:
+        error = min(max(entry["objective/kl"] / 0.01 - 1, -0.2), 0.2)
+        coefs.append(coefs[-1] * (1 + error * 2 / 6))
+    assert [entry["objective/kl_coef"] for entry in logged] == pytest.approx(coefs, rel=1e-6) and len(set(coefs)) == 3
+    for entry, coef in zip(logged, coefs, strict=True):
+        assert entry["objective/non_score_reward"] == pytest.approx(-coef * entry["objective/kl"], rel=1e-5)
+
+
+def test_a_controller_and_a_target_are_one_too_many(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match=r"kl_controller and kl_target=6\.0 both set the KL coefficient"):
+        make_trainer(**QUICK, kl_target=6.0, kl_controller=AdaptiveKLController(0.1, 3.0, 100))
+
+
+class Watching(PPOTrainer):
+    """Keeps how far each step's mini-batch was from where it was sampled."""
+
+    def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:
+        shift = (logprobs.detach() - experience.logprobs)[experience.loss_mask].double()
+        self.__dict__.setdefault("moved", []).append(shift.exp() - 1 - shift)
+        return super().policy_loss(logprobs, experience)
+
+
+def epochs_of(make_trainer: MakeTrainer, kl_stop: float) -> tuple[list[Tensor], dict[str, Any]]:
+    """Train one update of up to four epochs of four micro-batches; return each epoch's KLs and the log."""
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_ppo_epochs": 4}
+    trainer = make_trainer(Watching, **UPDATE | cut | {"learning_rate": 0.1, "kl_stop": kl_stop})
+    trainer.train()
+    return [torch.cat(trainer.moved[start : start + 4]) for start in range(0, len(trainer.moved), 4)], history(
+        trainer
+    )[0]
+
+
+def test_epochs_end_once_the_policy_has_moved_far_enough(make_trainer: MakeTrainer) -> None:
+    """In an epoch, not since the update began, whose mean is smaller."""
+    epochs, logged = epochs_of(make_trainer, 1e6)
+    assert len(epochs) == 4 and logged["policy/kl_stop_epoch"] == 4
+    second, both = epochs[1].mean(), torch.cat(epochs[:2]).mean()
+    assert 0 < epochs[0].mean() < both < second
+    learned, logged = epochs_of(make_trainer, float(both + second) / 2)
+    assert len(learned) == 2 and logged["policy/kl_stop_epoch"] == 2
+    assert logged["policy/kl_avg"] == pytest.approx(float(both), rel=1e-3)
+
+
+def test_a_kl_that_is_never_reached_changes_nothing(make_trainer: MakeTrainer) -> None:
+    expected = parameters(trained(make_trainer))
+    weights = parameters(trained(make_trainer, kl_stop=1e6))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+STATEFUL: dict[str, Any] = {
+    **{
+        "kl_coef": 0.5,
+        "kl_target": 0.01,
+        "kl_horizon": 6,
+        "kl_stop": 1e-3,
+        "num_ppo_epochs": 3,
+        "learning_rate": 0.05,
+    },
+    **{
+        "score_normalization": True,
+        "value_head_init": "normal",
+        "value_model": None,
+        "lam_critic": 1.0,
+        "cliprange_high": 0.3,
+    },
+}
+
+
+def test_recipes_resume_bit_for_bit(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    def make(name: str, **arguments: Any) -> PPOTrainer:
+        saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
+        return make_trainer(**QUICK | STATEFUL | saving, ref_model=tiny_policy(seed=5), **arguments)
+
+    resumed, _ = die_and_resume(make)
+    assert resumed.kl_controller.coef != 0.5 and resumed.score_moments.moments.count == 6
+
+
+# ---- The value model's head ----
+
+
+def test_a_normal_head_has_the_width_that_the_paper_gives_it_and_draws_no_other_random_numbers(
+    make_trainer: MakeTrainer,
+) -> None:
+    policy = tiny_policy(hidden_size=256)
+    torch.manual_seed(1)
+    zero = make_trainer(**QUICK, model=policy, value_model=None)
+    after_zero = torch.rand(1)
+    torch.manual_seed(1)
+    trainer = make_trainer(**QUICK, model=tiny_policy(hidden_size=256), value_model=None, value_head_init="normal")
+    assert torch.equal(torch.rand(1), after_zero)
+    head = trainer.value_model.score.weight
+    assert not zero.value_model.score.weight.any()
+    assert float(head.std()) == pytest.approx(257**-0.5, rel=0.15) and abs(float(head.mean())) < 0.02
+    again = make_trainer(**QUICK, model=tiny_policy(hidden_size=256), value_model=None, value_head_init="normal")
+    assert torch.equal(again.value_model.score.weight, head)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"value_model": tiny_scorer()}, "value_model is given"),
+        (
+            {"reward_model": tiny_scorer(), "reward_funcs": None, "value_model": None},
+            "the value model is a copy of reward_model",
+        ),
+    ],
+)
+def test_a_head_that_is_not_new_is_not_drawn(make_trainer: MakeTrainer, given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"value_head_init='normal' draws .*, but {reason}"):
+        make_trainer(**QUICK, value_head_init="normal", **given)

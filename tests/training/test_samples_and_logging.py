@@ -30,6 +30,7 @@ METRICS = {
     "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg", "loss/value_avg",
     "val/clipfrac_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens", "lr", "episode", "eps",
     "val/explained_variance", "val/first_logratio", "response/unique_frac",
+    "val/values_mean", "val/values_min", "val/values_max", "val/returns_mean",
     "response/length_mean", "response/length_min", "response/length_max",
     "response/ended_frac", "rewards/count_w4/mean", "rewards/count_w4/std", "grad_norm", "loss", "learning_rate",
     "epoch", "time/generate", "time/score", "time/evaluate", "time/learn", "time/tokens_per_second",

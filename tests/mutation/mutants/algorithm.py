@@ -92,6 +92,12 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "if cliprange_value is None:\n        return ValueLoss(2 * unc",
         ),
     ],
+    ("controllers.py", "tests/algorithm/test_recipes.py"): [
+        ("-0.2), 0.2)", "-0.2), 0.3)"),
+        ("mean_kl / self.target - 1, -0.2", "mean_kl / self.target - 1, -0.3"),
+        ("mean_kl / self.target - 1", "mean_kl / self.target"),
+        ("1 + error * num_episodes / self.horizon", "1 + error * self.horizon / num_episodes"),
+    ],
     ("aggregation.py", "tests/algorithm/test_recipes.py"): [
         ("(lengths > 0).sum()", "torch.tensor(len(lengths))"),
         ("num_responses if reduce_sum is None else reduce_sum(num_responses)", "num_responses"),

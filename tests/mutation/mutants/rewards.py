@@ -1,6 +1,14 @@
 """What is broken in the room `rewards`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    (
+        "shaping.py",
+        "tests/rewards/test_shaping.py::test_normalized_scores_are_paid_their_distance_from_the_mean_of_all",
+    ): [
+        ("(rollout.scores - mean) / std", "rollout.scores / std"),
+        ("(rollout.scores - mean) / std", "(rollout.scores - mean)"),
+        ("_of_tokens(rollout) / std", "_of_tokens(rollout)"),
+    ],
     ("judges.py", "tests/rewards/test_judges.py"): [
         ("float(second > first)", "float(second < first)"),
         ("0.5 if first == second else float(second > first)", "float(second > first)"),
@@ -29,10 +37,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("final + self.weights[name] * torch.where", "final + torch.where"),
     ],
     ("shaping.py", "tests/rewards/test_shaping.py::test_an_evaluation_s_scores_keep_their_unit"): [
-        ("None if std is None and args.score_scaling else", "None if std is None else"),
+        ("None if unit is None and args.counts_scores else", "None if unit is None else"),
     ],
     ("shaping.py", "tests/rewards/test_shaping.py::test_the_order_by_hand"): [
-        ("clip_scores(rollout.scores / unit, clip)", "clip_scores(rollout.scores, clip)"),
-        ("_of_tokens(rollout) / unit", "_of_tokens(rollout)"),
+        ("clip_scores((rollout.scores - mean) / std, clip)", "clip_scores(rollout.scores - mean, clip)"),
+        ("_of_tokens(rollout) / std", "_of_tokens(rollout)"),
     ],
 }

@@ -8,6 +8,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("loss = loss * part.loss_weights", "pass"),
         ("loss - args.entropy_coef * output.entropy", "loss"),
     ],
+    ("half_learned.py", "tests/training/test_recipes.py::test_epochs_end_once_the_policy_has_moved_far_enough"): [
+        ("learned.epoch_start = len(statistics.sums)", "pass"),
+        ("return kl > limit", "return kl < limit"),
+        ("learned.num_minibatches % per_epoch:", "False:"),
+    ],
     ("advantages.py", "tests/training/test_recipes.py::test_two_lambdas_are_two_passes"): [
         ("advantages, returns if is_shared else estimate(of_critic)[1]", "advantages, returns"),
         ("args.lam if args.lam_policy is None else args.lam_policy", "args.lam"),
