@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "shipped"
 """Where a wheel has the files; a checkout has them beside the package."""
 
-FOLDERS = {"accelerate_configs": ("*.yaml",), "examples": ("*.py", "*.yaml")}
+FOLDERS = {"accelerate_configs": ("*.yaml",), "examples": ("*.py", "*.yaml", "*.ipynb")}
 """What is written: the folders, and the files in them."""
 
 

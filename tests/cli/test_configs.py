@@ -15,8 +15,8 @@ from rlhf_ppo.cli.configs import configs
 ROOT = Path(__file__).parents[2]
 SHIPPED = [
     path
-    for folder, files in (("accelerate_configs", "*.yaml"), ("examples", "*.py"), ("examples", "*.yaml"))
-    for path in sorted((ROOT / folder).glob(files))
+    for files in ("accelerate_configs/*.yaml", "examples/*.py", "examples/*.yaml", "examples/*.ipynb")
+    for path in sorted(ROOT.glob(files))
 ]
 
 
