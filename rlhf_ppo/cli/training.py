@@ -39,7 +39,7 @@ from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.processes.signals import say
 from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.rewards.waiting import RewardTimeoutError
-from rlhf_ppo.terminal.quiet import no_bars_of_models
+from rlhf_ppo.terminal.quiet import no_bars_of_models, quiet_calls
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.publishing import upload_directory
 
@@ -160,7 +160,7 @@ def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: A
     check_columns(train_dataset, [{"chosen", "rejected"}])
     tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     peft_config = get_peft_config(model_args)
-    with _reading_weights(path):
+    with quiet_calls(), _reading_weights(path):
         return RewardTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
 
 
@@ -179,8 +179,15 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
     check_columns(train_dataset, [{args.dataset_text_field}, {"messages"}, {"prompt", "completion"}, {"input_ids"}])
     tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     peft_config = get_peft_config(model_args)
-    with _reading_weights(path):
-        return SFTTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
+    rows, held_out = (_without_lone_prompt(dataset) for dataset in (train_dataset, eval_dataset))
+    with quiet_calls(), _reading_weights(path):
+        return SFTTrainer(path, args, None, rows, held_out, tokenizer, peft_config=peft_config)
+
+
+def _without_lone_prompt(dataset: Any) -> Any:
+    """Leave out a `prompt` beside a text or messages: TRL takes it for the beginning of a `completion`."""
+    columns = set() if dataset is None or dataset.column_names is None else {*dataset.column_names}
+    return dataset.remove_columns("prompt") if "prompt" in columns and "completion" not in columns else dataset
 
 
 class _Begun(TrainerCallback):

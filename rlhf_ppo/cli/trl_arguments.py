@@ -8,6 +8,7 @@ from trl.trainer.sft_config import SFTConfig
 
 from rlhf_ppo.config.precision import default_bf16
 from rlhf_ppo.config.redaction import HidesSecrets
+from rlhf_ppo.terminal.quiet import quiet_calls
 
 
 @dataclass(repr=False)
@@ -17,7 +18,8 @@ class SFTArguments(HidesSecrets, SFTConfig):
     def __post_init__(self) -> None:
         """Settle `bf16`, which TRL switches on everywhere."""
         self.bf16 = default_bf16(self) if self.bf16 is None else self.bf16
-        super().__post_init__()
+        with quiet_calls():
+            super().__post_init__()
 
 
 @dataclass(repr=False)
@@ -27,4 +29,5 @@ class RewardArguments(HidesSecrets, RewardConfig):
     def __post_init__(self) -> None:
         """Settle `bf16`, which TRL switches on everywhere."""
         self.bf16 = default_bf16(self) if self.bf16 is None else self.bf16
-        super().__post_init__()
+        with quiet_calls():
+            super().__post_init__()

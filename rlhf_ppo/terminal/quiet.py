@@ -21,6 +21,8 @@ FEWEST_ROWS_WITH_BAR = 5000
 SAYS_NOTHING = (
     # PEFT asks a model of transformers by the old name; neither is the user's to change.
     ("`is_gradient_checkpointing` is deprecated", FutureWarning),
+    # TRL's configurations switch it on by that name.
+    ("`gradient_checkpointing` is deprecated", FutureWarning),
 )
 """Beginnings and kinds of the warnings that `quiet_calls` keeps back."""
 

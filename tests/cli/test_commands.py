@@ -41,6 +41,20 @@ QUICK = (
 ).split()
 
 
+def test_sft_learns_from_the_text_beside_which_a_prompt_stands(places, recwarn):
+    """TRL takes the prompt for the beginning of a completion, which there is not."""
+    for name, columns in (("alone", {}), ("both", {"prompt": "w9"})):
+        lines = [json.dumps({"text": f"w4 w{row}", **columns}) + "\n" for row in range(8)]
+        Path(f"{name}.jsonl").write_text("".join(lines))
+    losses = [
+        commands.sft(["--model_name_or_path", "base", "--dataset_name", name, *QUICK]).state.log_history[-1]
+        for name in ("both.jsonl", "alone.jsonl")
+    ]
+
+    assert losses[0]["train_loss"] == losses[1]["train_loss"]
+    assert not [warning for warning in recwarn if "`gradient_checkpointing`" in str(warning.message)]
+
+
 def test_sft_and_reward_take_the_options_of_trls_configurations(places):
     sft = commands.sft(["--model_name_or_path", "base", "--dataset_name", "texts.jsonl", *QUICK])
     assert sft.state.global_step == 2
