@@ -76,13 +76,17 @@ def save_run_card(
 
 
 def _curves(log: Sequence[Any], output_dir: Path, drawn_again: bool) -> str | None:
+    if drawn_again:
+        _draw(log, output_dir / CURVES)
+    return CURVES if (output_dir / CURVES).exists() else None
+
+
+def _draw(log: Sequence[Any], path: Path) -> None:
     from rlhf_ppo.reporting.plots import PANELS, plot_metrics  # Matplotlib takes a second to import
 
-    path = output_dir / CURVES
     logged = [name for name in PANELS if any(name in entry and "episode" in entry for entry in log)]
-    if drawn_again and logged:
+    if logged:
         plot_metrics([log], path, logged[:NUM_CURVES])
-    return path.name if path.exists() else None
 
 
 def reward_origins(models: Sequence[nn.Module], names: Sequence[str]) -> list[str]:
