@@ -79,8 +79,9 @@ def line_of(logs: Logs, moment: Moment, width: int | None = None) -> str | None:
 
 
 def _counted(what: str, moment: Moment) -> str:
-    of = f"{moment.num_updates}" if moment.num_updates > 0 else "?"
-    return f"{what:<9} {moment.update:>{len(of)}}/{of}"
+    if moment.num_updates <= 0:
+        return f"{what:<9} {moment.update}"
+    return f"{what:<9} {moment.update:>{len(str(moment.num_updates))}}/{moment.num_updates}"
 
 
 def _figures(logs: Logs, key_of: Callable[[str, str], str]) -> list[str]:

@@ -42,7 +42,7 @@ def test_before_the_first_update_no_time_is_known():
     assert line_of(TRAINING | {"objective/kl": None}, Moment(0, 20, None)) == (
         "update     0/20 | score  -0.530 | length    8.8 | ended  50%"
     )
-    assert line_of({"eval_runtime": 0.2}, Moment(0, -1, None)) == "evaluated 0/? | 0.2 s"  # outside a run
+    assert line_of({"eval_runtime": 0.2}, Moment(0, -1, None)) == "evaluated 0 | 0.2 s"  # outside a run
 
 
 def test_a_narrow_terminal_keeps_what_is_left_of_the_time():
