@@ -186,8 +186,10 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
 
 def _without_lone_prompt(dataset: Any) -> Any:
     """Leave out a `prompt` beside a text or messages: TRL takes it for the beginning of a `completion`."""
-    columns = set() if dataset is None or dataset.column_names is None else {*dataset.column_names}
-    return dataset.remove_columns("prompt") if "prompt" in columns and "completion" not in columns else dataset
+    if dataset is None or dataset.column_names is None:
+        return dataset
+    is_lone = "prompt" in dataset.column_names and "completion" not in dataset.column_names
+    return dataset.remove_columns("prompt") if is_lone else dataset
 
 
 class _Begun(TrainerCallback):
