@@ -12,6 +12,7 @@ RECIPE_RANGES: dict[str, Interval] = {
     "dual_clip": Interval(1, math.inf, open_low=True),
     "entropy_coef": Interval(0, math.inf),
     **dict.fromkeys(("kl_target", "kl_horizon", "kl_stop"), Interval(0, math.inf, open_low=True)),
+    "critic_learning_rate": Interval(0, math.inf),
     "lam_policy": Interval(0, 1),
     "lam_critic": Interval(0, 1),
     "length_adaptive_alpha": Interval(0, math.inf, open_low=True),
@@ -54,6 +55,12 @@ class RecipeArguments:
         "zero",
         "Head of a value model that is made from the policy, of d inputs: 'zero', or 'normal' of standard deviation "
         "1 / sqrt(d + 1) (arXiv 2403.17031).",
+    )
+
+    critic_learning_rate: float | None = _option(
+        None,
+        "Learning rate of the value model, on the schedule of learning_rate, such as 1e-5 beside 1e-6. None: "
+        "learning_rate.",
     )
 
     # --- Advantages ---

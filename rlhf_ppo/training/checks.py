@@ -237,6 +237,11 @@ def check_optimization(args: PPOConfig, optimizers: Sequence[Any], num_updates: 
             f"optimizers[1] is a {type(optimizers[1]).__name__}, which follows evaluations, but eval_strategy='no'; "
             "set eval_strategy to 'steps' or 'epoch'"
         )
+    if optimizers[0] is not None and args.critic_learning_rate is not None:
+        raise ValueError(
+            f"critic_learning_rate={args.critic_learning_rate} is of the optimizer that the trainer makes, but "
+            "optimizers[0] is given; give its groups their rates, and leave critic_learning_rate None"
+        )
     if optimizers[0] is None and args.optim_target_modules is None:  # else it needs the model
         try:
             Trainer.get_optimizer_cls_and_kwargs(args)

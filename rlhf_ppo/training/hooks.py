@@ -176,7 +176,7 @@ class TrainerHooks(Trainer):
         """
         if self.optimizer is None:
             self.optimizer = self._optimization.made_optimizer(self.model if model is None else model)
-        return super().create_optimizer(model)
+        return self._optimization.rated(super().create_optimizer(model), model or self.model, self.args)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
         """Make the scheduler; one that follows a metric follows it upwards where greater is better."""

@@ -98,6 +98,10 @@ class Optimization:
         check_covers(optimizer, model)
         return optimizer
 
+    def rated(self, optimizer: Optimizer, model: nn.Module, args: PPOConfig) -> Optimizer:
+        """Give the value model's parameters the rate of `args.critic_learning_rate`, if there is one."""
+        return with_critic_rate(optimizer, model, args.critic_learning_rate)
+
     def made_scheduler(self, optimizer: Optimizer, num_updates: int) -> Any:
         """Make the scheduler by the function that was given; None if there is none."""
         return None if self._make_scheduler is None else self._make_scheduler(optimizer, num_updates)
@@ -150,6 +154,34 @@ def follow_metric(args: PPOConfig) -> None:
 def follows_metric(scheduler: Any) -> bool:
     """Tell whether a scheduler steps with each evaluation's metric, and not with each update."""
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR)
+
+
+def with_critic_rate(optimizer: Optimizer, model: nn.Module, rate: float | None) -> Optimizer:
+    """Give the value model's parameters groups of their own, with their own learning rate and the same schedule.
+
+    Args:
+        optimizer: A new optimizer over both models, or one that this was done to.
+        model: The prepared `PolicyAndValue`.
+        rate: The value model's learning rate; None leaves the groups as they are.
+
+    Raises:
+        ValueError: The optimizer holds none of the value model's parameters in its groups.
+    """
+    if rate is None:
+        return optimizer
+    critic = {id(parameter) for name, parameter in _trainable(model) if name.startswith("value_model.")}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not critic & held:
+        raise ValueError(
+            f"critic_learning_rate={rate} needs an optimizer with groups of parameters, which "
+            f"{type(optimizer).__name__} has not; choose another optim"
+        )
+    for group in list(optimizer.param_groups):
+        parts = [[p for p in group["params"] if (id(p) in critic) is of_critic] for of_critic in (False, True)]
+        if all(parts):
+            group["params"] = parts[0]
+            optimizer.add_param_group({**group, "params": parts[1], "lr": rate})
+    return optimizer
 
 
 def check_prepared(optimizer: Optimizer, model: nn.Module, args: PPOConfig, is_sharding: bool) -> None:

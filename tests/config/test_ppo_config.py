@@ -112,6 +112,7 @@ CASES = [
     Case("kl_horizon", 10_000, "500", 500, (0, -1, NAN, INF, None)),
     Case("kl_stop", None, "0.02", 0.02, (0.0, -1.0, NAN, INF)),
     Case("score_normalization", False, "true", True, ("yes", None)),
+    Case("critic_learning_rate", None, "1e-5", 1e-5, (-1.0, NAN, INF)),
     Case("value_head_init", "zero", "normal", "normal", ("xavier", None)),
     Case("lam_policy", None, "0.5", 0.5, (-0.1, 1.1, NAN)),
     Case("lam_critic", None, "1", 1.0, (-0.1, 1.1, NAN)),

@@ -213,6 +213,7 @@ STATEFUL: dict[str, Any] = {
         "score_normalization": True,
         "value_head_init": "normal",
         "value_model": None,
+        "critic_learning_rate": 0.1,
         "lam_critic": 1.0,
         "cliprange_high": 0.3,
     },
@@ -226,6 +227,37 @@ def test_recipes_resume_bit_for_bit(make_trainer: MakeTrainer, tmp_path: Path) -
 
     resumed, _ = die_and_resume(make)
     assert resumed.kl_controller.coef != 0.5 and resumed.score_moments.moments.count == 6
+
+
+# ---- The value model's own learning rate ----
+
+
+def test_the_value_model_learns_at_its_own_rate_on_the_same_schedule(make_trainer: MakeTrainer) -> None:
+    start = parameters(make_trainer(**UPDATE))
+    once = {
+        "num_ppo_epochs": 1,
+        "num_mini_batches": 1,
+        "learning_rate": 0.1,
+        "max_grad_norm": 0.0,
+        "weight_decay": 0.1,
+    }
+    plain, own = (parameters(trained(make_trainer, **once, critic_learning_rate=rate)) for rate in (None, 0.02))
+    for name, before in start.items():
+        part = 0.2 if name.startswith("value_model.") else 1.0
+        torch.testing.assert_close(own[name] - before, part * (plain[name] - before), rtol=1e-4, atol=1e-6)
+    assert any((plain[name] - start[name]).abs().max() > 1e-3 for name in start if name.startswith("value_model."))
+
+    trainer = make_trainer(**QUICK | {"learning_rate": 0.1, "critic_learning_rate": 0.02})
+    trainer.train()
+    assert [group["initial_lr"] for group in trainer.optimizer.param_groups] == [0.1, 0.1, 0.02, 0.02]
+    ratios = {group["lr"] / group["initial_lr"] for group in trainer.optimizer.param_groups}
+    assert len(ratios) == 1 and ratios.pop() < 1
+
+
+def test_a_given_optimizer_has_rates_of_its_own(make_trainer: MakeTrainer) -> None:
+    optimizers = (lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), None)
+    with pytest.raises(ValueError, match=r"critic_learning_rate=0\.02 is of the optimizer that the trainer makes"):
+        make_trainer(**QUICK, critic_learning_rate=0.02, optimizers=optimizers)
 
 
 # ---- The value model's head ----

@@ -13,6 +13,13 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("return kl > limit", "return kl < limit"),
         ("learned.num_minibatches % per_epoch:", "False:"),
     ],
+    (
+        "optimization.py",
+        "tests/training/test_recipes.py::test_the_value_model_learns_at_its_own_rate_on_the_same_schedule",
+    ): [
+        ('"params": parts[1], "lr": rate}', '"params": parts[1]}'),
+        ('if name.startswith("value_model.")}', 'if name.startswith("policy.")}'),
+    ],
     ("advantages.py", "tests/training/test_recipes.py::test_two_lambdas_are_two_passes"): [
         ("advantages, returns if is_shared else estimate(of_critic)[1]", "advantages, returns"),
         ("args.lam if args.lam_policy is None else args.lam_policy", "args.lam"),
