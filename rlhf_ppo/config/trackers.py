@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -68,9 +69,9 @@ def is_logged_in_to_wandb() -> bool:
 def _wandb(_: TrainingArguments) -> str | None:
     if is_logged_in_to_wandb():
         return None
-    from wandb.errors.term import can_use_terminput
+    from wandb.errors import term
 
-    if can_use_terminput():
+    if getattr(term, "can_use_terminput", sys.stdin.isatty)():  # the oldest versions lack it
         return None  # it asks
     return (
         "nobody is logged in to W&B here: log in with `wandb login` or set WANDB_API_KEY, set WANDB_MODE=offline to "
