@@ -23,12 +23,14 @@ from typing import Any
 
 import pandas as pd
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "benchmarks" / "HUMAN_TEXT.md"
 REPORT = ROOT / "docs" / "assets" / "human-text-report.html"
 RUN = Path("runs/human_text")
 NUM_SAMPLES = 10
+NUM_PAIRS = 1000
 
 
 def run(pairs: Path, work: Path) -> dict[str, float]:
@@ -58,7 +60,23 @@ def run(pairs: Path, work: Path) -> dict[str, float]:
     return seconds
 
 
-def written(work: Path, seconds: dict[str, float]) -> Iterator[str]:
+@torch.no_grad()
+def accuracy(model: Path, pairs: Path) -> float:
+    """Return the share of the first pairs that a reward model orders as people did."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    scorer = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()[:NUM_PAIRS]]
+    right = 0
+    for start in range(0, len(rows), 128):
+        some = rows[start : start + 128]
+        texts = [row["prompt"] + row[side] + tokenizer.eos_token for side in ("chosen", "rejected") for row in some]
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        chosen, rejected = scorer(**inputs).logits.view(2, -1)
+        right += int((chosen > rejected).sum())
+    return right / len(rows)
+
+
+def written(work: Path, seconds: dict[str, float], accuracies: dict[str, float]) -> Iterator[str]:
     """Yield the lines of the page: win rates, what PPO did, the seconds, and samples as they come."""
     results = json.loads((work / RUN / "results.json").read_text())
     error = results["standard_error"]
@@ -73,6 +91,12 @@ def written(work: Path, seconds: dict[str, float]) -> Iterator[str]:
         )
     if error is not None:
         yield f"| mean | {results['win_rate']:.1%}, standard error {100 * error:.1f} | | | | |"
+    yield ""
+    yield (
+        f"The reward model orders {accuracies['reward']:.1%} of the judge's pairs as people did, the judge "
+        f"{accuracies['judge_reward']:.1%} of the reward model's (the first {NUM_PAIRS:,} each); neither has learned "
+        "from those."
+    )
     yield ""
     total = sum(seconds.values()) / 60
     steps = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
@@ -113,6 +137,10 @@ if __name__ == "__main__":
         work = options.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         seconds = run(options.pairs, work)
-        PAGE.write_text("\n".join(written(work, seconds)) + "\n")
+        unseen = {"reward": "judge_pairs", "judge_reward": "pairs"}
+        accuracies = {
+            name: accuracy(work / RUN / name, work / "human_text" / f"{pairs}.jsonl") for name, pairs in unseen.items()
+        }
+        PAGE.write_text("\n".join(written(work, seconds, accuracies)) + "\n")
         shutil.copyfile(work / RUN / "report.html", REPORT)
     print(f"{PAGE} and {REPORT} are written")

@@ -28,8 +28,12 @@ def test_figures_and_samples_are_those_of_the_run(tmp_path: Path, monkeypatch: p
     results = {"win_rate": 0.625, "standard_error": 0.0123, "seeds": [{"seed": seed, **said} for seed in (0, 1)]}
     (tmp_path / RUN / "results.json").write_text(json.dumps(results))
 
-    lines = list(written(tmp_path, {"sft": 60.0, "ppo-seed0": 120.4}))
+    lines = list(written(tmp_path, {"sft": 60.0, "ppo-seed0": 120.4}, {"reward": 0.6, "judge_reward": 0.7}))
     assert "| 1 | 62.5% | 50.0% to 75.0% | 60.0% | 0.10 to 1.25 | 7.0 |" in lines
     assert "| mean | 62.5%, standard error 1.2 | | | | |" in lines
+    assert any(
+        line.startswith("The reward model orders 60.0% of the judge's pairs as people did, the judge 70.0%")
+        for line in lines
+    )
     assert any(line.startswith("3.0 minutes in all (sft 60 s, ppo-seed0 120 s) on ") for line in lines)
     assert lines[-3:] == [f"| I \\| you | c d | b | {better} |" for better in ("policy", "language model", "neither")]

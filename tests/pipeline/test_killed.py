@@ -181,5 +181,6 @@ def test_a_killed_pipeline_ends_as_one_that_was_left_alone(tmp_path: Path, monke
         path = OUT / model / "model.safetensors"
         assert hashed(path) == hashed(alone / path), model
     assert (OUT / "results.json").read_text() == (alone / OUT / "results.json").read_text()
+    assert "--resume_from_checkpoint true" in (folder / "output.txt").read_text()  # PPO did not begin anew
     steps = [json.loads(line)["step"] for line in (OUT / "ppo/log_history.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(1, 13))
