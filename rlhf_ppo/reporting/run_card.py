@@ -82,9 +82,10 @@ def _curves(log: Sequence[Any], output_dir: Path, drawn_again: bool) -> str | No
 
 
 def _draw(log: Sequence[Any], path: Path) -> None:
-    from rlhf_ppo.reporting.plots import PANELS, plot_metrics  # Matplotlib takes a second to import
+    from rlhf_ppo.reporting.plots import PANELS, plot_metrics, training_log  # Matplotlib takes a second to import
 
-    logged = [name for name in PANELS if any(name in entry and "episode" in entry for entry in log)]
+    entries = training_log(log)  # without summaries, which are not drawn
+    logged = [name for name in PANELS if any(name in entry and "episode" in entry for entry in entries)]
     if logged:
         plot_metrics([log], path, logged[:NUM_CURVES])
 
