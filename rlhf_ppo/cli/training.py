@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
+    set_seed,
 )
 from transformers.utils import logging
 from trl.trainer.model_config import ModelConfig
@@ -72,6 +73,7 @@ def ppo_trainer(
         reward_funcs: As `PPOTrainer` takes them.
     """
     settle_trackers(args)
+    set_seed(args.seed)  # of adapters, which are made before Trainer sets it
     settings = loading_settings(script_args.trust_remote_code, model_args)
     peft_config = get_peft_config(model_args)
     ref_argument = "sft_model_path" if ref_model is None else "ref_model"

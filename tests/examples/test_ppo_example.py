@@ -182,6 +182,10 @@ def test_lora(run, local, tmp_path):
     assert torch.equal(saved(ids).logits, trainer.policy_model.eval()(ids).logits)
     assert not torch.allclose(saved(ids).logits, base(ids).logits, atol=1e-4)
 
+    run(f"{local} --use_peft --lora_r 8 --lora_alpha 24 --lora_target_modules q_proj v_proj --output_dir again")
+    first, again = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("out", "again"))
+    assert first == again  # the same seed, the same adapter to start from
+
 
 def test_an_adapter_s_directory_is_a_policy_that_starts_at_its_own_reference(run, local, tmp_path):
     pytest.importorskip("peft")
