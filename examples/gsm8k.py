@@ -8,14 +8,13 @@ The data set is a name on the hub, or a file with the columns `question` and `an
 tenth.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
-from rlhf_ppo.cli.errors import user_errors
+from rlhf_ppo.cli.errors import CommandParser, user_errors
 from rlhf_ppo.cli.sources import choose_split, hold_out, load_splits
 
 TASK = "{question}\nThink step by step, and end with the answer alone on the last line, after ####."
@@ -52,7 +51,7 @@ def write(rows: Dataset, path: Path, plain: bool) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Prepare examples/gsm8k.yaml.")
+    parser = CommandParser(description="Prepare examples/gsm8k.yaml.")
     parser.add_argument("dataset", help="name on the hub, such as openai/gsm8k, or a file")
     parser.add_argument("folder", type=Path, help="where the prompts are written")
     parser.add_argument("--plain", action="store_true", help="text rather than conversations")

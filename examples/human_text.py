@@ -14,14 +14,13 @@ pairs (Hendrycks et al., 2008.02275). What is written, every prompt in one part 
 - `held_out.jsonl`: prompts that none of the models has seen, for the judge's comparison.
 """
 
-import argparse
 import json
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_ppo.cli.errors import user_errors
+from rlhf_ppo.cli.errors import CommandParser, user_errors
 
 VOCABULARY = 2048
 Row = dict[str, str]
@@ -37,8 +36,10 @@ def prepare(pairs: Path, folder: Path, num_held_out: int) -> None:
 
     Raises:
         OSError: The file is not there.
-        ValueError: It holds no such rows, or too few.
+        ValueError: It holds no such rows, or too few; `num_held_out` is not positive.
     """
+    if num_held_out < 1:
+        raise ValueError(f"num_held_out={num_held_out} must be at least 1")
     rows = read_pairs(pairs)
     prompts = sorted({row["prompt"] for row in rows if row["prompt"].strip()})
     if len(prompts) < 4 * num_held_out:
@@ -116,7 +117,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Prepare examples/human_text.yaml.")
+    parser = CommandParser(description="Prepare examples/human_text.yaml.")
     parser.add_argument("pairs", type=Path, help="JSON lines with prompt, chosen and rejected")
     parser.add_argument("folder", type=Path, help="where the parts are written")
     parser.add_argument("--num_held_out", type=int, default=512, help="prompts that no model sees")

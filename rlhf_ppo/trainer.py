@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallb
 from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo.algorithm.controllers import KLController
-from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_value_loss
+from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss, clipped_value_loss
 from rlhf_ppo.algorithm.masked import masked_whiten
 from rlhf_ppo.algorithm.moments import RunningMoments, ScoreMoments
 from rlhf_ppo.algorithm.penalties import token_rewards
@@ -469,22 +469,19 @@ class PPOTrainer(TrainerHooks):
         num_tokens = float(self._sum(minibatch.loss_mask.sum()))
         if num_tokens == 0:
             return 0.0
-        minibatch = self._objective.weighed(minibatch, num_tokens)
-        max_rows, max_tokens = self.args.per_device_train_batch_size, self.args.max_tokens_per_micro_batch
-        parts = minibatch.micro_batches(max_rows, max_tokens, self._gather, self._unwrapped(model).packs_rows)
+        parts = self._objective.micro_batches(minibatch, num_tokens, self._unwrapped(model).packs_rows)
         losses: list[Tensor] = []
         for index, part in enumerate(parts):
             self._learning.begin_micro_batch(index)
             is_last = index == len(parts) - 1
             with self._steps.accumulating(model, is_last):
                 if self._learns_in_turn:  # the policy's activations are gone before the value model's are there
-                    batch = part.query_responses, part.attention_mask, part.response_mask
                     with self._steps.forward_context():
-                        of_policy = model(*batch, only="policy", places=part.places)
+                        of_policy = model(*part.batch, only="policy", places=part.places)
                         policy = self.policy_loss(of_policy.logprobs, part)
                     loss = self._steps.backward(self._objective.policy_term(policy, of_policy, part, num_tokens))
                     with self._steps.forward_context():
-                        of_value_model = model(*batch, only="value_model", places=part.places)
+                        of_value_model = model(*part.batch, only="value_model", places=part.places)
                         value = self.value_loss(of_value_model.values, part)
                     loss = loss + self._steps.backward(self._objective.value_term(value, part, num_tokens))
                     output = PolicyAndValueOutput(*of_policy, *of_value_model)
@@ -528,8 +525,7 @@ class PPOTrainer(TrainerHooks):
             The loss, a scalar; with `return_outputs` also `(PolicyAndValueOutput, PolicyLoss, ValueLoss)`.
         """
         num_tokens = float(inputs.loss_mask.sum() if num_items_in_batch is None else num_items_in_batch)
-        batch = inputs.query_responses, inputs.attention_mask, inputs.response_mask
-        output = PolicyAndValueOutput(*model(*batch, places=inputs.places))
+        output = PolicyAndValueOutput(*model(*inputs.batch, places=inputs.places))
         policy, value = self.policy_loss(output.logprobs, inputs), self.value_loss(output.values, inputs)
         loss = self._objective.loss(output, policy, value, inputs, num_tokens)
         return (loss, (output, policy, value)) if return_outputs else loss
@@ -545,7 +541,11 @@ class PPOTrainer(TrainerHooks):
             Per-token figures `(B, T)`, of which the mean of `loss` over the mini-batch's real tokens is minimised.
             `figures` are logged by their names.
         """
-        return self._policy_loss(logprobs, experience, self.args)
+        if self._policy_loss is not None:
+            return self._policy_loss(logprobs, experience, self.args)
+        args, old, weights = self.args, experience.logprobs, experience.importance_weights
+        clips = (args.cliprange, weights, args.cliprange_high, args.dual_clip)
+        return clipped_policy_loss(logprobs, old, experience.advantages, *clips)
 
     def value_loss(self, values: Tensor, experience: Experience) -> ValueLoss:
         """Compute the value model's loss of each token: the clipped squared error, before `vf_coef`.

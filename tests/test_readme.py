@@ -212,7 +212,12 @@ def test_make_targets_that_are_named_exist(page):
 def test_metrics_page_lists_exactly_what_a_run_logs(make_trainer):
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
     trainer = make_trainer(
-        eval_dataset=[{"input_ids": [5, 6]}] * 8, eval_strategy="steps", eval_steps=1, on_divergence="skip"
+        eval_dataset=[{"input_ids": [5, 6]}] * 8,
+        eval_strategy="steps",
+        eval_steps=1,
+        on_divergence="skip",
+        kl_stop=10.0,
+        kl_target=6.0,
     )
 
     trainer.train()

@@ -78,6 +78,11 @@ class Responses:
         return self.query_responses.shape[1] - self.response_mask.shape[1]
 
     @property
+    def batch(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What models read: token ids and attention mask, `(B, C + T)`, and response mask, `(B, T)`."""
+        return self.query_responses, self.attention_mask, self.response_mask
+
+    @property
     def responses(self) -> Tensor:
         """Response ids, long `(B, T)`."""
         return self.query_responses[:, self.context_length :]

@@ -77,8 +77,7 @@ class ScoringBatch:
     @classmethod
     def of(cls, responses: Responses, prompts: Prompts, ended: Tensor) -> ScoringBatch:
         """Put responses, their prompts' columns and whether they ended together."""
-        tensors = responses.query_responses, responses.attention_mask, responses.response_mask
-        return cls(*tensors, prompts.columns, ended)
+        return cls(*responses.batch, prompts.columns, ended)
 
     def __len__(self) -> int:
         return len(self.query_responses)

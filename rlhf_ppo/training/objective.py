@@ -21,6 +21,7 @@ class LearningTrainer(Protocol):
 
     args: PPOConfig
     _sum: Callable[[Tensor], Tensor]
+    _gather: Callable[[Tensor], Tensor]
 
 
 class Objective:
@@ -33,16 +34,20 @@ class Objective:
     def __init__(self, run: LearningTrainer) -> None:
         self.run = run
 
-    def weighed(self, minibatch: Experience, num_tokens: float) -> Experience:
-        """Give each token the weight of its loss in the mini-batch, before it is cut.
+    def micro_batches(self, minibatch: Experience, num_tokens: float, packs_rows: bool) -> list[Experience]:
+        """Cut a mini-batch, after giving each token the weight that its loss has in the whole of it.
 
         Args:
             minibatch: This rank's share.
             num_tokens: Real tokens of the mini-batch, of all ranks.
+            packs_rows: Whether the models read rows without padding.
         """
         args, mask = self.run.args, minibatch.loss_mask
         weights = aggregation_weights(mask, args.loss_aggregation, num_tokens, args.response_length, self.run._sum)
-        return minibatch if weights is None else replace(minibatch, loss_weights=weights.expand(mask.shape))
+        if weights is not None:
+            minibatch = replace(minibatch, loss_weights=weights.expand(mask.shape))
+        max_rows, max_tokens = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
+        return minibatch.micro_batches(max_rows, max_tokens, self.run._gather, packs_rows)
 
     def loss(
         self,

@@ -1,4 +1,4 @@
-"""The policy losses that `policy_loss` names, each a function of the micro-batch and the arguments."""
+"""The policy losses other than PPO's own that `policy_loss` names: functions of the micro-batch and the arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from rlhf_ppo.algorithm.losses import (
     PolicyLoss,
-    clipped_policy_loss,
     sequence_clipped_policy_loss,
     weight_clipped_policy_loss,
 )
@@ -19,19 +18,6 @@ from rlhf_ppo.rewards.resolve import found_function
 
 PolicyLossFunction = Callable[[Tensor, Experience, PPOConfig], PolicyLoss]
 """Takes the log-probabilities of the response tokens now, nats `(B, T)`, the micro-batch and the arguments."""
-
-
-def ppo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
-    """PPO's clipped loss, 1707.06347."""
-    return clipped_policy_loss(
-        logprobs,
-        experience.logprobs,
-        experience.advantages,
-        args.cliprange,
-        experience.importance_weights,
-        args.cliprange_high,
-        args.dual_clip,
-    )
 
 
 def gspo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
@@ -55,14 +41,17 @@ def cispo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLo
     )
 
 
-POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
+POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {"gspo": gspo, "cispo": cispo}
 
 
-def resolve_policy_loss(given: Any) -> PolicyLossFunction:
+def resolve_policy_loss(given: Any) -> PolicyLossFunction | None:
     """Return the loss that an argument names or is.
 
     Args:
-        given: A name of `POLICY_LOSSES`, 'path/file.py:function', 'package.module.function', or a function.
+        given: 'ppo', a name of `POLICY_LOSSES`, 'path/file.py:function', 'package.module.function', or a function.
+
+    Returns:
+        The function; None for PPO's own loss, which `PPOTrainer.policy_loss` is.
 
     Raises:
         TypeError: It is something else, or names what cannot be called.
@@ -70,13 +59,15 @@ def resolve_policy_loss(given: Any) -> PolicyLossFunction:
     """
     if isinstance(given, type) or not (isinstance(given, str) or callable(given)):
         raise TypeError(f"policy_loss={given!r:.60} must be a name or a function (logprobs, experience, args)")
+    if given == "ppo":
+        return None
     if not isinstance(given, str):
         own: Any = given
         return own
     function: Any = POLICY_LOSSES.get(given) or found_function(given, "policy_loss")
     if function is None:
         raise ValueError(
-            f"policy_loss={given!r} names no loss; write one of {[*POLICY_LOSSES]}, 'package.module.function' or "
-            "'path/file.py:function'"
+            f"policy_loss={given!r} names no loss; write one of {['ppo', *POLICY_LOSSES]}, 'package.module.function' "
+            "or 'path/file.py:function'"
         )
     return function

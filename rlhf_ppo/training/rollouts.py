@@ -178,6 +178,6 @@ class Rollouts:
             if accelerator.num_processes == 1:
                 give_up_if_stopped()
             with accelerator.autocast():
-                return forward(part.query_responses, part.attention_mask, part.response_mask, places=part.places)
+                return forward(*part.batch, places=part.places)
 
         return in_passes(responses, evaluate, self.run.args.local_rollout_forward_batch_size, is_packed)

@@ -20,13 +20,13 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo import trainer as trainers
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation import dropping
 from rlhf_ppo.generation.sequences import join_responses
 from rlhf_ppo.models import logprobs
 from rlhf_ppo.rewards.preference import PreferenceReward
-from rlhf_ppo.training import policy_losses
 from rlhf_ppo.training.sharding import on_whole_policy
 from tests import conftest
 from tests.episodes import RespondsInTurns
@@ -613,14 +613,14 @@ def first_update_in_bf16(
 @contextmanager
 def recorded_ratios() -> Iterator[list[np.ndarray]]:
     """Keep each micro-batch's ratios of probabilities, now to rollout, of its real tokens."""
-    loss, ratios = policy_losses.clipped_policy_loss, []
+    loss, ratios = trainers.clipped_policy_loss, []
 
     def recording(logprobs: torch.Tensor, old_logprobs: torch.Tensor, *others: Any) -> Any:
         terms = loss(logprobs, old_logprobs, *others)
         ratios.append(terms.ratio.detach()[old_logprobs != 0].numpy())
         return terms
 
-    with patch.object(policy_losses, "clipped_policy_loss", recording):
+    with patch.object(trainers, "clipped_policy_loss", recording):
         yield ratios
 
 

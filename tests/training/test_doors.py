@@ -381,7 +381,7 @@ def test_the_advantages_of_a_subclass(make_trainer: MakeTrainer) -> None:
     assert float(mean) == pytest.approx(0.0, abs=1e-6) and len(set(later.tolist())) == 1  # whitened after
 
 
-def test_seven_frames_of_ours_in_three_files_lead_from_train_to_the_formula_of_the_policys_loss(
+def test_six_frames_of_ours_in_two_files_lead_from_train_to_the_formula_of_the_policys_loss(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package, seen = str(Path(inspect.getfile(PPOTrainer)).parent), []
@@ -391,7 +391,7 @@ def test_seven_frames_of_ours_in_three_files_lead_from_train_to_the_formula_of_t
         seen.append([*files, inspect.getfile(clipped_policy_loss)])
         return clipped_policy_loss(*args)
 
-    monkeypatch.setattr("rlhf_ppo.training.policy_losses.clipped_policy_loss", recording)
+    monkeypatch.setattr("rlhf_ppo.trainer.clipped_policy_loss", recording)
     make_trainer(**QUICK).train()
 
-    assert len(seen[0]) == 7 and len(set(seen[0])) == 3
+    assert len(seen[0]) == 6 and len(set(seen[0])) == 2
