@@ -73,7 +73,6 @@ def ppo_trainer(
         reward_funcs: As `PPOTrainer` takes them.
     """
     settle_trackers(args)
-    set_seed(args.seed)  # of adapters, which are made before Trainer sets it
     settings = loading_settings(script_args.trust_remote_code, model_args)
     peft_config = get_peft_config(model_args)
     ref_argument = "sft_model_path" if ref_model is None else "ref_model"
@@ -163,6 +162,7 @@ def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: A
     tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     peft_config = get_peft_config(model_args)
     with quiet_calls(), _reading_weights(path):
+        set_seed(args.seed)  # which the new head follows
         return RewardTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
 
 
@@ -183,6 +183,7 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
     peft_config = get_peft_config(model_args)
     rows, held_out = (_without_lone_prompt(dataset) for dataset in (train_dataset, eval_dataset))
     with quiet_calls(), _reading_weights(path):
+        set_seed(args.seed)  # which a new adapter follows
         return SFTTrainer(path, args, None, rows, held_out, tokenizer, peft_config=peft_config)
 
 

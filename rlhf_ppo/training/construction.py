@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
@@ -125,6 +126,7 @@ def assemble_models(
         ValueError: Two arguments are the same object, or a model cannot serve in its role.
     """
     check_keeps_models_whole(args)
+    set_seed(args.seed)  # which new adapters and heads follow; Trainer's constructor sets it after they are made
     given: dict[str, Any] = {"model": model, "ref_model": ref_model, "value_model": value_model}
     given = {name: made(source, name) for name, source in given.items()}
     scorers = {f"reward_model{_number(index, rewards)}": reward.model for index, reward in enumerate(rewards)}

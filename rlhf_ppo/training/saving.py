@@ -112,18 +112,14 @@ class CheckpointWriter:
         """
         run = self.run
         run._progress.keep_losses(run._gather(run._tr_loss.reshape(1)).tolist())
-        with failing_together(self.accelerator):
-            if self.args.should_save:
-                self._begin(directory)
         # the first two wait for the manifest
         withheld = {"save_total_limit": None, "push_to_hub": False, "output_dir": os.path.dirname(directory)}
-        with (
-            self._writing(),
-            run._withheld.instead(**withheld),
-            last_entries(run.state),
-            self._failing_in_saving(),
-        ):
-            write()
+        with self._writing():
+            with failing_together(self.accelerator):
+                if self.args.should_save:
+                    self._begin(directory)
+            with run._withheld.instead(**withheld), last_entries(run.state), self._failing_in_saving():
+                write()
 
     def _begin(self, directory: str) -> None:
         """Write what this package adds to a checkpoint, into an empty directory."""

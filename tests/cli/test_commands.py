@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_ppo.cli import commands, main
@@ -62,6 +63,9 @@ def test_sft_and_reward_take_the_options_of_trls_configurations(places):
     reward = commands.reward(["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl", *QUICK])
     assert reward.state.global_step == 2 and reward.state.log_history[-1].keys() >= {"train_loss"}
     assert AutoModelForSequenceClassification.from_pretrained("out").config.num_labels == 1
+    torch.manual_seed(9)
+    again = commands.reward(["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl", *QUICK])
+    assert torch.equal(again.model.score.weight, reward.model.score.weight)  # the new head follows the seed
 
 
 PPO = [

@@ -51,6 +51,16 @@ def first(trainer: Any, metric: str) -> float:
     return next(entry[metric] for entry in trainer.state.log_history if metric in entry)
 
 
+def test_a_new_adapter_follows_the_seed_whatever_was_drawn_before(make_trainer: MakeTrainer) -> None:
+    drawn = []
+    for seed, before in ((0, 1), (0, 2), (1, 1)):
+        torch.manual_seed(before)
+        policy = make_trainer(**QUICK, seed=seed, peft_config=lora()).policy_model
+        drawn.append(torch.cat([value.flatten() for name, value in weights(policy).items() if "lora_A" in name]))
+
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
 class FirstPass(TrainerCallback):
     """Keeps the gradients of the first optimizer step."""
 
