@@ -16,7 +16,7 @@ CHECKPOINTS, RESUME = "tests/training/test_checkpoints.py::", "tests/distributed
 FUNCTIONS, SERVERS, SIGNALS = (f"{FAULTS}test_{name}.py::" for name in ("odd_functions", "odd_servers", "signals"))
 DISK = f"{FAULTS}test_full_disk.py::"
 WRONG, BAD = f"{FAULTS}test_wrong_inputs.py::", "tests/training/test_bad_input.py::"
-ARGUMENTS = "tests/training/test_trainer_arguments.py::"
+ARGUMENTS, HUB = "tests/training/test_trainer_arguments.py::", "tests/reporting/test_hub.py::"
 
 MATRIX: dict[str, tuple[str, str]] = {
     "kill": (
@@ -123,6 +123,10 @@ DOCUMENTED: dict[str, dict[str, str]] = {
         "Something else than": f"{WRONG}test_something_else_is_refused_before_a_model_is_loaded",
         "An optimizer, a schedule": f"{WRONG}test_what_cannot_be_given_is_refused_before_a_model_is_loaded",
         "A tracker that is not": f"{WRONG}test_a_tracker_that_is_not_installed_is_refused_with_what_to_install",
+        "A tracker without its key": "tests/reporting/test_trackers.py::"
+        "test_comet_without_a_key_is_refused_before_a_model_is_loaded",
+        "A repository of the hub": f"{HUB}test_a_hub_that_gives_no_repository_is_said_before_training",
+        "A hub that fails": f"{HUB}test_a_push_that_fails_loses_nothing",
         "A `metric_for_best_model`": f"{FAULTS}test_best_metric.py::"
         "test_it_is_said_at_the_first_evaluation_and_the_run_goes_on",
         "A prompt that says nothing": f"{WRONG}test_what_the_models_must_tell_is_refused_at_construction",
