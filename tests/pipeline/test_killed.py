@@ -66,7 +66,7 @@ MOMENTS: dict[str, Callable[[], bool]] = {
 }
 """When to kill: as soon as this is so."""
 
-CHOSEN = ["sft begins to save", "reward saves its model", "ppo goes on after a save", "judge runs"]
+CHOSEN = ["reward saves its model", "ppo goes on after a save"]
 NUM_KILLS = int(os.environ.get("NUM_KILLS", len(CHOSEN)))
 KILLS = CHOSEN if len(CHOSEN) >= NUM_KILLS else list(MOMENTS)[:NUM_KILLS]
 
