@@ -23,9 +23,9 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Container images often set this; every process of the tests would compile all that it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
-check test test-long test-learning test-distributed test-kills test-growth test-oldest fast: export OMP_NUM_THREADS = 1
+check test test-long test-learning test-distributed test-kills test-mutants test-growth test-oldest fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-long test-learning test-distributed test-kills test-growth test-gpu test-oldest demo bench bench-gpu docs clean
+.PHONY: help install format lint fast check test test-long test-learning test-distributed test-kills test-mutants test-growth test-gpu test-oldest demo bench bench-gpu docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -62,6 +62,9 @@ test-distributed: install ## Runs with several processes
 
 test-kills: install ## 100 kills at random moments of one process, 20 of two, 14 of the pipeline: all end bit for bit as if left alone
 	NUM_KILLS=$(or $(NUM_KILLS),100) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_kill.py tests/pipeline/test_killed.py
+
+test-mutants: install ## Each place that is listed broken in turn: its tests must notice; test-long breaks two of each entry
+	NUM_MUTANTS=1000 $(PYTEST) tests/mutation
 
 test-growth: install ## 2,000 updates with everything on: memory, descriptors, threads, seconds and saves stay as they are
 	NUM_UPDATES=$(or $(NUM_UPDATES),2000) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_growth.py

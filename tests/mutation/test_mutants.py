@@ -1,26 +1,36 @@
 """Break one place of one file at a time: the named tests must notice every time.
 
 Each room that computes a number has a table in `tests/mutation/mutants/`: by file and tests, what stands there and
-what is put in its place.
+what is put in its place. `make test-mutants` breaks every place; other runs break two of each entry.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.mutation.mutants import TABLES
 from tests.mutation.nursery import PACKAGE, Mutant, Nursery, assert_killed, assert_passed
 
-MUTANTS = [
-    pytest.param(
-        tests.split(), Mutant(f"{room}/{file}", original, mutant), id=f"{room}/{file}-{original}->{mutant}"[:90]
-    )
-    for room, table in TABLES.items()
-    for (file, tests), mutants in table.items()
-    for original, mutant in mutants
-]
+NUM_TRIED = int(os.environ.get("NUM_MUTANTS", "2"))
+"""How many of each entry are tried."""
+
+
+def mutants(num_of_each: int | None = None) -> list[Any]:
+    """Return the places and what is put there, of all entries or the first of each."""
+    return [
+        pytest.param(
+            tests.split(), Mutant(f"{room}/{file}", original, mutant), id=f"{room}/{file}-{original}->{mutant}"[:90]
+        )
+        for room, table in TABLES.items()
+        for (file, tests), listed in table.items()
+        for original, mutant in listed[:num_of_each]
+    ]
+
+
 COMPUTE_NOTHING = {"cli", "compat", "demo", "pipeline", "terminal"}
 """Rooms that only pass numbers on: arguments, names, stages, lines."""
 
@@ -33,7 +43,7 @@ def test_every_room_that_computes_has_mutants() -> None:
 
 
 def test_what_is_broken_is_there() -> None:
-    for param in MUTANTS:
+    for param in mutants():
         param.values[1].source()
 
 
@@ -48,6 +58,6 @@ def test_nothing_fails_where_nothing_is_broken(room: str, nursery: Nursery, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tests", "mutant"), MUTANTS)
+@pytest.mark.parametrize(("tests", "mutant"), mutants(NUM_TRIED))
 def test_the_mutant_is_killed(tests: list[str], mutant: Mutant, nursery: Nursery, tmp_path: Path) -> None:
     assert_killed(nursery.run(tmp_path, tests, mutant))
