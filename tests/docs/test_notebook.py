@@ -1,22 +1,24 @@
 """The notebook runs in a kernel from its first cell to its last, smaller, and prints what it shows."""
 
 from pathlib import Path
+from typing import Any
 
-import nbformat
 import pytest
 
 from tests.docs.test_tutorials import shape, shorter
 
+nbformat: Any = pytest.importorskip("nbformat", reason="nbformat, nbclient and ipykernel are not installed")
+
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "lora.ipynb"
 
 
-def texts(cell: nbformat.NotebookNode) -> list[str]:
+def texts(cell: Any) -> list[str]:
     return ["".join(output.text) for output in cell.get("outputs", []) if output.output_type == "stream"]
 
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = pytest.importorskip("nbclient", reason="nbclient and ipykernel are not installed")
+    client = pytest.importorskip("nbclient")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("COLUMNS", "110")
     shown = nbformat.read(NOTEBOOK, as_version=4)
