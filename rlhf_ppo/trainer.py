@@ -33,7 +33,7 @@ from rlhf_ppo.models.unwrapping import configuration_kept
 from rlhf_ppo.processes.engines import has_no_engine, learns_in_turn, num_processes, use_one_device
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.signals import give_up_if_stopped
-from rlhf_ppo.reporting.metrics import UpdateStatistics
+from rlhf_ppo.reporting.update_statistics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch

@@ -29,7 +29,7 @@ from rlhf_ppo.config.validation import Interval, check_range
 from rlhf_ppo.evaluation.answering import Answering, given_answers, respond
 from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.models.loading import load_pretrained
-from rlhf_ppo.reporting.judged import JUDGED, win_rate_beside
+from rlhf_ppo.reporting.judgements import JUDGED, win_rate_beside
 from rlhf_ppo.rewards.chat_judge import OPENAI_URL, OPTIONS, QUESTION, ChatJudge
 from rlhf_ppo.rewards.functions import finished
 from rlhf_ppo.rewards.judges import RewardModelJudge, ScoringJudge, as_judge

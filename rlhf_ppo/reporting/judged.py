@@ -15,11 +15,9 @@ import pandas as pd
 
 from rlhf_ppo.checkpoints.jsonfile import read_object
 from rlhf_ppo.config.redaction import shown
+from rlhf_ppo.reporting.judgements import JUDGED, judge_of, win_rate_beside
 from rlhf_ppo.reporting.over_seeds import SeedWinRates
 from rlhf_ppo.rewards.builtin import prompt_text
-
-JUDGED = "judged"
-"""How such a table's name begins, and the directory in a run's that may hold them."""
 
 MAX_PAIRS = 40
 """Most pairs of each outcome in a report."""
@@ -46,15 +44,6 @@ class Judged:
     name: str
     figures: Mapping[str, Any]
     table: pd.DataFrame
-
-
-def win_rate_beside(judged: Path) -> Path:
-    """Return where the win rate of a table is kept.
-
-    Args:
-        judged: The table, such as `judged-2.parquet`.
-    """
-    return judged.with_name(f"win_rate{judged.stem.removeprefix(JUDGED)}.json")
 
 
 def read_judged(runs: Sequence[str | os.PathLike[str]], named: Sequence[str | os.PathLike[str]]) -> list[Judged]:
@@ -92,7 +81,7 @@ def judged_data(judged: Judged) -> dict[str, Any]:
         "name": judged.name,
         **{name: judged.figures.get(name) for name in (*_FIGURES, "length_controlled", "agreement")},
         **{name: shown(options.get(name) or options.get(f"{name}_column")) for name in ("model", "opponent")},
-        "judge": shown(options.get("judge_model") or options.get("judge")),
+        "judge": shown(judge_of(options)),
         "rows": list(_few_of_each(rows)),
     }
 

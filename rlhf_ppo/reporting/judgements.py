@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WIN_RATES = "win_rate*.json"
-"""The files that `rlhf-ppo judge` writes."""
+JUDGED = "judged"
+"""How the name of a table of verdicts begins, and the directory in a run's that may hold such."""
+
+
+def win_rate_beside(judged: Path) -> Path:
+    """Return where the win rate of a table is kept.
+
+    Args:
+        judged: The table, such as `judged-2.parquet`.
+    """
+    return judged.with_name(f"win_rate{judged.stem.removeprefix(JUDGED)}.json")
+
+
+def judge_of(options: Mapping[str, Any]) -> str | None:
+    """Return who judged, of the options of `rlhf-ppo judge`."""
+    return options.get("judge_model") or options.get("judge")
 
 
 @dataclass(frozen=True)
@@ -31,16 +47,22 @@ class Judgement:
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> Judgement:
-        """Read what a file holds."""
+        """Read what a file holds.
+
+        Raises:
+            KeyError: It holds something else.
+            ValueError: Nothing was judged.
+        """
         options = said["options"]
         low, high = said["interval"]
-        column, reward = options.get("opponent_column"), options.get("reward_model_path")
+        if not math.isfinite(said["win_rate"]):
+            raise ValueError("nothing was judged")
         return cls(
             win_rate=said["win_rate"],
             interval=(low, high),
             num_prompts=said["wins"] + said["losses"] + said["ties"],
-            opponent=options.get("opponent") or f"the column {column}",
-            judge=options.get("judge") or options.get("judge_model") or reward or "a judge",
+            opponent=options.get("opponent") or f"the column {options.get('opponent_column')}",
+            judge=judge_of(options) or "a judge",
         )
 
 
@@ -54,8 +76,8 @@ def found_judgements(output_dir: str | Path) -> list[Judgement]:
     Returns:
         Those of the files that hold one, in the order of their names.
     """
-    found = []
-    for path in sorted([*Path(output_dir).glob(WIN_RATES), *Path(output_dir, "judged").glob(WIN_RATES)]):
+    found, folders = [], (Path(output_dir), Path(output_dir, JUDGED))
+    for path in sorted(path for folder in folders for path in folder.glob("win_rate*.json")):
         try:
             found.append(Judgement.of(json.loads(path.read_text())))
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -81,7 +81,8 @@ class KeptCompletions:
             return
         of_tokens = {"token_value": rollout.values, "token_advantage": advantages, "token_reward": rewards}
         if rollout.ref_logprobs is not None:
-            of_tokens["token_kl"] = kl_estimate(rollout.logprobs, rollout.ref_logprobs, self.kl_estimator)
+            logprobs, of_reference = rollout.logprobs[:number], rollout.ref_logprobs[:number]
+            of_tokens["token_kl"] = kl_estimate(logprobs, of_reference, self.kl_estimator)
         per_token = {name: values[:number].detach().float().clone() for name, values in of_tokens.items()}
         of_rows = {name: values[:number].detach().clone() for name, values in columns.items()}
         context, attention = rollout.context_length, rollout.masks.attention[:number]

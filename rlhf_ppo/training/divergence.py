@@ -21,7 +21,7 @@ from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
 from rlhf_ppo.models.finite import weights_not_finite
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.logs import get_logger
-from rlhf_ppo.reporting.metrics import UpdateStatistics
+from rlhf_ppo.reporting.update_statistics import UpdateStatistics
 
 logger = get_logger(__name__)
 

@@ -24,7 +24,7 @@ from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.random_numbers import shuffling_generator
 from rlhf_ppo.processes.signals import BetweenMicroBatches, EndsOnSignals, Stopped
 from rlhf_ppo.processes.streams import Streams
-from rlhf_ppo.reporting.metrics import UpdateStatistics
+from rlhf_ppo.reporting.update_statistics import UpdateStatistics
 
 
 class LearningRun(Protocol):

@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.reporting.metrics import UpdateStatistics
+from rlhf_ppo.reporting.update_statistics import UpdateStatistics
 from rlhf_ppo.training.divergence import DivergenceGuard
 
 

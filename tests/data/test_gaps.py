@@ -24,7 +24,7 @@ from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, check_shape
 from rlhf_ppo.generation.opponents import Opponents
-from rlhf_ppo.reporting.metrics import UpdateStatistics
+from rlhf_ppo.reporting.update_statistics import UpdateStatistics
 from rlhf_ppo.rewards.judges import FunctionJudge
 from rlhf_ppo.rewards.preference import PreferenceReward
 from rlhf_ppo.rewards.reading import answers_of

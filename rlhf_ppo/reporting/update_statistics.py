@@ -1,0 +1,141 @@
+"""Sums over the tokens that an update has learned from, and the metrics that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl
+from rlhf_ppo.algorithm.penalties import kl_estimate
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
+
+
+@dataclass
+class UpdateStatistics:
+    """Sums over the real tokens of an update's micro-batches; read once, at the end of the update.
+
+    Attributes:
+        sums: Per-token sums of each micro-batch, in the order of `KEYS` and `named`, and the number of tokens last.
+        named: Names of the figures that the losses give beyond these.
+        watches_kl: Whether `KL` is one of them.
+        num_epochs: Epochs that were learned, where that is watched.
+    """
+
+    KL = "policy/kl_avg"
+
+    KEYS = (
+        "policy/approxkl_avg",
+        "policy/clipfrac_avg",
+        "policy/entropy_avg",
+        "loss/policy_avg",
+        "loss/value_avg",
+        "val/clipfrac_avg",
+        "val/ratio",
+    )
+
+    sums: list[Tensor] = field(default_factory=list)
+    named: tuple[str, ...] = ()
+    watches_kl: bool = False
+    num_epochs: int | None = None
+
+    @torch.no_grad()
+    def add(self, part: Experience, output: PolicyAndValueOutput, policy: PolicyLoss, value: ValueLoss) -> None:
+        """Add one micro-batch.
+
+        Args:
+            part: The micro-batch.
+            output: What the two models said.
+            policy: The policy's per-token loss, `(B, T)` each field.
+            value: The value model's per-token loss.
+
+        Raises:
+            ValueError: The losses give other figures than those of the micro-batch before, or one of another shape.
+        """
+        mask, figures = part.loss_mask, {**policy.figures, **value.figures}
+        if self.watches_kl:
+            figures[self.KL] = kl_estimate(part.logprobs, output.logprobs, "k3")
+        self._check_figures(figures, mask.shape)
+        per_token = (
+            approx_kl(output.logprobs, part.logprobs),
+            policy.clipped,
+            output.entropy,
+            policy.loss,
+            value.loss,
+            value.clipped,
+            policy.ratio,
+            *figures.values(),
+        )
+        sums = [values.float().masked_fill(~mask, 0.0).sum() for values in per_token]
+        self.sums.append(torch.stack([*sums, mask.sum().float()]))
+
+    def _check_figures(self, figures: Mapping[str, Tensor], shape: torch.Size) -> None:
+        if taken := sorted(set(figures) & set(self.KEYS)):
+            raise ValueError(f"a loss gives figures called {taken}, which other metrics are called; rename them")
+        if self.sums and tuple(figures) != self.named:
+            raise ValueError(
+                f"the losses give the figures {list(figures)} and gave {list(self.named)} before; give the same ones "
+                "for every micro-batch"
+            )
+        for name, values in figures.items():
+            if values.shape != shape:
+                raise ValueError(f"the figure {name!r} has shape {tuple(values.shape)}, expected {tuple(shape)}")
+        self.named = tuple(figures)
+
+    def mean_kl(self, start: int, reduce_sum: Callable[[Tensor], Tensor]) -> float:
+        """Return the mean KL to the policy that sampled, over the tokens of all ranks.
+
+            k3 = rho - 1 - log rho,        rho = exp(logprob - old_logprob)
+
+        J. Schulman, *Approximating KL Divergence* (2020).
+
+        Args:
+            start: The first micro-batch that counts.
+            reduce_sum: Adds a tensor up over ranks.
+
+        Returns:
+            Nats per token; 0 without a micro-batch, which is so on all ranks or on none.
+        """
+        if len(self.sums) <= start:
+            return 0.0
+        column = len(self.KEYS) + self.named.index(self.KL)
+        total, num_tokens = reduce_sum(torch.stack(self.sums[start:]).sum(dim=0)[[column, -1]]).tolist()
+        return total / num_tokens
+
+    def drop_last(self, count: int) -> None:
+        """Forget the last micro-batches: their optimizer step was not taken."""
+        del self.sums[len(self.sums) - count :]
+
+    def metrics(self, reduce_sum: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Average over all tokens of all ranks.
+
+        Args:
+            reduce_sum: Adds a tensor up over ranks.
+            gather: Concatenates over ranks along the first dimension.
+
+        Returns:
+            Token means by `KEYS` and `named`, and of the micro-batches of all ranks `val/ratio_var`, the variance of
+            their mean ratios, and `val/first_logratio`, the root mean square of the log-ratio in the first ones, which
+            are before any step: how far two forward passes of the same policy are apart.
+            Nothing if no micro-batch was added, which is so on all ranks or on none.
+        """
+        if not self.sums:
+            return {}
+        of_parts = torch.stack(self.sums)
+        *sums, num_tokens = reduce_sum(of_parts.sum(dim=0)).tolist()
+        of_ratios = of_parts[:, [self.KEYS.index("val/ratio"), self.KEYS.index("policy/approxkl_avg"), -1]]
+        ratio_sums, halves_of_squares, num_tokens_of_parts = gather(of_ratios).unbind(dim=1)
+        half_of_squares, num_first = (
+            sums[:: len(of_parts)].sum() for sums in (halves_of_squares, num_tokens_of_parts)
+        )
+        ratios = (ratio_sums / num_tokens_of_parts)[num_tokens_of_parts > 0]
+        means = {key: total / num_tokens for key, total in zip((*self.KEYS, *self.named), sums, strict=True)}
+        return {
+            **means,
+            **({} if self.num_epochs is None else {"policy/kl_stop_epoch": float(self.num_epochs)}),
+            "val/ratio_var": float(ratios.var()) if len(ratios) > 1 else 0.0,
+            "val/first_logratio": float((2 * half_of_squares / num_first.clamp(min=1)).sqrt()),
+        }
