@@ -1,8 +1,9 @@
 """The command line of `PPOConfig`: options, a YAML file, and answers to options that are gone or misspelt."""
 
+import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import yaml
@@ -10,6 +11,7 @@ from trl.scripts.utils import TrlParser
 
 from rlhf_ppo.cli.errors import CommandParser, left_over
 from rlhf_ppo.config.inherited import reject_removed
+from rlhf_ppo.config.presets import PRESETS, preset_options
 from rlhf_ppo.config.redaction import hide_in
 from rlhf_ppo.config.validation import check_json_file
 
@@ -28,6 +30,8 @@ class PPOArgumentParser(CommandParser, TrlParser):
         ValueError: The YAML file is none, or an option is unknown.
     """
 
+    _of_config: Collection[str] = ()
+
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse, and explain what is left over."""
         parsed, unknown = super().parse_known_args(args, namespace)
@@ -43,7 +47,22 @@ class PPOArgumentParser(CommandParser, TrlParser):
             path = getattr(parsed, name, None)
             if isinstance(path, str) and not path.lstrip().startswith("{"):
                 check_json_file(path, name)
+        if getattr(parsed, "preset", None) in PRESETS:
+            for name, value in preset_options(parsed.preset, self._named(args)).items():
+                setattr(parsed, name, value)
         return parsed, unknown
+
+    def _named(self, args: Sequence[str] | None) -> set[str]:
+        """Return the options that the command line or the YAML file gives."""
+        defaults = {action: action.default for action in self._actions}
+        try:
+            for action in self._actions:
+                action.default = argparse.SUPPRESS
+            given, _ = super().parse_known_args(args)
+        finally:
+            for action, default in defaults.items():
+                action.default = default
+        return {*vars(given), *self._of_config}
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
         """Parse the command line, over the values of the YAML file after `--config`."""
@@ -64,6 +83,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
             raise ValueError(f"the key {', '.join(twice)} stands twice in --config")
         kwargs = dict(zip(names, kwargs.values(), strict=True))
         reject_removed(kwargs)
+        self._of_config = {*kwargs}
         for action in self._actions:
             if action.choices is not None and kwargs.get(action.dest) not in (None, *action.choices):
                 given = kwargs[action.dest]

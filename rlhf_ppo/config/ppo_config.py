@@ -16,9 +16,10 @@ from transformers.utils import logging
 
 from rlhf_ppo.config.engines import ENGINE_RANGES, EngineArguments
 from rlhf_ppo.config.health import parse_thresholds
-from rlhf_ppo.config.inherited import REJECTED, RejectsRemoved, reject_unsupported
+from rlhf_ppo.config.inherited import REJECTED, reject_unsupported
 from rlhf_ppo.config.inherited_values import INHERITED_RANGES, check_dicts, check_inherited, inherited_types
 from rlhf_ppo.config.precision import default_bf16
+from rlhf_ppo.config.presets import PresetArguments
 from rlhf_ppo.config.recipes import RECIPE_RANGES, RecipeArguments, check_recipes, settle_recipes
 from rlhf_ppo.config.redaction import HidesSecrets
 from rlhf_ppo.config.shown import ShownArguments
@@ -53,7 +54,7 @@ RANGES: dict[str, Interval] = {
 
 
 @dataclass(repr=False)  # HidesSecrets' own hides tokens
-class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, RecipeArguments, EngineArguments, TrainingArguments):
+class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, EngineArguments, TrainingArguments):
     """Arguments of `PPOTrainer`: those of `transformers.TrainingArguments` and PPO's own.
 
     Each field's `help` is its documentation; `HfArgumentParser` and `TrlParser` can set all of them. Unlike in
@@ -236,6 +237,7 @@ class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, RecipeArguments, E
     def __post_init__(self) -> None:
         """Settle the defaults that depend on other fields, validate, and let TrainingArguments set up the devices."""
         self._filled: dict[str, Any] = {}
+        self.settle_preset()
         if self.bf16 is None:
             self.bf16 = default_bf16(self)
         self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
@@ -244,7 +246,8 @@ class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, RecipeArguments, E
         settle_recipes(self)
         if self.metric_for_best_model is None and self.compares_models():
             self.metric_for_best_model = "score"
-        self.validate()
+        with self.explaining_preset():
+            self.validate()
         self._mirror_checkpointing()
         world_size = self.world_size
         super().__post_init__()
@@ -295,16 +298,12 @@ class PPOConfig(HidesSecrets, RejectsRemoved, ShownArguments, RecipeArguments, E
             check_range(name, getattr(self, name), interval, helps[name])
         check_dicts(self)
         check_inherited(self)
-        if self.stop_token is not None and self.stop_token_id is not None:
-            raise ValueError(
-                f"stop_token={self.stop_token!r} and stop_token_id={self.stop_token_id} exclude each other; leave one "
-                "None"
-            )
-        if self.missing_eos_penalty is not None and self.missing_eos_score is not None:
-            raise ValueError(
-                f"missing_eos_penalty={self.missing_eos_penalty} and missing_eos_score={self.missing_eos_score} "
-                "exclude each other; leave one None"
-            )
+        for one, other in (("stop_token", "stop_token_id"), ("missing_eos_penalty", "missing_eos_score")):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ValueError(
+                    f"{one}={getattr(self, one)!r} and {other}={getattr(self, other)!r} exclude each other; leave one "
+                    "None"
+                )
         if self.warmup_ratio is not None and self.warmup_steps != self.warmup_ratio:
             raise ValueError(
                 f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} contradict each other; set "
@@ -381,7 +380,9 @@ def _checked_annotations() -> dict[str, Any]:
     """Return the type of every field, PPO's own first; those that are rejected have one value, not a type."""
     hints = get_type_hints(PPOConfig)
     of_parts = (
-        name for part in (EngineArguments, RecipeArguments, ShownArguments) for name in part.__dataclass_fields__
+        name
+        for part in (EngineArguments, PresetArguments, RecipeArguments, ShownArguments)
+        for name in part.__dataclass_fields__
     )
     own = {name: hints[name] for name in (*inspect.get_annotations(PPOConfig), *of_parts)}
     return own | {name: hint for name, hint in inherited_types().items() if name not in {*own, *REJECTED}}

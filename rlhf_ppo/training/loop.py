@@ -17,6 +17,7 @@ from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo.checkpoints.progress import Progress
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.presets import describe_preset
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.datasets import num_rows
 from rlhf_ppo.data.experience import Experience
@@ -139,8 +140,14 @@ class Loop:
             run.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
             run._logged.forget()
             run._estimate.announce()
+            self._announce_preset()
             with detecting_overflow(run.model, run.args):
                 yield checkpoint
+
+    def _announce_preset(self) -> None:
+        args = self.run.args
+        if (preset := describe_preset(args)) and args.log_console != "none" and self.run.accelerator.is_main_process:
+            print(preset)
 
     def begin(
         self, checkpoint: str | None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None

@@ -1,0 +1,173 @@
+"""`preset`: sets of options under one name, which options given beside it replace."""
+
+import inspect
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal, Self
+
+from rlhf_ppo.config.inherited import RejectsRemoved
+from rlhf_ppo.config.validation import option as _option
+
+_TRL: dict[str, Any] = {
+    "learning_rate": 3e-6,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "num_ppo_epochs": 4,
+    "num_mini_batches": 1,
+    "response_length": 53,
+    "temperature": 0.7,
+    "kl_coef": 0.05,
+    "kl_estimator": "k1",
+    "gamma": 1.0,
+    "lam": 0.95,
+    "cliprange": 0.2,
+    "cliprange_value": 0.2,
+    "vf_coef": 0.1,
+    "whiten_rewards": False,
+}
+
+PRESETS = MappingProxyType[str, dict[str, Any]](
+    {
+        "trl": _TRL,
+        "nplus": _TRL | {"adam_epsilon": 1e-5, "stop_token": "eos", "missing_eos_score": -1.0},
+        "aitraining": {
+            "learning_rate": 3e-5,
+            "lr_scheduler_type": "linear",
+            "optim": "adamw_torch",
+            "warmup_steps": 0.1,
+            "weight_decay": 0.0,
+            "max_grad_norm": 1.0,
+            "num_train_epochs": 1,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "num_ppo_epochs": 4,
+            "num_mini_batches": 1,
+            "local_rollout_forward_batch_size": 128,
+            "response_length": 128,
+            "stop_token": "eos",
+            "temperature": 1.0,
+            "top_k": 50,
+            "top_p": 1.0,
+            "kl_coef": 0.1,
+            "gamma": 0.99,
+            "lam": 0.95,
+            "cliprange": 0.2,
+            "cliprange_value": 0.2,
+            "vf_coef": 1.0,
+        },
+        "reasoning": {
+            "learning_rate": 1e-6,
+            "critic_learning_rate": 5e-6,
+            "lr_scheduler_type": "constant",
+            "temperature": 1.0,
+            "kl_coef": 0.0,
+            "gamma": 1.0,
+            "lam": 1.0,
+            "cliprange": 0.2,
+            "cliprange_high": 0.28,
+        },
+    }
+)
+"""The options of each preset, by name: docs/recipes.md says where they come from."""
+
+
+_EXCLUDED = {
+    "missing_eos_penalty": "missing_eos_score",
+    "stop_token_id": "stop_token",
+    "warmup_ratio": "warmup_steps",
+}
+"""Option: that of a preset which cannot stand beside it."""
+
+
+class _RemembersNames(RejectsRemoved):
+    """Base of a dataclass that knows which of its arguments were given."""
+
+    _named: Collection[str] = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Remember which options are given."""
+        made = super().__new__(cls, *args, **kwargs)
+        made._named = {*list(inspect.signature(cls).parameters)[: len(args)], *kwargs}
+        return made
+
+
+@dataclass(repr=False)
+class PresetArguments(_RemembersNames):
+    """The name of a preset, whose options take the place of the defaults.
+
+    A class on top of this one is a dataclass with the options as fields.
+    """
+
+    preset: Literal["trl", "nplus", "aitraining", "reasoning"] | None = _option(
+        None,
+        "Take the defaults of several options from a recipe, which is printed when training starts: TRL's PPO, that "
+        "of arXiv 2403.17031 (N+ implementation details), AITraining's, or one for rule rewards without a KL penalty. "
+        "Options given beside it win.",
+    )
+
+    def settle_preset(self) -> None:
+        """Give the options that were not given the preset's values.
+
+        Raises:
+            ValueError: A parser that does not know presets has given all options.
+        """
+        if not isinstance(self.preset, str) or self.preset not in PRESETS:
+            return  # None, or what the check of types refuses
+        defaults = {field.name: field.default for field in fields(self)}
+        changes = {name: value for name, value in PRESETS[self.preset].items() if value != defaults[name]}
+        if changes and {*defaults} <= {*self._named} and all(getattr(self, name) != changes[name] for name in changes):
+            raise ValueError(
+                f"preset={self.preset!r} has changed nothing, because the parser gave every option; parse with "
+                "rlhf_ppo.cli.parser.PPOArgumentParser, which is a TrlParser, or make PPOConfig(preset=...) in Python"
+            )
+        for name, value in preset_options(self.preset, self._named).items():
+            setattr(self, name, value)
+
+    @contextmanager
+    def explaining_preset(self) -> Iterator[None]:
+        """Let an error also say which of the options that it names are the preset's.
+
+        Raises:
+            ValueError: The one of the block.
+        """
+        try:
+            yield
+        except ValueError as error:
+            options = PRESETS[self.preset] if self.preset in [*PRESETS] else {}
+            taken = [name for name, value in options.items() if getattr(self, name) == value]
+            blamed = [name for name in taken if re.search(rf"\b{name}=", str(error))]
+            if not blamed:
+                raise
+            raise ValueError(f"{error} ({', '.join(blamed)}: of preset={self.preset!r})") from error
+
+
+def preset_options(preset: str, named: Collection[str]) -> dict[str, Any]:
+    """Return the options that a preset sets.
+
+    Args:
+        preset: Its name.
+        named: The options that are given: neither they nor what they exclude are set.
+    """
+    given = {*named, *(_EXCLUDED[name] for name in named if name in _EXCLUDED)}
+    return {name: value for name, value in PRESETS[preset].items() if name not in given}
+
+
+def describe_preset(args: PresetArguments) -> str | None:
+    """Return the preset of a run with all its options, and those that were given instead; None without one."""
+    if args.preset is None:
+        return None
+    options = PRESETS[args.preset]
+    taken = [f"{name}={value}" for name, value in options.items() if getattr(args, name) == value]
+    others = [
+        f"{name}={getattr(args, name)} (not {value})"
+        for name, value in options.items()
+        if getattr(args, name) != value
+    ]
+    beside = f"; given beside it: {', '.join(others)}" if others else ""
+    return f"Preset {args.preset}: {', '.join(taken)}{beside}"

@@ -1,0 +1,122 @@
+"""`preset`: which options it sets, what wins over it, and how it is told."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import HfArgumentParser
+
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.cli.parser import PPOArgumentParser
+from rlhf_ppo.compat.mapping import ppo_arguments
+from rlhf_ppo.compat.params import LLMTrainingParams
+from rlhf_ppo.config.presets import PRESETS
+
+CPU: dict[str, Any] = {"use_cpu": True, "report_to": "none"}
+
+
+def options_of(args: PPOConfig, names: Any) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names}
+
+
+def made(**options: Any) -> PPOConfig:
+    return PPOConfig("out", **CPU, **options)
+
+
+def parsed(*words: str) -> PPOConfig:
+    parser: Any = PPOArgumentParser(PPOConfig)
+    (args,) = parser.parse_args_and_config([*words, "--output_dir", "out", "--use_cpu", "--report_to", "none"])
+    return args
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_sets_all_its_options_and_no_others(preset: str) -> None:
+    args, plain = made(preset=preset), made()
+    assert options_of(args, PRESETS[preset]) == PRESETS[preset]
+    others = {field.name for field in dataclasses.fields(PPOConfig)} - {"preset", *PRESETS[preset]}
+    assert options_of(args, others) == options_of(plain, others)
+    assert parsed("--preset", preset).to_dict() | {"logging_dir": None} == args.to_dict() | {"logging_dir": None}
+
+
+def test_options_that_are_given_win_even_with_the_value_that_is_the_default(tmp_path: Path) -> None:
+    given = {"adam_epsilon": 1e-8, "kl_coef": 0.1}
+    expected = PRESETS["nplus"] | given
+    assert options_of(made(preset="nplus", **given), expected) == expected
+    words = ("--adam-epsilon", "1e-8", "--kl_coef=0.1")
+    assert options_of(parsed("--preset", "nplus", *words), expected) == expected
+    config = tmp_path / "nplus.yaml"
+    config.write_text("preset: nplus\nkl_coef: 0.1\nadam_epsilon: 0.2\n")
+    assert options_of(parsed("--config", str(config), "--adam_epsilon", "1e-8"), expected) == expected
+    assert options_of(parsed("--config", str(config), "--preset", "trl"), ("kl_coef", "adam_epsilon", "preset")) == {
+        **{"kl_coef": 0.1, "adam_epsilon": 0.2, "preset": "trl"}
+    }
+
+
+def test_an_option_that_a_given_one_excludes_is_not_set() -> None:
+    given = {"missing_eos_penalty": 1.0, "stop_token_id": 5, "warmup_ratio": 0.2}
+    for args in (
+        made(preset="nplus", **given),
+        parsed("--preset", "nplus", *(word for name, value in given.items() for word in (f"--{name}", str(value)))),
+    ):
+        assert (args.missing_eos_score, args.stop_token, args.warmup_steps) == (None, None, 0.2)
+
+
+def test_a_subclass_and_a_copy_have_the_presets_options() -> None:
+    @dataclasses.dataclass(repr=False)
+    class Own(PPOConfig):
+        twist: int = 3
+
+    args = Own("out", twist=4, preset="nplus", kl_coef=0.3, **CPU)
+    for each in (args, copy.deepcopy(args), dataclasses.replace(args, seed=1)):
+        assert (each.twist, each.missing_eos_score, each.kl_coef) == (4, -1, 0.3)
+    again = pickle.loads(pickle.dumps(made(preset="nplus", kl_coef=0.3)))
+    assert (again.missing_eos_score, again.kl_coef) == (-1, 0.3)
+
+
+def test_trl_is_what_a_script_of_trl_has_without_options() -> None:
+    assert options_of(made(), PRESETS["trl"]) == PRESETS["trl"]
+
+
+def test_aitraining_is_what_its_command_line_has_without_options() -> None:
+    params = LLMTrainingParams(trainer="ppo", rl_reward_model_path="reward")
+    assert ppo_arguments(params) | PRESETS["aitraining"] == ppo_arguments(params)
+
+
+def test_what_a_preset_contradicts_is_said_to_be_the_presets() -> None:
+    message = r"kl_target=6.0 multiplies kl_coef=0.* \(kl_coef: of preset='reasoning'\)$"
+    with pytest.raises(ValueError, match=message):
+        made(preset="reasoning", kl_target=6.0)
+    with pytest.raises(ValueError, match=message):
+        parsed("--preset", "reasoning", "--kl_target", "6")
+    with pytest.raises(ValueError, match="preset='best' must be"):
+        made(preset="best")
+
+
+def test_a_parser_that_knows_no_presets_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"preset='nplus' has changed nothing.*PPOArgumentParser"):
+        HfArgumentParser(PPOConfig).parse_args_into_dataclasses(["--output_dir", "out", "--preset", "nplus"])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_preset_is_printed_in_full_when_training_starts(
+    make_trainer: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"total_episodes": 8, "response_length": 4, "num_ppo_epochs": 1}
+    made = make_trainer(preset="nplus", kl_coef=0.1, log_console="line", **sizes)
+    made.train()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Preset")]
+    taken, _, beside = line.partition("; given beside it: ")
+    assert taken.startswith("Preset nplus: ") and "missing_eos_score=-1.0" in taken and "vf_coef=0.1" in taken
+    assert "kl_coef=0.1 (not 0.05)" in beside and "response_length=4 (not 53)" in beside
+    names = {
+        part.partition("=")[0] for part in (*taken.removeprefix("Preset nplus: ").split(", "), *beside.split(", "))
+    }
+    assert names == {*PRESETS["nplus"]}
+
+    make_trainer(preset="nplus", log_console="none", **sizes).train()
+    assert "Preset" not in capsys.readouterr().out

@@ -1,0 +1,256 @@
+"""The points of *The N+ Implementation Details of RLHF with PPO* (2403.17031) that are the trainer's, one by one.
+
+A run of `preset="nplus"` on tiny models of the paper's family, with dropout in their configurations and prompts of
+several lengths. What it did is computed again with the models' own forward passes, one response at a time, and NumPy.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from numpy.testing import assert_allclose
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
+
+from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.rollout import Rollout
+from tests.conftest import QUIET, make_tokenizer, prompt_rows
+from tests.runs import history
+
+PAD, EOS = 0, 1
+TEMPERATURE, KL_COEF, LAMBDA, VF_COEF = 0.7, 0.05, 0.95, 0.1
+RESPONSE_LENGTH = 20
+
+
+def neox(kind: Any, seed: int, **overrides: Any) -> Any:
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return kind(
+        GPTNeoXConfig(
+            **sizes | {"num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.2} | overrides,
+            attention_dropout=0.1,
+            hidden_dropout=0.1,
+            pad_token_id=PAD,
+            eos_token_id=EOS,
+        )
+    )
+
+
+@dataclass
+class Run:
+    """What a run was given, what it did, and what it said."""
+
+    policy: Any
+    reference: Any
+    reward: Any
+    trainer: Any
+    rollouts: list[Rollout] = field(default_factory=list)
+    experiences: list[Experience] = field(default_factory=list)
+    num_steps: int = 0
+
+    @cached_property
+    def rows(self) -> list[tuple[list[int], list[int]]]:
+        """Prompt and response of each row of the first update, up to and with EOS."""
+        first, rows = self.rollouts[0], []
+        for ids, real in zip(first.query_responses, first.attention_mask.bool(), strict=True):
+            prompt, response = ids[: first.context_length], ids[first.context_length :]
+            given = prompt[real[: first.context_length]].tolist()
+            sampled = response.tolist()
+            rows.append((given, sampled[: sampled.index(EOS) + 1] if EOS in sampled else sampled))
+        return rows
+
+
+class _Keeps(PPOTrainer):
+    kept: Run
+
+    def collect_rollout(self, *args: Any) -> Rollout:
+        self.kept.rollouts.append(super().collect_rollout(*args))
+        return self.kept.rollouts[-1]
+
+    def estimate_advantages(self, rollout: Rollout) -> Experience:
+        self.kept.experiences.append(super().estimate_advantages(rollout))
+        return self.kept.experiences[-1]
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        self.kept.num_steps += 1
+        return super().update(*args, **kwargs)
+
+
+def run_of(folder: Path, **overrides: Any) -> Run:
+    policy, reward = neox(GPTNeoXForCausalLM, 0), neox(GPTNeoXForSequenceClassification, 1, num_labels=1)
+    reference = neox(GPTNeoXForCausalLM, 5)
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "total_episodes": 48}
+    options: dict[str, Any] = QUIET | sizes | {"response_length": RESPONSE_LENGTH, "logging_steps": 1, "seed": 3}
+    args = PPOConfig(str(folder), preset="nplus", **options | overrides)
+    given = [copy.deepcopy(model) for model in (policy, reference, reward)]
+    trainer = _Keeps(
+        args=args,
+        processing_class=make_tokenizer(),
+        model=given[0],
+        ref_model=given[1],
+        reward_model=given[2],
+        train_dataset=Dataset.from_list(prompt_rows(48)),
+    )
+    run = trainer.kept = Run(policy, reference, reward, trainer)
+    trainer.train()
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_of(tmp_path_factory.mktemp("nplus"))
+
+
+def logprobs_of(model: Any, prompt: list[int], response: list[int]) -> Any:
+    """Log-probabilities of a response on its own: no padding, no dropout, logits divided by the temperature."""
+    with torch.no_grad():
+        logits = model.eval()(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
+
+
+def values_of(model: Any, prompt: list[int], response: list[int]) -> Any:
+    """The head's output before each token of a response, and at its last."""
+    with torch.no_grad():
+        hidden = model.eval().gpt_neox(torch.tensor([prompt + response])).last_hidden_state[0]
+        return model.score(hidden)[len(prompt) - 1 :, 0].numpy()
+
+
+def test_queries_are_padded_left_and_neither_padding_nor_dropout_changes_a_log_probability(run: Run) -> None:
+    """Section 3 (pads masked), 4 (no dropout) and 7: samples and both models' log-probabilities are at 0.7."""
+    first = run.rollouts[0]
+    assert {len(prompt) for prompt, _ in run.rows} > {1, 2}
+    assert not first.attention_mask[:, 0].all() and first.attention_mask[:, first.context_length - 1].all()
+    for row, (prompt, response) in enumerate(run.rows):
+        for model, logprobs in ((run.policy, first.logprobs), (run.reference, first.ref_logprobs)):
+            assert logprobs is not None
+            assert_allclose(logprobs[row, : len(response)], logprobs_of(model, prompt, response), atol=2e-5)
+
+
+def test_responses_are_cut_after_eos_and_padded_with_another_token(run: Run) -> None:
+    """Section 3: PAD is not EOS, so that ending is learned. Section 7: a fixed length, cut at EOS."""
+    first = run.rollouts[0]
+    assert first.stopped.any() and not first.stopped.all()
+    for row, (_, response) in enumerate(run.rows):
+        assert bool(first.stopped[row]) == (response[-1] == EOS)
+        assert len(response) == RESPONSE_LENGTH or first.stopped[row]
+        expected = torch.arange(first.response_mask.shape[1]) < len(response)
+        assert torch.equal(first.response_mask[row], expected) and torch.equal(first.loss_mask[row], expected)
+        assert (first.query_responses[row, first.context_length + len(response) :] == PAD).all()
+
+
+def test_the_score_is_read_at_the_last_token_and_is_minus_one_without_eos(run: Run) -> None:
+    """Section 6: the reward is that of the EOS token. Section 7: the EOS trick."""
+    first, logged = run.rollouts[0], history(run.trainer)[0]
+    scores = np.array([values_of(run.reward, *row)[-1] for row in run.rows])
+    stopped = np.array([response[-1] == EOS for _, response in run.rows])
+    assert_allclose(first.scores[torch.tensor(stopped)], scores[stopped], atol=2e-5)
+    assert logged["objective/scores"] == pytest.approx(np.where(stopped, scores, -1).mean(), abs=2e-5)
+
+
+def rewards_of(run: Run) -> list[Any]:
+    """Per token: minus 0.05 times the log-ratio; the last one also has the score."""
+    rewards = []
+    for prompt, response in run.rows:
+        own, other = (logprobs_of(model, prompt, response) for model in (run.policy, run.reference))
+        reward = -KL_COEF * (own - other)
+        reward[-1] += values_of(run.reward, prompt, response)[-1] if response[-1] == EOS else -1
+        rewards.append(reward)
+    return rewards
+
+
+def returns_and_advantages(run: Run, rewards: list[Any]) -> tuple[list[Any], list[Any]]:
+    """GAE at gamma 1 and lambda 0.95, and the advantages whitened, with n - 1 tokens in the variance as TRL has it."""
+    advantages, returns = [], []
+    for (prompt, response), reward in zip(run.rows, rewards, strict=True):
+        values = values_of(run.reward, prompt, response)[:-1]
+        estimate, later = np.zeros(len(response)), 0.0
+        for t in reversed(range(len(response))):
+            following = values[t + 1] if t + 1 < len(response) else 0.0
+            later = estimate[t] = reward[t] + following - values[t] + LAMBDA * later
+        advantages.append(estimate)
+        returns.append(estimate + values)
+    mean, spread = np.concatenate(advantages).mean(), np.concatenate(advantages).std(ddof=1)
+    return returns, [(estimate - mean) / spread for estimate in advantages]
+
+
+def assert_learned_from(run: Run, rewards: list[Any]) -> None:
+    experience, expected = run.experiences[0], returns_and_advantages(run, rewards)
+    for tensor, rows in zip((experience.returns, experience.advantages), expected, strict=True):
+        assert_allclose(tensor[experience.loss_mask], np.concatenate(rows), atol=1e-4)
+
+
+def test_the_value_model_reads_before_each_token_and_advantages_are_whitened(run: Run) -> None:
+    """Section 7: gamma 1, lambda 0.95; advantages are whitened over the batch, rewards and returns are not."""
+    for row, (prompt, response) in enumerate(run.rows):
+        values = values_of(run.reward, prompt, response)[:-1]
+        assert_allclose(run.rollouts[0].values[row, : len(response)], values, atol=2e-5)
+    assert_learned_from(run, rewards_of(run))
+
+
+def test_rewards_are_whitened_on_demand_with_their_mean_kept(tmp_path: Path) -> None:
+    """Section 7 (optional there): the standard deviation becomes 1, the mean stays."""
+    run = run_of(tmp_path, whiten_rewards=True, total_episodes=16)
+    rewards = rewards_of(run)
+    mean, spread = np.concatenate(rewards).mean(), np.concatenate(rewards).std(ddof=1)
+    assert_learned_from(run, [(reward - mean) / spread + mean for reward in rewards])
+
+
+def test_four_epochs_of_one_mini_batch_and_a_rate_that_falls_to_zero(run: Run) -> None:
+    """Sections 4 and 7: AdamW with eps 1e-5, one learning rate 3e-6 for both models, linear to 0."""
+    assert run.num_steps == 4 * len(run.rollouts) == 12
+    groups = run.trainer.optimizer.param_groups
+    assert {(group["eps"], group["betas"], group["initial_lr"]) for group in groups} == {(1e-5, (0.9, 0.999), 3e-6)}
+    rates = [entry["lr"] for entry in history(run.trainer) if "lr" in entry]
+    assert rates == pytest.approx([3e-6, 2e-6, 1e-6], rel=1e-6)
+    assert groups[0]["lr"] == 0
+
+
+def test_the_value_model_starts_as_the_reward_model_and_leaves_it_alone(run: Run) -> None:
+    """Section 7: a copy of its own, which learns; the reward model and the reference stay."""
+    models = run.trainer
+    for now, before, stays in (
+        (models.value_model, run.reward, False),
+        (models.policy_model, run.policy, False),
+        (models.reward_model, run.reward, True),
+        (models.reference.model, run.reference, True),
+    ):
+        pairs = zip(now.parameters(), before.parameters(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs) is stays
+    of_policy, of_value = ({id(p) for p in model.parameters()} for model in (models.policy_model, models.value_model))
+    assert not of_policy & of_value
+
+
+def test_without_a_step_the_ratio_is_one_and_the_losses_are_those_of_the_samples(tmp_path: Path) -> None:
+    """Section 4: dropout is off while learning too. Section 7: half the squared error, weighted by 0.1."""
+    run = run_of(tmp_path, learning_rate=0.0, total_episodes=16)
+    entry, experience = history(run.trainer)[0], run.experiences[0]
+    assert entry["val/ratio"] == pytest.approx(1, abs=1e-6) and entry["policy/approxkl_avg"] < 1e-9
+    real = experience.loss_mask
+    value_loss = 0.5 * (experience.values - experience.returns)[real].square().mean()
+    policy_loss = -experience.advantages[real].mean()
+    assert entry["loss/value_avg"] == pytest.approx(float(value_loss), rel=1e-4)
+    assert entry["loss/policy_avg"] == pytest.approx(float(policy_loss), abs=1e-5)
+    assert entry["loss"] == pytest.approx(float(policy_loss + VF_COEF * value_loss), rel=1e-4)
+
+
+def test_a_new_head_is_normal_with_the_papers_spread(tmp_path: Path) -> None:
+    """Section 6: 1 / sqrt(d + 1), no bias."""
+    args = PPOConfig(str(tmp_path), preset="nplus", value_head_init="normal", **QUIET, total_episodes=8)
+    trainer = PPOTrainer(
+        args=args,
+        processing_class=make_tokenizer(),
+        model=neox(GPTNeoXForCausalLM, 0, hidden_size=256),
+        reward_funcs=lambda completions, **_: [0.0 for _ in completions],
+        train_dataset=Dataset.from_list(prompt_rows(8)),
+    )
+    head: Any = trainer.value_model.get_submodule("score")
+    (weight,) = head.parameters()
+    assert float(weight.std()) == pytest.approx(257**-0.5, rel=0.15)
