@@ -17,7 +17,7 @@ from rlhf_ppo.algorithm.masked import masked_whiten
 from rlhf_ppo.algorithm.moments import RunningMoments, ScoreMoments
 from rlhf_ppo.algorithm.penalties import token_rewards
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.datasets import PromptCollator, num_rows
+from rlhf_ppo.data.datasets import NoPrompts, PromptCollator, num_rows
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.lengths import check_lengths
 from rlhf_ppo.data.prompts import Prompts
@@ -46,7 +46,7 @@ from rlhf_ppo.training.datasets import ColumnCheck, PromptPreparation, check_dat
 from rlhf_ppo.training.hooks import TrainerHooks
 from rlhf_ppo.training.objective import Objective
 from rlhf_ppo.training.optimization import Optimizers
-from rlhf_ppo.training.own_loop import GivenScores, NoPrompts, OwnLoop
+from rlhf_ppo.training.own_loop import GivenScores, OwnLoop
 from rlhf_ppo.training.policy_losses import PolicyLossFunction, resolve_policy_loss
 from rlhf_ppo.training.rollouts import Rollouts
 from rlhf_ppo.training.special_tokens import special_tokens

@@ -61,6 +61,7 @@ class Progress:
         score_moments: Fields of the `ScoreMoments` that `score_scaling` divides by.
         batch_size: Episodes of an update, on all ranks.
         num_processes: Number of processes of the run.
+        num_generations: Responses to each prompt of an update.
         optimization: What optimizer and scheduler were set to, by name.
         skipped: Fields of the `Skipped` that `on_divergence` counts.
         due: What a signal has cut short after the last update, "samples" or "evaluation": resumed runs begin with it.
@@ -78,6 +79,7 @@ class Progress:
     score_moments: dict[str, float] = field(default_factory=dict)
     batch_size: int = 0
     num_processes: int = 0
+    num_generations: int = 1
     optimization: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
     due: list[str] = field(default_factory=list)

@@ -122,7 +122,8 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
 
     # --- Rollout ---
     total_episodes: int | None = _option(
-        None, "Number of episodes of the whole run. If not set: num_train_epochs times the number of prompts."
+        None,
+        "Number of episodes of the whole run. If not set: num_train_epochs x number of prompts x num_generations.",
     )
     response_length: int = _option(53, "Longest response, in tokens.")
     temperature: float = _option(0.7, "Sampling temperature; logits are divided by it in every log-probability.")
@@ -334,6 +335,7 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
             self.num_train_epochs,
             max_steps=self._given("max_steps"),
             total_episodes=self._given("total_episodes"),
+            num_generations=self.num_generations,
         )
         for name, size in asdict(sizes).items():
             if self._given(name) not in (None, size) and name != "total_episodes":

@@ -4,10 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from rlhf_ppo.config.sizes import check_generations
 from rlhf_ppo.config.validation import Interval
 from rlhf_ppo.config.validation import option as _option
 
 RECIPE_RANGES: dict[str, Interval] = {
+    "num_generations": Interval(1, math.inf),
     "cliprange_high": Interval(0, math.inf, open_low=True),
     "dual_clip": Interval(1, math.inf, open_low=True),
     "entropy_coef": Interval(0, math.inf),
@@ -23,6 +25,12 @@ RECIPE_RANGES: dict[str, Interval] = {
 @dataclass(repr=False)
 class RecipeArguments:
     """Options of published recipes. Off, which is the default, a run's numbers are those of a run without them."""
+
+    num_generations: int = _option(
+        1,
+        "Responses to each prompt of an update, such as 16: the prompts of an update are that many times fewer, and "
+        "the episodes of a pass over them that many times more.",
+    )
 
     log_kl: bool = _option(
         False,
@@ -111,6 +119,9 @@ class RecipeArguments:
 
 
 class _Checked(Protocol):
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    num_generations: int
     kl_coef: float
     kl_target: float | None
     score_normalization: bool
@@ -133,10 +144,10 @@ def settle_recipes(args: _Checked) -> None:
 
 
 def check_recipes(args: _Checked) -> None:
-    """Check options that exclude each other.
+    """Check options that exclude each other, and that the episodes of a process are whole prompts.
 
     Raises:
-        ValueError: Two do.
+        ValueError: Two do, or they are not.
     """
     if args.dual_clip is not None and args.policy_loss in ("gspo", "cispo"):
         raise ValueError(
@@ -156,6 +167,7 @@ def check_recipes(args: _Checked) -> None:
             f"lam_policy={args.lam_policy} and length_adaptive_alpha={args.length_adaptive_alpha} exclude each other; "
             "leave one None"
         )
+    check_generations(args.per_device_train_batch_size, args.gradient_accumulation_steps, args.num_generations)
     highest = 1 + (args.cliprange if args.cliprange_high is None else args.cliprange_high)
     if args.dual_clip is not None and args.dual_clip <= highest:
         raise ValueError(

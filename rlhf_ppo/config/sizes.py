@@ -46,6 +46,7 @@ class Sizes:
         num_train_epochs: float,
         max_steps: int | None,
         total_episodes: int | None,
+        num_generations: int = 1,
     ) -> Sizes:
         """Count.
 
@@ -58,21 +59,26 @@ class Sizes:
             num_train_epochs: Passes over the training set; need not be whole.
             max_steps: Number of updates; not set if None or not positive.
             total_episodes: Number of episodes, or None.
+            num_generations: Responses to each prompt of an update.
 
         Raises:
-            ValueError: A process's episodes cannot be cut into equal mini-batches, the training set has fewer prompts
-                than one update, `max_steps` and `total_episodes` disagree, or nothing says when to stop.
+            ValueError: A process's episodes cannot be cut into equal mini-batches, or are no whole number of prompts;
+                the training set has fewer prompts than one update, `max_steps` and `total_episodes` disagree, or
+                nothing says when to stop.
         """
         check_mini_batches(per_device, accumulation, num_mini_batches)
+        check_generations(per_device, accumulation, num_generations)
         local = per_device * accumulation
         batch = local * num_processes
-        if num_examples is not None and num_examples < batch:
+        if num_examples is not None and num_examples * num_generations < batch:
+            shared = "" if num_generations == 1 else f" / num_generations={num_generations}"
             raise ValueError(
-                f"the training set has {num_examples} prompts, fewer than the {batch} of one batch "
-                f"({_made_of(per_device, accumulation)} x {num_processes} processes); lower "
+                f"the training set has {num_examples} prompts, fewer than the {batch // num_generations} of one batch "
+                f"({_made_of(per_device, accumulation)} x {num_processes} processes{shared}); lower "
                 "per_device_train_batch_size or gradient_accumulation_steps, or add prompts"
             )
-        num_updates, num_episodes = run_length(batch, num_examples, num_train_epochs, max_steps, total_episodes)
+        episodes_of_pass = None if num_examples is None else num_examples * num_generations
+        num_updates, num_episodes = run_length(batch, episodes_of_pass, num_train_epochs, max_steps, total_episodes)
         return cls(
             world_size=num_processes,
             local_batch_size=local,
@@ -96,13 +102,24 @@ def check_mini_batches(per_device: int, accumulation: int, num_mini_batches: int
         )
 
 
+def check_generations(per_device: int, accumulation: int, num_generations: int) -> None:
+    """Raise a `ValueError` if a process's episodes of an update are no whole number of prompts."""
+    local = per_device * accumulation
+    if local % num_generations:
+        divisors = [number for number in range(1, local + 1) if local % number == 0]
+        raise ValueError(
+            f"num_generations={num_generations} does not divide the {local} episodes of a process "
+            f"({_made_of(per_device, accumulation)}); use one of {divisors}, or change the other two"
+        )
+
+
 def _made_of(per_device: int, accumulation: int) -> str:
     return f"per_device_train_batch_size={per_device} x gradient_accumulation_steps={accumulation}"
 
 
 def run_length(
     batch_size: int,
-    num_examples: int | None,
+    episodes_of_pass: int | None,
     num_train_epochs: float,
     max_steps: int | None,
     total_episodes: int | None,
@@ -111,12 +128,12 @@ def run_length(
 
     ```
     num_total_batches = max_steps if set, else ceil(total_episodes / batch_size)
-    total_episodes    = itself if set, else max_steps x batch_size if set, else num_train_epochs x num_examples
+    total_episodes    = itself if set, else max_steps x batch_size if set, else num_train_epochs x episodes_of_pass
     ```
 
     Args:
         batch_size: Episodes per update.
-        num_examples: Prompts of the training set, or None if it has no length.
+        episodes_of_pass: Episodes of a pass over the training set, or None if it has no length.
         num_train_epochs: Passes over the training set; need not be whole.
         max_steps: Number of updates; not set if None or not positive.
         total_episodes: Number of episodes, or None.
@@ -134,8 +151,8 @@ def run_length(
                 f"updates of {batch_size} episodes make {max_steps * batch_size}; set only one of them"
             )
         return max_steps, total_episodes or max_steps * batch_size
-    if total_episodes is None and num_examples is None:
+    if total_episodes is None and episodes_of_pass is None:
         raise ValueError("the training set has no length, so max_steps or total_episodes must be set")
     if total_episodes is None:
-        total_episodes = max(1, int(num_train_epochs * (num_examples or 0)))
+        total_episodes = max(1, int(num_train_epochs * (episodes_of_pass or 0)))
     return math.ceil(total_episodes / batch_size), total_episodes

@@ -157,6 +157,13 @@ def left_padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
     return torch.tensor([[value] * (length - len(row)) + list(row) for row in rows], dtype=torch.long)
 
 
+class NoPrompts(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """Stands where the prompts of a trainer are that samples none."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+
 @dataclass
 class _LengthFilter:
     """Tells which prompts are short enough, and logs how many were not; and how many of those kept end in EOS."""

@@ -56,6 +56,14 @@ class Prompts:
         columns = {name: list(values) for name, values in batch.items() if name not in ("input_ids", "attention_mask")}
         return cls(ids[:, -longest:], mask[:, -longest:], columns)
 
+    def repeated(self, times: int) -> Prompts:
+        """Return every prompt `times` times, next to each other: rows 0, 0, ..., 1, 1, ..."""
+        if times == 1:
+            return self
+        columns = {name: [value for value in values for _ in range(times)] for name, values in self.columns.items()}
+        ids, mask = (rows.repeat_interleave(times, dim=0) for rows in (self.input_ids, self.attention_mask))
+        return Prompts(ids, mask, columns)
+
     def first(self, num_rows: int) -> Prompts:
         """Return the first rows."""
         columns = {name: values[:num_rows] for name, values in self.columns.items()}

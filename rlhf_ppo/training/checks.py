@@ -18,7 +18,7 @@ from transformers.utils.import_utils import is_peft_available
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.settled import settings_of
 from rlhf_ppo.config.trackers import check_keys
-from rlhf_ppo.data.datasets import check_rows
+from rlhf_ppo.data.datasets import NoPrompts, check_rows
 from rlhf_ppo.processes.random_numbers import rng_kept
 from rlhf_ppo.training.optimization import checked_pair
 
@@ -109,6 +109,11 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any) -> No
     """
     if train_dataset is None:
         raise ValueError("train_dataset=None: pass the prompts to train on")
+    if isinstance(train_dataset, NoPrompts) and args.num_generations > 1:
+        raise ValueError(
+            f"num_generations={args.num_generations} repeats the prompts of train_dataset, but there is none; leave "
+            "it 1, and pass a query to step() as often as it has responses"
+        )
     check_rows(train_dataset, "train_dataset")
     _check_lengths_column(args, train_dataset)
     if eval_dataset is None:

@@ -24,6 +24,11 @@ def data_order(args: PPOConfig, epoch: int = 0) -> AbstractContextManager[None]:
     return isolated_rng(seed + epoch, device_specific=False)
 
 
+def num_prompts(sizes: Sizes, args: PPOConfig) -> int:
+    """Count the different prompts of an update on each process."""
+    return sizes.local_batch_size // args.num_generations
+
+
 def counts(sizes: Sizes, loader: Any) -> tuple[int, int, int, int, int, int | None, int]:
     """Count epochs, steps and samples as Trainer wants them; one step is one PPO update.
 
@@ -63,5 +68,5 @@ def batches_of_pass(
     with data_order(args, epoch):  # samplers without a generator of their own draw when they start
         first = list(itertools.islice(batches, 1))
     for batch in itertools.chain(first, batches):
-        if len(batch["input_ids"]) == sizes.local_batch_size:  # a stream may end in a part of a batch
+        if len(batch["input_ids"]) == num_prompts(sizes, args):  # a stream may end in a part of a batch
             yield batch

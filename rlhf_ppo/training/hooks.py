@@ -45,7 +45,7 @@ from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.reporting.watching import watch_run
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import Scorer
-from rlhf_ppo.training.data_order import counts, data_order
+from rlhf_ppo.training.data_order import counts, data_order, num_prompts
 from rlhf_ppo.training.datasets import PromptPreparation
 from rlhf_ppo.training.divergence import DivergenceGuard
 from rlhf_ppo.training.evaluating import Evaluation
@@ -140,7 +140,7 @@ class TrainerHooks(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader whose every batch is this rank's prompts for one update."""
         with data_order(self.args):  # the sampler takes its seed when it is made
-            size, sampler = self.sizes.local_batch_size, self._get_train_sampler
+            size, sampler = num_prompts(self.sizes, self.args), self._get_train_sampler
             return self._get_dataloader(self.train_dataset, "Training", size, sampler, is_training=True)
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:

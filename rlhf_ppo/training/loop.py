@@ -115,7 +115,7 @@ class Loop:
         model: The prepared model.
         epochs: Numbers of the passes over the data, from the one that the run is in.
         grad_norm: Gradient norm of the latest update.
-        latest_prompts: This rank's prompts of the latest update; None before it.
+        latest_prompts: This rank's prompts of the latest update, each once; None before it.
         figures: What is noted of the latest update.
     """
 
@@ -216,7 +216,10 @@ class Loop:
     # ---- An update ----
 
     def prompts(self, epoch: int) -> Iterator[Prompts]:
-        """Yield this rank's prompts for each update of a pass, going on where a checkpoint was written."""
+        """Yield this rank's prompts for each update of a pass, going on where a checkpoint was written.
+
+        Each stands there `args.num_generations` times, next to each other.
+        """
         run, num_batches = self.run, self._num_skipped
         self._epoch = epoch
         self.begin_epoch()
@@ -226,7 +229,7 @@ class Loop:
         for batch in batches_of_pass(self._loader, run.args, run.sizes, epoch, num_batches):
             num_batches += 1
             self.latest_prompts = Prompts.from_collated(batch, run.args.device)
-            yield self.latest_prompts
+            yield self.latest_prompts.repeated(run.args.num_generations)
         if num_batches == 0:
             logger.warning(f"The data gave no full batch in pass {epoch}; training stops.")
             run.control.should_training_stop = True

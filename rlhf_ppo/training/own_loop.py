@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerControl
 from transformers.trainer_utils import TrainOutput
 
@@ -25,13 +24,6 @@ from rlhf_ppo.training.loop import Loop
 from rlhf_ppo.training.rollouts import Rollouts
 from rlhf_ppo.training.special_tokens import SpecialTokens
 from rlhf_ppo.training.stopping import EndAfterSignal
-
-
-class NoPrompts(IterableDataset[dict[str, Any]]):
-    """Stands where the prompts of a trainer are that samples none."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(())
 
 
 class GivenScores(RewardSource):

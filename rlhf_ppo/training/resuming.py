@@ -58,7 +58,8 @@ def take_up(run: ResumedTrainer, checkpoint: str | None, max_steps: int, num_upd
         is_deepspeed = run.accelerator.distributed_type == DistributedType.DEEPSPEED
         check_same_split(progress, run.sizes.batch_size, run.accelerator.num_processes, is_deepspeed)
         run.state.compute_steps(run.args, max_steps)
-        find_place(checkpoint, run.state, progress, num_updates_per_epoch, num_prompts)
+        same_batches = progress.num_generations == run.args.num_generations
+        find_place(checkpoint, run.state, progress, num_updates_per_epoch, num_prompts, same_batches)
     run._record = record_and_compare(run, checkpoint)
     run._progress.num_prompts = num_prompts
     run._guard.start(Skipped(**run._progress.skipped))
@@ -68,7 +69,12 @@ def take_up(run: ResumedTrainer, checkpoint: str | None, max_steps: int, num_upd
 
 
 def find_place(
-    checkpoint: str, state: TrainerState, progress: Progress, num_updates_per_epoch: int, num_prompts: int
+    checkpoint: str,
+    state: TrainerState,
+    progress: Progress,
+    num_updates_per_epoch: int,
+    num_prompts: int,
+    same_batches: bool = True,
 ) -> None:
     """Set where in the data a resumed run begins, and say so if that is not where the checkpoint's left off.
 
@@ -78,11 +84,19 @@ def find_place(
         progress: Its progress; in other data the pass that it was in is over.
         num_updates_per_epoch: Updates of a pass now.
         num_prompts: Rows of the data now; 0 if unknown.
+        same_batches: Whether an update takes as many prompts as before.
     """
     if state.global_step >= state.max_steps:
         logger.warning(
             f"{checkpoint} is of update {state.global_step} and the run has {state.max_steps}: nothing is left to "
             "train; for more updates raise max_steps, total_episodes or num_train_epochs."
+        )
+    if progress.batches_in_epoch > 0 and not same_batches:
+        progress.epoch, progress.batches_in_epoch = progress.epoch + 1, 0
+        logger.warning(
+            f"num_generations is another than when {checkpoint} was written in the middle of a pass, and so is the "
+            "number of prompts of an update: a new pass begins. The run is not the one that it would have been "
+            "without the stop."
         )
     if not num_prompts:
         return

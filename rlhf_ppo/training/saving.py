@@ -129,7 +129,7 @@ class CheckpointWriter:
         save_record(directory, {**run._record, "optimizer": optimizer_name(run.optimizer)})
         progress.last_logged_step = run._globalstep_last_logged
         progress.pending_metrics = run._window.updates
-        progress.batch_size = run.sizes.batch_size
+        progress.batch_size, progress.num_generations = run.sizes.batch_size, run.args.num_generations
         progress.num_processes = self.accelerator.num_processes
         progress.skipped = dataclasses.asdict(self.guard.skipped)
         progress.num_logged = len(run.state.log_history)

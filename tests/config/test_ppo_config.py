@@ -107,6 +107,7 @@ CASES = [
     Case("vllm_tensor_parallel_size", 1, "2", 2, (*COUNT, None)),
     Case("vllm_enable_sleep_mode", False, "true", True, ("yes", None)),
     Case("vllm_model_impl", "vllm", "auto", "auto", ("jax", None)),
+    Case("num_generations", 1, "4", 4, (*COUNT, None, 3)),  # 3 does not divide 8
     Case("log_kl", False, "true", True, ("yes", None)),
     Case("kl_target", None, "6", 6.0, (0.0, -1.0, NAN, INF)),
     Case("kl_horizon", 10_000, "500", 500, (0, -1, NAN, INF, None)),

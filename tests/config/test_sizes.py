@@ -57,6 +57,13 @@ def test_inexact_division_names_the_numbers_and_valid_choices():
         sizes_of(4, 3, 5, 1)
 
 
+def test_a_pass_has_as_many_episodes_as_there_are_responses():
+    sizes = Sizes.of(4, 3, 2, 2, 8, 1.5, max_steps=None, total_episodes=None, num_generations=4)
+    assert (sizes.batch_size, sizes.total_episodes, sizes.num_total_batches) == (24, 48, 2)
+    with pytest.raises(ValueError, match=r"5 prompts, fewer than the 6 of one batch .* / num_generations=4\)"):
+        Sizes.of(4, 3, 2, 2, 5, 1.5, max_steps=None, total_episodes=None, num_generations=4)
+
+
 @pytest.mark.parametrize("num_examples", [0, 23])
 def test_a_training_set_smaller_than_one_batch(num_examples: int):
     with pytest.raises(

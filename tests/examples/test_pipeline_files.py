@@ -33,7 +33,7 @@ TOY: dict[str, dict[str, Any]] = {
     "sft": {"max_steps": 2, "per_device_train_batch_size": 2},
     "reward": {"max_steps": 2, "per_device_train_batch_size": 2},
     "ppo": {"total_episodes": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1,
-            "num_mini_batches": 1, "eval_steps": 1, "response_length": 8},
+            "num_mini_batches": 1, "eval_steps": 1, "response_length": 8, "num_generations": 2},
     "judge": {"num_prompts": 4, "max_new_tokens": 8, "num_shown": 0},
 }  # fmt: skip
 
@@ -137,6 +137,10 @@ def test_maths_with_a_rule_runs_at_the_size_of_a_toy(
     config = Qwen2Config(vocab_size=50277, eos_token_id=0, bos_token_id=0, num_key_value_heads=2, **TINY)
     save(Qwen2ForCausalLM(config), "Qwen/Qwen2.5-1.5B", shared_data)
 
+    ppo = yaml.safe_load(Path("examples/gsm8k.yaml").read_text())["ppo"]
+    assert (
+        ppo["num_generations"] == 16 and ppo["per_device_train_batch_size"] * ppo["gradient_accumulation_steps"] == 64
+    )
     assert toy("gsm8k.yaml") == ["ppo", "judge", "report"]
     log = [json.loads(line) for line in Path("runs/gsm8k/ppo/log_history.jsonl").read_text().splitlines()]
     assert any("rewards/correctness/mean" in line for line in log)

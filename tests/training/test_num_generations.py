@@ -1,0 +1,109 @@
+"""Several responses to each prompt of an update."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from rlhf_ppo import PPOTrainer
+from tests.conftest import needs_continuous, prompt_rows
+from tests.runs import QUICK, DieAt, RunDied, die_and_resume, history
+
+MakeTrainer = Callable[..., Any]
+
+NUMBERED = [{**row, "number": index} for index, row in enumerate(prompt_rows(6))]
+
+
+class Seen:
+    """A reward that keeps what it is called with, and compares with a response of the policy's own."""
+
+    __name__ = "seen"
+    opponent = "self"
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, completion_ids: list[list[int]], number: list[int], **columns: Any) -> list[float]:
+        self.calls.append({"number": number, "ids": completion_ids, "opponents": columns["opponent_self_ids"]})
+        return [ids.count(7) / len(ids) for ids in completion_ids]
+
+
+def trained(make_trainer: MakeTrainer, data: Any = None, **arguments: Any) -> tuple[PPOTrainer, Seen]:
+    seen = Seen()
+    given = QUICK | {"response_length": 8, "total_episodes": None, "num_train_epochs": 1} | arguments
+    data = Dataset.from_list(NUMBERED) if data is None else data
+    trainer = make_trainer(**given, train_dataset=data, reward_funcs=[seen])
+    trainer.train()
+    return trainer, seen
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
+def test_a_pass_gives_each_prompt_several_different_responses_side_by_side(
+    make_trainer: MakeTrainer, engine: str
+) -> None:
+    """In the order in which one response each would have come."""
+    kinds = {"per_device_train_batch_size": 8, "num_generations": 4, "generation_engine": engine}
+    trainer, seen = trained(make_trainer, **kinds)
+    order = [number for call in trained(make_trainer)[1].calls for number in call["number"]]
+
+    assert [call["number"] for call in seen.calls] == [
+        [one] * 4 + [other] * 4 for one, other in zip(*[iter(order)] * 2, strict=True)
+    ]
+    for call in seen.calls:
+        for group in (range(4), range(4, 8)):
+            for answers in (call["ids"], call["opponents"]):
+                assert len({tuple(answers[row]) for row in group}) > 1
+    assert (trainer.state.global_step, trainer.state.episode, trainer.state.epoch) == (3, 24, 1.0)
+    assert trainer.args.total_episodes == 24 and trainer.args.batch_size == 8
+
+
+def test_a_rest_of_prompts_makes_no_batch_and_a_stream_goes_on(make_trainer: MakeTrainer) -> None:
+    """Five prompts, two an update: the fifth of each pass is left out."""
+    sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "num_generations": 3, "max_steps": 4}
+    rows = Dataset.from_list(NUMBERED[:5])
+    for data in (rows, rows.to_iterable_dataset()):
+        seen = trained(make_trainer, data, **sizes)[1]
+        assert [len(set(call["number"])) for call in seen.calls] == [2] * 4
+        numbers = Counter(number for call in seen.calls[:2] for number in call["number"])
+        assert set(numbers.values()) == {3} and len(numbers) == 4
+
+
+def test_evaluation_and_samples_ask_each_prompt_once(make_trainer: MakeTrainer) -> None:
+    held_out = {"eval_strategy": "steps", "eval_steps": 1, "num_sample_generations": 1, "total_episodes": 4}
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "per_device_eval_batch_size": 3}
+    seen = trained(make_trainer, eval_dataset=Dataset.from_list(NUMBERED[:3]), **sizes, **held_out)[1]
+    assert len(seen.calls[0]["number"]) == 4
+    assert all(call["number"] == [0, 1, 2] for call in seen.calls[1:]) and len(seen.calls) >= 3
+
+
+def test_it_resumes_bit_for_bit_and_another_number_begins_a_new_pass(
+    make_trainer: MakeTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows: dict[str, Any] = {"train_dataset": Dataset.from_list(prompt_rows(7)), "num_generations": 2}
+    sizes: dict[str, Any] = {"per_device_train_batch_size": 4, "total_episodes": 16}
+
+    def make(name: str, **arguments: Any) -> PPOTrainer:
+        saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
+        return make_trainer(**QUICK | sizes | rows | saving | arguments)
+
+    die_and_resume(make)
+    with pytest.raises(RunDied):
+        make("other", callbacks=[DieAt("on_step_begin", 1)]).train()
+    other = make("other", num_generations=4)
+    other.train(resume_from_checkpoint=True)
+    assert "num_generations is another than when" in caplog.text
+    assert len(history(other)) == 5 and other._progress.epoch == 1 and other._progress.batches_in_epoch == 3
+
+
+def test_what_is_no_whole_number_of_prompts_is_an_error(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match=r"num_generations=3 does not divide the 8 .* use one of \[1, 2, 4, 8\]"):
+        make_trainer(num_generations=3)
+    with pytest.raises(ValueError, match=r"2 prompts, fewer than the 4 of one batch .* / num_generations=2\)"):
+        make_trainer(num_generations=2, train_dataset=prompt_rows(2))
+    with pytest.raises(ValueError, match="num_generations=2 repeats the prompts of train_dataset, but there is none"):
+        make_trainer(num_generations=2, train_dataset=None, reward_funcs=None)
