@@ -25,7 +25,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 check test test-long test-learning test-distributed test-kills test-mutants test-growth test-oldest fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-long test-learning test-distributed test-kills test-mutants test-growth test-gpu test-oldest demo bench bench-gpu docs clean
+.PHONY: help install format lint fast check test test-long test-learning test-distributed test-kills test-mutants test-growth test-gpu test-oldest demo bench bench-gpu bench-learning docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -83,6 +83,10 @@ bench: install $(VENV)-trl/installed ## Measure against TRL 1.12; writes into be
 
 bench-gpu: install $(VENV)-trl/installed ## The same on a GPU, within 10 minutes; what there is no time for is said
 	$(PYTHON) benchmarks/compare.py --trl-python $(VENV)-trl/bin/python --device cuda --minutes 9
+
+bench-learning: install $(VENV)-trl/installed ## What is learned, over five seeds, beside TRL 1.12 and with each option alone; it goes on where it was killed
+	$(PYTHON) benchmarks/learning/run.py --data $(or $(DATA),../shared/data) --against-trl $(VENV)-trl/bin/python
+	$(PYTHON) benchmarks/learning/report.py
 
 docs: $(VENV)/installed-docs ## Build the documentation into site/
 	$(PYTHON) -m mkdocs build --strict

@@ -1,0 +1,131 @@
+"""The benchmark of what is learned: a cell from end to end in small, what is left to do, and what the tables say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "learning"
+
+
+@pytest.fixture(autouse=True)
+def benchmark_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+@pytest.mark.thorough
+def test_a_small_cell_is_the_same_run_that_plain_options_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import arithmetic
+    from cell import Sizes, run_cell
+
+    monkeypatch.setattr(arithmetic, "NUM_STEPS", 2)
+    arithmetic.prepare(tmp_path, tmp_path / "arithmetic")
+    task = arithmetic.load(tmp_path, tmp_path / "arithmetic")
+    task = replace(task, reward=lambda prompts, completions: [float(len(set(text))) for text in completions])
+    sizes = Sizes(updates=2, every=1, num_prompts=8, num_final=16)
+    cell, same = (
+        run_cell(task, variant, 3, sizes, {"per_device_train_batch_size": 8}) for variant in ("plain", "lam_critic=1")
+    )
+    assert [point["update"] for point in cell["points"]] == [0, 1, 2]
+    assert cell["points"][0]["kl"] == 0 < abs(cell["final"]["kl"])
+    assert len(cell["curves"]["objective/scores"]) == cell["num_updates"] == 2
+    assert {**cell, "seconds": 0} == {**same, "seconds": 0}, "lam is 1 here anyway; evaluations change nothing"
+    assert json.loads(json.dumps(cell)) == cell
+
+
+def test_a_function_in_the_place_of_trls_reward_model_reads_what_was_answered() -> None:
+    import arithmetic
+    from libraries import FunctionAsModel
+
+    tokenizer = arithmetic.make_tokenizer()
+    model = FunctionAsModel(arithmetic.is_right, tokenizer, ["37+48=", "12+07="])
+    answers = ["37+48=580<eos>", "37+48=085<eos>", "12+07=910<eos>", "12+07=91<eos>"]
+    inputs = tokenizer(answers, padding=True, return_tensors="pt")
+    states = model.read(**inputs).hidden_states[-1]
+    assert states.shape == (4, 10, 1)
+    torch.testing.assert_close(model.score(states)[..., 0], torch.tensor([1.0, 0, 1, 0])[:, None].expand(4, 10))
+
+
+def test_rewards_of_stories_pay_for_repetition_and_the_judge_does_not() -> None:
+    import stories
+
+    valence = {"happy": 2.0, "sad": -1.0}
+    texts = ["Happy, happy dog.", "A happy, sad dog.", "A dog."]
+    squashed = {total: total / (total**2 + 15) ** 0.5 for total in (4.0, 2.0, 1.0, 0.0)}
+    assert stories.vader(valence)([], texts) == pytest.approx([squashed[4.0], squashed[1.0], 0.0])
+    assert stories.vader_once(valence)([], texts) == pytest.approx([squashed[2.0], squashed[1.0], 0.0])
+    assert stories.vader_sum(valence)([], texts) == [4.0, 1.0, 0.0]
+
+
+def a_cell(variant: str, seed: int, gold: float, unique: float = 1.0) -> dict[str, Any]:
+    figures = {"kl": 5.0, "reward": 2 * gold, "unique": unique}
+    return {
+        "task": "stories", "variant": variant, "seed": seed, "seconds": 10.0, "num_updates": 30, "health": {},
+        "first": {"gold": 0.25, **figures, "unique": 1.0}, "final": {"gold": gold, **figures},
+        "points": [{"update": 0, "gold": 0.25, "kl": 0.0}, {"update": 30, "gold": gold, "kl": 5.0}],
+    }  # fmt: skip
+
+
+def test_what_was_killed_goes_on_with_the_cells_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import run
+
+    (tmp_path / "results.jsonl").write_text(json.dumps(a_cell("plain", 0, 0.5)) + '\n{"task": "stor')
+    started: list[list[str]] = []
+
+    def start(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        cell = a_cell(command[3], int(command[4]), 0.75)
+        failed = command[3] == "trl"
+        return subprocess.CompletedProcess(command, int(failed), "noise\n" + json.dumps(cell) + "\n")
+
+    monkeypatch.setattr(run.subprocess, "run", start)
+    monkeypatch.setattr(run, "module_of", lambda name: type("Module", (), {"prepare": staticmethod(lambda *_: None)}))
+    words = ["run.py", "--tasks", "stories", "--seeds", "2", "--options", "kl_stop=0.5", "--updates", "3"]
+    words += ["--data", str(tmp_path), "--work", str(tmp_path), "--against-trl", str(tmp_path), "--jobs", "1"]
+    monkeypatch.setattr(run.sys, "argv", words)
+    with pytest.raises(SystemExit, match="2 cells have failed; the same command tries them again"):
+        run.main()
+    assert [(command[3], command[4]) for command in started] == [
+        ("trl", "0"), ("kl_stop=0.5", "0"), ("trl", "1"), ("plain", "1"), ("kl_stop=0.5", "1")
+    ]  # fmt: skip
+    assert all("--updates=3" in command for command in started)
+    started.clear()
+    with pytest.raises(SystemExit):
+        run.main()
+    assert [(command[3], command[4]) for command in started] == [("trl", "0"), ("trl", "1")]
+    assert len(run.read_results(tmp_path)) == 4
+    with pytest.raises(SystemExit):
+        run.command_line(["--data", ".", "--options", "no_such_option"])
+    assert "there is no option 'no_such_option'" in capsys.readouterr().err
+
+
+def test_tables_have_means_errors_and_collapses_and_pictures_are_drawn(tmp_path: Path) -> None:
+    from report import collapsed, draw, written
+
+    results = [a_cell("trl", seed, gold) for seed, gold in enumerate((0.5, 0.7))]
+    results += [a_cell("kl_stop", seed, gold) for seed, gold in enumerate((0.2, 0.9))]
+    lines = list(written(results))
+    assert "| TRL 1.12 | 2 | 0.600 ± 0.100 | 5.00 ± 0.00 | 1.200 ± 0.200 | - | 2 | 0 | - |" in lines
+    assert "| `kl_stop` | 2 | 0.550 ± 0.350 | 5.00 ± 0.00 | 1.100 ± 0.700 | -0.050 ± 0.364 | 1 | 1 | none |" in lines
+    assert collapsed(a_cell("plain", 0, 0.9, unique=0.1)) and collapsed(a_cell("plain", 0, float("nan")))
+    draw(results, ["trl"], tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"learning-frontier.svg", "learning-curves.svg"}
+
+
+def test_each_option_of_the_table_is_one_that_the_configuration_accepts(tmp_path: Path) -> None:
+    from variants import OPTIONS
+
+    from rlhf_ppo import PPOConfig
+
+    for name, values in OPTIONS.items():
+        given = PPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **values)
+        plain = PPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+        assert any(getattr(given, key) != getattr(plain, key) for key in values), name
