@@ -360,14 +360,18 @@ def keep(table: pd.DataFrame, folder: Path, name: str) -> Path:
 
 
 def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:
-    """Write the win rate beside the table that it is of.
+    """Write the win rate beside the table that it is of; null where nothing was judged.
 
     Args:
         found: The win rate.
         args: The options.
         judged: The table.
     """
-    low, high = found.interval()
-    said = {"win_rate": found.rate, "interval": [low, high], **dataclasses.asdict(found)}
+    rates = (
+        {"win_rate": found.rate, "interval": [*found.interval()]}
+        if found.judged
+        else {"win_rate": None, "interval": None}
+    )
+    said = {**rates, **dataclasses.asdict(found)}
     options = {key: shown(value, key) for key, value in dataclasses.asdict(args).items() if value is not None}
     win_rate_beside(judged).write_text(json.dumps({**said, "options": options}, indent=2))

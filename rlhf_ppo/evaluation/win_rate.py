@@ -87,6 +87,8 @@ class WinRate:
 
     def __str__(self) -> str:
         """Write the win rate with its interval; on further lines the length-controlled one, and the agreement."""
+        if not self.judged:
+            return f"Model win rate: none, as nothing was judged; {self.failed} failed verdicts"
         low, high = self.interval()
         line = (
             f"Model win rate: {100 * self.rate:.2f}% (95% interval {100 * low:.2f} to {100 * high:.2f}; {self.judged} "

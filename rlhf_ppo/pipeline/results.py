@@ -46,4 +46,6 @@ def _read(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} does not hold the judge's result: {error}") from None
     if missing := sorted({"win_rate", "interval"} - said.keys()):
         raise ValueError(f"{folder} does not hold the judge's result: its win_rate.json lacks {', '.join(missing)}")
+    if said["win_rate"] is None:
+        raise ValueError(f"the judge gave no verdict in {folder}: all failed; remove it, and run this again")
     return said

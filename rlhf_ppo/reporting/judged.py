@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,7 +98,7 @@ def over_seeds(judged: Sequence[Judged]) -> list[dict[str, Any]]:
     for each in judged:
         options = dict(each.figures.get("options") or {})
         alike = {name: value for name, value in options.items() if name not in _OF_A_SEED}
-        if "seed" in options and math.isfinite(each.figures["win_rate"]):
+        if "seed" in options and each.figures["win_rate"] is not None:
             groups.setdefault(json.dumps(alike, sort_keys=True, default=str), []).append(each)
     found = []
     for group in groups.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,9 +53,9 @@ class Judgement:
             ValueError: Nothing was judged.
         """
         options = said["options"]
-        low, high = said["interval"]
-        if not math.isfinite(said["win_rate"]):
+        if said["win_rate"] is None:
             raise ValueError("nothing was judged")
+        low, high = said["interval"]
         return cls(
             win_rate=said["win_rate"],
             interval=(low, high),

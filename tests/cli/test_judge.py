@@ -16,6 +16,7 @@ from datasets import Dataset, DatasetDict
 from rlhf_ppo.cli import judge as module
 from rlhf_ppo.cli.judge import judge as evaluate
 from rlhf_ppo.evaluation.win_rate import WinRate
+from rlhf_ppo.reporting.judged import judged_data, over_seeds, read_judged
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from rlhf_ppo.rewards.reading import Answer
 from tests.conftest import make_tokenizer, needs_continuous, tiny_policy, tiny_scorer
@@ -173,6 +174,20 @@ def test_a_row_without_a_response_is_a_failed_verdict(tmp_path, monkeypatch):
         True,
         True,
     ]
+
+
+def test_where_nothing_was_judged_the_file_is_json_without_a_rate(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pd.DataFrame({"prompt": ["p"], "one": [None], "two": ["x"]}).to_parquet("rows.parquet")
+    evaluate(
+        ["--dataset_name", "rows.parquet", "--model_column", "one", "--opponent_column", "two", "--judge", "length"]
+    )
+
+    assert "Model win rate: none, as nothing was judged; 1 failed verdicts" in capsys.readouterr().out
+    said = json.loads(Path("judged/win_rate.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert (said["win_rate"], said["interval"], said["failed"]) == (None, None, 1)
+    (judged,) = read_judged([], ["judged"])
+    assert judged_data(judged)["win_rate"] is None and over_seeds([judged]) == []
 
 
 def test_responses_are_kept_where_the_judge_fails(places, capsys):

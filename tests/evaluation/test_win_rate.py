@@ -24,7 +24,7 @@ def test_nothing_judged_has_no_rate() -> None:
     found = WinRate.of([None, None], [1, 2], [3, 4])
 
     assert math.isnan(found.rate) and all(map(math.isnan, found.interval())) and found.length_controlled is None
-    assert "0 judged" in str(found)
+    assert str(found) == "Model win rate: none, as nothing was judged; 2 failed verdicts"
 
 
 def test_the_orders_agree_where_both_prefer_the_same_response_or_none() -> None:

@@ -285,7 +285,9 @@ def test_the_card_says_what_a_judge_found(make_trainer):
     options = {"opponent_column": "reference", "judge": "rewards.py:brevity"}
     (judged / "win_rate-2.json").write_text(json.dumps({**said, "win_rate": 0.5, "options": options}))
     (judged / "win_rate-3.json").write_text("broken off")
-    (judged / "win_rate-4.json").write_text(json.dumps({**said, "win_rate": float("nan"), "options": options}))
+    (judged / "win_rate-4.json").write_text(
+        json.dumps({**said, "win_rate": None, "interval": None, "options": options})
+    )
 
     trainer.create_model_card()
 
