@@ -23,7 +23,6 @@ from rlhf_ppo.data.lengths import check_lengths
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
-from rlhf_ppo.evaluation.best_metric import check_best_metric
 from rlhf_ppo.generation.choosing import make_engine
 from rlhf_ppo.generation.opponents import Opponents
 from rlhf_ppo.generation.protocol import GenerationEngine
@@ -37,12 +36,12 @@ from rlhf_ppo.reporting.update_statistics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
-from rlhf_ppo.rewards.shaping import masked_kl, shape_scores, whole_scores
+from rlhf_ppo.rewards.shaping import masked_kl, positive_responses, shape_scores, whole_scores
 from rlhf_ppo.terminal.quiet import quiet_calls
 from rlhf_ppo.training import checks, construction, subclassing
 from rlhf_ppo.training.advantages import advantages_and_returns
 from rlhf_ppo.training.construction import ModelOrPath, Models
-from rlhf_ppo.training.datasets import ColumnCheck, PromptPreparation, check_data
+from rlhf_ppo.training.datasets import PromptPreparation, check_all_data
 from rlhf_ppo.training.hooks import TrainerHooks
 from rlhf_ppo.training.objective import Objective
 from rlhf_ppo.training.optimization import Optimizers
@@ -161,7 +160,8 @@ class PPOTrainer(TrainerHooks):
                 optimizers=optimizers,
             )
         self._make_engine_and_scorer(models, engine)
-        self._check_data(data_collator)
+        is_evaluated_otherwise = type(self).evaluation_loop is not PPOTrainer.evaluation_loop
+        self._check_columns = check_all_data(self, data_collator, is_evaluated_otherwise)
 
     def _hold(self, models: Models, kl_controller: KLController) -> None:
         self.kl_controller, self.score_moments = kl_controller, RunningMoments()
@@ -183,16 +183,6 @@ class PPOTrainer(TrainerHooks):
         self._rollouts, self._objective = Rollouts(self, opponents), Objective(self)
         surroundings = (self.accelerator, lambda: self.state, self._logged, self._guard.refuse)
         self.scorer = construction.make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
-
-    def _check_data(self, data_collator: Callable[..., Any] | None) -> None:
-        """Check that what reads the data's columns, and what compares models by a metric, will find it."""
-        collate = data_collator and self._get_collator_with_removed_columns(data_collator, "checking")
-        check_data(self._functions, collate, self.sizes.local_batch_size, self.train_dataset, self.eval_dataset)
-        self._check_columns = ColumnCheck(self.scorer.sources, is_off=data_collator is not None)  # it may add some
-        self._check_columns(eval_dataset=self.eval_dataset)
-        if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # another one may give other metrics
-            names, has_kl = self.scorer.names, self.reference is not None
-            check_best_metric(self._config, names, self._functions, self.eval_dataset, has_kl)
 
     @property
     def reward_model(self) -> nn.Module | None:
@@ -394,7 +384,9 @@ class PPOTrainer(TrainerHooks):
         weights = rollout.importance_weights(args.importance_sampling_clip_max)
         whitened = masked_whiten(advantages, mask, reduce_sum=self._sum)
         self._loop.figures.take(rollout, self._score_unit, (paid, returns, whitened), weights)
-        return Experience.of(rollout, whitened, returns, weights if args.importance_sampling_correction else None)
+        weights = weights if args.importance_sampling_correction else None
+        is_positive = positive_responses(rollout, args, self._score_unit)
+        return Experience.of(rollout, whitened, returns, weights, is_positive)
 
     def shape_rewards(self, rollout: Rollout) -> Tensor:
         """Give each token its reward: its KL penalty, its own reward, and at the last real token the response's score.

@@ -45,3 +45,28 @@ def aggregation_weights(
     if aggregation == "constant":
         return (num_tokens / (num_responses * response_length)).expand_as(lengths)
     raise ValueError(f"loss_aggregation={aggregation!r} is unknown; use 'token', 'sequence' or 'constant'")
+
+
+def imitation_weights(
+    mask: Tensor, is_positive: Tensor, num_tokens: float, reduce_sum: ReduceSum | None = None
+) -> Tensor:
+    """Weigh tokens so that the weighted mean of their -log pi, over all tokens, is the mean over positive responses.
+
+        w_it = num_tokens / sum_j p_j l_j  if p_i, else 0
+
+    with `p_i` whether response `i` is positive, and `l_i` its length. All are 0 where no response is positive. VAPO,
+    2504.05118, section 3.3 (positive example LM loss).
+
+    Args:
+        mask: True on the tokens of this rank's part of the mini-batch that are learned from, bool `(B, T)`.
+        is_positive: Which responses are imitated, bool `(B,)`.
+        num_tokens: True values of the masks of the whole mini-batch, of all ranks.
+        reduce_sum: Sums over all ranks, each of which must make the same call; None when there is one process.
+
+    Returns:
+        Weights, float32 `(B, T)`.
+    """
+    positive = mask & is_positive[:, None]
+    num_positive = positive.sum()
+    num_positive = num_positive if reduce_sum is None else reduce_sum(num_positive)
+    return positive * (num_tokens / num_positive.clamp(min=1))

@@ -13,6 +13,8 @@ RECIPE_RANGES: dict[str, Interval] = {
     "cliprange_high": Interval(0, math.inf, open_low=True),
     "dual_clip": Interval(1, math.inf, open_low=True),
     "entropy_coef": Interval(0, math.inf),
+    "positive_nll_coef": Interval(0, math.inf),
+    "positive_nll_threshold": Interval(-math.inf, math.inf),
     **dict.fromkeys(("kl_target", "kl_horizon", "kl_stop"), Interval(0, math.inf, open_low=True)),
     "critic_learning_rate": Interval(0, math.inf),
     "lam_policy": Interval(0, 1),
@@ -105,6 +107,14 @@ class RecipeArguments:
         "1912.09729). None: from none.",
     )
     entropy_coef: float = _option(0.0, "Weight of the policy's mean entropy per token, which is added to the gain.")
+    positive_nll_coef: float = _option(
+        0.0,
+        "Weight of the mean negative log-likelihood, over tokens, of the responses that are paid more than "
+        "positive_nll_threshold: these are imitated, such as with 0.1 (arXiv 2504.05118). 0: none.",
+    )
+    positive_nll_threshold: float = _option(
+        0.0, "With positive_nll_coef: the score, as objective/scores has it, above which a response is imitated."
+    )
     loss_aggregation: Literal["token", "sequence", "constant"] = _option(
         "token",
         "How the policy's losses of tokens become that of a mini-batch: 'token', one mean over all tokens; "

@@ -28,6 +28,8 @@ class Experience(Responses):
             Rows without one stay in the batch, so that every rank makes the same passes.
         importance_weights: Factors of the policy's per-token losses, float32 `(B, T)`, or None: all 1.
         loss_weights: How much each token's policy loss counts in the mini-batch's, float32 `(B, T)`, or None: all 1.
+        is_positive: Which responses are imitated, bool `(B,)`, or None: none.
+        nll_weights: How much each token's negative log-likelihood counts, float32 `(B, T)`, or None: not at all.
     """
 
     logprobs: Tensor
@@ -37,17 +39,28 @@ class Experience(Responses):
     loss_mask: Tensor
     importance_weights: Tensor | None = None
     loss_weights: Tensor | None = None
+    is_positive: Tensor | None = None
+    nll_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("logprobs", "values", "advantages", "returns", "loss_mask"):
             check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
-        for name in ("importance_weights", "loss_weights"):
+        for name in ("importance_weights", "loss_weights", "nll_weights"):
             if (weights := getattr(self, name)) is not None:
                 check_shape(name, weights, tuple(self.response_mask.shape))
+        if self.is_positive is not None:
+            check_shape("is_positive", self.is_positive, (len(self),))
 
     @classmethod
-    def of(cls, rollout: Rollout, advantages: Tensor, returns: Tensor, weights: Tensor | None = None) -> Self:
+    def of(
+        cls,
+        rollout: Rollout,
+        advantages: Tensor,
+        returns: Tensor,
+        weights: Tensor | None = None,
+        is_positive: Tensor | None = None,
+    ) -> Self:
         """Return what is learned from a rollout.
 
         Args:
@@ -55,6 +68,7 @@ class Experience(Responses):
             advantages: Whitened, `(B, T)`.
             returns: `(B, T)`.
             weights: Importance weights, `(B, T)`, or None: all 1.
+            is_positive: Which responses are imitated, bool `(B,)`, or None: none.
         """
         return cls(
             query_responses=rollout.query_responses,
@@ -67,6 +81,7 @@ class Experience(Responses):
             returns=returns,
             loss_mask=rollout.loss_mask,
             importance_weights=weights,
+            is_positive=is_positive,
         )
 
     def shuffled_minibatches(self, num_mini_batches: int, generator: torch.Generator) -> Iterator[Self]:

@@ -26,6 +26,7 @@ class UpdateStatistics:
     """
 
     KL = "policy/kl_avg"
+    NLL, POSITIVE = "loss/positive_nll_avg", "policy/positive_frac"
 
     KEYS = (
         "policy/approxkl_avg",
@@ -58,6 +59,9 @@ class UpdateStatistics:
         mask, figures = part.loss_mask, {**policy.figures, **value.figures}
         if self.watches_kl:
             figures[self.KL] = kl_estimate(part.logprobs, output.logprobs, "k3")
+        if part.is_positive is not None:
+            positive = part.is_positive[:, None].expand(mask.shape).float()
+            figures |= {self.NLL: -output.logprobs * positive, self.POSITIVE: positive}
         self._check_figures(figures, mask.shape)
         per_token = (
             approx_kl(output.logprobs, part.logprobs),
@@ -120,6 +124,7 @@ class UpdateStatistics:
             Token means by `KEYS` and `named`, and of the micro-batches of all ranks `val/ratio_var`, the variance of
             their mean ratios, and `val/first_logratio`, the root mean square of the log-ratio in the first ones, which
             are before any step: how far two forward passes of the same policy are apart.
+            `NLL` is a mean over the tokens of positive responses, and left out where there are none.
             Nothing if no micro-batch was added, which is so on all ranks or on none.
         """
         if not self.sums:
@@ -133,6 +138,9 @@ class UpdateStatistics:
         )
         ratios = (ratio_sums / num_tokens_of_parts)[num_tokens_of_parts > 0]
         means = {key: total / num_tokens for key, total in zip((*self.KEYS, *self.named), sums, strict=True)}
+        if (share := means.get(self.POSITIVE)) is not None:
+            nll = means.pop(self.NLL)  # so far a mean over all tokens
+            means |= {self.NLL: nll / share} if share > 0 else {}
         return {
             **means,
             **({} if self.num_epochs is None else {"policy/kl_stop_epoch": float(self.num_epochs)}),

@@ -47,6 +47,25 @@ def masked_kl(rollout: Rollout, estimator: str) -> Tensor | None:
     return kl.masked_fill(~rollout.response_mask, 0.0)
 
 
+def positive_responses(rollout: Rollout, args: PPOConfig, unit: ScoreMoments | None) -> Tensor | None:
+    """Tell which responses are imitated: those that are paid more than `positive_nll_threshold`.
+
+    What counts is the score as `objective/scores` has it, after all shaping, with the rewards of single tokens.
+
+    Args:
+        rollout: `B` scored responses.
+        args: Gives what shapes the scores, and the threshold.
+        unit: What scores are scaled by.
+
+    Returns:
+        bool `(B,)`, False without a score; None with `positive_nll_coef` 0.
+    """
+    if args.positive_nll_coef == 0:
+        return None
+    scores, token_scores = shape_scores(rollout, args, unit)
+    return scores + token_scores.sum(dim=1) > args.positive_nll_threshold
+
+
 def whole_scores(rollout: Rollout) -> Tensor:
     """Return what each scored response is worth in all, before shaping, float32 `(num_scored,)`."""
     total = rollout.scores + _of_tokens(rollout).sum(dim=1)

@@ -4,20 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.datasets import longest_prompt, num_rows, prepare_prompts
 from rlhf_ppo.data.encoding import PROMPT_COLUMNS, prompt_column
 from rlhf_ppo.data.lengths import PositionLimit, check_lengths
+from rlhf_ppo.evaluation.best_metric import check_best_metric
+from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.vocabulary import Vocabulary
 from rlhf_ppo.rewards.functions import check_columns, check_names_of_columns
 from rlhf_ppo.rewards.preference import OPPONENT_COLUMNS
-from rlhf_ppo.rewards.scorer import RewardSource
+from rlhf_ppo.rewards.scorer import RewardSource, Scorer
 from rlhf_ppo.training.checks import check_collator
+
+
+class TrainerOfData(Protocol):
+    """What is read of a trainer whose data sets are checked."""
+
+    args: PPOConfig
+    eval_dataset: Any
+    reference: Reference | None
+    scorer: Scorer
+    sizes: Sizes
+    train_dataset: Any
+    _functions: Sequence[Callable[..., Any]]
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any: ...
+
+
+def check_all_data(
+    run: TrainerOfData, data_collator: Callable[..., Any] | None, is_evaluated_otherwise: bool
+) -> ColumnCheck:
+    """Check that what reads the data's columns, and what compares models by a metric, will find it.
+
+    Args:
+        run: The trainer.
+        data_collator: The user's collator, which may add columns, or None.
+        is_evaluated_otherwise: Whether an overridden evaluation may give other metrics.
+
+    Returns:
+        The check of columns, for data sets that come later.
+    """
+    collate = data_collator and run._get_collator_with_removed_columns(data_collator, "checking")
+    check_data(run._functions, collate, run.sizes.local_batch_size, run.train_dataset, run.eval_dataset)
+    check = ColumnCheck(run.scorer.sources, is_off=data_collator is not None)
+    check(eval_dataset=run.eval_dataset)
+    if not is_evaluated_otherwise:
+        check_best_metric(run.args, run.scorer.names, run._functions, run.eval_dataset, run.reference is not None)
+    return check
 
 
 def check_data(

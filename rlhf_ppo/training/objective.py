@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rlhf_ppo.algorithm.aggregation import aggregation_weights
+from rlhf_ppo.algorithm.aggregation import aggregation_weights, imitation_weights
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, token_mean
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.experience import Experience
@@ -46,6 +46,9 @@ class Objective:
         weights = aggregation_weights(mask, args.loss_aggregation, num_tokens, args.response_length, self.run._sum)
         if weights is not None:
             minibatch = replace(minibatch, loss_weights=weights.expand(mask.shape))
+        if minibatch.is_positive is not None:
+            weights = imitation_weights(mask, minibatch.is_positive, num_tokens, self.run._sum)
+            minibatch = replace(minibatch, nll_weights=weights)
         max_rows, max_tokens = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
         return minibatch.micro_batches(max_rows, max_tokens, self.run._gather, packs_rows)
 
@@ -65,9 +68,10 @@ class Objective:
     ) -> Tensor:
         """Return a micro-batch's share of the policy's loss.
 
-            mean_t(w_t loss_t - entropy_coef entropy_t)
+            mean_t(w_t loss_t - entropy_coef entropy_t - positive_nll_coef v_t logprob_t)
 
-        over the mini-batch's tokens, with the weights w of `loss_aggregation`.
+        over the mini-batch's tokens, with the weights w of `loss_aggregation`, and v that make the last term a mean
+        over the tokens of positive responses.
 
         Args:
             policy: The tokens' losses.
@@ -80,6 +84,8 @@ class Objective:
             loss = loss * part.loss_weights
         if args.entropy_coef > 0:
             loss = loss - args.entropy_coef * output.entropy
+        if part.nll_weights is not None:
+            loss = loss - args.positive_nll_coef * part.nll_weights * output.logprobs
         return token_mean(loss, part.loss_mask, num_tokens)
 
     def value_term(self, value: ValueLoss, part: Experience, num_tokens: float) -> Tensor:

@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose
 from torch import Tensor
 
 from rlhf_ppo.algorithm.advantages import gae, length_adaptive_lam
-from rlhf_ppo.algorithm.aggregation import aggregation_weights
+from rlhf_ppo.algorithm.aggregation import aggregation_weights, imitation_weights
 from rlhf_ppo.algorithm.controllers import AdaptiveKLController
 from rlhf_ppo.algorithm.losses import (
     PolicyLoss,
@@ -164,3 +164,13 @@ def test_the_coefficient_moves_by_at_most_a_fifth_of_the_share_of_the_horizon(
     controller = AdaptiveKLController(0.2, target=6.0, horizon=1000)
     controller.update(kl, episodes)
     assert controller.coef == pytest.approx(coef, rel=1e-9)
+
+
+def test_imitation_is_a_mean_over_the_tokens_of_positive_responses_of_all_ranks() -> None:
+    positive = torch.tensor([True, False])
+    nll = torch.tensor([[1.0, 2.0, 9.0, 6.0], [8.0, 8.0, 8.0, 8.0]])
+    weights = imitation_weights(MASK, positive, num_tokens=4.0)
+    assert float(token_mean(weights * nll, MASK, 4.0)) == pytest.approx(3.0)
+    on_two_ranks = imitation_weights(MASK, positive, num_tokens=8.0, reduce_sum=lambda count: count + 3)
+    assert float(token_mean(on_two_ranks * nll, MASK, 8.0)) == pytest.approx(1.5)  # half of that of both
+    assert not imitation_weights(MASK, ~positive & positive, num_tokens=4.0).any()

@@ -122,6 +122,8 @@ CASES = [
     Case("cliprange_high", None, "0.28", 0.28, (0.0, -0.2, NAN, INF)),
     Case("dual_clip", None, "3", 3.0, (1.0, -3.0, 1.1, NAN)),
     Case("entropy_coef", 0.0, "0.01", 0.01, (-0.1, NAN, None)),
+    Case("positive_nll_coef", 0.0, "0.1", 0.1, (-0.1, NAN, INF, None)),
+    Case("positive_nll_threshold", 0.0, "-0.5", -0.5, (NAN, INF, None)),
     Case("loss_aggregation", "token", "sequence", "sequence", ("mean", None)),
     *(
         Case(name, None, "2", 2, ("2", 1.5))

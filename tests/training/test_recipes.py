@@ -39,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dual_clip": {"dual_clip": 1.25},
     "cliprange_value": {"cliprange_value": None},
     "entropy_coef": {"entropy_coef": 0.1},
+    "positive_nll": {"positive_nll_coef": 0.5, "positive_nll_threshold": 0.1, "loss_aggregation": "sequence"},
     "sequence": {"loss_aggregation": "sequence"},
     "constant": {"loss_aggregation": "constant"},
     "gspo": {"policy_loss": "gspo"},

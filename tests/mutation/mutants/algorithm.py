@@ -105,6 +105,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(num_responses * lengths.clamp(min=1))", "lengths.clamp(min=1)"),
         ("(num_responses * response_length)", "response_length"),
         ("(num_responses * response_length)", "num_responses"),
+        ("positive = mask & is_positive[:, None]", "positive = mask | is_positive[:, None]"),
+        ("num_positive if reduce_sum is None else reduce_sum(num_positive)", "num_positive"),
     ],
     ("advantages.py", "tests/algorithm/test_recipes.py"): [
         ("(1 - 1 / (alpha *", "(1 - alpha / ("),

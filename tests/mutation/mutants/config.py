@@ -3,11 +3,11 @@
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("sizes.py", "tests/config/test_sizes.py"): [
         ("batch // num_mini_batches", "local // num_mini_batches"),
-        ("num_examples < batch", "num_examples < local"),
+        ("num_examples * num_generations < batch", "num_examples * num_generations < local"),
         ("local % num_mini_batches:", "per_device % num_mini_batches:"),
         ("math.ceil(total_episodes / batch_size), ", "total_episodes // batch_size, "),
         ("total_episodes or max_steps * batch_size", "max_steps * batch_size"),
-        ("max(1, int(num_train_epochs * (num_examples or 0)))", "int(num_train_epochs * (num_examples or 0))"),
+        ("max(1, int(num_train_epochs * (episodes_of_pass or 0)))", "int(num_train_epochs * (episodes_of_pass or 0))"),
     ],
     ("validation.py", "tests/config/test_validation.py::test_ranges"): [
         ("value > self.low if self.open_low else value >= self.low", "value >= self.low"),

@@ -7,6 +7,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ): [
         ("loss = loss * part.loss_weights", "pass"),
         ("loss - args.entropy_coef * output.entropy", "loss"),
+        (
+            "mask, minibatch.is_positive, num_tokens, self.run._sum",
+            "mask, minibatch.is_positive, num_tokens * len(mask)",
+        ),
     ],
     ("half_learned.py", "tests/training/test_recipes.py::test_epochs_end_once_the_policy_has_moved_far_enough"): [
         ("learned.epoch_start = len(statistics.sums)", "pass"),
