@@ -1,15 +1,14 @@
 """Sums of two numbers, paid by a rule: 1 for the right digits, else 0, with gamma = lam = 1 and no KL penalty.
 
-`prepare` trains a language model of digits from random weights on problems of which most answers are wrong: each digit
-is another one with a probability of `ERROR_RATE`. It knows the sums and errs as its texts do; PPO has to find out that
-only right digits pay. Digits of an answer stand from the last to the first, as `37+48=580`. The judge is the same rule
-on sums that neither training has seen.
+`prepare` trains a language model of digits from random weights, first on right answers and then on such of which most
+are wrong: each digit is another one with a probability of `ERROR_RATE`. It knows the sums and errs as its texts do;
+PPO has to find out that only right digits pay. Digits of an answer stand from the last to the first, as `37+48=58`.
+The judge is the same rule on sums that neither training has seen.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Sequence
 from itertools import product
@@ -20,9 +19,11 @@ from task import Task
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 SYMBOLS = "0123456789+="
-ERROR_RATE = 0.3
-NUM_HELD_OUT = 512
-NUM_STEPS = int(os.environ.get("ARITHMETIC_STEPS", "1500"))
+LARGEST = 49
+ERROR_RATE = 0.4
+NUM_HELD_OUT = 256
+NUM_STEPS = 1200
+"""Of which the last third has errors."""
 BATCH_SIZE = 128
 LEARNING_RATE = 3e-3
 
@@ -35,7 +36,7 @@ def prompt_of(first: int, second: int) -> str:
 def answer_of(prompt: str) -> str:
     """Return the right digits of a problem, the last one first."""
     first, second = prompt.rstrip("=").split("+")
-    return f"{int(first) + int(second):03d}"[::-1]
+    return f"{int(first) + int(second):02d}"[::-1]
 
 
 def is_right(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
@@ -44,17 +45,17 @@ def is_right(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     return [float("".join(said.split()) == answer_of("".join(asked.split()))) for asked, said in pairs]
 
 
-def with_errors(answer: str, rng: random.Random) -> str:
-    """Return an answer in which each digit is another one with a probability of `ERROR_RATE`."""
+def with_errors(answer: str, error_rate: float, rng: random.Random) -> str:
+    """Return an answer in which each digit is another one with a probability."""
     return "".join(
-        rng.choice([other for other in SYMBOLS[:10] if other != digit]) if rng.random() < ERROR_RATE else digit
+        rng.choice([other for other in SYMBOLS[:10] if other != digit]) if rng.random() < error_rate else digit
         for digit in answer
     )
 
 
 def problems() -> tuple[list[str], list[str]]:
     """Return the problems of training and those that are held out."""
-    every = [prompt_of(*pair) for pair in product(range(100), repeat=2)]
+    every = [prompt_of(*pair) for pair in product(range(LARGEST + 1), repeat=2)]
     random.Random(0).shuffle(every)
     return every[NUM_HELD_OUT:], every[:NUM_HELD_OUT]
 
@@ -95,9 +96,10 @@ def prepare(data: Path, folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=NUM_STEPS + 1)
     losses = []
-    for _ in range(NUM_STEPS):
+    for step in range(NUM_STEPS):
         some = rng.choices(asked, k=BATCH_SIZE)
-        texts = [f"{prompt}{with_errors(answer_of(prompt), rng)}<eos>" for prompt in some]
+        error_rate = ERROR_RATE if 3 * step >= 2 * NUM_STEPS else 0.0
+        texts = [f"{prompt}{with_errors(answer_of(prompt), error_rate, rng)}<eos>" for prompt in some]
         ids = torch.tensor(tokenizer(texts)["input_ids"])
         labels = ids.clone()
         labels[:, : len(some[0])] = -100
@@ -124,7 +126,7 @@ def load(data: Path, folder: Path) -> Task:
         held_out=held_out,
         arguments={
             "per_device_train_batch_size": 128,
-            "response_length": 4,
+            "response_length": 3,
             "temperature": 1.0,
             "kl_coef": 0.0,
             "gamma": 1.0,

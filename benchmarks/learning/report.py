@@ -10,13 +10,13 @@ from statistics import fmean, stdev
 from typing import Any
 
 from run import WORK, read_results
-from variants import OPTIONS, PLAIN, TRL
+from variants import OPTIONS, PLAIN, RECOMMENDED, TRL
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "benchmarks" / "LEARNING.md"
 ASSETS = ROOT / "docs" / "assets"
 HEAD = ("", "seeds", "gold", "KL", "training reward", "gold above TRL", "improved", "collapsed", "health")
-NAMES = {TRL: "TRL 1.12", PLAIN: "rlhf_ppo"}
+NAMES = {TRL: "TRL 1.12", PLAIN: "rlhf_ppo", RECOMMENDED: "rlhf_ppo, recommended"}
 Cell = dict[str, Any]
 
 
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=WORK, help="that of run.py")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--assets", type=Path, default=ASSETS)
-    parser.add_argument("--lines", nargs="*", default=[TRL, PLAIN, "recommended"], help="drawn as curves")
+    parser.add_argument("--lines", nargs="*", default=[TRL, PLAIN, RECOMMENDED], help="drawn as curves")
     given = parser.parse_args()
     results = read_results(given.work)
     if not results:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cell import EXAMPLES, TASKS, module_of
-from variants import OPTIONS, PLAIN, TRL, overrides
+from variants import PLAIN, TRL, overrides, single_options
 
 FOLDER = Path(__file__).parent
 WORK = Path("runs/learning")
@@ -119,8 +119,8 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--options",
         nargs="*",
-        default=list(OPTIONS),
-        help="each is switched on alone: names in variants.py, or arguments as NAME=VALUE,NAME=VALUE",
+        default=single_options(),
+        help="each is switched on alone: names in variants.py, preset:NAME, or arguments as NAME=VALUE,NAME=VALUE",
     )
     parser.add_argument("--data", type=Path, required=True, help="holds stories260K, vader_lexicon and ethics_util")
     parser.add_argument("--work", type=Path, default=WORK, help="where models and results are kept")

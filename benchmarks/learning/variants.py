@@ -6,11 +6,13 @@ from typing import Any
 
 import yaml
 
-TRL, PLAIN = "trl", "plain"
+TRL, PLAIN, PRESET = "trl", "plain", "preset:"
+RECOMMENDED = f"{PRESET}recommended"
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "kl_target": {"kl_target": 6.0, "kl_horizon": 2000},
     "kl_stop": {"kl_stop": 0.02},
+    "num_generations": {"num_generations": 4},
     "critic_learning_rate": {"critic_learning_rate": 1e-3},
     "lam_critic": {"lam_critic": 1.0},
     "lam_policy": {"lam_policy": 0.95, "lam_critic": 1.0},
@@ -29,11 +31,34 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Arguments of `PPOConfig` beside the task's, by the option's name."""
 
 
+HELD_EQUAL = {
+    "learning_rate", "kl_coef", "temperature", "response_length", "stop_token", "missing_eos_score", "gamma", "lam",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "local_rollout_forward_batch_size",
+    "num_train_epochs",
+}  # fmt: skip
+"""What a preset does not change here: episodes, learning rate, KL coefficient and task are the same for all."""
+
+
+def preset(name: str) -> dict[str, Any] | None:
+    """Return what a preset of rlhf_ppo changes but for what is held equal; None if there is none of that name."""
+    from rlhf_ppo.config.presets import PRESETS
+
+    said = PRESETS.get(name)
+    return None if said is None else {key: value for key, value in said.items() if key not in HELD_EQUAL}
+
+
+def single_options() -> list[str]:
+    """Return what is switched on where nothing else is asked for: each option alone, and the recommended preset."""
+    recommended = [RECOMMENDED] if preset("recommended") is not None else []
+    return [*OPTIONS, *recommended]
+
+
 def overrides(variant: str) -> dict[str, Any]:
     """Return a variant's arguments beside the task's.
 
     Args:
-        variant: `trl`, `plain`, a name in `OPTIONS`, or arguments such as `lam_critic=1,kl_stop=0.02`.
+        variant: `trl`, `plain`, a name in `OPTIONS`, `preset:` and a preset's name, or arguments such as
+            `lam_critic=1,kl_stop=0.02`.
 
     Raises:
         ValueError: It is none of these.
@@ -42,8 +67,10 @@ def overrides(variant: str) -> dict[str, Any]:
         return {}
     if variant in OPTIONS:
         return OPTIONS[variant]
+    if variant.startswith(PRESET) and (said := preset(variant.removeprefix(PRESET))) is not None:
+        return said
     pairs = [part.partition("=") for part in variant.split(",")]
     if not all(name and equals for name, equals, _ in pairs):
         names = ", ".join((TRL, PLAIN, *OPTIONS))
-        raise ValueError(f"there is no option {variant!r}; there are {names}, or write arguments as NAME=VALUE,...")
+        raise ValueError(f"there is no option {variant!r}; there are {names}; or write preset:NAME, or NAME=VALUE,...")
     return {name: yaml.safe_load(value) for name, _, value in pairs}

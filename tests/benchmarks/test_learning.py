@@ -45,11 +45,11 @@ def test_a_function_in_the_place_of_trls_reward_model_reads_what_was_answered() 
 
     tokenizer = arithmetic.make_tokenizer()
     model = FunctionAsModel(arithmetic.is_right, tokenizer, ["37+48=", "12+07="])
-    answers = ["37+48=580<eos>", "37+48=085<eos>", "12+07=910<eos>", "12+07=91<eos>"]
+    answers = ["37+48=58<eos>", "37+48=85<eos>", "12+07=91<eos>", "12+07=9<eos>"]
     inputs = tokenizer(answers, padding=True, return_tensors="pt")
     states = model.read(**inputs).hidden_states[-1]
-    assert states.shape == (4, 10, 1)
-    torch.testing.assert_close(model.score(states)[..., 0], torch.tensor([1.0, 0, 1, 0])[:, None].expand(4, 10))
+    assert states.shape == (4, 9, 1)
+    torch.testing.assert_close(model.score(states)[..., 0], torch.tensor([1.0, 0, 1, 0])[:, None].expand(4, 9))
 
 
 def test_rewards_of_stories_pay_for_repetition_and_the_judge_does_not() -> None:
@@ -129,3 +129,14 @@ def test_each_option_of_the_table_is_one_that_the_configuration_accepts(tmp_path
         given = PPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **values)
         plain = PPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
         assert any(getattr(given, key) != getattr(plain, key) for key in values), name
+
+
+def test_a_preset_leaves_episodes_learning_rate_and_kl_coefficient_as_they_are() -> None:
+    from variants import overrides
+
+    assert overrides("preset:reasoning") == {
+        "critic_learning_rate": 5e-6, "lr_scheduler_type": "constant", "cliprange": 0.2, "cliprange_high": 0.28
+    }  # fmt: skip
+    assert overrides("lam_critic=1,cliprange_value=,loss_aggregation=sequence") == {
+        "lam_critic": 1, "cliprange_value": None, "loss_aggregation": "sequence"
+    }  # fmt: skip
