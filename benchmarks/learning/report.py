@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from cell import EXAMPLES, TASKS
 from run import WORK, read_results
 from variants import OPTIONS, PLAIN, RECOMMENDED, TRL
 
@@ -17,6 +18,11 @@ PAGE = ROOT / "benchmarks" / "LEARNING.md"
 ASSETS = ROOT / "docs" / "assets"
 HEAD = ("", "seeds", "gold", "KL", "training reward", "gold above TRL", "improved", "collapsed", "health")
 NAMES = {TRL: "TRL 1.12", PLAIN: "rlhf_ppo", RECOMMENDED: "rlhf_ppo, recommended"}
+PICTURES = {
+    "frontier": "Gold reward against KL: the way of some, as the mean over seeds, and where each option ends",
+    "curves": "Gold reward through training: the mean over seeds, with its standard error",
+    "examples": "A healthy run, one that over-optimises and one that collapses; dashed: a health check speaks first",
+}
 Cell = dict[str, Any]
 
 
@@ -86,7 +92,7 @@ def _place(order: Sequence[str], name: str) -> tuple[int]:
 
 def written(results: Sequence[Cell]) -> Iterator[str]:
     """Yield the lines of the page, a table for each task."""
-    for task in dict.fromkeys(cell["task"] for cell in results):
+    for task in dict.fromkeys(cell["task"] for cell in results if cell["task"] in TASKS):
         groups = variants_of([cell for cell in results if cell["task"] == task])
         cells = [cell for group in groups.values() for cell in group]
         first = shown([cell["first"]["gold"] for cell in groups.get(PLAIN, cells)])
@@ -101,6 +107,21 @@ def written(results: Sequence[Cell]) -> Iterator[str]:
         for line in (HEAD, ["---"] * len(HEAD), *(row(*pair, groups.get(TRL, [])) for pair in groups.items())):
             yield f"| {' | '.join(line)} |"
         yield ""
+    yield from alarms(results)
+
+
+def alarms(results: Sequence[Cell]) -> Iterator[str]:
+    """Yield in how many of our healthy runs a health check spoke, and when it did in those made to go wrong."""
+    ours = [cell for cell in results if cell["task"] in TASKS and cell["variant"] != TRL]
+    healthy = [cell for cell in ours if not collapsed(cell)]
+    spoke = sum(bool(cell["health"]) for cell in healthy)
+    yield f"Of {len(healthy)} runs of rlhf_ppo that improved, health checks spoke in {spoke}."
+    for task, name in EXAMPLES.items():
+        for cell in results:
+            if cell["task"] == task and task not in TASKS:
+                when = ", ".join(f"`{check}` at update {update}" for check, update in cell["health"].items()) or "none"
+                yield ""
+                yield f"Run that was made to be {name}, {cell['num_updates']} updates, seed {cell['seed']}: {when}."
 
 
 def mean_points(cells: Sequence[Cell], key: str) -> list[float]:
@@ -120,7 +141,7 @@ def draw(results: Sequence[Cell], shown_as_lines: Sequence[str], folder: Path) -
     """
     from matplotlib.figure import Figure
 
-    tasks = list(dict.fromkeys(cell["task"] for cell in results))
+    tasks = list(dict.fromkeys(cell["task"] for cell in results if cell["task"] in TASKS))
     for name, key, label in (("frontier", "kl", "KL to the reference, nats"), ("curves", "update", "updates")):
         figure = Figure(figsize=(4.5 * len(tasks), 3.8), layout="constrained")
         for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
@@ -135,6 +156,47 @@ def draw(results: Sequence[Cell], shown_as_lines: Sequence[str], folder: Path) -
             axes.set(title=task, xlabel=label, ylabel="gold reward, held-out prompts")
             axes.legend(fontsize=8)
         figure.savefig(folder / f"learning-{name}.svg", metadata={"Date": None})
+
+
+PANELS = {
+    "objective/scores": "what training pays",
+    "gold": "gold reward, held-out prompts",
+    "objective/kl": "KL to the reference, nats",
+    "policy/entropy_avg": "entropy, nats per token",
+}
+
+
+def draw_examples(results: Sequence[Cell], file: Path) -> bool:
+    """Draw a healthy run, one that over-optimises and one that collapses; dashed: where a health check spoke first.
+
+    Args:
+        results: All cells.
+        file: The picture, which is left as it is where not all three runs are there.
+
+    Returns:
+        Whether it was drawn.
+    """
+    from matplotlib.figure import Figure
+
+    found = {cell["task"]: cell for cell in results if cell["variant"] == PLAIN and cell["seed"] == 0}
+    if not set(EXAMPLES) <= set(found):
+        return False
+    figure = Figure(figsize=(3 * len(PANELS), 2.2 * len(EXAMPLES)), layout="constrained")
+    for axes, (task, name) in zip(figure.subplots(len(EXAMPLES), len(PANELS)), EXAMPLES.items(), strict=True):
+        cell = found[task]
+        for panel, (key, label) in zip(axes, PANELS.items(), strict=True):
+            points = [(point["update"], point["gold"]) for point in cell["points"]]
+            values = (
+                list(zip(*points, strict=True))
+                if key == "gold"
+                else list(zip(*enumerate(cell["curves"][key], 1), strict=True))
+            )
+            panel.plot(*values)
+            panel.set_title(f"{name}: {label}", fontsize=8)
+            for update in {min(cell["health"].values())} if cell["health"] else ():
+                panel.axvline(update, linestyle="--", color="0.5")
+    figure.savefig(file, metadata={"Date": None})
+    return True
 
 
 def line(axes: Any, cells: Sequence[Cell], key: str, label: str) -> None:
@@ -159,9 +221,13 @@ def main() -> None:
     results = read_results(given.work)
     if not results:
         parser.error(f"--work: {given.work} has no results; run.py makes them")
-    given.page.write_text("\n".join(written(results)).rstrip() + "\n", encoding="utf-8")
     draw(results, given.lines, given.assets)
-    print(f"{given.page} and two pictures in {given.assets} are written")
+    pictures = ["frontier", "curves"]
+    if draw_examples(results, given.assets / "learning-examples.svg"):
+        pictures.append("examples")
+    shown_below = [f"\n![{PICTURES[name]}](assets/learning-{name}.svg)" for name in pictures]
+    given.page.write_text("\n".join([*written(results), *shown_below]) + "\n", encoding="utf-8")
+    print(f"{given.page} and the pictures in {given.assets} are written")
 
 
 if __name__ == "__main__":

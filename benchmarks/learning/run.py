@@ -111,7 +111,7 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tasks", nargs="+", choices=TASKS + EXAMPLES, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=sorted({*TASKS, *EXAMPLES}), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=5, help="how many; the first is 0")
     parser.add_argument(
         "--against-trl", type=Path, help="a Python interpreter with trl==1.12.0, or the folder it was installed into"

@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "loss_aggregation_constant": {"loss_aggregation": "constant"},
     "gspo": {"policy_loss": "gspo"},
     "cispo": {"policy_loss": "cispo"},
+    "positive_nll_coef": {"positive_nll_coef": 0.1, "positive_nll_threshold": 0.5},
     "score_normalization": {"score_normalization": True, "score_clip": 5.0},
     "value_head_init": {"value_head_init": "normal"},
 }
