@@ -101,7 +101,7 @@ def _gives_the_same_with_room(policy: nn.Module) -> bool:
     prompts = _prompts(policy)
     expected = _by_generation(policy, *prompts)
     if expected.device.type != "cpu":  # kernels of an accelerator may add up in any order
-        return _agree(lambda: _by_generation(policy, *prompts, past_key_values=cache), expected)
+        return _agree(policy, lambda: _by_generation(policy, *prompts, past_key_values=cache), expected)
     try:
         return torch.equal(_by_generation(policy, *prompts, past_key_values=cache), expected)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
@@ -115,19 +115,21 @@ def _find_out(policy: nn.Module) -> GenerationNeeds:
     alone = _by_generation(policy, ids[:1, short], mask[:1, short], forced[:1])
     if not (expected.isfinite().all() and alone.isfinite().all()):
         return GenerationNeeds()  # broken weights are named where they are used
-    if (error := deviation(alone, expected[:1])) > rounding(expected):
+    if (error := deviation(alone, expected[:1])) > _rounding(policy):
         raise ValueError(
             f"{type(transformers_model(policy)).__name__} generates from other distributions than those of its "
             f"forward pass (logits differ by {error:.2g} of their size), so that PPO would learn from wrong "
             "probabilities; use another architecture"
         )
-    if _agree(lambda: _by_generation(policy, ids, mask, forced), expected):
+    if _agree(policy, lambda: _by_generation(policy, ids, mask, forced), expected):
         needs = GenerationNeeds()
-    elif _agree(lambda: _by_generation(policy, ids[1:], mask[1:], forced[1:]), expected[1:]):
+    elif _agree(policy, lambda: _by_generation(policy, ids[1:], mask[1:], forced[1:]), expected[1:]):
         needs = GenerationNeeds(equal_lengths=True)
     else:
         return GenerationNeeds(one_by_one=True)
-    return needs._replace(keeps_cache=_agree(lambda: _dropping_the_first(policy, ids, forced), expected[2:, -1:]))
+    return needs._replace(
+        keeps_cache=_agree(policy, lambda: _dropping_the_first(policy, ids, forced), expected[2:, -1:])
+    )
 
 
 def _prompts(policy: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,8 +184,13 @@ def _generate(policy: nn.Module, ids: Tensor, mask: Tensor, forced: Tensor, **ca
     )
 
 
-def _agree(generate: Callable[[], Tensor], expected: Tensor) -> bool:
+def _rounding(policy: nn.Module) -> float:
+    """Return what logits may be off by, which are float32 whatever they were computed in."""
+    return rounding(next(weight for weight in policy.parameters() if weight.is_floating_point()))
+
+
+def _agree(policy: nn.Module, generate: Callable[[], Tensor], expected: Tensor) -> bool:
     try:
-        return deviation(generate(), expected) <= rounding(expected)
+        return deviation(generate(), expected) <= _rounding(policy)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):  # shapes that the model cannot work with
         return False

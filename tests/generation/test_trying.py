@@ -34,6 +34,10 @@ def prompts_of(rows: list[list[int]]) -> Prompts:
 ROWS = [[5, 9, 8], [7, 12, 20, 4, 31, 17, 6, 3], [6, 6, 3], [30, 2], [9, 4, 4, 4, 21, 13]]
 
 
+def test_a_policy_stored_in_16_bits_may_be_off_by_their_rounding() -> None:
+    assert generation_needs(tiny_policy().bfloat16()) == GenerationNeeds()
+
+
 def respond(model: Any, rows: list[list[int]], make_args: Any) -> torch.Tensor:
     stop = 11
     config = greedy_config(make_args(response_length=9), stop)
