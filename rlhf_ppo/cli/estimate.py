@@ -26,6 +26,7 @@ from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.config.validation import Interval, check_range
 from rlhf_ppo.estimate.run import MEMORY_NOT_COUNTED, NOT_COUNTED, mean_prompt_length, rate, size
 from rlhf_ppo.estimate.update import Estimate, Sharding, measure_rates
+from rlhf_ppo.models.float32_head import multiply_head_in_float32
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.positions import position_limit
 from rlhf_ppo.models.reference import asks_for_reference
@@ -148,6 +149,7 @@ def models_without_weights(
         from peft import get_peft_model
 
         policy = get_peft_model(policy, peft_config)
+    multiply_head_in_float32(policy, args.lm_head_float32)
     for model in frozen:
         model.requires_grad_(False).eval()
     return policy.train(), value_model.train(), frozen

@@ -17,6 +17,7 @@ RECIPE_RANGES: dict[str, Interval] = {
     "positive_nll_threshold": Interval(-math.inf, math.inf),
     **dict.fromkeys(("kl_target", "kl_horizon", "kl_stop"), Interval(0, math.inf, open_low=True)),
     "critic_learning_rate": Interval(0, math.inf),
+    "reference_ema": Interval(0, 1, open_high=True),
     "lam_policy": Interval(0, 1),
     "lam_critic": Interval(0, 1),
     "length_adaptive_alpha": Interval(0, math.inf, open_low=True),
@@ -52,6 +53,13 @@ class RecipeArguments:
         "mean over an epoch of k3 (http://joschu.net/blog/kl-approx.html). None: num_ppo_epochs in any case.",
     )
 
+    reference_ema: float | None = _option(
+        None,
+        "Move the reference towards the policy after each update: reference <- x reference + (1 - x) policy, such as "
+        "0.99 (arXiv 2404.10719). It needs a reference with weights of its own, so no adapters; a given ref_model is "
+        "changed in place. None: the reference stays.",
+    )
+
     # --- Scores and values ---
     score_scaling: bool = _option(
         False, "Divide scores by the standard deviation of all scores of the run so far, of all processes."
@@ -82,6 +90,14 @@ class RecipeArguments:
         None,
         "Lambda of a response's advantages by its length l: 1 - 1 / (alpha l), such as 0.05 (arXiv 2504.05118); not "
         "together with lam_policy. None: the same for all.",
+    )
+
+    # --- Arithmetic ---
+    lm_head_float32: bool = _option(
+        False,
+        "With bf16 or fp16: multiply hidden states and the language-model head in float32, in sampling, in all "
+        "log-probabilities and in learning (arXiv 2506.13585, 2510.13786). Not inside vLLM. In float32 runs it "
+        "changes nothing.",
     )
 
     # --- Losses ---

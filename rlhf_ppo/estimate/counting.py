@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from rlhf_ppo.models.float32_head import Float32Linear
 from rlhf_ppo.models.modes import in_eval_mode
 from rlhf_ppo.models.unwrapping import backbone, no_split_modules
 
@@ -103,7 +104,10 @@ def cast_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     return sum(
         num_elements(module.weight) * dtype.itemsize
         for module in model.modules()
-        if isinstance(module, nn.Linear) and module.weight.requires_grad and module.weight.dtype == torch.float32
+        if isinstance(module, nn.Linear)
+        and not isinstance(module, Float32Linear)
+        and module.weight.requires_grad
+        and module.weight.dtype == torch.float32
     )
 
 

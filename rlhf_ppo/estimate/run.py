@@ -212,6 +212,7 @@ def estimate_run(
                 dtype=dtype,
                 copies_policy=args.generation_engine == "continuous",
                 has_reference=asks_for_reference(args),
+                moves_reference=args.reference_ema is not None,
             ),
             optimizer_bytes_per_parameter(optimizer_class, kwargs, args.device),
             sharding,

@@ -20,6 +20,7 @@ from rlhf_ppo.estimate.counting import (
     num_elements,
     stored_bytes,
 )
+from rlhf_ppo.models.float32_head import is_in_float32
 from rlhf_ppo.models.fused import weight_gradient_dtype
 from rlhf_ppo.models.logprobs import max_chunk_elements
 from rlhf_ppo.models.modes import in_eval_mode
@@ -42,6 +43,7 @@ class Workload:
         dtype: What products are computed in, where it is not the type of the weights.
         copies_policy: Whether what generates has the policy's weights in that type, as continuous batching has.
         has_reference: Whether there are passes of a reference.
+        moves_reference: Whether the reference moves, for which it is kept in float32 too where it is in 16 bits.
     """
 
     rows: int
@@ -55,6 +57,7 @@ class Workload:
     dtype: torch.dtype | None = None
     copies_policy: bool = False
     has_reference: bool = True
+    moves_reference: bool = False
 
     @property
     def length(self) -> int:
@@ -195,6 +198,9 @@ def estimate_update(
         for model in (policy, value_model)
     ]
     own = [stored_bytes(set(model.parameters()) - set(trained), stored) for model in frozen]
+    if workload.moves_reference and frozen:
+        of_reference = list(set(frozen[0].parameters()))
+        own[0] += sum(4 * num_elements(value) for value in of_reference if (stored or value.dtype).itemsize == 2)
     gradients = stored_bytes(learning, torch.float32 if stored else None) * (2 if sharding.buckets else 1)
     return Estimate(
         weights=stored_bytes(trained, stored) // sharding.weights,
@@ -213,15 +219,17 @@ def estimate_update(
 
 def _generating_weights(policy: nn.Module, workload: Workload, sharding: Sharding) -> int:
     in_passes = sharding.stored or sharding.gathered
+    head, in_float32 = weight_of(output_layer(policy)), is_in_float32(output_layer(policy))
+    is_widened = in_float32 and (in_passes or head.dtype) != torch.float32
+    of_head = torch.float32.itemsize * num_elements(head) if is_widened else 0
     if sharding.weights > 1:
-        return stored_bytes(policy.parameters(), in_passes)
+        return stored_bytes(policy.parameters(), in_passes) + of_head
     if workload.dtype is None or in_passes is not None:
-        return 0
+        return of_head
     if workload.copies_policy:
-        return stored_bytes(policy.parameters(), workload.dtype)
-    head = weight_of(output_layer(policy))
-    is_cast_for_a_call = not head.requires_grad and head.dtype == torch.float32
-    of_head = workload.dtype.itemsize * num_elements(head) if is_cast_for_a_call else 0
+        return stored_bytes(policy.parameters(), workload.dtype) + of_head
+    if not in_float32 and not head.requires_grad and head.dtype == torch.float32:  # cast for a call
+        of_head = workload.dtype.itemsize * num_elements(head)
     return cast_bytes(policy, workload.dtype) + of_head
 
 
@@ -269,17 +277,17 @@ def _learning(
 
 
 def _head_bytes(policy: nn.Module, workload: Workload, in_passes: torch.dtype | None) -> int:
-    """Count the policy's head in learning: the logits of a chunk, its gradient, its weight in 16 bits."""
+    """Count the policy's head in learning: the logits of a chunk, its gradient, its weight in the type of products."""
     weight: torch.Tensor = weight_of(output_layer(policy))
-    dtype = in_passes or workload.dtype or weight.dtype
+    stored = in_passes or weight.dtype
+    dtype = torch.float32 if is_in_float32(output_layer(policy)) else in_passes or workload.dtype or weight.dtype
     num_tokens, vocabulary = workload.rows_per_micro_batch * workload.response_length, _vocabulary(policy)
     most = max_chunk_elements(weight)
     logits = min(most, num_tokens * vocabulary) * (6 if dtype.itemsize == 2 else 4)
     on_cpu = weight.device.type == "cpu"
-    added_in = weight_gradient_dtype(in_passes or weight.dtype, dtype, num_tokens, vocabulary, most, on_cpu)
+    added_in = weight_gradient_dtype(stored, dtype, num_tokens, vocabulary, most, on_cpu)
     gradient = added_in.itemsize * num_elements(weight) if weight.requires_grad else 0
-    is_cast = in_passes is None and weight.dtype != dtype
-    return logits + gradient + (dtype.itemsize * num_elements(weight) if is_cast else 0)
+    return logits + gradient + (dtype.itemsize * num_elements(weight) if stored != dtype else 0)
 
 
 def _recomputed_bytes(

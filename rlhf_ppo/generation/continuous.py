@@ -16,9 +16,11 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.generation.head_cast import float32_head_apart
 from rlhf_ppo.generation.hiding import own_generation_config_hidden
 from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
 from rlhf_ppo.generation.protocol import Sampled, length_and_filling, prompt_rows, stack_rows
+from rlhf_ppo.models.float32_head import Float32Linear
 from rlhf_ppo.models.modes import in_eval_mode
 from rlhf_ppo.models.packing import unpacked
 from rlhf_ppo.processes.signals import give_up_if_stopped
@@ -71,6 +73,7 @@ class ContinuousEngine:
             in_eval_mode(policy),
             own_generation_config_hidden(policy) as model,
             unpacked(model),
+            float32_head_apart(policy),
             stored_as(self.dtype, policy),
         ):
             outputs = _run(model, rows, config, cache_for(rows, max_new_tokens, self.max_rows()))
@@ -89,13 +92,19 @@ class ContinuousEngine:
 def stored_as(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
     """Store a model's floating-point parameters in another type in the block, and have the very same ones after it.
 
-    Buffers stay as they are: rotary frequencies are exact.
+    Buffers stay as they are, rotary frequencies are exact; so does a head that multiplies in float32.
 
     Args:
         dtype: The type, or None for the parameters' own.
         model: The model; a parameter that is in this type already stays in place.
     """
-    others = [value for value in model.parameters() if value.is_floating_point() and value.dtype != dtype]
+    heads = [layer for layer in model.modules() if isinstance(layer, Float32Linear)]
+    kept = {id(value) for layer in heads for value in layer.parameters(recurse=False)}
+    others = [
+        value
+        for value in model.parameters()
+        if value.is_floating_point() and value.dtype != dtype and id(value) not in kept
+    ]
     before = [value.data for value in others] if dtype is not None else []
     try:
         for parameter, value in zip(others, before, strict=False):

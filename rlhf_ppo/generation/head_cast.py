@@ -1,4 +1,4 @@
-"""The head of a policy whose base is frozen, cast once for all the tokens of a call."""
+"""A policy's head, cast once for all the tokens of a call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from rlhf_ppo.models.float32_head import Float32Linear
 from rlhf_ppo.models.unwrapping import transformers_model
 
 
@@ -35,6 +36,30 @@ def frozen_head_cast(policy: nn.Module) -> Iterator[None]:
 
 
 def _is_cast_anew(weight: Tensor) -> bool:
-    is_whole = type(weight) is nn.Parameter and not hasattr(weight, "ds_id")
     is_cast = weight.dtype == torch.float32 and torch.is_autocast_enabled(weight.device.type)
-    return is_whole and is_cast and not weight.requires_grad
+    return _is_whole(weight) and is_cast and not weight.requires_grad
+
+
+def _is_whole(weight: Tensor) -> bool:
+    return type(weight) is nn.Parameter and not hasattr(weight, "ds_id")
+
+
+@contextmanager
+def float32_head_apart(policy: nn.Module) -> Iterator[None]:
+    """Give a head that multiplies in float32 weights in float32, apart from an embedding that it may share them with.
+
+    `Float32Linear` would widen 16-bit weights for each token.
+
+    Args:
+        policy: A causal language model, or a `PeftModel` around one.
+    """
+    head = transformers_model(policy).get_output_embeddings()
+    layers = [] if head is None else [layer for layer in head.modules() if isinstance(layer, Float32Linear)]
+    own = [(layer, layer.weight) for layer in layers if _is_whole(layer.weight)]
+    for layer, weight in own:
+        layer.weight = nn.Parameter(weight.detach().float(), requires_grad=False)
+    try:
+        yield
+    finally:
+        for layer, weight in own:
+            layer.weight = weight

@@ -14,7 +14,7 @@ from rlhf_ppo.data.experience import split_until
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import pad_right, padding_columns
 from rlhf_ppo.generation.dropping import generate_dropping
-from rlhf_ppo.generation.head_cast import frozen_head_cast
+from rlhf_ppo.generation.head_cast import float32_head_apart, frozen_head_cast
 from rlhf_ppo.generation.hiding import own_generation_config_hidden
 from rlhf_ppo.generation.protocol import Sampled, length_and_filling
 from rlhf_ppo.generation.stopping import StopStrings
@@ -106,7 +106,8 @@ def sample_responses(
     if in_step and gather is not None:
         sizes = split_until(sizes, int(gather(torch.tensor([len(sizes)], device=lengths.device)).max()))
     # Activation checkpointing, active in training mode, forbids the KV cache.
-    with in_eval_mode(policy), frozen_head_cast(policy), own_generation_config_hidden(policy) as model:
+    heads = (frozen_head_cast(policy), float32_head_apart(policy))
+    with in_eval_mode(policy), heads[0], heads[1], own_generation_config_hidden(policy) as model:
         parts = [
             _sample_part(model, prompts, rows, config, stop_strings, in_step, needs.keeps_cache, make_cache)
             for rows in longest_first.split(sizes)

@@ -17,11 +17,14 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
 from rlhf_ppo.generation.protocol import Sampled, prompt_rows, stack_rows
 from rlhf_ppo.models.adapters import base_kept
+from rlhf_ppo.processes.logs import get_logger
 from rlhf_ppo.processes.random_numbers import isolated_rng
 from rlhf_ppo.processes.signals import may_be_given_up
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
+
+logger = get_logger(__name__)
 
 
 class VLLMEngine:
@@ -136,6 +139,11 @@ def start_vllm(
         raise ValueError(
             "vllm_mode='colocate' loads the model from a directory or the hub, but the policy was made in memory; "
             "save_pretrained it and load it from there"
+        )
+    if args.lm_head_float32:
+        logger.warning(
+            "lm_head_float32=True is in the log-probabilities and in learning, but not in vLLM, which samples with a "
+            "head in 16 bits; importance_sampling_correction=True corrects for the difference."
         )
     make: Any = _without_address(VLLMGeneration, args.vllm_server_base_url)
     vllm: Any = make(

@@ -11,6 +11,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,10 @@ def fused_logprobs(
         Log-probabilities and entropies in nats, float32 `(N,)`, both differentiable.
     """
     factors = [tensor for pair in zip(head.states, head.weights, strict=True) for tensor in pair]
-    return _FusedLogprobs.apply(targets, scaling, max_elements, with_entropy, head.bias, *factors)  # pyright: ignore
+    dtype = torch.float32 if head.in_float32 else _compute_dtype(head.states[0])
+    how = (scaling, dtype, max_elements, with_entropy)
+    with torch.autocast(targets.device.type, enabled=False) if head.in_float32 else nullcontext():
+        return _FusedLogprobs.apply(targets, *how, head.bias, *factors)  # pyright: ignore
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -82,13 +86,14 @@ class _FusedLogprobs(torch.autograd.Function):
         ctx: Any,
         targets: Tensor,
         scaling: LogitScaling,
+        dtype: torch.dtype,
         max_elements: int,
         with_entropy: bool,
         bias: Tensor | None,
         *factors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # the entropy is mostly only logged
-        logits = _Logits(bias, factors, scaling, _compute_dtype(factors[0]), max_elements)
+        logits = _Logits(bias, factors, scaling, dtype, max_elements)
         at_target = torch.empty(targets.shape, device=targets.device, dtype=torch.float32)
         sums: dict[int, list[_Sums]] = defaultdict(list)
         scaled = None
@@ -104,7 +109,7 @@ class _FusedLogprobs(torch.autograd.Function):
             for name in ("log_total", "entropy")
         )
         ctx.save_for_backward(targets, log_total, entropy, bias, *factors)
-        ctx.scaling, ctx.max_elements, ctx.dtype = scaling, max_elements, logits.dtype
+        ctx.scaling, ctx.max_elements, ctx.dtype = scaling, max_elements, dtype
         ctx.last_tile = scaled if any(ctx.needs_input_grad) else None
         return at_target - log_total, entropy
 
@@ -113,7 +118,7 @@ class _FusedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         targets, log_total, entropy, bias, *factors = ctx.saved_tensors
         logits = _Logits(bias, factors, ctx.scaling, ctx.dtype, ctx.max_elements)
-        gradients = _Gradients(logits, bias, factors, ctx.needs_input_grad[4:])
+        gradients = _Gradients(logits, bias, factors, ctx.needs_input_grad[5:])
         buffer, ctx.last_tile = ctx.last_tile, None  # its memory is written to: a second backward computes it again
         is_kept, rounded = buffer is not None, None
         for tile in logits.tiles(backwards=True):
@@ -130,7 +135,7 @@ class _FusedLogprobs(torch.autograd.Function):
                 _Outputs.of(tile.rows, log_total, entropy, by_logprobs, by_entropy),
             )
             gradients.add(tile, by_logits)
-        return None, None, None, None, *gradients.finished()
+        return None, None, None, None, None, *gradients.finished()
 
 
 class _Tile(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rlhf_ppo.models.float32_head import Float32Linear, is_in_float32
 from rlhf_ppo.models.sharded import is_zero_hook
 from rlhf_ppo.models.stored_linear import StoredLinear
 
@@ -21,11 +22,13 @@ class HeadFactors(NamedTuple):
         states: The hidden states `(N, H)`, and for each adapter its inner activations `(N, r)`.
         weights: The head's weight `(V, H)`, and for each adapter its outer weight `(V, r)`.
         bias: The head's bias `(V,)`, or None.
+        in_float32: Whether the products are in float32 whatever autocast says.
     """
 
     states: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     bias: Tensor | None
+    in_float32: bool = False
 
 
 class HeadLayers(NamedTuple):
@@ -54,7 +57,7 @@ class HeadLayers(NamedTuple):
 
         def run(*states: Tensor) -> T:
             weights = tuple(layer.weight for layer in self.layers)
-            return function(HeadFactors(states, weights, self.layers[0].bias))
+            return function(HeadFactors(states, weights, self.layers[0].bias, is_in_float32(self.layers[0])))
 
         for layer in self.layers:
             run = _within_pass_of(layer, run)
@@ -81,7 +84,7 @@ def head_layers(head: nn.Module, states: Tensor) -> HeadLayers | None:
     weight = next(head.parameters(recurse=False), None)
     if (
         not isinstance(head, nn.Linear)
-        or type(head) not in (nn.Linear, StoredLinear)
+        or type(head) not in (nn.Linear, StoredLinear, Float32Linear)
         or _is_observed(head)
         or isinstance(weight, DTensor)
     ):

@@ -19,6 +19,7 @@ from rlhf_ppo.models.copying import copy_model
 from rlhf_ppo.models.frozen import Frozen, at_work
 from rlhf_ppo.models.loading import low_precision_parameters
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
+from rlhf_ppo.models.moving_reference import MovingReference, warn_of_unread
 from rlhf_ppo.models.sharded import is_sharded
 from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, with_adapters
 from rlhf_ppo.processes.logs import get_logger
@@ -70,11 +71,45 @@ class Reference:
     Args:
         model: A frozen model of its own, or None when the policy's base weights serve.
         adapter_name: With `model=None`, the adapter that makes the policy the reference; None switches adapters off.
+
+    Attributes:
+        moving: Moves `model` towards the policy after each update; None where it stays.
     """
 
     def __init__(self, model: nn.Module | None, adapter_name: str | None = None) -> None:
         self.model = model
         self.adapter_name = adapter_name
+        self.moving: MovingReference | None = None
+
+    def follow(self, model: nn.Module) -> None:
+        """Move towards the policy after an update, with `reference_ema`; every rank calls this.
+
+        Args:
+            model: The prepared `PolicyAndValue`.
+        """
+        if self.moving is not None and self.model is not None:
+            self.moving.move(model, self.model)
+
+    def save(self, directory: str, model: nn.Module, is_main: bool) -> None:
+        """Write where it has moved to into a checkpoint; every rank calls this, the main process writes."""
+        if self.moving is not None and self.model is not None:
+            self.moving.save(directory, model, self.model, is_main)
+
+    def take_up(self, checkpoint: str, model: nn.Module) -> None:
+        """Go on from where it was at a checkpoint; every rank calls this.
+
+        Raises:
+            ValueError: The checkpoint's is of another model, or cannot be read.
+        """
+        if self.moving is not None and self.model is not None:
+            self.moving.load(checkpoint, model, self.model)
+        else:
+            warn_of_unread(checkpoint)
+
+    @property
+    def own_policy(self) -> nn.Module | None:
+        """The language model of its own; None where the policy's base serves, or an engine has it."""
+        return self.model.policy if isinstance(self.model, FrozenPolicy) else None
 
     @contextmanager
     def forward(self, model: nn.Module, policy: nn.Module) -> Iterator[Callable[..., tuple[Tensor, ...]]]:

@@ -20,6 +20,7 @@ from rlhf_ppo.estimate.counting import copy_without_storage
 from rlhf_ppo.models.adapter_checks import check_adapter, warn_of_rank_allocation
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.consistency import check_consistent
+from rlhf_ppo.models.float32_head import multiply_head_in_float32
 from rlhf_ppo.models.heads import FrozenScorer, check_classifier, reads_last_token
 from rlhf_ppo.models.loading import (
     check_runs_on,
@@ -33,6 +34,7 @@ from rlhf_ppo.models.loading import (
 )
 from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.making import made
+from rlhf_ppo.models.moving_reference import MovingReference, check_can_move
 from rlhf_ppo.models.positions import position_limit, positions
 from rlhf_ppo.models.reference import Reference, asks_for_reference, make_reference
 from rlhf_ppo.models.sharing import share_base, shares_parameters, value_model_over
@@ -160,13 +162,21 @@ def assemble_models(
     if needs_reference or reference_model is not None:
         adapter_is_new = peft_config is not None
         reference = make_reference(policy, reference_model, args.ref_adapter_name, adapter_is_new, args.temperature)
+    _set_up_language_models(args, policy, reference)
     prepare_trainable(policy, critic)
     # Now, while all weights are in one place: Trainer moves those that a reward model shares with the policy.
     rewards = [replace(reward, scorer=FrozenScorer(reward.model)) for reward in rewards]
-    _warn_of_low_precision(policy, args.learning_rate)
     if args.offload_frozen:  # but not of a reward model that holds the policy's own weights
         rewards = [replace(reward, offloads=not shares_parameters(reward.model, policy)) for reward in rewards]
     return Models(policy, critic, reference, rewards)
+
+
+def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: Reference | None) -> None:
+    own_reference = None if reference is None else reference.own_policy
+    check_can_move(args.reference_ema, own_reference, policy)
+    for language_model in filter(None, (policy, own_reference)):
+        multiply_head_in_float32(language_model, args.lm_head_float32)
+    _warn_of_low_precision(policy, args.learning_rate)
 
 
 def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> None:
@@ -282,8 +292,9 @@ def store_and_place(
         Reference and reward models that have weights of their own, for the estimate: copies without storage where an
         engine takes the models apart; None if one cannot be copied.
     """
-    reference = models.frozen_reference
-    store_frozen([trained, *[reward.scorer for reward in models.rewards], reference], autocast_dtype(accelerator))
+    reference, decay = models.frozen_reference, args.reference_ema
+    staying = [*[reward.scorer for reward in models.rewards], reference if decay is None else None]
+    store_frozen([trained, *staying], autocast_dtype(accelerator))
     frozen = [
         *([] if reference is None else [reference.policy]),
         *[reward.model for reward in models.rewards],
@@ -296,6 +307,8 @@ def store_and_place(
             logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
             counted = None
     if models.reference is not None and models.reference.model is not None:
+        if decay is not None:
+            models.reference.moving = MovingReference(decay, reference.policy, models.policy)
         models.reference.model = place_frozen(models.reference.model, accelerator, args.offload_frozen)
     return counted
 

@@ -27,6 +27,7 @@ from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.overflow import detecting_overflow
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import drop_foreign_padding
 from rlhf_ppo.processes.logs import get_logger
 from rlhf_ppo.processes.signals import EndsOnSignals
@@ -51,6 +52,7 @@ class LoopedTrainer(UpdatedTrainer, Protocol):
     lr_scheduler: Any
     model: PolicyAndValue
     policy_model: nn.Module
+    reference: Reference | None
     reward_models: list[nn.Module]
     scorer: Scorer
     sizes: Sizes
@@ -178,6 +180,8 @@ class Loop:
         run._directory.note(run._get_output_dir(trial), run.state.log_history, made_of)
         moments = run._progress.score_moments  # where earlier versions kept them
         run._stateful.start(checkpoint, {"score_moments": moments} if moments else {})
+        if checkpoint is not None and run.reference is not None:
+            run.reference.take_up(checkpoint, self.model)
         self._trial, self._ignore_keys = trial, ignore_keys_for_eval
         self._start, self._episodes_before = time.time(), run.state.episode
         self.grad_norm, self._learning_rate, self._epoch = None, None, 0
@@ -250,6 +254,8 @@ class Loop:
         run = self.run
         if (mean_kl := run._metrics.get("objective/kl")) is not None:  # an overridden step may give none
             run.kl_controller.update(mean_kl, run.sizes.batch_size)
+        if run.reference is not None:
+            run.reference.follow(self.model)
         self._learning_rate = learning_rate = run._get_learning_rate()
         self._count_update(learning_rate)
         run._end.sample_or_leave()

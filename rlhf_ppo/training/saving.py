@@ -23,6 +23,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.processes.engines import is_fsdp, is_sharding, zero_stage
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.reporting.metrics import MetricWindow
@@ -47,6 +48,7 @@ class SavedTrainer(PublishedTrainer, Protocol):
     model: PolicyAndValue
     model_wrapped: Any
     processing_class: Any
+    reference: Reference | None
     _directory: RunDirectory
     _gather: Callable[[Tensor], Tensor]
     _globalstep_last_logged: int
@@ -119,6 +121,8 @@ class CheckpointWriter:
                 if self.args.should_save:
                     self._begin(directory)
             with run._withheld.instead(**withheld), last_entries(run.state), self._failing_in_saving():
+                if run.reference is not None and not self.args.save_only_model:
+                    run.reference.save(directory, run.model_wrapped, self.args.should_save)
                 write()
 
     def _begin(self, directory: str) -> None:

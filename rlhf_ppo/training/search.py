@@ -83,14 +83,17 @@ class Recipe:
     kwargs: Mapping[str, Any]
     as_given: Mapping[str, Any]
 
-    def check_starts_anew(self) -> None:
+    def check_starts_anew(self, config: PPOConfig) -> None:
         """Check that a trial shares no weights with the trainer, nor an optimizer.
+
+        Args:
+            config: Says whether the reference is moved.
 
         Raises:
             ValueError: It would.
         """
         given = [*self.args, *self.kwargs.values()]
-        for name in ("model", "value_model"):
+        for name in ("model", "value_model", *(["ref_model"] if config.reference_ema is not None else [])):
             model = self.as_given[name]
             if isinstance(model, nn.Module) and any(model is value for value in given):
                 raise ValueError(
@@ -115,6 +118,7 @@ class Recipe:
         Raises:
             ValueError: The class does not take its arguments from its caller.
         """
+        self.check_starts_anew(config)
         given = dict(self.as_given)
         callbacks, controller = given.pop("callbacks"), given.pop("kl_controller")
         functions = {name: model for name, model in given.items() if is_function(model)}
@@ -240,7 +244,7 @@ def search(
     if compute_objective is None:
         check_has_score(run.eval_dataset, direction)
     check_can_search(run.args, run.eval_dataset, run.is_deepspeed_enabled or run.is_fsdp_enabled)
-    recipe.check_starts_anew()
+    recipe.check_starts_anew(run.args)
     what = (hp_space or default_hp_space, compute_objective or eval_score, hp_name)
     reference = None if run.reference is None else run.reference.model
     frozen = [] if run.args.offload_frozen else [reference, *run.reward_models]

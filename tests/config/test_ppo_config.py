@@ -114,6 +114,8 @@ CASES = [
     Case("kl_stop", None, "0.02", 0.02, (0.0, -1.0, NAN, INF)),
     Case("score_normalization", False, "true", True, ("yes", None)),
     Case("critic_learning_rate", None, "1e-5", 1e-5, (-1.0, NAN, INF)),
+    Case("reference_ema", None, "0.99", 0.99, (-0.1, 1.0, 1.5, NAN)),
+    Case("lm_head_float32", False, "true", True, ("yes", None)),
     Case("value_head_init", "zero", "normal", "normal", ("xavier", None)),
     Case("lam_policy", None, "0.5", 0.5, (-0.1, 1.1, NAN)),
     Case("lam_critic", None, "1", 1.0, (-0.1, 1.1, NAN)),

@@ -263,19 +263,20 @@ async def slow_length(completion_ids: list[list[int]], **_: Any) -> list[float |
 
 
 def two_updates_of_scaled_rewards(
-    output_dir: str, models: str, local_batch_size: int, in_turns: bool = False
+    output_dir: str, models: str, local_batch_size: int, in_turns: bool = False, **recipe: Any
 ) -> dict[str, Any]:
     """Train on rewards per token and a slow function, scaled by the scores of all ranks; responses are given.
 
     With `in_turns` their masks have holes.
     """
+    run = {"score_scaling": True, "num_ppo_epochs": 1, "learning_rate": 0.1, **recipe}
     trainer = make_trainer(
         output_dir, models, RespondsInTurns if in_turns else FixedResponses, num_prompts=16,
         gradient_accumulation_steps=local_batch_size // 2,
         given={"reward_funcs": [even_tokens, slow_length], "ref_model": f"{models}/policy"},
-        reward_weights={"even_tokens": 2.0, "slow_length": 0.5}, score_scaling=True, score_clip=1.5,
-        missing_eos_penalty=0.25, num_ppo_epochs=1, num_mini_batches=1, max_steps=2, optim="sgd", learning_rate=0.1,
-        max_grad_norm=0.0, dataloader_drop_last=True, train_sampling_strategy="sequential",
+        reward_weights={"even_tokens": 2.0, "slow_length": 0.5}, score_clip=1.5, missing_eos_penalty=0.25,
+        num_mini_batches=1, max_steps=2, optim="sgd", max_grad_norm=0.0, dataloader_drop_last=True,
+        train_sampling_strategy="sequential", **run,
     )  # fmt: skip
     trainer.train()
     return {
@@ -286,13 +287,13 @@ def two_updates_of_scaled_rewards(
     }
 
 
-def two_steps_of_given_responses(output_dir: str, models: str, local_batch_size: int) -> dict[str, Any]:
+def two_steps_of_given_responses(output_dir: str, models: str, local_batch_size: int, **recipe: Any) -> dict[str, Any]:
     """Call `step` twice, each time with this rank's share of eight responses, some with a hole."""
     trainer = make_trainer(
         output_dir, models, gradient_accumulation_steps=local_batch_size // 2,
         given={"train_dataset": None, "eval_dataset": None, "reward_funcs": None, "ref_model": f"{models}/policy"},
         score_scaling=True, missing_eos_penalty=0.25, num_ppo_epochs=1, num_mini_batches=1, max_steps=2, optim="sgd",
-        learning_rate=0.1, max_grad_norm=0.0,
+        learning_rate=0.1, max_grad_norm=0.0, **recipe,
     )  # fmt: skip
     own = slice(trainer.args.process_index * local_batch_size, (trainer.args.process_index + 1) * local_batch_size)
     for update in range(2):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.distributed import processes
+from tests.distributed import processes, recipes
 from tests.distributed.comparing import assert_same_step, numbers
 from tests.distributed.processes import LAUNCHERS
 
@@ -14,12 +14,12 @@ pytestmark = pytest.mark.distributed
 
 
 def runs(config, folder, models):
-    """Train all weights, train adapters, and take one step on either, in the same two processes."""
+    """Train all weights and adapters by recipes, and take one step on either, in the same two processes."""
     whole, adapter, one_step = (str(folder / name) for name in ("whole", "adapter", "one_step"))
     step = {"output_dir": one_step, "models": str(models), "local_batch_size": 4, "tokens_per_chunk": 3}
     calls = [
-        ("train", {"output_dir": whole, "models": str(models)}),
-        ("train", {"output_dir": adapter, "models": str(models), "adapters": True, "max_steps": 1}),
+        ("train", {"output_dir": whole, "models": str(models), **recipes.PPO}),
+        ("train", {"output_dir": adapter, "models": str(models), "adapters": True, "max_steps": 1, **recipes.CISPO}),
         *(("one_step", {**step, "adapted_head": adapted}) for adapted in (False, True)),
     ]
     return processes.run_all(config, calls)
@@ -51,20 +51,25 @@ def one_process(models, tmp_path_factory):
 def test_rewards_per_token_and_scaled_scores_are_those_of_one_process(models, tmp_path):
     """The running deviation is that of all ranks' scores; a slow reward and unscored rows change nothing of it.
 
-    Neither do holes in the response masks. `step`, given each rank's share of responses, takes the same updates.
+    Neither do holes in the response masks, nor do recipes, of which one ends an update by all ranks' tokens. `step`,
+    given each rank's share of responses, takes the same updates.
     """
 
     def ranks(world: int) -> list[list[dict[str, Any]]]:
         how = {"models": str(models), "local_batch_size": 8 // world}
+        # One epoch's KL is on either side of that limit where a rank takes its own tokens alone.
+        by_recipe = {"in_turns": True, "num_ppo_epochs": 3, **recipes.PPO, "kl_stop": 2.2}
         calls = [
-            ("two_updates_of_scaled_rewards", {"output_dir": f"{tmp_path}/{world}-{turns}", "in_turns": turns, **how})
-            for turns in (False, True)
+            ("two_updates_of_scaled_rewards", {"output_dir": f"{tmp_path}/{world}-fixed", **recipes.CISPO, **how}),
+            ("two_updates_of_scaled_rewards", {"output_dir": f"{tmp_path}/{world}-turns", **by_recipe, **how}),
+            ("two_steps_of_given_responses", {"output_dir": f"{tmp_path}/{world}-given", **recipes.GSPO, **how}),
         ]
-        calls.append(("two_steps_of_given_responses", {"output_dir": f"{tmp_path}/{world}-given", **how}))
         return processes.run_all("multi_gpu", calls, world=world)
 
-    for (one,), two in zip(ranks(1), ranks(2), strict=True):
+    alone = [rank for (rank,) in ranks(1)]
+    for one, two in zip(alone, ranks(2), strict=True):
         assert_same_updates(one, two)
+    assert [entry["policy/kl_stop_epoch"] for entry in alone[1]["log"][:2]] == [2, 3]
 
 
 def assert_same_updates(one, two):

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_ppo.checkpoints import what_is_missing
-from tests.distributed import processes
+from rlhf_ppo.models.moving_reference import MOVED_NAME
+from tests.distributed import processes, recipes
 from tests.distributed.comparing import assert_same_end, updates
 from tests.distributed.processes import LAUNCHERS
 from tests.distributed.scenarios import logits_of
@@ -27,24 +28,27 @@ def test_a_killed_run_ends_like_one_that_was_not(config, models, tmp_path):
 
     def call(name, adapters, **arguments):
         run = {"output_dir": str(tmp_path / name), "models": str(models), "adapters": adapters, **arguments}
-        return "train_with_checkpoints", {"bf16": True, **run}
+        return "train_with_checkpoints", {"bf16": True, "num_ppo_epochs": 2, **recipes.FOLLOWING, **run}
+
+    ema = {"reference_ema": DECAY}
 
     def run_all(*calls, **how):
         return processes.run_all(config, calls, options=["--mixed_precision", "bf16"], **how)
 
     whole, whole_adapters = run_all(
-        call("a", False), call("b", True), call("full", False, die_at=1), last_is_killed=True
+        call("a", False, **ema), call("b", True), call("full", False, die_at=1, **ema), last_is_killed=True
     )
     for ranks in (whole, whole_adapters):
         assert [(rank["distributed_type"], rank["zero_stage"]) for rank in ranks] == [LAUNCHERS[config]] * 2
         assert [rank["mixed_precision"] for rank in ranks] == ["bf16"] * 2
     assert checkpoints(tmp_path / "full") == {"checkpoint-1"}
-    (resumed,) = run_all(call("full", False, resume=True), call("LoRA", True, die_at=1), last_is_killed=True)
+    (resumed,) = run_all(call("full", False, resume=True, **ema), call("LoRA", True, die_at=1), last_is_killed=True)
     assert checkpoints(tmp_path / "LoRA") == {"checkpoint-1"}
     (resumed_adapters,) = run_all(call("LoRA", True, resume=True))
 
     assert_same_end(resumed, whole)
     assert_same_end(resumed_adapters, whole_adapters)
+    assert_reference_has_moved(tmp_path, models / "policy", config.startswith("deepspeed"))
     assert_loads_as_trained(tmp_path, whole[0]["parameters"], whole_adapters[0]["parameters"])
     if config.startswith("deepspeed"):
         names = stored_by_deepspeed(tmp_path / "LoRA" / "checkpoint-1")
@@ -98,6 +102,26 @@ def assert_loads_as_trained(folder, whole, adapters):
         assert torch.equal(value, torch.tensor(whole[f"policy.{name}"]).to(value.dtype)), name
     for name, value in saved.items():
         assert torch.equal(value, torch.tensor(adapters[names[f"policy.{name}"]]).to(value.dtype)), name
+
+
+DECAY = 0.9
+
+
+def assert_reference_has_moved(folder, start, is_in_bf16):
+    """By the recursion over the policies of the checkpoints, in float32, as DeepSpeed's passes have them in bf16."""
+    expected = {name: value.double() for name, value in load_file(start / "model.safetensors").items()}
+    if is_in_bf16:
+        expected = {name: value.bfloat16().double() for name, value in expected.items()}
+    before = dict(expected)
+    for step in (1, 2, 3):
+        policy = load_file(folder / "a" / f"checkpoint-{step}" / "model.safetensors")
+        expected = {name: DECAY * value + (1 - DECAY) * policy[name].double() for name, value in expected.items()}
+    for run in ("a", "full"):
+        moved = load_file(folder / run / "checkpoint-3" / MOVED_NAME)
+        assert moved.keys() == expected.keys()
+        for name, value in moved.items():
+            assert value.dtype == torch.float32 and (expected[name] - before[name]).abs().max() > 1e-5
+            torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-8, msg=name)
 
 
 def stored_by_deepspeed(checkpoint):

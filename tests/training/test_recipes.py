@@ -17,7 +17,7 @@ from rlhf_ppo.algorithm.losses import PolicyLoss, clipped_policy_loss
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.training.policy_losses import resolve_policy_loss
 from tests.conftest import tiny_policy, tiny_scorer
-from tests.runs import QUICK, die_and_resume, history, parameters, record_rollouts
+from tests.runs import QUICK, assert_identical, die_and_resume, history, parameters, record_rollouts
 
 MakeTrainer = Callable[..., Any]
 
@@ -217,6 +217,7 @@ STATEFUL: dict[str, Any] = {
         "critic_learning_rate": 0.1,
         "lam_critic": 1.0,
         "cliprange_high": 0.3,
+        "reference_ema": 0.9,
     },
 }
 
@@ -226,7 +227,8 @@ def test_recipes_resume_bit_for_bit(make_trainer: MakeTrainer, tmp_path: Path) -
         saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
         return make_trainer(**QUICK | STATEFUL | saving, ref_model=tiny_policy(seed=5), **arguments)
 
-    resumed, _ = die_and_resume(make)
+    resumed, whole = die_and_resume(make)
+    assert_identical(*(dict(trainer.reference.own_policy.state_dict()) for trainer in (resumed, whole)))
     assert resumed.kl_controller.coef != 0.5 and resumed.score_moments.moments.count == 6
 
 

@@ -9,6 +9,21 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("return at_target - log_total, entropy", "return at_target + log_total, entropy"),
         ("self.total.log() - self.weighted / self.total", "self.total.log() + self.weighted / self.total"),
     ],
+    ("fused.py", "tests/models/test_float32_head.py::test_logprobs_and_gradients_are_those_of_float64"): [
+        ("torch.float32 if head.in_float32 else", "torch.bfloat16 if head.in_float32 else"),
+    ],
+    (
+        "moving_reference.py",
+        "tests/models/test_moving_reference.py::test_after_each_update_it_is_the_recursion_over_the_policies",
+    ): [
+        (".to(exact), 1 - self.decay)", ".to(exact), self.decay)"),
+    ],
+    (
+        "moving_reference.py",
+        "tests/models/test_moving_reference.py::test_small_steps_are_not_lost_beside_weights_in_16_bits",
+    ): [
+        ("self._exact.setdefault(pair.name, share.float())", "share.float()"),
+    ],
     ("heads.py", "tests/models/test_heads.py::test_the_score_is_what_the_model_itself_says_of_the_unpadded_row"): [
         ("mask.shape[1] - 1 - mask.flip(1)", "mask.shape[1] - mask.flip(1)"),
         ("mask.flip(1).to(torch.int8).argmax(dim=1)", "mask.to(torch.int8).argmax(dim=1)"),

@@ -1,0 +1,58 @@
+"""A language-model head that multiplies in float32 under 16-bit arithmetic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_ppo.models.stored_linear import StoredLinear
+from rlhf_ppo.models.unwrapping import output_layer, transformers_model
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer that multiplies in float32, whatever autocast says and whatever its weights are stored in."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply `(..., in_features)` by the weight, into float32."""
+        with torch.autocast(input.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return nn.functional.linear(input.float(), self.weight.float(), bias)
+
+
+def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:
+    """Let a policy's head, with the adapters on it, multiply in float32, or let it no longer do so.
+
+        z = float32(W) float32(h) + float32(b)
+
+    Under 16-bit arithmetic hidden states, weights and logits are else rounded to 16 bits, in which a logit near 20 has
+    steps of 1/8 in bfloat16; sampling and learning, with kernels of their own, then disagree about a token's
+    probability. MiniMax-M1, 2506.13585, section 3.2; ScaleRL, 2510.13786, section 3.2. States and weights that are
+    themselves stored in 16 bits are not made more exact.
+
+    Args:
+        policy: A causal language model, or a `PeftModel` around one; its linear layers are changed in place.
+        in_float32: Whether to.
+
+    Raises:
+        ValueError: It is to, but its head is no linear layer of torch.
+    """
+    head = output_layer(policy)
+    if in_float32:
+        layers = [layer for layer in head.modules() if type(layer) in (nn.Linear, StoredLinear, Float32Linear)]
+        if not layers:
+            raise ValueError(
+                f"lm_head_float32=True, but the head of {type(transformers_model(policy)).__name__} is a "
+                f"{type(head).__name__}, which multiplies in a type of its own; leave it False, or load the model "
+                "with its head in 16 or 32 bits (llm_int8_skip_modules=['lm_head'])"
+            )
+        for layer in layers:
+            layer.__class__ = Float32Linear
+    else:
+        for layer in head.modules():
+            if type(layer) is Float32Linear:
+                layer.__class__ = nn.Linear
+
+
+def is_in_float32(head: nn.Module) -> bool:
+    """Tell whether a head, which may have adapters, multiplies in float32."""
+    return any(type(layer) is Float32Linear for layer in head.modules())

@@ -1,0 +1,36 @@
+"""Options of published recipes, as many as go together, for runs in several processes."""
+
+from typing import Any
+
+FOLLOWING: dict[str, Any] = {
+    "kl_target": 0.05,
+    "kl_horizon": 20,
+    "kl_stop": 0.002,
+    "score_scaling": False,
+    "score_normalization": True,
+    "critic_learning_rate": 2e-3,
+}
+"""Those that go on from update to update, or end one: they decide by figures of all ranks."""
+
+PPO: dict[str, Any] = FOLLOWING | {
+    "loss_aggregation": "sequence",
+    "entropy_coef": 0.01,
+    "cliprange_high": 0.3,
+    "dual_clip": 1.4,
+    "cliprange_value": None,
+    "lam_critic": 1.0,
+    "length_adaptive_alpha": 0.3,
+    "reference_ema": 0.5,
+}
+GSPO: dict[str, Any] = {
+    "policy_loss": "gspo",
+    "loss_aggregation": "constant",
+    "lam_policy": 0.5,
+    "critic_learning_rate": 0.2,
+}
+CISPO: dict[str, Any] = {
+    "policy_loss": "cispo",
+    "cliprange_high": 1.0,
+    "loss_aggregation": "sequence",
+    "critic_learning_rate": 0.02,
+}
