@@ -36,6 +36,8 @@ from tests.rewards.local_server import Request
 torch.set_num_threads(1)
 # accelerate reads a package's metadata each time that it unwraps a model or asks for DeepSpeed.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+# No test cuts the power, and on a busy disk each call waits for tenths of a second.
+os.fsync = lambda descriptor: None
 
 
 def pytest_collection_finish() -> None:
@@ -76,6 +78,30 @@ LONG_RUNS = {
     "training/test_search.py",
     "training/test_trainer_arguments.py",
 }
+# The longest files, which a run begins with, so that no process is left with one at the end; beside one that starts
+# several processes there is one that does not.
+LONGEST_FIRST = (
+    "mutation/test_mutants.py",
+    "distributed/test_resume.py",
+    "models/test_architectures.py",
+    "distributed/test_accelerate_launch.py",
+    "models/test_peft_matrix.py",
+    "faults/test_two_processes.py",
+    "test_readme.py",
+    "distributed/test_sharding.py",
+    "demo/test_demo.py",
+    "examples/test_documented_commands.py",
+    "learning/test_stories.py",
+    "faults/test_kill.py",
+    "training/test_trainer_arguments.py",
+    "distributed/test_launchers.py",
+    "pipeline/test_killed.py",
+    "examples/test_ppo_example.py",
+    "faults/test_signals.py",
+    "models/test_peft.py",
+    "faults/test_divergence.py",
+    "test_first_update.py",
+)
 # Tests whose cases show one thing many times, and how many of them `make check` runs: `make test` runs all.
 CASES_IN_CHECK = {
     "cli/test_user_errors.py::test_a_mistake_is_one_sentence": 30,
@@ -103,7 +129,7 @@ CASES_IN_CHECK = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark whole runs and further cases as thorough, long runs as slow, before `-m` chooses; put the longest first."""
+    """Mark whole runs and further cases as thorough, long runs as slow, before `-m` chooses; long files come first."""
     seen: Counter[str] = Counter()
     for item in items:
         name = item.nodeid.removeprefix("tests/").partition("[")[0]
@@ -113,7 +139,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.thorough)
         elif name.partition("::")[0] in LONG_RUNS:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.get_closest_marker("learning") is None)
+    order = {f"tests/{file}": place for place, file in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
 
 needs_continuous = pytest.mark.skipif(not is_recent_enough("continuous"), reason="needs a newer transformers")

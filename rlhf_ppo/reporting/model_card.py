@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -189,6 +190,7 @@ def _is_result(name: str) -> bool:
     return name.startswith(_RESULTS) and not name.endswith(_BOOKKEEPING)
 
 
+@functools.cache
 def installed_versions() -> dict[str, str]:
     """Look up the versions of the packages that decide a run's numbers, of those that are installed."""
     found = {}
