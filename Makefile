@@ -10,7 +10,8 @@ PYTHON_BASE ?= $(shell $(find_python))
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 WORKERS ?= 2
-PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist worksteal --durations 20
+# Each file in one process, so that its fixtures are made once, in the order of tests/conftest.py: the longest first.
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 ONE_PROCESS := not learning and not slow and not distributed
 FAST := $(ONE_PROCESS) and not thorough
 # Tests of what only this package, Python, torch and the operating system decide.
@@ -23,9 +24,9 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Container images often set this; every process of the tests would compile all that it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
-check test test-long test-learning test-distributed test-kills test-mutants test-growth test-oldest fast: export OMP_NUM_THREADS = 1
+check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-oldest fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-long test-learning test-distributed test-kills test-mutants test-growth test-gpu test-oldest demo bench bench-gpu bench-learning docs clean
+.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-gpu test-oldest demo bench bench-gpu bench-learning docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -44,9 +45,14 @@ lint: install ## Formatting, lint and types
 fast: install ## The fast tests alone
 	$(PYTEST) -m "$(FAST)"
 
-check: lint fast ## Lint, types and the fast tests: a few minutes
+check: install ## Lint, types and the fast tests: a few minutes
+	$(MAKE) --jobs 2 lint fast
 
-test: lint ## Lint, types, and every test that needs one process and no long run
+test: install ## Lint, types, and every test that needs one process and no long run
+	$(MAKE) --jobs 2 lint test-one-process
+
+# Pyright takes one core for minutes: it runs beside the tests.
+test-one-process: install
 	$(PYTEST) -m "$(ONE_PROCESS)"
 
 test-long: install ## The learning, distributed and slow tests
@@ -64,7 +70,7 @@ test-kills: install ## 100 kills at random moments of one process, 20 of two, 14
 	NUM_KILLS=$(or $(NUM_KILLS),100) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_kill.py tests/pipeline/test_killed.py
 
 test-mutants: install ## Each place that is listed broken in turn: its tests must notice; test-long breaks two of each entry
-	NUM_MUTANTS=1000 $(PYTEST) tests/mutation
+	NUM_MUTANTS=1000 $(PYTEST) --dist worksteal tests/mutation
 
 test-growth: install ## 2,000 updates with everything on: memory, descriptors, threads, seconds and saves stay as they are
 	NUM_UPDATES=$(or $(NUM_UPDATES),2000) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_growth.py
@@ -73,7 +79,7 @@ test-gpu: install ## Every path that needs a GPU, on this machine's: within 10 m
 	REQUIRE_GPU=1 timeout 600 $(PYTHON) -m pytest -p no:cacheprovider --tb=short --durations 10 tests/gpu
 
 test-oldest: $(VENV)-oldest/installed ## The fast tests of what libraries decide, with the oldest versions that are allowed
-	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) -m "$(FAST)" $(foreach room,$(WITHOUT_LIBRARIES),--ignore=tests/$(room))
+	$(subst $(VENV),$(VENV)-oldest,$(PYTEST)) -m "$(FAST)" $(foreach room,$(WITHOUT_LIBRARIES),--ignore=tests/$(room))
 
 demo: install ## Train a language model, a reward model and a PPO policy from scratch, with no hub
 	$(PYTHON) examples/demo.py
