@@ -81,11 +81,16 @@ class Outcome:
 
 
 class Nursery:
-    """The process; it is spawned, so that it holds nothing of the package, whatever the process of the tests holds."""
+    """The process; it is spawned, so that it holds nothing of the package, whatever the process of the tests holds.
+
+    Attributes:
+        killers: The tests that have failed in any child.
+    """
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
+        self.killers: set[str] = set()
         self._process = context.Process(target=_bear, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()  # so that the end of the process is the end of the connection
@@ -109,7 +114,9 @@ class Nursery:
             self._process.join(10)
             pytest.fail(f"the nursery is dead, with exit code {self._process.exitcode} ({error!r})")
         assert code == 0, f"the tests did not end: exit code {code} (-{int(signal.SIGALRM)}: not within {SECONDS} s)"
-        return Outcome(**json.loads((folder / "outcome.json").read_text()))
+        outcome = Outcome(**json.loads((folder / "outcome.json").read_text()))
+        self.killers.update(failed.partition(": ")[0] for failed in outcome.failed)
+        return outcome
 
     def close(self) -> None:
         """End the process."""
