@@ -86,7 +86,7 @@ def test_an_error_of_one_ranks_reward_function_is_raised_on_all(models, tmp_path
         assert errors[0] == "RuntimeError: rank 1 failed: ZeroDivisionError: no such luck"
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["all weights", "adapters"])
+@pytest.fixture(scope="module")
 def adapters(request):
     return request.param
 
@@ -99,18 +99,25 @@ def ddp_against_opponents(models, adapters, tmp_path_factory):
     )
 
 
+ENGINES = {
+    "ZeRO-3": ("deepspeed_zero3", {}),
+    "ZeRO-3 that gathers layer by layer": ("deepspeed_zero3", {"ds3_gather_for_generation": False}),
+    "FSDP2": ("fsdp2", {}),
+}
+
+
 @pytest.mark.parametrize(
-    ("config", "arguments"),
+    ("adapters", "engine"),
     [
-        ("deepspeed_zero3", {}),
-        ("deepspeed_zero3", {"ds3_gather_for_generation": False}),
-        ("fsdp2", {}),
+        (False, "ZeRO-3"),
+        (False, "FSDP2"),
+        (True, "ZeRO-3 that gathers layer by layer"),
+        (True, "FSDP2"),
     ],
-    ids=["ZeRO-3", "ZeRO-3 that gathers layer by layer", "FSDP2"],
+    indirect=["adapters"],
 )
-def test_sharded_opponents_say_what_whole_ones_say(
-    config, arguments, models, adapters, ddp_against_opponents, tmp_path
-):
+def test_sharded_opponents_say_what_whole_ones_say(engine, models, adapters, ddp_against_opponents, tmp_path):
+    config, arguments = ENGINES[engine]
     ranks = processes.run(
         config,
         "train_against_opponents",

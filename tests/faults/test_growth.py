@@ -24,7 +24,7 @@ from rlhf_ppo.checkpoints import history
 from tests.conftest import count_w4, prompt_rows, tiny_policy, tiny_scorer
 from tests.faults.conftest import make_saving
 
-NUM_UPDATES = int(os.environ.get("NUM_UPDATES", "120"))
+NUM_UPDATES = int(os.environ.get("NUM_UPDATES", "64"))
 EVERY = max(4, NUM_UPDATES // 40)
 """How often it is measured, saved, evaluated and sampled."""
 

@@ -94,10 +94,10 @@ def make_trainer(shared_data, tmp_path):
 
 @pytest.fixture
 def baseline(make_trainer):
-    """Mean rewards of the untrained policy on the held-out prompts, sampled with ten seeds."""
+    """Mean rewards of the untrained policy on the held-out prompts, sampled with five seeds."""
     trainer = make_trainer(0)
     rewards = []
-    for seed in range(10):
+    for seed in range(5):
         trainer.args.seed = seed
         rewards.append(trainer.evaluate()["eval_score"])
     return rewards

@@ -203,7 +203,7 @@ def test_only_the_adapter_moves(make: Callable[..., PPOTrainer], case: str) -> N
 
 @cases("LORA embeddings", "LORA tokens", "ADAPTION_PROMPT")
 def test_over_one_base_the_numbers_are_those_of_separate_models(make: Callable[..., PPOTrainer], case: str) -> None:
-    given = {"learning_rate": 0.01, "value_model": None}
+    given = {"learning_rate": 0.01, "value_model": None, "total_episodes": 2}  # an update of two steps
     if case in ONLY_OVER_A_BASE_OF_THEIR_OWN:
         with pytest.raises(ValueError, match=f"share_base_model=True.*{ONLY_OVER_A_BASE_OF_THEIR_OWN[case]}"):
             make(model=trained(case), share_base_model=True, **given)
