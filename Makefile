@@ -100,11 +100,13 @@ docs: $(VENV)/installed-docs ## Build the documentation into site/
 clean: ## Remove the environments and what was built
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-trl site dist .pytest_cache .ruff_cache
 
+# The newest pip reads an index in a third of the time of the one that Python brings; without it that one does.
 # torch goes first and pinned, so that nothing that is installed after it can choose another build.
 # Arguments: the environment, its constraints, the extra with the tools.
 define make_venv
 	@test -n "$(PYTHON_BASE)" || { echo "No Python >= 3.11 with venv found; name one with PYTHON_BASE=..."; exit 1; }
 	$(PYTHON_BASE) -m venv $(1)
+	-$(1)/bin/python -m pip install --quiet --no-compile --upgrade pip
 	$(1)/bin/python -m pip install --quiet --no-compile -c $(2) torch
 	$(1)/bin/python -m pip install --quiet --no-compile -c $(2) -e ".[$(3),deepspeed,math,peft,wandb]"
 	@touch $@

@@ -108,7 +108,7 @@ def started(
         "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload"])
+    context.set_forkserver_preload(["tests.preload"])
     processes = [context.Process(target=_worker, args=(rank, environment, calls, folder)) for rank in range(world)]
     for process in processes:
         process.start()

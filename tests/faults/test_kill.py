@@ -30,7 +30,7 @@ Start = Callable[[Path], list[Any]]
 def start_one(output_dir: Path) -> list[Any]:
     """Start a run in a process forked from one that has imported everything, which takes longer than the run."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload"])
+    context.set_forkserver_preload(["tests.preload"])
     process = context.Process(target=train, args=(str(output_dir),))
     process.start()
     return [process]

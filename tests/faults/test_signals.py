@@ -39,7 +39,7 @@ def silent_server() -> Iterator[str]:
 def start(silent_server: str) -> Callable[..., Any]:
     """Start a run in a process forked from one that has imported everything; return it at its moment."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([train.__module__])
+    context.set_forkserver_preload(["tests.preload"])
 
     def start_run(output_dir: Path, moment: str | None = None, words: Sequence[str] = ()) -> Any:
         what = (run_command, list(words)) if moment is None else (train, moment, silent_server)
@@ -66,13 +66,17 @@ BOTH = {"in_a_reward_that_catches_errors", "in_a_save"}
 """Moments at which either signal is tried; at the others the two take turns."""
 
 
-def moments_and_signals() -> Iterator[tuple[str, signal.Signals]]:
-    for index, moment in enumerate(sorted(MOMENTS.keys() - {LASTS, TAKES})):
-        numbers = [signal.SIGTERM, signal.SIGINT]
-        yield from ((moment, number) for number in (numbers if moment in BOTH else [numbers[index % 2]]))
+NUMBERS = [signal.SIGTERM, signal.SIGINT]
 
 
-@pytest.mark.parametrize(("moment", "number"), moments_and_signals())
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        (moment, number)
+        for index, moment in enumerate(sorted(MOMENTS.keys() - {LASTS, TAKES}))
+        for number in (NUMBERS if moment in BOTH else [NUMBERS[index % 2]])
+    ],
+)
 def test_a_signal_ends_the_run_with_a_checkpoint(
     moment: str, number: signal.Signals, start: Any, whole: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -100,7 +100,7 @@ def forked(words: Sequence[str]) -> int:
 
 def start(folder: Path) -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.pipeline.preload"])
+    context.set_forkserver_preload(["tests.preload"])
     process = context.Process(target=run, args=(str(folder),))
     process.start()
     return process

@@ -16,7 +16,7 @@ if {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
 
     from rlhf_ppo import PPOTrainer
 
-    gc.freeze()  # as in tests/distributed/preload.py
+    gc.freeze()  # as in tests/preload.py
     gc.enable()
 
     train = PPOTrainer.train
