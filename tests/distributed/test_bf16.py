@@ -14,8 +14,9 @@ GRADIENT_ROUNDING = 4 * 2**-9
 micro-batch's gradient once, and under DeepSpeed each rank's sum once more, on either side. .0032 was seen."""
 
 
-@pytest.mark.parametrize("config", LAUNCHERS)
+@pytest.mark.parametrize("config", sorted(LAUNCHERS.keys() - {"deepspeed_zero1"}))
 def test_the_first_update(config, models, tmp_path):
+    """ZeRO-1 has ZeRO-2's optimizer, and in float32 a test in `test_launchers.py`."""
     run = {"output_dir": str(tmp_path), "models": str(models)}
     calls = [("first_update_in_bf16", {**run, "adapters": adapters}) for adapters in (False, True)]
     whole, adapters = processes.run_all(config, calls, options=BF16)

@@ -87,49 +87,37 @@ def test_an_error_of_one_ranks_reward_function_is_raised_on_all(models, tmp_path
 
 
 @pytest.fixture(scope="module")
-def adapters(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def ddp_against_opponents(models, adapters, tmp_path_factory):
+def ddp_against_opponents(models, tmp_path_factory):
+    """The run of all weights, and that of adapters."""
     folder = str(tmp_path_factory.mktemp("ddp"))
-    return processes.run(
-        "multi_gpu", "train_against_opponents", output_dir=folder, models=str(models), adapters=adapters
-    )
+    return processes.run_all("multi_gpu", [against_opponents(folder, models, adapters) for adapters in (False, True)])
 
 
-ENGINES = {
-    "ZeRO-3": ("deepspeed_zero3", {}),
-    "ZeRO-3 that gathers layer by layer": ("deepspeed_zero3", {"ds3_gather_for_generation": False}),
-    "FSDP2": ("fsdp2", {}),
-}
+def against_opponents(folder, models, adapters, **arguments):
+    run = {"output_dir": folder, "models": str(models), "adapters": adapters, **arguments}
+    return "train_against_opponents", run
 
 
 @pytest.mark.parametrize(
-    ("adapters", "engine"),
+    ("config", "arguments", "with_adapters"),
     [
-        (False, "ZeRO-3"),
-        (False, "FSDP2"),
-        (True, "ZeRO-3 that gathers layer by layer"),
-        (True, "FSDP2"),
+        ("deepspeed_zero3", {}, [False]),
+        ("deepspeed_zero3", {"ds3_gather_for_generation": False}, [True]),
+        ("fsdp2", {}, [False, True]),
     ],
-    indirect=["adapters"],
+    ids=["ZeRO-3", "ZeRO-3 that gathers layer by layer", "FSDP2"],
 )
-def test_sharded_opponents_say_what_whole_ones_say(engine, models, adapters, ddp_against_opponents, tmp_path):
-    config, arguments = ENGINES[engine]
-    ranks = processes.run(
-        config,
-        "train_against_opponents",
-        output_dir=str(tmp_path),
-        models=str(models),
-        adapters=adapters,
-        **arguments,
+def test_sharded_opponents_say_what_whole_ones_say(
+    config, arguments, with_adapters, models, ddp_against_opponents, tmp_path
+):
+    runs = processes.run_all(
+        config, [against_opponents(str(tmp_path), models, adapters, **arguments) for adapters in with_adapters]
     )
 
-    assert ranks[0]["zero_stage"] == LAUNCHERS[config][1]
-    ddp = ddp_against_opponents[0]
-    for ours, theirs in zip(numbers(ranks[0]["log"]), numbers(ddp["log"]), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
-    assert len({entry.get("rewards/reference/mean") for entry in ddp["log"]}) > 2, "the verdicts must differ"
-    assert "eval_reference/win_rate" in ddp["before"] and "eval_self/win_rate" in ddp["before"]
+    for ranks, adapters in zip(runs, with_adapters, strict=True):
+        assert ranks[0]["zero_stage"] == LAUNCHERS[config][1]
+        ddp = ddp_against_opponents[adapters][0]
+        for ours, theirs in zip(numbers(ranks[0]["log"]), numbers(ddp["log"]), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+        assert len({entry.get("rewards/reference/mean") for entry in ddp["log"]}) > 2, "the verdicts must differ"
+        assert "eval_reference/win_rate" in ddp["before"] and "eval_self/win_rate" in ddp["before"]
