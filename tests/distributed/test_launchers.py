@@ -51,13 +51,12 @@ def one_process(models, tmp_path_factory):
 def test_rewards_per_token_and_scaled_scores_are_those_of_one_process(models, tmp_path):
     """The running deviation is that of all ranks' scores; a slow reward and unscored rows change nothing of it.
 
-    Neither do holes in the response masks, nor do recipes, of which one ends an update by all ranks' tokens. `step`,
-    given each rank's share of responses, takes the same updates.
+    Neither do holes in the response masks, nor recipes, of which one ends an update after two epochs or three.
+    `step`, given each rank's share of responses, takes the same updates.
     """
 
     def ranks(world: int) -> list[list[dict[str, Any]]]:
         how = {"models": str(models), "local_batch_size": 8 // world}
-        # One epoch's KL is on either side of that limit where a rank takes its own tokens alone.
         by_recipe = {"in_turns": True, "num_ppo_epochs": 3, **recipes.PPO, "kl_stop": 2.2}
         calls = [
             ("two_updates_of_scaled_rewards", {"output_dir": f"{tmp_path}/{world}-fixed", **recipes.CISPO, **how}),

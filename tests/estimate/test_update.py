@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,7 @@ from rlhf_ppo.estimate.update import (
     measure_rates,
     optimizer_bytes_per_parameter,
 )
+from rlhf_ppo.models.float32_head import multiply_head_in_float32
 from tests.conftest import tiny_policy, tiny_scorer
 
 SIZES: dict[str, Any] = {
@@ -208,6 +210,29 @@ def test_16_bits_by_hand() -> None:
     of_layers = (num_linear + 2 * 2 * 16) // 2
     outside = num_policy + num_value_model - 2 * 2 * of_layers
     assert fsdp.learning == stage2.learning + 2 * (outside + 2 * 2 * of_layers)
+
+
+def test_a_head_in_float32_and_a_reference_that_moves_by_hand() -> None:
+    """A head that is stored in 16 bits has a copy, its gradient is added up in float32, logits are not rounded."""
+    policy, value_model, reference = models()
+    workload = dataclasses.replace(WORKLOAD, dtype=torch.bfloat16)
+
+    def of(stage: int | None, **changes: Any) -> Any:
+        sharding = Sharding.of(stage, False, 4 if stage else 1, torch.bfloat16)
+        given = dataclasses.replace(workload, **changes)
+        autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=stage is None)
+        return estimate_update(policy, value_model, [reference], given, 8.0, sharding, autocast)
+
+    stored, cast = of(2), of(None)
+    multiply_head_in_float32(policy, True)
+    head, rounded_logits = 50 * 16, 2 * 2 * 5 * 50
+    assert of(2).generation - stored.generation == 4 * head
+    assert of(2).learning - stored.learning == (4 + 2) * head - rounded_logits
+    assert of(None).generation - cast.generation == -2 * head
+    assert of(None).learning - cast.learning == -2 * head - rounded_logits
+    num_policy = sum(value.numel() for value in policy.parameters())
+    assert of(2, moves_reference=True).frozen - stored.frozen == 4 * num_policy
+    assert of(None, moves_reference=True).frozen == cast.frozen
 
 
 def test_where_activations_are_recomputed_one_block_has_all_of_its_own() -> None:

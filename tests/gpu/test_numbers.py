@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_ppo.algorithm.advantages import gae
+from rlhf_ppo.models.float32_head import multiply_head_in_float32
 from rlhf_ppo.models.logprobs import token_logprobs
 from rlhf_ppo.models.packing import PackedRows, _attend_row_by_row
 from rlhf_ppo.models.varlen import attend_varlen
@@ -56,9 +57,11 @@ def test_packed_rows_take_pytorch_s_kernels_for_rows_of_any_lengths(window: int 
         assert (ours.double() - theirs).norm() <= 2**-6 * theirs.norm()
 
 
-def test_the_fused_head_under_autocast_is_that_of_float64(device: str) -> None:
-    """Log-probabilities, and the gradient of the head, within the rounding of inputs to bf16."""
+@pytest.mark.parametrize("in_float32", [False, True], ids=["bf16", "lm_head_float32"])
+def test_the_fused_head_under_autocast_is_that_of_float64(device: str, in_float32: bool) -> None:
+    """Log-probabilities, and the gradient of the head, within the rounding of inputs to bf16, or of float32."""
     policy = small_policy(vocab_size=4096).to(device)
+    multiply_head_in_float32(policy, in_float32)
     head = policy.lm_head
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(96, 128, generator=generator).bfloat16().float().to(device).requires_grad_()
@@ -78,6 +81,7 @@ def test_the_fused_head_under_autocast_is_that_of_float64(device: str) -> None:
         (logprobs, expected, 2**-8), (states.grad, exact.grad, 2**-6), (head.weight.grad, weight.grad, 2**-6),
     ):  # fmt: skip
         assert ours is not None and theirs is not None
+        bound = 1e-5 if in_float32 else bound
         assert (ours.double() - theirs).norm() <= bound * theirs.norm()
 
 
