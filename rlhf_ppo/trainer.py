@@ -41,6 +41,7 @@ from rlhf_ppo.terminal.quiet import quiet_calls
 from rlhf_ppo.training import checks, construction, subclassing
 from rlhf_ppo.training.advantages import advantages_and_returns
 from rlhf_ppo.training.construction import ModelOrPath, Models
+from rlhf_ppo.training.critic import CriticLearning
 from rlhf_ppo.training.datasets import PromptPreparation, check_all_data
 from rlhf_ppo.training.hooks import TrainerHooks
 from rlhf_ppo.training.objective import Objective
@@ -164,12 +165,11 @@ class PPOTrainer(TrainerHooks):
         self._check_columns = check_all_data(self, data_collator, is_evaluated_otherwise)
 
     def _hold(self, models: Models, kl_controller: KLController) -> None:
-        self.kl_controller, self.score_moments = kl_controller, RunningMoments()
+        self.kl_controller, self.score_moments, self._critic = kl_controller, RunningMoments(), CriticLearning(self)
         moments = {"score_moments": self.score_moments} if self._config.counts_scores else {}
-        self._stateful = StatefulParts(kl_controller=kl_controller, **moments)
+        self._stateful = StatefulParts(kl_controller=kl_controller, critic_warmup=self._critic, **moments)
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
-        self.reward_models = [reward.model for reward in models.rewards]
-        self._longest_sequence = models.longest_sequence
+        self.reward_models, self._longest_sequence = [each.model for each in models.rewards], models.longest_sequence
         how = (self._tokenizer, self._config, self._vocabulary, self._longest_sequence)
         self._preparation = PromptPreparation(*how, columns_are_read=bool(self._functions) or models.read_other_tokens)
 
@@ -380,7 +380,7 @@ class PPOTrainer(TrainerHooks):
         rewards = paid = self.shape_rewards(rollout)
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False, reduce_sum=self._sum)
-        advantages, returns = self.compute_advantages(rollout, rewards)
+        advantages, returns = self._critic.judged(rollout, partial(self.compute_advantages, rollout, rewards))
         weights = rollout.importance_weights(args.importance_sampling_clip_max)
         whitened = masked_whiten(advantages, mask, reduce_sum=self._sum)
         self._loop.figures.take(rollout, self._score_unit, (paid, returns, whitened), weights)
@@ -414,7 +414,7 @@ class PPOTrainer(TrainerHooks):
             Advantages before whitening, and returns, float32 `(B, T)` each, in the reward's unit, 0 outside
             `rollout.loss_mask`.
         """
-        return advantages_and_returns(rollout, rewards, self.args)
+        return advantages_and_returns(rollout, rewards, self.args, self._critic.is_alone)
 
     @property
     def _score_unit(self) -> ScoreMoments | None:
@@ -441,7 +441,7 @@ class PPOTrainer(TrainerHooks):
                 if self._guard.is_update_cut:
                     break
                 learned.grad_norm = norm
-            self._metrics |= statistics.metrics(self._sum, self._gather)
+            self._metrics |= self._critic.measured(statistics.metrics(self._sum, self._gather))
         self._engine.policy_changed()
         return learned.grad_norm
 
@@ -467,22 +467,21 @@ class PPOTrainer(TrainerHooks):
             self._learning.begin_micro_batch(index)
             is_last = index == len(parts) - 1
             with self._steps.accumulating(model, is_last):
-                if self._learns_in_turn:  # the policy's activations are gone before the value model's are there
+                if self._critic.is_alone and not self._has_own_loss:
+                    loss, (output, policy, value) = self._critic.learn_alone(model, part, num_tokens)
+                elif self._learns_in_turn:  # the policy's activations are gone before the value model's are there
                     with self._steps.forward_context():
                         of_policy = model(*part.batch, only="policy", places=part.places)
                         policy = self.policy_loss(of_policy.logprobs, part)
                     loss = self._steps.backward(self._objective.policy_term(policy, of_policy, part, num_tokens))
-                    with self._steps.forward_context():
-                        of_value_model = model(*part.batch, only="value_model", places=part.places)
-                        value = self.value_loss(of_value_model.values, part)
-                    loss = loss + self._steps.backward(self._objective.value_term(value, part, num_tokens))
-                    output = PolicyAndValueOutput(*of_policy, *of_value_model)
+                    of_critic, of_value_model, value = self._critic.backward(model, part, num_tokens)
+                    loss, output = loss + of_critic, PolicyAndValueOutput(*of_policy, *of_value_model)
                 else:
                     with self._steps.forward_context():
-                        loss, (output, policy, value) = self.compute_loss(
+                        loss, learned = self.compute_loss(
                             model, part, return_outputs=True, num_items_in_batch=num_tokens
                         )
-                    loss = self._steps.backward(loss)
+                    loss, (output, policy, value) = self._steps.backward(loss), learned
             statistics.add(part, output, policy, value)
             losses.append(loss * self.accelerator.num_processes)
             if not is_last:
@@ -492,8 +491,11 @@ class PPOTrainer(TrainerHooks):
     @property
     def _learns_in_turn(self) -> bool:
         """Whether each model has a backward pass of its own; what replaces `compute_loss` has one for both."""
-        is_own = getattr(self.compute_loss, "__func__", None) is not PPOTrainer.compute_loss
-        return not is_own and learns_in_turn(has_no_engine(self.accelerator), self.args.torch_compile)
+        return not self._has_own_loss and learns_in_turn(has_no_engine(self.accelerator), self.args.torch_compile)
+
+    @property
+    def _has_own_loss(self) -> bool:
+        return getattr(self.compute_loss, "__func__", None) is not PPOTrainer.compute_loss
 
     def compute_loss(
         self,

@@ -47,6 +47,59 @@ def gae(
     return advantages.gather(1, tokens), (advantages + values).gather(1, tokens)
 
 
+def turn_starts(response_mask: Tensor) -> Tensor:
+    """Tell which tokens are the first of a turn: an unbroken run of tokens that the policy wrote.
+
+    Args:
+        response_mask: True on real tokens, bool `(B, T)`; what others wrote between them is False.
+
+    Returns:
+        bool `(B, T)`.
+    """
+    starts = response_mask.clone()
+    starts[:, 1:] &= ~response_mask[:, :-1]
+    return starts
+
+
+def turn_gae(
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Estimate advantages and returns of whole turns: the action is a turn, the state all that stands before it.
+
+        r_k = sum of the rewards of turn k's tokens,        V_k = value before its first token
+        delta_k = r_k + gamma V_{k+1} - V_k
+        A_k = delta_k + gamma lam A_{k+1},                  return_k = A_k + V_k
+
+    Every token of turn k has the advantage `A_k`; its first token alone has a return, and a value that counts.
+    Turn-PPO, 2512.17008, section 4. Turns of one token each are those of `gae`; a single turn is a bandit's action.
+
+    Args:
+        rewards: Of tokens, `(B, T)`, in the reward's unit.
+        values: Value estimates before each token, `(B, T)`, in the reward's unit.
+        response_mask: True on real tokens, bool `(B, T)`.
+        gamma: Discount per turn, 0 to 1.
+        lam: As in `gae`, per turn.
+        bootstrap_values: As in `gae`.
+
+    Returns:
+        `(advantages, returns)`, not whitened, float32 `(B, T)`: 0 outside the mask, returns 0 but on first tokens.
+    """
+    starts = turn_starts(response_mask)
+    turns = (starts.cumsum(dim=1) - 1).clamp(min=0)
+    own = zero_outside(rewards, response_mask)
+    # On the host, where sums have one order.
+    sums = torch.zeros(own.shape).scatter_add(1, turns.cpu(), own.cpu()).to(own.device)
+    advantages, returns = gae(sums.gather(1, turns), values, starts, gamma, lam, bootstrap_values)
+    places = torch.arange(starts.shape[1], device=starts.device)
+    first = torch.where(starts, places, 0).cummax(dim=1).values
+    return zero_outside(advantages.gather(1, first), response_mask), returns
+
+
 def length_adaptive_lam(response_mask: Tensor, alpha: float) -> Tensor:
     """Give each response a lambda by its number of tokens: `lam_i = max(0, 1 - 1 / (alpha l_i))`.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf_ppo.config.validation import check_type
 from rlhf_ppo.data.experience import Experience
 
-_EXPERIENCE, _SUMS, _VALUES = "experience.", "sums", "values"
+_EXPERIENCE, _SUMS, _NORMS, _VALUES = "experience.", "sums", "grad_norms", "values"
 
 
 @dataclass
@@ -37,6 +37,7 @@ class HalfLearned:
         epoch_start: How many of these the epoch that is learned began with.
         named: Names of those that the losses give beyond PPO's own.
         grad_norm: The gradients' norm of the last optimizer step.
+        grad_norms: Those of policy and value model at each step, float32 `(2,)`.
         metrics: Those of the rollout.
         num_response_tokens: Tokens of the responses of all ranks.
         seconds: Seconds by phase.
@@ -54,6 +55,7 @@ class HalfLearned:
     epoch_start: int = 0
     named: list[str] = field(default_factory=list)
     grad_norm: float | Tensor = 0.0
+    grad_norms: list[Tensor] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     num_response_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -69,6 +71,8 @@ class HalfLearned:
         tensors = {name: value for name, value in of_experience.items() if isinstance(value, Tensor)}
         if self.sums:
             tensors[_SUMS] = torch.stack(self.sums)
+        if self.grad_norms:
+            tensors[_NORMS] = torch.stack(self.grad_norms)
         values = {name: getattr(self, name) for name in _value_types()}
         save_file(
             {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()},
@@ -85,9 +89,9 @@ class HalfLearned:
         """
         with _read(_file(directory, rank)) as file:
             tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}
-            sums = list(tensors.pop(_SUMS, torch.empty(0)))
+            sums, norms = (list(tensors.pop(name, torch.empty(0))) for name in (_SUMS, _NORMS))
             experience = Experience(**{name.removeprefix(_EXPERIENCE): value for name, value in tensors.items()})
-            return cls(experience, sums=sums, **_values(file))
+            return cls(experience, sums=sums, grad_norms=norms, **_values(file))
 
 
 def half_learned_in(directory: str) -> int | None:
@@ -148,4 +152,4 @@ def _values(file: Any) -> dict[str, Any]:
 
 def _value_types() -> dict[str, Any]:
     types = get_type_hints(HalfLearned)
-    return {name: types[name] for name in types.keys() - {"experience", "sums"}}
+    return {name: types[name] for name in types.keys() - {"experience", "sums", "grad_norms"}}

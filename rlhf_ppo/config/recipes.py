@@ -21,6 +21,8 @@ RECIPE_RANGES: dict[str, Interval] = {
     "lam_policy": Interval(0, 1),
     "lam_critic": Interval(0, 1),
     "length_adaptive_alpha": Interval(0, math.inf, open_low=True),
+    "critic_warmup_steps": Interval(0, math.inf),
+    "critic_warmup_explained_variance": Interval(0, 1, open_high=True),
 }
 """The values that a number may have."""
 
@@ -80,6 +82,16 @@ class RecipeArguments:
         "Learning rate of the value model, on the schedule of learning_rate, such as 1e-5 beside 1e-6. None: "
         "learning_rate.",
     )
+    critic_warmup_steps: int = _option(
+        0,
+        "PPO updates at the start of a run that train the value model alone, on returns of lambda 1, such as 10; the "
+        "policy stays as it is (arXiv 2503.01491, 2504.05118).",
+    )
+    critic_warmup_explained_variance: float | None = _option(
+        None,
+        "End critic warm-up before the first update whose values have this explained variance, such as 0.5. None: "
+        "after critic_warmup_steps.",
+    )
 
     # --- Advantages ---
     lam_policy: float | None = _option(None, "Lambda of the advantages alone, such as 0.95. None: lam.")
@@ -90,6 +102,12 @@ class RecipeArguments:
         None,
         "Lambda of a response's advantages by its length l: 1 - 1 / (alpha l), such as 0.05 (arXiv 2504.05118); not "
         "together with lam_policy. None: the same for all.",
+    )
+
+    gae_level: Literal["token", "turn"] = _option(
+        "token",
+        "What GAE takes for one action: a 'token', or a 'turn', the tokens that the policy wrote between two answers "
+        "of a tool or an environment; gamma and the lambdas are then per turn (arXiv 2512.17008).",
     )
 
     # --- Arithmetic ---

@@ -30,6 +30,7 @@ class Experience(Responses):
         loss_weights: How much each token's policy loss counts in the mini-batch's, float32 `(B, T)`, or None: all 1.
         is_positive: Which responses are imitated, bool `(B,)`, or None: none.
         nll_weights: How much each token's negative log-likelihood counts, float32 `(B, T)`, or None: not at all.
+        value_weights: How much each token's value loss counts, float32 `(B, T)`, or None: all 1.
     """
 
     logprobs: Tensor
@@ -41,12 +42,13 @@ class Experience(Responses):
     loss_weights: Tensor | None = None
     is_positive: Tensor | None = None
     nll_weights: Tensor | None = None
+    value_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("logprobs", "values", "advantages", "returns", "loss_mask"):
             check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
-        for name in ("importance_weights", "loss_weights", "nll_weights"):
+        for name in ("importance_weights", "loss_weights", "nll_weights", "value_weights"):
             if (weights := getattr(self, name)) is not None:
                 check_shape(name, weights, tuple(self.response_mask.shape))
         if self.is_positive is not None:

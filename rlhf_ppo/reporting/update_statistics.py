@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -23,10 +24,12 @@ class UpdateStatistics:
         named: Names of the figures that the losses give beyond these.
         watches_kl: Whether `KL` is one of them.
         num_epochs: Epochs that were learned, where that is watched.
+        grad_norms: Norms of the gradients of policy and value model at each optimizer step, float32 `(2,)`.
     """
 
     KL = "policy/kl_avg"
     NLL, POSITIVE = "loss/positive_nll_avg", "policy/positive_frac"
+    NORMS = ("policy/grad_norm", "val/grad_norm")
 
     KEYS = (
         "policy/approxkl_avg",
@@ -42,6 +45,7 @@ class UpdateStatistics:
     named: tuple[str, ...] = ()
     watches_kl: bool = False
     num_epochs: int | None = None
+    grad_norms: list[Tensor] = field(default_factory=list)
 
     @torch.no_grad()
     def add(self, part: Experience, output: PolicyAndValueOutput, policy: PolicyLoss, value: ValueLoss) -> None:
@@ -56,6 +60,7 @@ class UpdateStatistics:
         Raises:
             ValueError: The losses give other figures than those of the micro-batch before, or one of another shape.
         """
+        values_count = 1.0 if part.value_weights is None else part.value_weights
         mask, figures = part.loss_mask, {**policy.figures, **value.figures}
         if self.watches_kl:
             figures[self.KL] = kl_estimate(part.logprobs, output.logprobs, "k3")
@@ -68,8 +73,8 @@ class UpdateStatistics:
             policy.clipped,
             output.entropy,
             policy.loss,
-            value.loss,
-            value.clipped,
+            value.loss * values_count,
+            value.clipped * values_count,
             policy.ratio,
             *figures.values(),
         )
@@ -109,6 +114,19 @@ class UpdateStatistics:
         total, num_tokens = reduce_sum(torch.stack(self.sums[start:]).sum(dim=0)[[column, -1]]).tolist()
         return total / num_tokens
 
+    def add_grad_norms(self, norms: Tensor | None) -> None:
+        """Add those of an optimizer step; None where they are not known."""
+        if norms is not None:
+            self.grad_norms.append(norms)
+
+    def _mean_grad_norms(self) -> dict[str, float]:
+        """Average over the steps; without those that fp16's loss scaling leaves out, whose gradients overflow."""
+        if not self.grad_norms:
+            return {}
+        norms = torch.stack(self.grad_norms)
+        means: list[float] = norms[norms.isfinite().all(dim=1)].mean(dim=0).tolist()
+        return {key: mean for key, mean in zip(self.NORMS, means, strict=True) if math.isfinite(mean)}
+
     def drop_last(self, count: int) -> None:
         """Forget the last micro-batches: their optimizer step was not taken."""
         del self.sums[len(self.sums) - count :]
@@ -143,6 +161,7 @@ class UpdateStatistics:
             means |= {self.NLL: nll / share} if share > 0 else {}
         return {
             **means,
+            **self._mean_grad_norms(),
             **({} if self.num_epochs is None else {"policy/kl_stop_epoch": float(self.num_epochs)}),
             "val/ratio_var": float(ratios.var()) if len(ratios) > 1 else 0.0,
             "val/first_logratio": float((2 * half_of_squares / num_first.clamp(min=1)).sqrt()),

@@ -49,6 +49,7 @@ from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.preference import opponent_of
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel
 from rlhf_ppo.rewards.scorer import Refuse, RewardSource, Scorer, is_reward_source
+from rlhf_ppo.training.critic import check_warmup
 from rlhf_ppo.training.sharding import check_keeps_models_whole, place_frozen
 from rlhf_ppo.training.special_tokens import SpecialTokens
 
@@ -160,10 +161,11 @@ def assemble_models(
     warn_of_rank_allocation(policy)
     reference = None
     if needs_reference or reference_model is not None:
-        adapter_is_new = peft_config is not None
-        reference = make_reference(policy, reference_model, args.ref_adapter_name, adapter_is_new, args.temperature)
+        named = args.ref_adapter_name, peft_config is not None
+        reference = make_reference(policy, reference_model, *named, args.temperature)
     _set_up_language_models(args, policy, reference)
     prepare_trainable(policy, critic)
+    check_warmup(args, policy, critic)
     # Now, while all weights are in one place: Trainer moves those that a reward model shares with the policy.
     rewards = [replace(reward, scorer=FrozenScorer(reward.model)) for reward in rewards]
     if args.offload_frozen:  # but not of a reward model that holds the policy's own weights

@@ -27,6 +27,7 @@ from rlhf_ppo.reporting.metrics import (
 )
 from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.rewards.logged import LoggedByFunctions
+from rlhf_ppo.training.advantages import valued_tokens
 from rlhf_ppo.training.divergence import DivergenceGuard
 from rlhf_ppo.training.run_directory import RunDirectory
 from rlhf_ppo.training.saving import CheckpointWriter
@@ -86,9 +87,10 @@ class UpdateFigures:
         paid, returns, advantages = of_tokens
         own = rollout_columns(rollout, args, run.kl_controller.coef, score_unit)
         columns = gather_columns(own, run._gather)
+        valued = valued_tokens(rollout.loss_mask, args)
         warn_of_unscored(columns["scores"])
         run._metrics |= response_metrics(rollout, columns, run._gather) | run._logged.drain()
-        run._metrics |= critic_metrics(rollout.values, returns, rollout.loss_mask, run._sum, run._gather)
+        run._metrics |= critic_metrics(rollout.values, returns, valued, run._sum, run._gather)
         run._metrics |= sampling_metrics(rollout, weights, run._sum, run._gather)
         if not isinstance(run.kl_controller, FixedKLController):
             run._metrics["objective/kl_coef"] = float(run.kl_controller.coef)

@@ -103,7 +103,12 @@ class LearningInParts:
         self.unfinished = learned if type(learned.experience) is Experience else None  # others cannot be kept
         try:
             watches_kl = self.args.kl_stop is not None
-            yield learned, UpdateStatistics(list(learned.sums), tuple(learned.named), watches_kl)
+            yield (
+                learned,
+                UpdateStatistics(
+                    list(learned.sums), tuple(learned.named), watches_kl, grad_norms=list(learned.grad_norms)
+                ),
+            )
         except Stopped:
             norm: Any = learned.grad_norm
             learned.grad_norm = float(getattr(norm, "full_tensor", lambda: norm)())
@@ -133,6 +138,7 @@ class LearningInParts:
             self.between.seconds = time.monotonic() - start
             learned.num_minibatches, learned.num_micro_batches = learned.num_minibatches + 1, 0
             learned.sums, learned.named = list(statistics.sums), list(statistics.named)
+            learned.grad_norms = list(statistics.grad_norms)
             if self._ends_with_epoch(learned, statistics):
                 break
 

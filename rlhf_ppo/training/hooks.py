@@ -45,6 +45,7 @@ from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.reporting.watching import watch_run
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import Scorer
+from rlhf_ppo.training.critic import CriticLearning
 from rlhf_ppo.training.data_order import counts, data_order, num_prompts
 from rlhf_ppo.training.datasets import PromptPreparation
 from rlhf_ppo.training.divergence import DivergenceGuard
@@ -90,6 +91,7 @@ class TrainerHooks(Trainer):
     reward_models: list[nn.Module]
     scorer: Scorer
     kl_controller: KLController
+    _critic: CriticLearning
     _engine: GenerationEngine
     _estimate: RunEstimate
     _rollouts: Rollouts
@@ -107,8 +109,7 @@ class TrainerHooks(Trainer):
         return self
 
     def __init__(self, *args: Any, optimizers: Optimizers = (None, None), **kwargs: Any) -> None:
-        self._optimization = Optimization(optimizers)
-        self._final_metrics = FinalMetrics()
+        self._optimization, self._final_metrics = Optimization(optimizers), FinalMetrics()
         with naming_hub(kwargs["args"]):  # it makes the repository
             super().__init__(*args, optimizers=cast(Any, self._optimization.given), **kwargs)
         self._optimization.check(self.model, self.accelerator)
@@ -125,8 +126,7 @@ class TrainerHooks(Trainer):
         self._signals = EndsOnSignals(self._sum, self._awaited, self.accelerator.num_processes)
         self._loop = Loop(self)
         self._learning = LearningInParts(self, self._loop.figures.keep)
-        self._checkpoints = CheckpointWriter(self)
-        self._steps = OptimizerSteps(self, self._guard)
+        self._checkpoints, self._steps = CheckpointWriter(self), OptimizerSteps(self, self._guard)
         self._end = EndAfterSignal(self, self._signals, self._learning, self._streams, self._guard)
         self._evaluation = Evaluation(self, lambda: self._loop.latest_prompts)
         self._logged = LoggedByFunctions(is_used=bool(self._functions))

@@ -35,6 +35,7 @@ from rlhf_ppo.processes.streams import Streams
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.run_card import names_of_parts
 from rlhf_ppo.rewards.scorer import Scorer
+from rlhf_ppo.training.critic import CriticLearning
 from rlhf_ppo.training.data_order import batches_of_pass
 from rlhf_ppo.training.figures import UpdatedTrainer, UpdateFigures
 from rlhf_ppo.training.half_learned import LearningInParts
@@ -57,6 +58,7 @@ class LoopedTrainer(UpdatedTrainer, Protocol):
     scorer: Scorer
     sizes: Sizes
     train_dataset: Any
+    _critic: CriticLearning
     _end: EndAfterSignal
     _engine: GenerationEngine
     _estimate: RunEstimate
@@ -172,6 +174,7 @@ class Loop:
         first_epoch, self._num_skipped = run._init_training_state(max_steps, per_epoch, num_epochs, checkpoint, trial)
         self.epochs = itertools.count(first_epoch)
         self.model, self._loader = run._prepare_for_training(max_steps, loader, checkpoint)
+        run._critic.begin()
         run._initial_num_input_tokens_seen = run.state.num_input_tokens_seen
         run._initial_global_step = run.state.global_step
         self._take_up_losses()
@@ -252,7 +255,8 @@ class Loop:
     def end_update(self) -> None:
         """Count an update, step the schedule, make what is due after it, and report."""
         run = self.run
-        if (mean_kl := run._metrics.get("objective/kl")) is not None:  # an overridden step may give none
+        mean_kl = run._metrics.get("objective/kl")  # an overridden step may give none
+        if mean_kl is not None and not run._critic.is_alone:  # which says nothing of what the coefficient does
             run.kl_controller.update(mean_kl, run.sizes.batch_size)
         if run.reference is not None:
             run.reference.follow(self.model)

@@ -14,6 +14,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.models.logprobs import ResponseLogprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
+from rlhf_ppo.training.advantages import valued_tokens
 
 
 class LearningTrainer(Protocol):
@@ -49,6 +50,10 @@ class Objective:
         if minibatch.is_positive is not None:
             weights = imitation_weights(mask, minibatch.is_positive, num_tokens, self.run._sum)
             minibatch = replace(minibatch, nll_weights=weights)
+        if args.gae_level == "turn":  # the mean over turns, of their first tokens
+            starts = valued_tokens(mask, args)
+            num_turns = self.run._sum(starts.sum())
+            minibatch = replace(minibatch, value_weights=starts * (num_tokens / num_turns))
         max_rows, max_tokens = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
         return minibatch.micro_batches(max_rows, max_tokens, self.run._gather, packs_rows)
 
@@ -89,5 +94,9 @@ class Objective:
         return token_mean(loss, part.loss_mask, num_tokens)
 
     def value_term(self, value: ValueLoss, part: Experience, num_tokens: float) -> Tensor:
-        """Return a micro-batch's share of `vf_coef` times the value loss, the mean over the mini-batch's tokens."""
-        return self.run.args.vf_coef * token_mean(value.loss, part.loss_mask, num_tokens)
+        """Return a micro-batch's share of `vf_coef` times the value loss, the mean over the mini-batch's tokens.
+
+        With `gae_level="turn"` it is the mean over its turns, of each one's first token.
+        """
+        loss = value.loss if part.value_weights is None else value.loss * part.value_weights
+        return self.run.args.vf_coef * token_mean(loss, part.loss_mask, num_tokens)

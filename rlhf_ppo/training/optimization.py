@@ -39,6 +39,7 @@ class Optimization:
 
     Attributes:
         given: The instances among them, for Trainer.
+        policy_groups: Which groups are the policy's, where DeepSpeed runs and critic warm-up holds these.
 
     Raises:
         TypeError: It is no pair, or holds something else.
@@ -51,6 +52,7 @@ class Optimization:
         self._make_optimizer: MakeOptimizer | None = None if _is_optimizer(optimizer) else optimizer
         self._make_scheduler: MakeScheduler | None = None if _is_scheduler(scheduler) else scheduler
         self._settings: Settings | None = None
+        self._is_deepspeed, self.policy_groups = False, list[int]()
 
     def check(self, model: nn.Module, accelerator: Accelerator) -> None:
         """Check the optimizer that was given, and that DeepSpeed neither replaces it nor steps the scheduler itself.
@@ -66,6 +68,7 @@ class Optimization:
         if optimizer is not None:
             check_covers(optimizer, model)
         plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+        self._is_deepspeed = plugin is not None
         if plugin is None:
             return
         if "scheduler" in plugin.deepspeed_config or "optimizer" in plugin.deepspeed_config:
@@ -99,8 +102,18 @@ class Optimization:
         return optimizer
 
     def rated(self, optimizer: Optimizer, model: nn.Module, args: PPOConfig) -> Optimizer:
-        """Give the value model's parameters the rate of `args.critic_learning_rate`, if there is one."""
-        return with_critic_rate(optimizer, model, args.critic_learning_rate)
+        """Give the value model's parameters the rate of `args.critic_learning_rate`, if there is one.
+
+        Under DeepSpeed, which makes one tensor of a group, critic warm-up too needs groups of their own.
+        """
+        is_held = self._is_deepspeed and args.critic_warmup_steps > 0
+        if is_held or args.critic_learning_rate is not None:
+            optimizer = with_critic_groups(optimizer, model, args.critic_learning_rate)
+        if is_held:
+            critic = _critic_parameters(model)
+            groups = enumerate(optimizer.param_groups)
+            self.policy_groups = [index for index, group in groups if critic.isdisjoint(map(id, group["params"]))]
+        return optimizer
 
     def made_scheduler(self, optimizer: Optimizer, num_updates: int) -> Any:
         """Make the scheduler by the function that was given; None if there is none."""
@@ -156,31 +169,29 @@ def follows_metric(scheduler: Any) -> bool:
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR)
 
 
-def with_critic_rate(optimizer: Optimizer, model: nn.Module, rate: float | None) -> Optimizer:
+def with_critic_groups(optimizer: Optimizer, model: nn.Module, rate: float | None) -> Optimizer:
     """Give the value model's parameters groups of their own, with their own learning rate and the same schedule.
 
     Args:
         optimizer: A new optimizer over both models, or one that this was done to.
         model: The prepared `PolicyAndValue`.
-        rate: The value model's learning rate; None leaves the groups as they are.
+        rate: The value model's learning rate; None leaves them the one that they have.
 
     Raises:
         ValueError: The optimizer holds none of the value model's parameters in its groups.
     """
-    if rate is None:
-        return optimizer
-    critic = {id(parameter) for name, parameter in _trainable(model) if name.startswith("value_model.")}
+    critic = _critic_parameters(model)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not critic & held:
         raise ValueError(
-            f"critic_learning_rate={rate} needs an optimizer with groups of parameters, which "
-            f"{type(optimizer).__name__} has not; choose another optim"
+            f"{'critic_warmup_steps' if rate is None else f'critic_learning_rate={rate}'} needs an optimizer with "
+            f"groups of parameters, which {type(optimizer).__name__} has not; choose another optim"
         )
     for group in list(optimizer.param_groups):
         parts = [[p for p in group["params"] if (id(p) in critic) is of_critic] for of_critic in (False, True)]
         if all(parts):
             group["params"] = parts[0]
-            optimizer.add_param_group({**group, "params": parts[1], "lr": rate})
+            optimizer.add_param_group({**group, "params": parts[1], "lr": group["lr"] if rate is None else rate})
     return optimizer
 
 
@@ -225,6 +236,10 @@ def check_covers(optimizer: Optimizer, model: nn.Module) -> None:
         faults.append(f"holds {num_foreign} tensors that are none of the trainer's models")
     if faults:
         raise ValueError(f"the optimizer ({type(optimizer).__name__}) {' and '.join(faults)}; {_FIX}")
+
+
+def _critic_parameters(model: nn.Module) -> set[int]:
+    return {id(parameter) for name, parameter in _trainable(model) if name.startswith("value_model.")}
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, Parameter]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator
@@ -13,8 +13,12 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.reporting.update_statistics import UpdateStatistics
 from rlhf_ppo.training.divergence import DivergenceGuard
+
+if TYPE_CHECKING:
+    from rlhf_ppo.training.critic import CriticLearning
 
 
 class SteppedRun(Protocol):
@@ -24,6 +28,7 @@ class SteppedRun(Protocol):
     accelerator: Accelerator
     is_deepspeed_enabled: bool
     optimizer: Any
+    _critic: CriticLearning
     _tr_loss: Tensor
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
@@ -33,6 +38,7 @@ class SteppedRun(Protocol):
     def _clip_grad_norm(self, model: nn.Module) -> Any: ...
     def _fire(self, event: str) -> None: ...
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any: ...
+    def _unwrapped(self, model: nn.Module) -> PolicyAndValue: ...
 
 
 class OptimizerSteps:
@@ -85,11 +91,14 @@ class OptimizerSteps:
             The gradients' norm before clipping.
         """
         run, args = self.run, self.run.args
+        run._critic.drop_policy_gradients(model)
+        norms = self._norms_of_models(model)
         clipped = run._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         grad_norm = cast("float | Tensor", run._get_grad_norm(model, grad_norm=clipped))
         if run.is_deepspeed_enabled and run.accelerator.optimizer_step_was_skipped:
             grad_norm = math.inf  # its step is behind us; it leaves out those whose gradients overflow
         if self.guard.allows_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm):
+            statistics.add_grad_norms(norms)
             run._fire("on_pre_optimizer_step")
             run.optimizer.step()
             run._fire("on_optimizer_step")
@@ -101,3 +110,34 @@ class OptimizerSteps:
                 run.accelerator.scaler.update()  # the gradients were unscaled, which it expects a step to follow
         model.zero_grad()
         return grad_norm
+
+    def _norms_of_models(self, model: nn.Module) -> Tensor | None:
+        """Return what `gradient_norms` does, of gradients without fp16's loss scale; None where DeepSpeed has them."""
+        accelerator = self.run.accelerator
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return None
+        norms = gradient_norms(self.run._unwrapped(model))
+        return norms if norms is None or accelerator.scaler is None else norms / accelerator.scaler.get_scale()
+
+
+def gradient_norms(models: PolicyAndValue) -> Tensor | None:
+    """Return the norms of the gradients of policy and value model, float32 `(2,)`; None if there is no gradient.
+
+    Parameters that both hold are the policy's. Shards are put together: under FSDP2 every rank calls this.
+
+    Args:
+        models: Policy and value model, after the backward passes of a step.
+    """
+    policy = list(models.policy.parameters())
+    of_policy = {id(parameter) for parameter in policy}
+    critic = [parameter for parameter in models.value_model.parameters() if id(parameter) not in of_policy]
+    owned = [[each.grad for each in part if each.grad is not None] for part in (policy, critic)]
+    if not any(owned):
+        return None
+    norms = [_whole(torch.nn.utils.get_total_norm(grads)) for grads in owned]
+    device = next(grads[0].device for grads in owned if grads)
+    return torch.stack([norm.float().to(device) for norm in norms])
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import resource
 import signal
@@ -182,6 +183,49 @@ def train(output_dir: str, models: str, adapters: bool = False, **overrides: Any
         "log": trainer.state.log_history,
         "policy": policy,
         "logits": on_whole_policy(trainer.model_wrapped, trainer.accelerator, True, logits_of),
+    }
+
+
+class KeepWeights(TrainerCallback):
+    """Keeps all parameters as they are before each update, and at the end."""
+
+    trainer: PPOTrainer
+
+    def __init__(self) -> None:
+        self.kept: list[dict[str, np.ndarray]] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.kept.append({name: value.copy() for name, value in whole_parameters(self.trainer).items()})
+
+    on_train_end = on_step_begin
+
+
+def warm_the_critic_up(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
+    """Train two updates of critic warm-up and one of both models; return how far each moved, in learning rates."""
+    weights = KeepWeights()
+    trainer = weights.trainer = make_trainer(
+        output_dir, models, FixedResponses, given={"callbacks": [weights]}, critic_warmup_steps=2, num_ppo_epochs=1,
+        num_mini_batches=1, weight_decay=0.1, lr_scheduler_type="constant", **overrides,
+    )  # fmt: skip
+    trainer.train()
+    kept, logs = weights.kept, [log for log in trainer.state.log_history if "val/critic_warmup" in log]
+    moved = [
+        {name: np.abs(after[name] - before[name]).max() / trainer.args.learning_rate for name in after}
+        for before, after in itertools.pairwise(kept)
+    ]
+    of = {model: lambda name, model=model: name.startswith(model) for model in ("policy", "value_model")}
+    return {
+        **launched_as(trainer),
+        "largest": [
+            {
+                model: max((far for name, far in update.items() if is_of(name)), default=0.0)
+                for model, is_of in of.items()
+            }
+            for update in moved
+        ],
+        "warmup": [log["val/critic_warmup"] for log in logs],
+        "ratio": [log["val/ratio"] for log in logs],
+        "policy_norms": [log["policy/grad_norm"] for log in logs if "policy/grad_norm" in log],
     }
 
 

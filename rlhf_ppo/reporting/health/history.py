@@ -67,6 +67,10 @@ class History:
         """Return a metric of all logs that have it."""
         return [log[key] for log in self.updates if _is_number(log.get(key))]
 
+    def of_policy(self, key: str) -> list[float]:
+        """Return a metric of all logs that have it, but for those of critic warm-up, in which the policy stands."""
+        return [log[key] for log in self.updates if _is_number(log.get(key)) and not log.get("val/critic_warmup")]
+
     def between(self, key: str, first: float, last: float) -> list[float]:
         """Return a metric of the logs from one step to another."""
         logs = (log for log in self.updates if _is_number(log.get(key)) and _is_number(log.get("step")))

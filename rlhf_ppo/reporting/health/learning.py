@@ -50,7 +50,7 @@ def explained_variance(history: History, limits: HealthThresholds) -> str | None
 
 def gradient_spike(history: History, limits: HealthThresholds) -> str | None:
     """Find a gradient many times as large as the median of those before, and clipped."""
-    norms = history.all("grad_norm")
+    norms = history.of_policy("grad_norm")
     if limits.gradient_spike is None or len(norms) <= limits.patience or not history.last("grad_norm", 1):
         return None
     usual = statistics.median(norms[:-1])
