@@ -159,9 +159,8 @@ def assemble_models(
     check_consistent(critic, "value_model", args)
     check_logits(policy)
     warn_of_rank_allocation(policy)
-    reference = None
+    reference, named = None, (args.ref_adapter_name, peft_config is not None)
     if needs_reference or reference_model is not None:
-        named = args.ref_adapter_name, peft_config is not None
         reference = make_reference(policy, reference_model, *named, args.temperature)
     _set_up_language_models(args, policy, reference)
     prepare_trainable(policy, critic)
