@@ -34,7 +34,7 @@ NUM_EPISODES = 12
 EOS = 1
 
 LOGGED_ONLY = {
-    *("eps", "lr", "learning_rate", "episode", "step", "epoch", "grad_norm"),
+    *("eps", "lr", "learning_rate", "episode", "step", "epoch", "grad_norm", "policy/grad_norm", "val/grad_norm"),
     *("time/generate", "time/score", "time/evaluate", "time/learn", "time/tokens_per_second"),
 }
 
