@@ -13,7 +13,7 @@ from rlhf_ppo.checkpoints.progress import PPOTrainerState
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseValues
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.processes.logs import get_logger
 from rlhf_ppo.training.advantages import valued_tokens
 from rlhf_ppo.training.objective import Objective
@@ -95,9 +95,7 @@ class CriticLearning:
         )
         return estimate()
 
-    def backward(
-        self, model: nn.Module, part: Experience, num_tokens: float
-    ) -> tuple[Tensor, ResponseValues, ValueLoss]:
+    def backward(self, model: nn.Module, part: Experience, num_tokens: float) -> tuple[Tensor, Any, ValueLoss]:
         """Add the gradients of the value loss up.
 
         Args:
