@@ -50,7 +50,8 @@ def above(cells: Sequence[Cell], others: Sequence[Cell]) -> str:
     (mean, error), (base, base_error) = (
         mean_and_error([cell["final"]["gold"] for cell in each]) for each in (cells, others)
     )
-    return f"{mean - base:+.3f} ± {math.hypot(error, base_error):.3f}"
+    spread = math.hypot(error, base_error)
+    return f"{mean - base:+.3f}" + ("" if math.isnan(spread) else f" ± {spread:.3f}")
 
 
 def row(name: str, cells: Sequence[Cell], trl: Sequence[Cell]) -> list[str]:
