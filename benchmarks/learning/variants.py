@@ -13,7 +13,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kl_target": {"kl_target": 6.0, "kl_horizon": 2000},
     "kl_stop": {"kl_stop": 0.02},
     "num_generations": {"num_generations": 4},
+    "reference_ema": {"reference_ema": 0.9},
     "critic_learning_rate": {"critic_learning_rate": 1e-3},
+    "critic_warmup_steps": {"critic_warmup_steps": 3},
     "lam_critic": {"lam_critic": 1.0},
     "lam_policy": {"lam_policy": 0.95, "lam_critic": 1.0},
     "length_adaptive_alpha": {"length_adaptive_alpha": 0.5},
@@ -31,6 +33,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Arguments of `PPOConfig` beside the task's, by the option's name."""
 
+
+NEED_A_PENALTY = ("kl_target", "reference_ema")
+"""Options that say nothing where kl_coef is 0, as in `arithmetic`, and are left out there."""
 
 HELD_EQUAL = {
     "learning_rate", "kl_coef", "temperature", "response_length", "stop_token", "missing_eos_score", "gamma", "lam",

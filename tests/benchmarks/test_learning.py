@@ -102,6 +102,7 @@ def test_what_was_killed_goes_on_with_the_cells_that_are_left(
         run.main()
     assert [(command[3], command[4]) for command in started] == [("trl", "0"), ("trl", "1")]
     assert len(run.read_results(tmp_path)) == 4
+    assert [*run.cells(["arithmetic"], ["plain", "kl_target"], [0])] == [("arithmetic", "plain", 0)]
     with pytest.raises(SystemExit):
         run.command_line(["--data", ".", "--options", "no_such_option"])
     assert "there is no option 'no_such_option'" in capsys.readouterr().err
