@@ -48,9 +48,9 @@ def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:
         for layer in layers:
             layer.__class__ = Float32Linear
     else:
-        for layer in head.modules():
-            if type(layer) is Float32Linear:
-                layer.__class__ = nn.Linear
+        widened: list[nn.Linear] = [layer for layer in head.modules() if isinstance(layer, Float32Linear)]
+        for layer in widened:
+            layer.__class__ = nn.Linear
 
 
 def is_in_float32(head: nn.Module) -> bool:

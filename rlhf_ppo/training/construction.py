@@ -308,8 +308,8 @@ def store_and_place(
             logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
             counted = None
     if models.reference is not None and models.reference.model is not None:
-        if decay is not None:
-            models.reference.moving = MovingReference(decay, reference.policy, models.policy)
+        if decay is not None and (own := models.reference.own_policy) is not None:
+            models.reference.moving = MovingReference(decay, own, models.policy)
         models.reference.model = place_frozen(models.reference.model, accelerator, args.offload_frozen)
     return counted
 
