@@ -59,6 +59,14 @@ def single_options() -> list[str]:
     return [*OPTIONS, *recommended]
 
 
+def value_of(text: str) -> Any:
+    """Read an argument's value as YAML does, and numbers such as 1e-3 too, which are words to YAML."""
+    try:
+        return float(text) if "e" in text.lower() else yaml.safe_load(text)
+    except ValueError:
+        return yaml.safe_load(text)
+
+
 def overrides(variant: str) -> dict[str, Any]:
     """Return a variant's arguments beside the task's.
 
@@ -79,4 +87,4 @@ def overrides(variant: str) -> dict[str, Any]:
     if not all(name and equals for name, equals, _ in pairs):
         names = ", ".join((TRL, PLAIN, *OPTIONS))
         raise ValueError(f"there is no option {variant!r}; there are {names}; or write preset:NAME, or NAME=VALUE,...")
-    return {name: yaml.safe_load(value) for name, _, value in pairs}
+    return {name: value_of(text) for name, _, text in pairs}
