@@ -48,6 +48,7 @@ from rlhf_ppo.training.objective import Objective
 from rlhf_ppo.training.optimization import Optimizers
 from rlhf_ppo.training.own_loop import GivenScores, OwnLoop
 from rlhf_ppo.training.policy_losses import PolicyLossFunction, resolve_policy_loss
+from rlhf_ppo.training.ptx import LanguageModeling
 from rlhf_ppo.training.rollouts import Rollouts
 from rlhf_ppo.training.special_tokens import special_tokens
 from rlhf_ppo.training.stateful import Stateful, StatefulParts
@@ -95,6 +96,8 @@ class PPOTrainer(TrainerHooks):
         engine: Generates the responses, in place of the engine that `args.generation_engine` names.
         policy_loss: A function `(logprobs, experience, args) -> PolicyLoss`, see the method of that name; None takes
             the one that `args.policy_loss` names.
+        ptx_dataset: Rows with `text`, `prompt` and `completion`, or `messages`, as `SFTTrainer` takes them, that the
+            policy learns from besides, with `args.ptx_coef`.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -125,6 +128,7 @@ class PPOTrainer(TrainerHooks):
         kl_controller: KLController | None = None,
         engine: GenerationEngine | None = None,
         policy_loss: PolicyLossFunction | None = None,
+        ptx_dataset: Any = None,
     ) -> None:
         subclassing.check_subclass(self, PPOTrainer)
         self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
@@ -134,6 +138,7 @@ class PPOTrainer(TrainerHooks):
         checks.check_models(reward_model, bool(functions), model=model, ref_model=ref_model, value_model=value_model)
         train_dataset = NoPrompts() if self._is_stepped else train_dataset
         checks.check_datasets(args, train_dataset, eval_dataset)
+        checks.check_ptx(args, ptx_dataset)
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
         checks.check_others(data_collator, callbacks, optimizers, kl_controller, engine, **adapters)
         self._policy_loss = resolve_policy_loss(args.policy_loss if policy_loss is None else policy_loss)
@@ -161,6 +166,7 @@ class PPOTrainer(TrainerHooks):
                 optimizers=optimizers,
             )
         self._make_engine_and_scorer(models, engine)
+        self._ptx = LanguageModeling(self, ptx_dataset)
         is_evaluated_otherwise = type(self).evaluation_loop is not PPOTrainer.evaluation_loop
         self._check_columns = check_all_data(self, data_collator, is_evaluated_otherwise)
 
@@ -463,6 +469,7 @@ class PPOTrainer(TrainerHooks):
             return 0.0
         parts = self._objective.micro_batches(minibatch, num_tokens, self._unwrapped(model).packs_rows)
         losses: list[Tensor] = []
+        of_texts = self._ptx.learn(model, statistics)
         for index, part in enumerate(parts):
             self._learning.begin_micro_batch(index)
             is_last = index == len(parts) - 1
@@ -486,7 +493,10 @@ class PPOTrainer(TrainerHooks):
             losses.append(loss * self.accelerator.num_processes)
             if not is_last:
                 self._learning.end_micro_batch(index)
-        return self._steps.step(model, losses, statistics)
+        losses[-1] = losses[-1] + of_texts
+        norm = self._steps.step(model, losses, statistics)
+        self._ptx.advance()
+        return norm
 
     @property
     def _learns_in_turn(self) -> bool:

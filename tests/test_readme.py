@@ -220,6 +220,8 @@ def test_metrics_page_lists_exactly_what_a_run_logs(make_trainer):
         eval_steps=1,
         on_divergence="skip",
         kl_stop=10.0,
+        ptx_coef=0.1,
+        ptx_dataset=[{"text": "w1 w2"}],
         positive_nll_coef=0.1,
         positive_nll_threshold=-1.0,
         kl_target=6.0,

@@ -30,6 +30,13 @@ class PPOScriptArguments(ScriptArguments):
             "scores beside them only if reward_model_path is given."
         },
     )
+    ptx_dataset: str | None = field(
+        default=None,
+        metadata={
+            "help": "With ptx_coef: texts that the policy learns from besides, with the columns of SFT; a file, a "
+            "directory or a name on the hub, of which the split train is read."
+        },
+    )
     trust_remote_code: bool = field(
         default=False,
         metadata={"help": "Run the Python code that a model's repository brings along. Only for code you have read."},

@@ -31,7 +31,7 @@ from rlhf_ppo.checkpoints.run import wanted_checkpoint
 from rlhf_ppo.cli.checks import check_columns
 from rlhf_ppo.cli.errors import fail, user_errors
 from rlhf_ppo.cli.quantization import quantization_options
-from rlhf_ppo.cli.sources import PPOScriptArguments
+from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, load_splits
 from rlhf_ppo.cli.trackers import settle_trackers
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.adapters import is_adapter_directory
@@ -62,7 +62,7 @@ def ppo_trainer(
     """Load the tokenizer, the policy and the reference, and make the trainer.
 
     Args:
-        script_args: Gives `trust_remote_code`.
+        script_args: Gives `trust_remote_code` and `ptx_dataset`.
         args: Gives `sft_model_path`, the policy at its start.
         model_args: How models are loaded, and the policy's adapter.
         train_dataset: The prompts.
@@ -79,6 +79,9 @@ def ppo_trainer(
     is_whole = peft_config is None and not is_adapter_directory(args.sft_model_path)
     if ref_model is None and asks_for_reference(args) and is_whole:
         ref_model = args.sft_model_path
+    texts = script_args.ptx_dataset
+    if texts is not None:
+        texts = choose_split(load_splits(texts, argument="ptx_dataset"), "train", "the split of ptx_dataset")
     model = load_pretrained(AutoModelForCausalLM, args.sft_model_path, "sft_model_path", **settings)
     return PPOTrainer(
         args,
@@ -91,6 +94,7 @@ def ppo_trainer(
         eval_dataset=eval_dataset,
         peft_config=peft_config,
         reward_funcs=reward_funcs,
+        ptx_dataset=texts,
     )
 
 

@@ -13,6 +13,7 @@ RECIPE_RANGES: dict[str, Interval] = {
     "cliprange_high": Interval(0, math.inf, open_low=True),
     "dual_clip": Interval(1, math.inf, open_low=True),
     "entropy_coef": Interval(0, math.inf),
+    "ptx_coef": Interval(0, math.inf),
     "positive_nll_coef": Interval(0, math.inf),
     "positive_nll_threshold": Interval(-math.inf, math.inf),
     **dict.fromkeys(("kl_target", "kl_horizon", "kl_stop"), Interval(0, math.inf, open_low=True)),
@@ -148,6 +149,11 @@ class RecipeArguments:
     )
     positive_nll_threshold: float = _option(
         0.0, "With positive_nll_coef: the score, as objective/scores has it, above which a response is imitated."
+    )
+    ptx_coef: float = _option(
+        0.0,
+        "Weight of the mean negative log-likelihood of tokens of ptx_dataset, of which each optimizer step learns as "
+        "many rows as the mini-batch has episodes (arXiv 2203.02155). 0: none.",
     )
     loss_aggregation: Literal["token", "sequence", "constant"] = _option(
         "token",

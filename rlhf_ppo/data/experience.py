@@ -7,7 +7,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -114,15 +114,24 @@ class Experience(Responses):
             gather: Concatenates a tensor over all ranks, each of which makes as many parts as the one that needs most.
             is_packed: Whether the models see real tokens only.
         """
-        device = self.attention_mask.device
-        lengths: list[int] = self.lengths.tolist()
-        if max_tokens is not None:
-            sizes = sizes_within(lengths, max_tokens)
-            num_parts = int(gather(torch.tensor([len(sizes)], device=device)).max())
-            return self.parts_of(split_until(sizes, num_parts))
-        if is_packed:
-            return self[dealt_evenly(lengths, max_rows)].parts(max_rows)
-        return self.parts(max_rows)
+        return micro_batches(self, max_rows, max_tokens, gather, is_packed)
+
+
+R = TypeVar("R", bound=Responses)
+
+
+def micro_batches(
+    rows: R, max_rows: int, max_tokens: int | None, gather: Callable[[Tensor], Tensor], is_packed: bool
+) -> list[R]:
+    """Cut rows as `Experience.micro_batches` does."""
+    lengths: list[int] = rows.lengths.tolist()
+    if max_tokens is not None:
+        sizes = sizes_within(lengths, max_tokens)
+        num_parts = int(gather(torch.tensor([len(sizes)], device=rows.attention_mask.device)).max())
+        return rows.parts_of(split_until(sizes, num_parts))
+    if is_packed:
+        return rows[dealt_evenly(lengths, max_rows)].parts(max_rows)
+    return rows.parts(max_rows)
 
 
 def dealt_evenly(lengths: Sequence[int], max_rows: int) -> list[int]:

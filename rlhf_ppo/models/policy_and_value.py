@@ -118,6 +118,7 @@ class PolicyAndValue(nn.Module):
         only: Literal["policy", "value_model"] | None = None,
         with_entropy: bool = True,
         places: Places | None = None,
+        temperature: float | None = None,
     ) -> PolicyAndValueOutput | ResponseLogprobs | ResponseValues:
         """Evaluate both models, or one of them, on responses.
 
@@ -128,6 +129,7 @@ class PolicyAndValue(nn.Module):
             only: The model to run; None runs both.
             with_entropy: Whether to compute the policy's entropy.
             places: Where the real tokens are; None reads it from the device, once for each model.
+            temperature: Divides the logits; None: the sampling temperature.
 
         Returns:
             Log-probabilities and entropy of the response tokens, and their values.
@@ -135,7 +137,8 @@ class PolicyAndValue(nn.Module):
         batch = query_responses, attention_mask, response_mask
         if only == "value_model":
             return response_values(self.value_model, *batch, places)
-        of_policy = response_logprobs(self.policy, *batch, self.temperature, with_entropy, places)
+        divisor = self.temperature if temperature is None else temperature
+        of_policy = response_logprobs(self.policy, *batch, divisor, with_entropy, places)
         if only == "policy":
             return of_policy
         return PolicyAndValueOutput(*of_policy, *response_values(self.value_model, *batch, places))

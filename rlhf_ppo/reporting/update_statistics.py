@@ -25,6 +25,8 @@ class UpdateStatistics:
         watches_kl: Whether `KL` is one of them.
         num_epochs: Epochs that were learned, where that is watched.
         grad_norms: Norms of the gradients of policy and value model at each optimizer step, float32 `(2,)`.
+        learns_ptx: Whether texts are learned from besides, whose two sums then stand before the number of tokens.
+        ptx: These of the step whose micro-batches come next, float32 `(2,)`: negative log-likelihood and tokens.
     """
 
     KL = "policy/kl_avg"
@@ -46,6 +48,8 @@ class UpdateStatistics:
     watches_kl: bool = False
     num_epochs: int | None = None
     grad_norms: list[Tensor] = field(default_factory=list)
+    learns_ptx: bool = False
+    ptx: Tensor | None = None
 
     @torch.no_grad()
     def add(self, part: Experience, output: PolicyAndValueOutput, policy: PolicyLoss, value: ValueLoss) -> None:
@@ -79,6 +83,9 @@ class UpdateStatistics:
             *figures.values(),
         )
         sums = [values.float().masked_fill(~mask, 0.0).sum() for values in per_token]
+        if self.learns_ptx:
+            sums += [*(torch.zeros_like(sums[0]).expand(2) if self.ptx is None else self.ptx)]
+            self.ptx = None
         self.sums.append(torch.stack([*sums, mask.sum().float()]))
 
     def _check_figures(self, figures: Mapping[str, Tensor], shape: torch.Size) -> None:
@@ -149,6 +156,7 @@ class UpdateStatistics:
             return {}
         of_parts = torch.stack(self.sums)
         *sums, num_tokens = reduce_sum(of_parts.sum(dim=0)).tolist()
+        num_ptx_tokens, ptx = (sums.pop(), sums.pop()) if self.learns_ptx else (0.0, 0.0)
         of_ratios = of_parts[:, [self.KEYS.index("val/ratio"), self.KEYS.index("policy/approxkl_avg"), -1]]
         ratio_sums, halves_of_squares, num_tokens_of_parts = gather(of_ratios).unbind(dim=1)
         half_of_squares, num_first = (
@@ -162,6 +170,7 @@ class UpdateStatistics:
         return {
             **means,
             **self._mean_grad_norms(),
+            **({"loss/ptx_avg": ptx / num_ptx_tokens} if num_ptx_tokens > 0 else {}),
             **({} if self.num_epochs is None else {"policy/kl_stop_epoch": float(self.num_epochs)}),
             "val/ratio_var": float(ratios.var()) if len(ratios) > 1 else 0.0,
             "val/first_logratio": float((2 * half_of_squares / num_first.clamp(min=1)).sqrt()),

@@ -133,6 +133,21 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any) -> No
         check_rows(eval_dataset, "eval_dataset")
 
 
+def check_ptx(args: PPOConfig, ptx_dataset: Any) -> None:
+    """Check that there are texts to learn from where there is a coefficient, and the other way round.
+
+    Raises:
+        ValueError: There is only one of both.
+    """
+    if args.ptx_coef > 0 and ptx_dataset is None:
+        raise ValueError(
+            f"ptx_coef={args.ptx_coef} weighs a loss on ptx_dataset, but there is none: pass ptx_dataset, or set "
+            "ptx_coef=0"
+        )
+    if ptx_dataset is not None and args.ptx_coef == 0:
+        raise ValueError("ptx_dataset is given, but ptx_coef=0 gives it no weight: set ptx_coef, such as to 1")
+
+
 def _check_lengths_column(args: PPOConfig, dataset: Any) -> None:
     column = args.length_column_name
     features = getattr(dataset, "features", None) or {}

@@ -26,6 +26,8 @@ from rlhf_ppo.processes.signals import BetweenMicroBatches, EndsOnSignals, Stopp
 from rlhf_ppo.processes.streams import Streams
 from rlhf_ppo.reporting.update_statistics import UpdateStatistics
 
+_PTX = "ptx_coef above 0 (1: yes)"
+
 
 class LearningRun(Protocol):
     """What is asked of the trainer of updates that are learned in parts."""
@@ -83,12 +85,12 @@ class LearningInParts:
         check_as_begun({name: progress.num_processes}, {name: self.accelerator.num_processes})
         with failing_together(self.accelerator), naming(checkpoint, "the update that it is in the middle of"):
             loaded = HalfLearned.load(checkpoint, self.args.process_index, self.args.device)
-        check_as_begun(loaded.begun_with, self._begun_with())
+        check_as_begun({_PTX: 0} | loaded.begun_with, self._begun_with())
         self.unfinished = loaded
 
     def _begun_with(self) -> dict[str, int]:
         learned_by = {name: getattr(self.args, name) for name in ("num_ppo_epochs", "num_mini_batches", "seed")}
-        return learned_by | {"the number of prompts": self._num_prompts}
+        return learned_by | {"the number of prompts": self._num_prompts, _PTX: int(self.args.ptx_coef > 0)}
 
     @contextmanager
     def learning(self, model: nn.Module, experience: Experience) -> Iterator[tuple[HalfLearned, UpdateStatistics]]:
@@ -103,12 +105,10 @@ class LearningInParts:
         self.unfinished = learned if type(learned.experience) is Experience else None  # others cannot be kept
         try:
             watches_kl = self.args.kl_stop is not None
-            yield (
-                learned,
-                UpdateStatistics(
-                    list(learned.sums), tuple(learned.named), watches_kl, grad_norms=list(learned.grad_norms)
-                ),
-            )
+            given = (list(learned.sums), tuple(learned.named), watches_kl)
+            statistics = UpdateStatistics(*given, grad_norms=list(learned.grad_norms))
+            statistics.learns_ptx = self.args.ptx_coef > 0
+            yield learned, statistics
         except Stopped:
             norm: Any = learned.grad_norm
             learned.grad_norm = float(getattr(norm, "full_tensor", lambda: norm)())

@@ -16,7 +16,18 @@ KEPT = frozenset(
         *("value_model", "_as_given", "_check_columns", "_checkpoints", "_config", "_directory", "_end", "_engine"),
         *("_estimate", "_evaluation", "_final_metrics", "_functions", "_gather", "_guard", "_is_stepped", "_learning"),
         *("_logged", "_longest_sequence", "_loop", "_metrics", "_objective", "_optimization", "_policy_loss"),
-        *("_preparation", "_progress", "_record", "_rollouts", "_signals", "_stateful", "_steps", "_streams", "_sum"),
+        *(
+            "_preparation",
+            "_progress",
+            "_ptx",
+            "_record",
+            "_rollouts",
+            "_signals",
+            "_stateful",
+            "_steps",
+            "_streams",
+            "_sum",
+        ),
         *("_timer", "_tokenizer", "_vocabulary", "_window", "_withheld"),
     )
 )

@@ -129,6 +129,7 @@ CASES = [
     Case("entropy_coef", 0.0, "0.01", 0.01, (-0.1, NAN, None)),
     Case("positive_nll_coef", 0.0, "0.1", 0.1, (-0.1, NAN, INF, None)),
     Case("positive_nll_threshold", 0.0, "-0.5", -0.5, (NAN, INF, None)),
+    Case("ptx_coef", 0.0, "0.5", 0.5, (-0.1, NAN, INF, None)),
     Case("loss_aggregation", "token", "sequence", "sequence", ("mean", None)),
     *(
         Case(name, None, "2", 2, ("2", 1.5))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
-from tests.conftest import tiny_policy
+from tests.conftest import make_tokenizer, tiny_policy
 from tests.runs import QUICK, history, parameters, record_rollouts
 
 MakeTrainer = Callable[..., Any]
@@ -76,3 +76,88 @@ def test_responses_with_a_good_score_are_imitated(make_trainer: MakeTrainer, thr
 
     assert_adds(plain, added, policy_gradient(nll), 0.5)
     assert logged["loss/positive_nll_avg"] == pytest.approx(float(nll(tiny_policy())), rel=1e-5)
+
+
+TEXTS: list[dict[str, Any]] = [
+    *({"text": " ".join(f"w{number + step}" for step in range(1 + number))} for number in range(5)),
+    {"prompt": "w9 w8", "completion": " w7 w6"},
+    {"prompt": "w3", "completion": " w1 <eos>"},
+    {"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]},
+]
+LEARNED = [(row, 1) for row in ([3, 1], [4, 5, 1], [5, 6, 7, 1], [6, 7, 8, 9, 1], [7, 8, 9, 10, 11, 1])]
+LEARNED += [([12, 11, 10, 9, 1], 2), ([6, 4, 1], 1), ([5, 6, 7, 8], 2)]
+"""Token ids of these rows, and how many are only read: the first, or the prompt."""
+
+
+def test_texts_are_learned_from_beside_ppo(make_trainer: MakeTrainer) -> None:
+    plain, added = make_trainer(**ONE_STEP), make_trainer(**ONE_STEP, ptx_coef=2.0, ptx_dataset=TEXTS)
+    for trainer in (plain, added):
+        trainer.train()
+
+    def nll(policy: Any) -> Tensor:
+        total, number = torch.zeros(()), 0
+        for ids, num_read in LEARNED:
+            logprobs = policy(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            total = total - logprobs.gather(1, torch.tensor(ids[1:])[:, None])[num_read - 1 :].sum()
+            number += len(ids) - num_read
+        return total / number
+
+    assert_adds(plain, added, policy_gradient(nll), 2.0)
+    expected = float(nll(tiny_policy()))
+    assert history(added)[0]["loss/ptx_avg"] == pytest.approx(expected, rel=1e-5)
+    loss = history(plain)[0]["loss"] + 2.0 * expected
+    assert history(added)[0]["loss"] == pytest.approx(loss, abs=1e-3)
+    assert "loss/ptx_avg" not in history(plain)[0]
+
+
+def test_every_pass_draws_each_text_once_in_an_order_of_its_own(make_trainer: MakeTrainer) -> None:
+    modelling = make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=TEXTS)._ptx
+    passes = [[modelling._drawn(8 * number + place) for place in range(8)] for number in range(3)]
+    assert all(sorted(drawn) == sorted(modelling.texts) for drawn in passes)
+    assert passes[0] != passes[1] != passes[2] != passes[0]
+    assert [modelling._drawn(place) for place in range(8)] == passes[0]
+    other = make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=TEXTS, seed=4)._ptx
+    assert [other._drawn(place) for place in range(8)] != passes[0]
+
+
+def test_the_ranks_take_rows_of_one_order(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(**QUICK | {"per_device_train_batch_size": 4}, ptx_coef=1.0, ptx_dataset=TEXTS)
+    found: list[list[int]] = []
+    for rank in (0, 1):
+        monkeypatch.setattr(type(trainer.accelerator), "process_index", rank)
+        rows = trainer._ptx._rows()
+        found += [ids[mask].tolist() for ids, mask in zip(rows.query_responses, rows.attention_mask, strict=True)]
+    assert sorted(found) == sorted(ids for ids, _ in LEARNED)
+
+
+def test_conversations_are_read_with_the_chat_template(make_trainer: MakeTrainer) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.content + ' <eos> ' }}{% endfor %}"
+        "{% if add_generation_prompt %}<bos>{% endif %}"
+    )
+    said = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
+    rows = [{"messages": said}, {"prompt": said[:1], "completion": said[1:]}]
+    trainer = make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=rows, processing_class=tokenizer)
+    assert tuple(trainer._ptx.texts[0]) == ([4], [1, 5, 6, 1])
+    assert trainer._ptx.texts[1].learned[-3:] == [5, 6, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"ptx_coef": 0.5}, ValueError, r"ptx_coef=0\.5 weighs a loss on ptx_dataset, but there is none"),
+        ({"ptx_dataset": TEXTS}, ValueError, "ptx_dataset is given, but ptx_coef=0 gives it no weight"),
+        ({"ptx_coef": 0.5, "ptx_dataset": iter(TEXTS)}, TypeError, "ptx_dataset is a list_iterator: pass a datasets"),
+        ({"ptx_coef": 0.5, "ptx_dataset": []}, ValueError, "ptx_dataset has no row of which anything"),
+        ({"ptx_coef": 0.5, "ptx_dataset": ["w1"]}, TypeError, "row 0 of ptx_dataset is a str, not a dict"),
+        ({"ptx_coef": 0.5, "ptx_dataset": [{"a": 1}]}, ValueError, r"columns \['a'\]; it needs 'text'"),
+        ({"ptx_coef": 0.5, "ptx_dataset": [{"text": 3}]}, ValueError, "row 0 of ptx_dataset holds text=3"),
+        ({"ptx_coef": 0.5, "ptx_dataset": [{"input_ids": [3, 99]}]}, ValueError, "token ids outside 0 to 31"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_an_error(
+    make_trainer: MakeTrainer, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_trainer(**QUICK, **given)

@@ -40,6 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cliprange_value": {"cliprange_value": None},
     "entropy_coef": {"entropy_coef": 0.1},
     "positive_nll": {"positive_nll_coef": 0.5, "positive_nll_threshold": 0.1, "loss_aggregation": "sequence"},
+    "ptx": {"ptx_coef": 0.5, "ptx_dataset": [{"text": "w1 w2 w3 " * length} for length in (1, 3, 2, 4, 1)]},
     "sequence": {"loss_aggregation": "sequence"},
     "constant": {"loss_aggregation": "constant"},
     "gspo": {"policy_loss": "gspo"},
@@ -220,6 +221,8 @@ STATEFUL: dict[str, Any] = {
         "cliprange_high": 0.3,
         "reference_ema": 0.9,
     },
+    **{"num_generations": 2, "positive_nll_coef": 0.1, "ptx_coef": 0.5},
+    "ptx_dataset": [{"text": f"w{number} w2 w3"} for number in range(5)],
 }
 
 
@@ -230,6 +233,7 @@ def test_recipes_resume_bit_for_bit(make_trainer: MakeTrainer, tmp_path: Path) -
 
     resumed, whole = die_and_resume(make)
     assert_identical(*(dict(trainer.reference.own_policy.state_dict()) for trainer in (resumed, whole)))
+    assert resumed._ptx.num_drawn == whole._ptx.num_drawn and whole._ptx.num_drawn % 5
     assert resumed.kl_controller.coef != 0.5 and resumed.score_moments.moments.count == 6
 
 
