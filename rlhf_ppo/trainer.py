@@ -138,7 +138,6 @@ class PPOTrainer(TrainerHooks):
         checks.check_models(reward_model, bool(functions), model=model, ref_model=ref_model, value_model=value_model)
         train_dataset = NoPrompts() if self._is_stepped else train_dataset
         checks.check_datasets(args, train_dataset, eval_dataset)
-        checks.check_ptx(args, ptx_dataset)
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
         checks.check_others(data_collator, callbacks, optimizers, kl_controller, engine, **adapters)
         self._policy_loss = resolve_policy_loss(args.policy_loss if policy_loss is None else policy_loss)
@@ -165,8 +164,7 @@ class PPOTrainer(TrainerHooks):
                 callbacks=callbacks,
                 optimizers=optimizers,
             )
-        self._make_engine_and_scorer(models, engine)
-        self._ptx = LanguageModeling(self, ptx_dataset)
+        self._make_parts(models, engine, ptx_dataset)
         is_evaluated_otherwise = type(self).evaluation_loop is not PPOTrainer.evaluation_loop
         self._check_columns = check_all_data(self, data_collator, is_evaluated_otherwise)
 
@@ -179,7 +177,7 @@ class PPOTrainer(TrainerHooks):
         how = (self._tokenizer, self._config, self._vocabulary, self._longest_sequence)
         self._preparation = PromptPreparation(*how, columns_are_read=bool(self._functions) or models.read_other_tokens)
 
-    def _make_engine_and_scorer(self, models: Models, engine: GenerationEngine | None) -> None:
+    def _make_parts(self, models: Models, engine: GenerationEngine | None, ptx_dataset: Any) -> None:
         args, tokens, functions = self._config, self.tokens, self._functions
         self._estimate = RunEstimate(self, construction.store_and_place(models, self.model, self.accelerator, args))
         opponents = Opponents.of(functions, self._tokenizer, tokens.ended)
@@ -187,6 +185,7 @@ class PPOTrainer(TrainerHooks):
         rows = (lambda: self._estimate.generation_rows, self.sizes.local_batch_size)
         self._engine = make_engine(*given, *rows) if engine is None else engine
         self._rollouts, self._objective = Rollouts(self, opponents), Objective(self)
+        self._ptx = LanguageModeling(self, ptx_dataset)
         surroundings = (self.accelerator, lambda: self.state, self._logged, self._guard.refuse)
         self.scorer = construction.make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
 

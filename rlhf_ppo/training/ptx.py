@@ -20,6 +20,7 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.vocabulary import Vocabulary
 from rlhf_ppo.processes.random_numbers import seed_of
 from rlhf_ppo.reporting.update_statistics import UpdateStatistics
+from rlhf_ppo.training.checks import check_ptx
 from rlhf_ppo.training.own_loop import padded_responses
 from rlhf_ppo.training.special_tokens import SpecialTokens
 from rlhf_ppo.training.stateful import StatefulParts
@@ -62,6 +63,7 @@ class LanguageModeling:
     def __init__(self, run: PtxTrainer, dataset: Any) -> None:
         self.run, self.texts, self.num_drawn = run, list[Text](), 0
         self._orders: dict[int, Sequence[int]] = {}
+        check_ptx(run.args, dataset)
         if dataset is not None:
             limit = run._longest_sequence
             sizes = (None if limit is None else limit.tokens, run._vocabulary.size or len(run._tokenizer))

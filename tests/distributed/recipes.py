@@ -21,6 +21,8 @@ PPO: dict[str, Any] = FOLLOWING | {
     "lam_critic": 1.0,
     "length_adaptive_alpha": 0.3,
     "reference_ema": 0.5,
+    "positive_nll_coef": 0.1,
+    "ptx_coef": 0.2,
 }
 GSPO: dict[str, Any] = {
     "policy_loss": "gspo",

@@ -92,6 +92,10 @@ def make_trainer(
         "eval_dataset": Dataset.from_list(conftest.prompt_rows(6, seed=1)),
         "reward_funcs": conftest.count_w4,
     }
+    if overrides.get("ptx_coef"):
+        arguments["ptx_dataset"] = [
+            {"text": " ".join(f"w{row + word}" for word in range(1 + row))} for row in range(11)
+        ]
     args = PPOConfig(**{**values, **overrides})
     return trainer_class(args=args, processing_class=conftest.make_tokenizer(), **{**arguments, **(given or {})})
 

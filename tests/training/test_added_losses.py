@@ -108,6 +108,7 @@ def test_texts_are_learned_from_beside_ppo(make_trainer: MakeTrainer) -> None:
     loss = history(plain)[0]["loss"] + 2.0 * expected
     assert history(added)[0]["loss"] == pytest.approx(loss, abs=1e-3)
     assert "loss/ptx_avg" not in history(plain)[0]
+    assert "eval_score" in added.evaluate(TEXTS[:5])  # another data set, of prompts alone
 
 
 def test_every_pass_draws_each_text_once_in_an_order_of_its_own(make_trainer: MakeTrainer) -> None:
