@@ -21,16 +21,17 @@ PPO: dict[str, Any] = FOLLOWING | {
     "lam_critic": 1.0,
     "length_adaptive_alpha": 0.3,
     "reference_ema": 0.5,
-    "positive_nll_coef": 0.1,
-    "ptx_coef": 0.2,
 }
+BESIDE: dict[str, Any] = {"positive_nll_coef": 0.1, "ptx_coef": 0.2}
+"""Losses beside PPO's."""
+
 GSPO: dict[str, Any] = {
     "policy_loss": "gspo",
     "loss_aggregation": "constant",
     "lam_policy": 0.5,
     "critic_learning_rate": 0.2,
 }
-CISPO: dict[str, Any] = {
+CISPO: dict[str, Any] = BESIDE | {
     "policy_loss": "cispo",
     "cliprange_high": 1.0,
     "loss_aggregation": "sequence",

@@ -18,7 +18,7 @@ def runs(config, folder, models):
     whole, adapter, one_step = (str(folder / name) for name in ("whole", "adapter", "one_step"))
     step = {"output_dir": one_step, "models": str(models), "local_batch_size": 4, "tokens_per_chunk": 3}
     calls = [
-        ("train", {"output_dir": whole, "models": str(models), **recipes.PPO}),
+        ("train", {"output_dir": whole, "models": str(models), **recipes.PPO, **recipes.BESIDE}),
         ("train", {"output_dir": adapter, "models": str(models), "adapters": True, "max_steps": 1, **recipes.CISPO}),
         *(("one_step", {**step, "adapted_head": adapted}) for adapted in (False, True)),
     ]
