@@ -493,9 +493,7 @@ class PPOTrainer(TrainerHooks):
             if not is_last:
                 self._learning.end_micro_batch(index)
         losses[-1] = losses[-1] + of_texts
-        norm = self._steps.step(model, losses, statistics)
-        self._ptx.advance()
-        return norm
+        return self._ptx.counted(self._steps.step(model, losses, statistics))
 
     @property
     def _learns_in_turn(self) -> bool:

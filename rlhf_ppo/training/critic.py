@@ -22,7 +22,7 @@ from rlhf_ppo.training.stepping import OptimizerSteps
 
 logger = get_logger(__name__)
 
-_NOT_MEASURED = frozenset({"policy/entropy_avg", "loss/policy_avg", "val/first_logratio"})
+_NOT_MEASURED = frozenset({"policy/entropy_avg", "loss/policy_avg", "loss/positive_nll_avg", "val/first_logratio"})
 """Metrics of passes of the policy, which warm-up does not make."""
 
 Learned = tuple[PolicyAndValueOutput, PolicyLoss, ValueLoss]

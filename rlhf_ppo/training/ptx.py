@@ -21,6 +21,7 @@ from rlhf_ppo.models.vocabulary import Vocabulary
 from rlhf_ppo.processes.random_numbers import seed_of
 from rlhf_ppo.reporting.update_statistics import UpdateStatistics
 from rlhf_ppo.training.checks import check_ptx
+from rlhf_ppo.training.critic import CriticLearning
 from rlhf_ppo.training.own_loop import padded_responses
 from rlhf_ppo.training.special_tokens import SpecialTokens
 from rlhf_ppo.training.stateful import StatefulParts
@@ -34,6 +35,7 @@ class PtxTrainer(Protocol):
     args: PPOConfig
     sizes: Sizes
     tokens: SpecialTokens
+    _critic: CriticLearning
     _gather: Callable[[Tensor], Tensor]
     _longest_sequence: PositionLimit | None
     _stateful: StatefulParts
@@ -86,9 +88,9 @@ class LanguageModeling:
             statistics: Takes the sum of the negative log-likelihoods, and the tokens.
 
         Returns:
-            The loss as the step sums it up, which is 0 without `ptx_coef`.
+            The loss as the step sums it up, which is 0 without `ptx_coef`, and while the value model learns alone.
         """
-        if not self.texts:
+        if not self.texts or self.run._critic.is_alone:
             return 0.0
         run, coef = self.run, self.run.args.ptx_coef
         rows = self._rows()
@@ -106,9 +108,15 @@ class LanguageModeling:
         statistics.ptx = torch.stack([total, rows.response_mask.sum().float()])
         return coef * total / num_tokens * run.accelerator.num_processes
 
-    def advance(self) -> None:
-        """Count the rows of a step that is done; one that a signal gives up takes the same ones again."""
-        self.num_drawn += self.run.sizes.mini_batch_size
+    def counted(self, grad_norm: float | Tensor) -> float | Tensor:
+        """Count the rows of a step that is done; one that a signal gives up takes the same ones again.
+
+        Args:
+            grad_norm: The step's, which is returned.
+        """
+        if not self.run._critic.is_alone:
+            self.num_drawn += self.run.sizes.mini_batch_size
+        return grad_norm
 
     def _rows(self) -> Responses:
         """Return this rank's rows of the next step, the longest first."""
