@@ -110,7 +110,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("advantages.py", "tests/algorithm/test_recipes.py"): [
         ("(1 - 1 / (alpha *", "(1 - alpha / ("),
-        (").clamp(min=0)\n", ")\n"),
+        ("clamp(min=1))).clamp(min=0)\n", "clamp(min=1)))\n"),
     ],
     (
         "masked.py",

@@ -21,7 +21,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         "optimization.py",
         "tests/training/test_recipes.py::test_the_value_model_learns_at_its_own_rate_on_the_same_schedule",
     ): [
-        ('"params": parts[1], "lr": rate}', '"params": parts[1]}'),
+        ('group["lr"] if rate is None else rate}', 'group["lr"]}'),
         ('if name.startswith("value_model.")}', 'if name.startswith("policy.")}'),
     ],
     ("advantages.py", "tests/training/test_recipes.py::test_two_lambdas_are_two_passes"): [
