@@ -1,6 +1,10 @@
 """What is broken in the room `algorithm`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("advantages.py", "tests/algorithm/test_turns.py::test_by_hand"): [
+        ("starts[:, 1:] &= ~response_mask[:, :-1]", "pass"),
+        ("advantages.gather(1, first)", "advantages"),
+    ],
     (
         "advantages.py",
         (

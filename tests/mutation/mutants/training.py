@@ -12,6 +12,24 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "mask, minibatch.is_positive, num_tokens * len(mask)",
         ),
     ],
+    ("critic.py", "tests/training/test_critic_warmup.py::test_the_policy_stays_and_nothing_of_it_is_begun"): [
+        ("parameter.grad = None", "pass"),
+    ],
+    (
+        "critic.py",
+        "tests/training/test_critic_warmup.py::"
+        "test_warmup_ends_before_the_first_update_whose_values_are_good_and_stays_over",
+    ): [("if found < gate:", "if found > gate:")],
+    (
+        "advantages.py",
+        "tests/training/test_critic_warmup.py::"
+        "test_the_value_model_learns_returns_of_lambda_1_as_if_the_policy_had_no_loss",
+    ): [("1.0 if warms_up else of_critic", "of_critic")],
+    (
+        "objective.py",
+        "tests/training/test_turns.py::"
+        "test_the_value_of_a_turns_first_token_learns_alone_and_micro_batches_change_nothing",
+    ): [("value.loss * part.value_weights", "value.loss")],
     ("half_learned.py", "tests/training/test_recipes.py::test_epochs_end_once_the_policy_has_moved_far_enough"): [
         ("learned.epoch_start = len(statistics.sums)", "pass"),
         ("return kl > limit", "return kl < limit"),
