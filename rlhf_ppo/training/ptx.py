@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -98,12 +99,15 @@ class LanguageModeling:
         total = torch.zeros((), device=rows.response_mask.device)
         args, packs_rows = run.args, run._unwrapped(model).packs_rows
         cut = (args.per_device_train_batch_size, args.max_tokens_per_micro_batch, run._gather, packs_rows)
+        # DeepSpeed keeps the last step's gradient of a parameter without a part in a step's first backward pass.
+        only = None if run.accelerator.distributed_type == DistributedType.DEEPSPEED else "policy"
         for part in micro_batches(rows, *cut):
             with run._steps.accumulating(model, is_last=False):
                 with run._steps.forward_context():
-                    output = model(*part.batch, only="policy", places=part.places, temperature=1.0)
+                    output = model(*part.batch, only=only, places=part.places, temperature=1.0)
                     nll = -output.logprobs.sum()  # 0 on what is only read
-                run._steps.backward(coef * nll / num_tokens)
+                    idle = 0.0 if only else 0.0 * output.values.sum()
+                run._steps.backward(coef * nll / num_tokens + idle)
                 total += nll.detach()
         statistics.ptx = torch.stack([total, rows.response_mask.sum().float()])
         return coef * total / num_tokens * run.accelerator.num_processes
