@@ -20,7 +20,7 @@ from rlhf_ppo.config.inherited import REJECTED, reject_unsupported
 from rlhf_ppo.config.inherited_values import INHERITED_RANGES, check_dicts, check_inherited, inherited_types
 from rlhf_ppo.config.precision import default_bf16
 from rlhf_ppo.config.presets import PresetArguments
-from rlhf_ppo.config.recipes import RECIPE_RANGES, RecipeArguments, check_recipes, settle_recipes
+from rlhf_ppo.config.recipes import RECIPE_RANGES, RecipeArguments, check_recipes, check_warmup_length, settle_recipes
 from rlhf_ppo.config.redaction import HidesSecrets
 from rlhf_ppo.config.shown import ShownArguments
 from rlhf_ppo.config.sizes import Sizes, check_mini_batches
@@ -337,6 +337,7 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
             total_episodes=self._given("total_episodes"),
             num_generations=self.num_generations,
         )
+        check_warmup_length(self, sizes.num_total_batches)
         for name, size in asdict(sizes).items():
             if self._given(name) not in (None, size) and name != "total_episodes":
                 raise ValueError(
@@ -381,10 +382,7 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
 def _checked_annotations() -> dict[str, Any]:
     """Return the type of every field, PPO's own first; those that are rejected have one value, not a type."""
     hints = get_type_hints(PPOConfig)
-    of_parts = (
-        name
-        for part in (EngineArguments, PresetArguments, RecipeArguments, ShownArguments)
-        for name in part.__dataclass_fields__
-    )
+    parts = (EngineArguments, PresetArguments, RecipeArguments, ShownArguments)
+    of_parts = (name for part in parts for name in part.__dataclass_fields__)
     own = {name: hints[name] for name in (*inspect.get_annotations(PPOConfig), *of_parts)}
     return own | {name: hint for name, hint in inherited_types().items() if name not in {*own, *REJECTED}}

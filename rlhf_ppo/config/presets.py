@@ -64,6 +64,8 @@ PRESETS = MappingProxyType[str, dict[str, Any]](
         "reasoning": {
             "learning_rate": 1e-6,
             "critic_learning_rate": 5e-6,
+            "critic_warmup_steps": 50,
+            "critic_warmup_explained_variance": 0.5,
             "lr_scheduler_type": "constant",
             "temperature": 1.0,
             "kl_coef": 0.0,

@@ -193,6 +193,19 @@ def settle_recipes(args: _Checked) -> None:
         args.cliprange_value = None
 
 
+def check_warmup_length(args: RecipeArguments, num_updates: int) -> None:
+    """Check that critic warm-up leaves updates to the policy.
+
+    Raises:
+        ValueError: It lasts for the whole run.
+    """
+    if args.critic_warmup_explained_variance is None and args.critic_warmup_steps >= num_updates > 0:
+        raise ValueError(
+            f"critic_warmup_steps={args.critic_warmup_steps} is the whole run of {num_updates} updates, in which "
+            "the policy would not learn; lower it, or let critic_warmup_explained_variance end it"
+        )
+
+
 def check_recipes(args: _Checked) -> None:
     """Check options that exclude each other, and that the episodes of a process are whole prompts.
 

@@ -56,9 +56,10 @@ def prepare_texts(
             f"{name} is a {type(dataset).__name__}: pass a datasets.Dataset or a list of rows, which can be shuffled"
         )
     longest = MAX_LENGTH if max_length is None else min(MAX_LENGTH, max_length)
+    rows: Any = dataset
     texts, num_cut = [], 0
-    for index in range(len(dataset)):
-        ids, num_context = _encoded(dataset[index], tokenizer, index, name)
+    for index in range(len(rows)):
+        ids, num_context = _encoded(rows[index], tokenizer, index, name)
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise ValueError(f"row {index} of {name} has token ids outside 0 to {vocab_size - 1}, which models embed")
         num_cut += len(ids) > longest

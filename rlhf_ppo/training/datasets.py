@@ -32,7 +32,9 @@ class TrainerOfData(Protocol):
     scorer: Scorer
     sizes: Sizes
     train_dataset: Any
-    _functions: Sequence[Callable[..., Any]]
+
+    @property
+    def _functions(self) -> Sequence[Callable[..., Any]]: ...
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any: ...
 

@@ -148,7 +148,8 @@ def test_a_preset_leaves_episodes_learning_rate_and_kl_coefficient_as_they_are()
     from variants import overrides
 
     assert overrides("preset:reasoning") == {
-        "critic_learning_rate": 5e-6, "lr_scheduler_type": "constant", "cliprange": 0.2, "cliprange_high": 0.28
+        "critic_learning_rate": 5e-6, "critic_warmup_steps": 50, "critic_warmup_explained_variance": 0.5,
+        "lr_scheduler_type": "constant", "cliprange": 0.2, "cliprange_high": 0.28,
     }  # fmt: skip
     assert overrides("lam_critic=1,cliprange_value=,loss_aggregation=sequence,critic_learning_rate=1e-3") == {
         "lam_critic": 1, "cliprange_value": None, "loss_aggregation": "sequence", "critic_learning_rate": 0.001

@@ -112,7 +112,7 @@ class WithoutPolicy(PPOTrainer):
 def test_the_value_model_learns_returns_of_lambda_1_as_if_the_policy_had_no_loss(make_trainer: MakeTrainer) -> None:
     """With an optimizer without weight decay and clipping, under which each model's steps are its own."""
     run = WARM | {"weight_decay": 0.0, "max_grad_norm": 0.0, "critic_warmup_steps": 3}
-    warm = make_trainer(**run)
+    warm = make_trainer(**run, critic_warmup_explained_variance=0.999)
     plain = make_trainer(WithoutPolicy, **run | {"critic_warmup_steps": 0, "lam_critic": 1.0})
     warm.train()
     plain.train()
@@ -190,6 +190,7 @@ def test_the_gradient_that_comes_with_the_policy_is_no_spike() -> None:
         ),
         ({"vf_coef": 0.0}, r"critic_warmup_steps=2 .* with vf_coef=0 it learns nothing"),
         ({"critic_learning_rate": 0.0}, r"critic_warmup_steps=2 .* with critic_learning_rate=0 it learns nothing"),
+        ({"critic_warmup_steps": 3, "max_steps": 3}, r"critic_warmup_steps=3 is the whole run of 3 updates"),
     ],
 )
 def test_a_warmup_that_cannot_be_is_an_error(make_trainer: MakeTrainer, given: dict[str, Any], message: str) -> None:
