@@ -225,6 +225,7 @@ def test_metrics_page_lists_exactly_what_a_run_logs(make_trainer):
         positive_nll_coef=0.1,
         positive_nll_threshold=-1.0,
         kl_target=6.0,
+        critic_warmup_steps=1,
     )
 
     trainer.train()

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
-from trl.data_utils import is_conversational, maybe_apply_chat_template
 
 from rlhf_ppo.processes.logs import get_logger
 
@@ -79,6 +78,8 @@ def prepare_texts(
 
 def _encoded(row: Any, tokenizer: PreTrainedTokenizerBase, index: int, name: str) -> tuple[list[int], int]:
     """Return a row's token ids, and how many of them are context."""
+    from trl.data_utils import is_conversational, maybe_apply_chat_template
+
     if not isinstance(row, Mapping):
         raise TypeError(f"row {index} of {name} is a {type(row).__name__}, not a dict with {_FORMS}")
     if row.get("input_ids") is not None:

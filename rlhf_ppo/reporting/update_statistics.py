@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -126,13 +126,12 @@ class UpdateStatistics:
         if norms is not None:
             self.grad_norms.append(norms)
 
-    def _mean_grad_norms(self) -> dict[str, float]:
+    def _mean_grad_norms(self) -> Iterable[Tensor]:
         """Average over the steps; without those that fp16's loss scaling leaves out, whose gradients overflow."""
         if not self.grad_norms:
-            return {}
+            return ()
         norms = torch.stack(self.grad_norms)
-        means: list[float] = norms[norms.isfinite().all(dim=1)].mean(dim=0).tolist()
-        return {key: mean for key, mean in zip(self.NORMS, means, strict=True) if math.isfinite(mean)}
+        return norms.where(norms.isfinite().all(dim=1, keepdim=True), math.nan).nanmean(dim=0)
 
     def drop_last(self, count: int) -> None:
         """Forget the last micro-batches: their optimizer step was not taken."""
@@ -163,15 +162,17 @@ class UpdateStatistics:
             sums[:: len(of_parts)].sum() for sums in (halves_of_squares, num_tokens_of_parts)
         )
         ratios = (ratio_sums / num_tokens_of_parts)[num_tokens_of_parts > 0]
+        first_logratio = (2 * half_of_squares / num_first.clamp(min=1)).sqrt()
+        first, *norms = torch.stack([first_logratio, *self._mean_grad_norms()]).tolist()
         means = {key: total / num_tokens for key, total in zip((*self.KEYS, *self.named), sums, strict=True)}
         if (share := means.get(self.POSITIVE)) is not None:
             nll = means.pop(self.NLL)  # so far a mean over all tokens
             means |= {self.NLL: nll / share} if share > 0 else {}
         return {
             **means,
-            **self._mean_grad_norms(),
+            **{key: norm for key, norm in zip(self.NORMS, norms, strict=False) if math.isfinite(norm)},
             **({"loss/ptx_avg": ptx / num_ptx_tokens} if num_ptx_tokens > 0 else {}),
             **({} if self.num_epochs is None else {"policy/kl_stop_epoch": float(self.num_epochs)}),
             "val/ratio_var": float(ratios.var()) if len(ratios) > 1 else 0.0,
-            "val/first_logratio": float((2 * half_of_squares / num_first.clamp(min=1)).sqrt()),
+            "val/first_logratio": first,
         }

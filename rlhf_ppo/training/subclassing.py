@@ -13,9 +13,19 @@ from rlhf_ppo.training.special_tokens import SpecialTokens
 KEPT = frozenset(
     (
         *("kl_controller", "policy_model", "reference", "reward_models", "score_moments", "scorer", "sizes", "tokens"),
-        *("value_model", "_as_given", "_check_columns", "_checkpoints", "_config", "_directory", "_end", "_engine"),
-        *("_estimate", "_evaluation", "_final_metrics", "_functions", "_gather", "_guard", "_is_stepped", "_learning"),
-        *("_logged", "_longest_sequence", "_loop", "_metrics", "_objective", "_optimization", "_policy_loss"),
+        *("value_model", "_as_given", "_check_columns", "_checkpoints", "_config", "_critic", "_directory"),
+        *("_end", "_engine", "_estimate", "_evaluation", "_final_metrics", "_functions", "_gather", "_guard"),
+        *(
+            "_is_stepped",
+            "_learning",
+            "_logged",
+            "_longest_sequence",
+            "_loop",
+            "_metrics",
+            "_objective",
+            "_optimization",
+            "_policy_loss",
+        ),
         *(
             "_preparation",
             "_progress",

@@ -32,7 +32,8 @@ METRICS = {
     "val/explained_variance", "val/first_logratio", "response/unique_frac",
     "val/values_mean", "val/values_min", "val/values_max", "val/returns_mean",
     "response/length_mean", "response/length_min", "response/length_max",
-    "response/ended_frac", "rewards/count_w4/mean", "rewards/count_w4/std", "grad_norm", "loss", "learning_rate",
+    "response/ended_frac", "rewards/count_w4/mean", "rewards/count_w4/std", "grad_norm", "loss",
+    "policy/grad_norm", "val/grad_norm", "learning_rate",
     "epoch", "time/generate", "time/score", "time/evaluate", "time/learn", "time/tokens_per_second",
 }  # fmt: skip
 
