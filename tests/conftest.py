@@ -31,6 +31,7 @@ from transformers import (
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.generation.choosing import is_recent_enough
+from rlhf_ppo.generation.trying import GenerationNeeds
 from tests.rewards.local_server import Request
 
 torch.set_num_threads(1)
@@ -48,12 +49,9 @@ def pytest_collection_finish() -> None:
 
 # Tests of whole runs, or slow; `make check` leaves them to `make test`.
 WHOLE_RUNS = {
-    "cli/test_estimate.py",
     "evaluation/test_completions.py",
     "estimate/test_counting.py",
     "training/test_evaluate.py",
-    "reporting/test_hub.py",
-    "models/test_peft.py",
     "test_readme.py",
     "training/test_samples_and_logging.py",
 }
@@ -64,9 +62,12 @@ LONG_RUNS = {
     "estimate/test_update.py",
     "faults/test_half_learned.py",
     "faults/test_something_else.py",
+    "models/test_peft.py",
+    "reporting/test_hub.py",
     "training/test_checkpoints.py",
     "training/test_optimization.py",
     "cli/test_commands.py",
+    "cli/test_estimate.py",
     "cli/test_jobs.py",
     "examples/test_ppo_example.py",
     "generation/test_continuous.py",
@@ -122,7 +123,10 @@ CASES_IN_CHECK = {
     "test_first_update.py::test_the_first_update_equals_numpy": 4,
     "data/test_micro_batches.py::test_optimizer_steps_are_epochs_times_mini_batches": 4,
     "training/test_recipes.py::test_an_option_changes_the_update_the_same_however_it_is_cut_and_learned": 2,
-    "training/test_resume.py::test_resumed_run_equals_one_that_never_stopped": 2,
+}
+# The same of those that run long: `make test` runs that many, `make test-long` the rest.
+CASES_IN_TEST = {
+    "training/test_resume.py::test_resumed_run_equals_one_that_never_stopped": 3,
     "training/test_resume.py::test_run_stopped_by_a_callback_goes_on_where_it_stopped": 1,
 }
 
@@ -137,7 +141,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_further_case = name in CASES_IN_CHECK and seen[name] > CASES_IN_CHECK[name]
         if is_further_case or name.partition("::")[0] in WHOLE_RUNS:
             item.add_marker(pytest.mark.thorough)
-        elif name.partition("::")[0] in LONG_RUNS:
+        elif seen[name] > CASES_IN_TEST.get(name, seen[name]) or name.partition("::")[0] in LONG_RUNS:
             item.add_marker(pytest.mark.slow)
     order = {f"tests/{file}": place for place, file in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
@@ -217,6 +221,13 @@ def tiny_policy(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(tiny_config(**overrides))
 
 
+def tried_policy() -> LlamaForCausalLM:
+    """A tiny language model with what `rlhf_ppo.generation.trying` finds out of it, which takes a tenth of a run."""
+    policy = tiny_policy()
+    vars(policy).update(generation_needs=GenerationNeeds(), takes_roomy_cache={None: True})
+    return policy
+
+
 def tiny_scorer(seed: int = 1, num_labels: int = 1, **overrides: Any) -> LlamaForSequenceClassification:
     """A randomly initialised tiny sequence classifier."""
     torch.manual_seed(seed)
@@ -283,7 +294,7 @@ def make_trainer(make_args: Callable[..., PPOConfig]) -> Iterator[Callable[..., 
         given = {name: overrides.pop(name) for name in trainer_arguments & overrides.keys()}
         values: dict[str, Any] = {
             "processing_class": make_tokenizer(),
-            "model": tiny_policy(),
+            "model": tried_policy(),
             "value_model": tiny_scorer(seed=2),
             "train_dataset": Dataset.from_list(prompt_rows(32)),
         }

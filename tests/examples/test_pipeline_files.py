@@ -102,7 +102,7 @@ def save(model: Any, folder: str, data: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_paper_s_experiment_runs_at_the_size_of_a_toy(place: Path, shared_data: Path) -> None:
     with (shared_data / "tldr_openai_ppo_samples/oai1b.csv").open(newline="") as file:
         rows = [row for row, _ in zip(csv.DictReader(file), range(24), strict=False)]
@@ -123,7 +123,7 @@ def test_the_paper_s_experiment_runs_at_the_size_of_a_toy(place: Path, shared_da
     assert Path("runs/tldr_1b/report.html").stat().st_size > 10_000
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_maths_with_a_rule_runs_at_the_size_of_a_toy(
     place: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
