@@ -118,7 +118,7 @@ def test_the_verdicts_are_those_of_the_model_that_is_served(
     # Without the bias it writes nonsense, of which each reply is a failed verdict.
     found, table = judged(address)
     assert (found.judged, found.failed) == (0, len(ROWS)) and set(table["verdict"].isna()) == {True}
-    assert "0 judged: 0 wins, 0 losses, 0 ties; 12 failed verdicts)" in capsys.readouterr().out
+    assert "Model win rate: none, as nothing was judged; 12 failed verdicts" in capsys.readouterr().out
     (said,) = [message for message in caplog.messages if "verdicts failed" in message]
     assert said.startswith("24 of 24 verdicts failed: the judge 'chat' at http://127.0.0.1:")
     assert "did not end its reply with A, B or tie, but for example" in said and "limit of tokens" in said

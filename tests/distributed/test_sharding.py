@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.distributed import processes
-from tests.distributed.comparing import assert_same_step, numbers
+from tests.distributed.comparing import assert_logs_alike, assert_same_step
 from tests.distributed.processes import LAUNCHERS
 
 pytestmark = pytest.mark.distributed
@@ -41,8 +41,7 @@ def test_frozen_models_are_sharded_and_give_the_same_numbers(config, arguments, 
         assert max(rank["built_numbers_here"] for rank in ranks) < 0.55 * ddp[0]["built_numbers_here"]
     assert [rank["widths"] for rank in ranks] == [rank["widths"] for rank in ddp]
     assert ddp[0]["widths"] != ddp[1]["widths"]
-    for ours, theirs in zip(numbers(ranks[0]["log"]), numbers(ddp[0]["log"]), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    assert_logs_alike(ranks[0], ddp[0])
     for name in ("eval_score", "eval_kl", "eval_response_length_mean"):
         assert ranks[0]["before"][name] == pytest.approx(ddp[0]["before"][name], rel=1e-4, abs=1e-5)
 
@@ -117,7 +116,6 @@ def test_sharded_opponents_say_what_whole_ones_say(
     for ranks, adapters in zip(runs, with_adapters, strict=True):
         assert ranks[0]["zero_stage"] == LAUNCHERS[config][1]
         ddp = ddp_against_opponents[adapters][0]
-        for ours, theirs in zip(numbers(ranks[0]["log"]), numbers(ddp["log"]), strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+        assert_logs_alike(ranks[0], ddp)
         assert len({entry.get("rewards/reference/mean") for entry in ddp["log"]}) > 2, "the verdicts must differ"
         assert "eval_reference/win_rate" in ddp["before"] and "eval_self/win_rate" in ddp["before"]
