@@ -19,7 +19,7 @@ from rlhf_ppo.models import logprobs as logprobs_module
 from rlhf_ppo.models.float32_head import Float32Linear, is_in_float32, multiply_head_in_float32
 from rlhf_ppo.models.logprobs import token_logprobs
 from rlhf_ppo.models.unwrapping import output_layer
-from tests.conftest import tiny_policy
+from tests.conftest import needs_continuous, tiny_policy
 from tests.generation.test_dropping import greedy
 from tests.runs import QUICK, history, parameters, record_rollouts
 
@@ -98,7 +98,7 @@ def test_logprobs_and_gradients_are_those_of_float64(
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=["stored in bf16", "cast to bf16"])
-@pytest.mark.parametrize("engine", ["transformers", "continuous"])
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
 @pytest.mark.parametrize("head", ["tied", "LoRA"])
 def test_tokens_are_sampled_from_logits_in_float32(head: str, engine: str, stored: torch.dtype) -> None:
     policy, seen = policy_with(head, stored), []
