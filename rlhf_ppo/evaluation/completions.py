@@ -199,7 +199,7 @@ def _to_tensorboard(df: pd.DataFrame, trainer: Trainer) -> None:
 def _to_trackio(df: pd.DataFrame, trainer: Trainer) -> None:
     import trackio  # pyright: ignore[reportMissingImports]
 
-    if trackio.context_vars.current_run.get() is not None:
+    if trackio.context_vars.current_run.get() is not None:  # pyright: ignore[reportPrivateImportUsage]
         trackio.log({"completions": trackio.Table(dataframe=df), "train/global_step": trainer.state.global_step})
 
 
