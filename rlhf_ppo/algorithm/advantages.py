@@ -76,7 +76,7 @@ def turn_gae(
         A_k = delta_k + gamma lam A_{k+1},                  return_k = A_k + V_k
 
     Every token of turn k has the advantage `A_k`; its first token alone has a return, and a value that counts.
-    Turn-PPO, 2512.17008, section 4. Turns of one token each are those of `gae`; a single turn is a bandit's action.
+    Turn-PPO, 2512.17008. Turns of one token each are those of `gae`; a single turn is a bandit's action.
 
     Args:
         rewards: Of tokens, `(B, T)`, in the reward's unit.

@@ -55,7 +55,7 @@ def imitation_weights(
         w_it = num_tokens / sum_j p_j l_j  if p_i, else 0
 
     with `p_i` whether response `i` is positive, and `l_i` its length. All are 0 where no response is positive. VAPO,
-    2504.05118, section 3.3 (positive example LM loss).
+    2504.05118 (positive example LM loss).
 
     Args:
         mask: True on the tokens of this rank's part of the mini-batch that are learned from, bool `(B, T)`.

@@ -367,11 +367,7 @@ def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:
         args: The options.
         judged: The table.
     """
-    rates = (
-        {"win_rate": found.rate, "interval": [*found.interval()]}
-        if found.judged
-        else {"win_rate": None, "interval": None}
-    )
-    said = {**rates, **dataclasses.asdict(found)}
+    rate, interval = (found.rate, found.interval()) if found.judged else (None, None)
+    said = {"win_rate": rate, "interval": interval, **dataclasses.asdict(found)}
     options = {key: shown(value, key) for key, value in dataclasses.asdict(args).items() if value is not None}
     win_rate_beside(judged).write_text(json.dumps({**said, "options": options}, indent=2))

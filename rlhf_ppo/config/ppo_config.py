@@ -23,7 +23,7 @@ from rlhf_ppo.config.presets import PresetArguments
 from rlhf_ppo.config.recipes import RECIPE_RANGES, RecipeArguments, check_recipes, check_warmup_length, settle_recipes
 from rlhf_ppo.config.redaction import HidesSecrets
 from rlhf_ppo.config.shown import ShownArguments
-from rlhf_ppo.config.sizes import Sizes, check_mini_batches
+from rlhf_ppo.config.sizes import Sizes, check_divides
 from rlhf_ppo.config.validation import Interval, check_range, check_type, own_number, parse_strings, parse_weights
 from rlhf_ppo.config.validation import option as _option
 
@@ -312,7 +312,9 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
             )
         self._check_engine()
         check_recipes(self)
-        check_mini_batches(self.per_device_train_batch_size, self.gradient_accumulation_steps, self.num_mini_batches)
+        of_process = (self.per_device_train_batch_size, self.gradient_accumulation_steps)
+        for name in ("num_mini_batches", "num_generations"):
+            check_divides(name, getattr(self, name), *of_process)
 
     def count_sizes(self, num_processes: int, num_examples: int | None) -> Sizes:
         """Count the episodes and updates of a run; what `fill_derived` wrote is counted anew, what the user set stays.

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from rlhf_ppo.config.sizes import check_generations
 from rlhf_ppo.config.validation import Interval
 from rlhf_ppo.config.validation import option as _option
 
@@ -169,9 +168,6 @@ class RecipeArguments:
 
 
 class _Checked(Protocol):
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    num_generations: int
     kl_coef: float
     kl_target: float | None
     score_normalization: bool
@@ -207,10 +203,10 @@ def check_warmup_length(args: RecipeArguments, num_updates: int) -> None:
 
 
 def check_recipes(args: _Checked) -> None:
-    """Check options that exclude each other, and that the episodes of a process are whole prompts.
+    """Check options that exclude each other.
 
     Raises:
-        ValueError: Two do, or they are not.
+        ValueError: Two do.
     """
     if args.dual_clip is not None and args.policy_loss in ("gspo", "cispo"):
         raise ValueError(
@@ -230,7 +226,6 @@ def check_recipes(args: _Checked) -> None:
             f"lam_policy={args.lam_policy} and length_adaptive_alpha={args.length_adaptive_alpha} exclude each other; "
             "leave one None"
         )
-    check_generations(args.per_device_train_batch_size, args.gradient_accumulation_steps, args.num_generations)
     highest = 1 + (args.cliprange if args.cliprange_high is None else args.cliprange_high)
     if args.dual_clip is not None and args.dual_clip <= highest:
         raise ValueError(

@@ -66,8 +66,8 @@ class Sizes:
                 the training set has fewer prompts than one update, `max_steps` and `total_episodes` disagree, or
                 nothing says when to stop.
         """
-        check_mini_batches(per_device, accumulation, num_mini_batches)
-        check_generations(per_device, accumulation, num_generations)
+        check_divides("num_mini_batches", num_mini_batches, per_device, accumulation)
+        check_divides("num_generations", num_generations, per_device, accumulation)
         local = per_device * accumulation
         batch = local * num_processes
         if num_examples is not None and num_examples * num_generations < batch:
@@ -91,24 +91,13 @@ class Sizes:
         )
 
 
-def check_mini_batches(per_device: int, accumulation: int, num_mini_batches: int) -> None:
-    """Raise a `ValueError` if a process's episodes of an update cannot be cut into equal mini-batches."""
+def check_divides(argument: str, number: int, per_device: int, accumulation: int) -> None:
+    """Raise a `ValueError` if a process's episodes of an update cannot be cut into `number` equal parts."""
     local = per_device * accumulation
-    if local % num_mini_batches:
-        divisors = [number for number in range(1, local + 1) if local % number == 0]
+    if local % number:
+        divisors = [divisor for divisor in range(1, local + 1) if local % divisor == 0]
         raise ValueError(
-            f"num_mini_batches={num_mini_batches} does not divide the {local} episodes of a process "
-            f"({_made_of(per_device, accumulation)}); use one of {divisors}, or change the other two"
-        )
-
-
-def check_generations(per_device: int, accumulation: int, num_generations: int) -> None:
-    """Raise a `ValueError` if a process's episodes of an update are no whole number of prompts."""
-    local = per_device * accumulation
-    if local % num_generations:
-        divisors = [number for number in range(1, local + 1) if local % number == 0]
-        raise ValueError(
-            f"num_generations={num_generations} does not divide the {local} episodes of a process "
+            f"{argument}={number} does not divide the {local} episodes of a process "
             f"({_made_of(per_device, accumulation)}); use one of {divisors}, or change the other two"
         )
 

@@ -26,7 +26,7 @@ def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:
 
     Under 16-bit arithmetic hidden states, weights and logits are else rounded to 16 bits, in which a logit near 20 has
     steps of 1/8 in bfloat16; sampling and learning, with kernels of their own, then disagree about a token's
-    probability. MiniMax-M1, 2506.13585, section 3.2; ScaleRL, 2510.13786, section 3.2. States and weights that are
+    probability. MiniMax-M1, 2506.13585; ScaleRL, 2510.13786. States and weights that are
     themselves stored in 16 bits are not made more exact.
 
     Args:

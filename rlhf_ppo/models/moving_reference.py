@@ -47,7 +47,7 @@ class MovingReference:
 
         theta_ref <- decay theta_ref + (1 - decay) theta
 
-    Xu et al., *Is DPO Superior to PPO for LLM Alignment?*, 2404.10719, section 5. Each rank moves what it holds, in
+    Xu et al., *Is DPO Superior to PPO for LLM Alignment?*, 2404.10719. Each rank moves what it holds, in
     float32: beside a reference that is stored in 16 bits, whose steps would be lost in rounding, there is a copy.
 
     Args:

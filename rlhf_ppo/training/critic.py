@@ -50,7 +50,7 @@ class CriticRun(Protocol):
 class CriticLearning:
     """The value model's part of an update, and critic warm-up: the first updates, in which it learns alone.
 
-    VC-PPO, 2503.01491, section 3.2 (value pretraining); VAPO, 2504.05118, section 4.1. While it lasts returns are
+    VC-PPO, 2503.01491 (value pretraining); VAPO, 2504.05118. While it lasts returns are
     those of lambda 1, and the policy's parameters, those that it shares with the value model included, have no
     gradient: neither weight decay nor an optimizer's moments move them. The gate is judged on each rollout before it
     is learned from, on all ranks alike.

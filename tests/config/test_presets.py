@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import HfArgumentParser
 
 from rlhf_ppo import PPOConfig
@@ -18,6 +20,7 @@ from rlhf_ppo.compat.mapping import ppo_arguments
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.config.presets import PRESETS
 
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 CPU: dict[str, Any] = {"use_cpu": True, "report_to": "none"}
 
 
@@ -33,6 +36,14 @@ def parsed(*words: str) -> PPOConfig:
     parser: Any = PPOArgumentParser(PPOConfig)
     (args,) = parser.parse_args_and_config([*words, "--output_dir", "out", "--use_cpu", "--report_to", "none"])
     return args
+
+
+def test_the_page_has_all_options_of_each_preset() -> None:
+    blocks = re.findall(
+        r"^```yaml\n# preset: (\w+)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert {name: yaml.safe_load(block) for name, block in blocks} == PRESETS
+    assert len(blocks) == len(PRESETS)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -1,13 +1,16 @@
 """Batch sizes and the length of a run, by hand and as properties."""
 
 from dataclasses import FrozenInstanceError, asdict
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_ppo.config.sizes import Sizes, check_mini_batches, run_length
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.config.sizes import Sizes, check_divides, run_length
 
+CPU: dict[str, Any] = {"use_cpu": True, "report_to": "none"}
 SMALL = st.integers(1, 16)
 
 
@@ -51,10 +54,20 @@ def test_mini_batches_add_up_or_are_refused(per_device, accumulation, num_mini_b
 
 
 def test_inexact_division_names_the_numbers_and_valid_choices():
-    with pytest.raises(ValueError, match=r"num_mini_batches=5 .* 12 .*=4 x .*=3\); use one of \[1, 2, 3, 4, 6, 12\]"):
-        check_mini_batches(4, 3, 5)
-    with pytest.raises(ValueError, match="num_mini_batches=5 does not divide"):
-        sizes_of(4, 3, 5, 1)
+    with pytest.raises(ValueError, match=r"^num_mini_batches=5 .* 12 .*=4 x .*=3\); use one of \[1, 2, 3, 4, 6, 12\]"):
+        check_divides("num_mini_batches", 5, 4, 3)
+
+
+@pytest.mark.parametrize("argument", ["num_mini_batches", "num_generations"])
+def test_what_does_not_divide_is_refused_with_and_without_a_training_set(argument: str) -> None:
+    sizes: dict[str, Any] = {"num_mini_batches": 1, argument: 5}
+    message = f"^{argument}=5 does not divide the 12 episodes of a process"
+    with pytest.raises(ValueError, match=message):
+        Sizes.of(
+            4, 3, **sizes, num_processes=1, num_examples=None, num_train_epochs=1, max_steps=7, total_episodes=None
+        )
+    with pytest.raises(ValueError, match=message):
+        PPOConfig("out", per_device_train_batch_size=4, gradient_accumulation_steps=3, **sizes, **CPU)
 
 
 def test_a_pass_has_as_many_episodes_as_there_are_responses():

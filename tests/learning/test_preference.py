@@ -1,5 +1,6 @@
 """PPO on comparisons: the policy's stories come to beat the reference's, by a judge that only ever compares two."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.compat.environments import make_environment
 from tests.conftest import QUIET
-from tests.learning.test_stories import HELD_OUT_HEROES, HEROES, NUM_SEEDS, Vader, prompts
+from tests.learning.test_stories import NUM_SEEDS, rows
 
 NUM_UPDATES, NUM_EPISODES, NUM_HELD_OUT = 8, 48, 256
 
@@ -16,7 +17,7 @@ NUM_UPDATES, NUM_EPISODES, NUM_HELD_OUT = 8, 48, 256
 class HappierStory:
     """The judge: the story of the higher VADER valence is better."""
 
-    def __init__(self, vader: Vader) -> None:
+    def __init__(self, vader: Callable[..., list[float]]) -> None:
         self.vader = vader
 
     def __call__(self, prompts: list[str], pairs: list[list[str]]) -> list[float]:
@@ -24,9 +25,8 @@ class HappierStory:
 
 
 @pytest.fixture
-def make_trainer(shared_data, tmp_path):
-    judge = HappierStory(Vader(shared_data / "vader_lexicon" / "vader_lexicon.txt"))
-    environment = make_environment("preference_comparison", {"judge": judge, "opponent": "reference"})
+def make_trainer(stories, vader, shared_data, tmp_path):
+    environment = make_environment("preference_comparison", {"judge": HappierStory(vader), "opponent": "reference"})
 
     def make(seed: int) -> PPOTrainer:
         args = PPOConfig(
@@ -51,8 +51,8 @@ def make_trainer(shared_data, tmp_path):
             AutoTokenizer.from_pretrained(shared_data / "stories260K"),
             model=AutoModelForCausalLM.from_pretrained(shared_data / "stories260K"),
             reward_funcs=environment.reward_funcs,
-            train_dataset=prompts(HEROES, NUM_EPISODES * NUM_UPDATES),
-            eval_dataset=prompts(HELD_OUT_HEROES, NUM_HELD_OUT),
+            train_dataset=rows(stories.openings(stories.HEROES), NUM_EPISODES * NUM_UPDATES),
+            eval_dataset=rows(stories.openings(stories.HELD_OUT_HEROES), NUM_HELD_OUT),
         )
 
     return make

@@ -7,11 +7,9 @@ than it by its own objective has `KL < (1 - b) / kl_coef`. (With the raw sum as 
 same run ends at a KL of hundreds, telling "friend friend friend": each friend pays again.)
 """
 
-import math
+import itertools
 import os
-import re
 import statistics
-from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -20,51 +18,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_ppo import PPOConfig, PPOTrainer
 from tests.conftest import QUIET
 
-HEROES = (
-    "a girl named Lily",
-    "a boy named Tim",
-    "a big bear",
-    "a small cat",
-    "a bird named Max",
-    "an old man",
-    "a frog",
-)
-HELD_OUT_HEROES = ("a dog named Spot", "a little mouse", "a boy named Sam", "an old woman")
-OPENINGS = (
-    "Once upon a time, there was {}.",
-    "One day, {} went to the park.",
-    "{} was very sad.",
-    "It was raining, and {} lost a toy.",
-)
 NUM_UPDATES, NUM_EPISODES, NUM_HELD_OUT, KL_COEF = 20, 64, 128, 0.05
 NUM_SEEDS = int(os.environ.get("NUM_SEEDS", "1"))
 """`make test-learning` trains with three."""
 
 
-class Vader:
-    """The reward function: VADER's compound valence of each response."""
-
-    __name__ = "vader"
-
-    def __init__(self, lexicon: Path) -> None:
-        rows = (line.split("\t") for line in lexicon.read_text(encoding="utf-8").splitlines())
-        self.valence = {row[0]: float(row[1]) for row in rows}
-
-    def __call__(self, completions: list[str], **kwargs: object) -> list[float]:
-        sums = [
-            sum(self.valence.get(word, 0.0) for word in re.findall(r"[a-z']+", text.lower())) for text in completions
-        ]
-        return [total / math.sqrt(total**2 + 15) for total in sums]
-
-
-def prompts(heroes: tuple[str, ...], num_rows: int) -> Dataset:
-    texts = [opening.format(hero) for opening in OPENINGS for hero in heroes]
-    texts = [f"<s>{text[0].upper()}{text[1:]}" for text in texts]
-    return Dataset.from_dict({"prompt": (texts * math.ceil(num_rows / len(texts)))[:num_rows]})
+def rows(texts: list[str], num_rows: int) -> Dataset:
+    """Prompts, again from the first one on until there are enough."""
+    return Dataset.from_dict({"prompt": list(itertools.islice(itertools.cycle(texts), num_rows))})
 
 
 @pytest.fixture
-def make_trainer(shared_data, tmp_path):
+def make_trainer(stories, vader, shared_data, tmp_path):
     def make(seed: int) -> PPOTrainer:
         args = PPOConfig(
             output_dir=str(tmp_path / str(seed)),
@@ -84,9 +49,9 @@ def make_trainer(shared_data, tmp_path):
             args,
             AutoTokenizer.from_pretrained(shared_data / "stories260K"),
             model=AutoModelForCausalLM.from_pretrained(shared_data / "stories260K"),
-            reward_funcs=Vader(shared_data / "vader_lexicon" / "vader_lexicon.txt"),
-            train_dataset=prompts(HEROES, NUM_EPISODES * NUM_UPDATES),
-            eval_dataset=prompts(HELD_OUT_HEROES, NUM_HELD_OUT),
+            reward_funcs=vader,
+            train_dataset=rows(stories.openings(stories.HEROES), NUM_EPISODES * NUM_UPDATES),
+            eval_dataset=rows(stories.openings(stories.HELD_OUT_HEROES), NUM_HELD_OUT),
         )
 
     return make

@@ -124,7 +124,7 @@ def values_of(model: Any, prompt: list[int], response: list[int]) -> Any:
 
 
 def test_queries_are_padded_left_and_neither_padding_nor_dropout_changes_a_log_probability(run: Run) -> None:
-    """Section 3 (pads masked), 4 (no dropout) and 7: samples and both models' log-probabilities are at 0.7."""
+    """Pads are masked, dropout is off, and samples and both models' log-probabilities are at 0.7."""
     first = run.rollouts[0]
     assert {len(prompt) for prompt, _ in run.rows} > {1, 2}
     assert not first.attention_mask[:, 0].all() and first.attention_mask[:, first.context_length - 1].all()
@@ -135,7 +135,7 @@ def test_queries_are_padded_left_and_neither_padding_nor_dropout_changes_a_log_p
 
 
 def test_responses_are_cut_after_eos_and_padded_with_another_token(run: Run) -> None:
-    """Section 3: PAD is not EOS, so that ending is learned. Section 7: a fixed length, cut at EOS."""
+    """PAD is not EOS, so that ending is learned; a fixed length, cut at EOS."""
     first = run.rollouts[0]
     assert first.stopped.any() and not first.stopped.all()
     for row, (_, response) in enumerate(run.rows):
@@ -147,7 +147,7 @@ def test_responses_are_cut_after_eos_and_padded_with_another_token(run: Run) -> 
 
 
 def test_the_score_is_read_at_the_last_token_and_is_minus_one_without_eos(run: Run) -> None:
-    """Section 6: the reward is that of the EOS token. Section 7: the EOS trick."""
+    """The reward is that of the EOS token; the EOS trick."""
     first, logged = run.rollouts[0], history(run.trainer)[0]
     scores = np.array([values_of(run.reward, *row)[-1] for row in run.rows])
     stopped = np.array([response[-1] == EOS for _, response in run.rows])
@@ -188,7 +188,7 @@ def assert_learned_from(run: Run, rewards: list[Any]) -> None:
 
 
 def test_the_value_model_reads_before_each_token_and_advantages_are_whitened(run: Run) -> None:
-    """Section 7: gamma 1, lambda 0.95; advantages are whitened over the batch, rewards and returns are not."""
+    """Gamma 1, lambda 0.95; advantages are whitened over the batch, rewards and returns are not."""
     for row, (prompt, response) in enumerate(run.rows):
         values = values_of(run.reward, prompt, response)[:-1]
         assert_allclose(run.rollouts[0].values[row, : len(response)], values, atol=2e-5)
@@ -196,7 +196,7 @@ def test_the_value_model_reads_before_each_token_and_advantages_are_whitened(run
 
 
 def test_rewards_are_whitened_on_demand_with_their_mean_kept(tmp_path: Path) -> None:
-    """Section 7 (optional there): the standard deviation becomes 1, the mean stays."""
+    """Optional in the paper: the standard deviation becomes 1, the mean stays."""
     run = run_of(tmp_path, whiten_rewards=True, total_episodes=16)
     rewards = rewards_of(run)
     mean, spread = np.concatenate(rewards).mean(), np.concatenate(rewards).std(ddof=1)
@@ -204,7 +204,7 @@ def test_rewards_are_whitened_on_demand_with_their_mean_kept(tmp_path: Path) -> 
 
 
 def test_four_epochs_of_one_mini_batch_and_a_rate_that_falls_to_zero(run: Run) -> None:
-    """Sections 4 and 7: AdamW with eps 1e-5, one learning rate 3e-6 for both models, linear to 0."""
+    """AdamW with eps 1e-5, one learning rate 3e-6 for both models, linear to 0."""
     assert run.num_steps == 4 * len(run.rollouts) == 12
     groups = run.trainer.optimizer.param_groups
     assert {(group["eps"], group["betas"], group["initial_lr"]) for group in groups} == {(1e-5, (0.9, 0.999), 3e-6)}
@@ -214,7 +214,7 @@ def test_four_epochs_of_one_mini_batch_and_a_rate_that_falls_to_zero(run: Run) -
 
 
 def test_the_value_model_starts_as_the_reward_model_and_leaves_it_alone(run: Run) -> None:
-    """Section 7: a copy of its own, which learns; the reward model and the reference stay."""
+    """A copy of its own, which learns; the reward model and the reference stay."""
     models = run.trainer
     for now, before, stays in (
         (models.value_model, run.reward, False),
@@ -229,7 +229,7 @@ def test_the_value_model_starts_as_the_reward_model_and_leaves_it_alone(run: Run
 
 
 def test_without_a_step_the_ratio_is_one_and_the_losses_are_those_of_the_samples(tmp_path: Path) -> None:
-    """Section 4: dropout is off while learning too. Section 7: half the squared error, weighted by 0.1."""
+    """Dropout is off while learning too; half the squared error, weighted by 0.1."""
     run = run_of(tmp_path, learning_rate=0.0, total_episodes=16)
     entry, experience = history(run.trainer)[0], run.experiences[0]
     assert entry["val/ratio"] == pytest.approx(1, abs=1e-6) and entry["policy/approxkl_avg"] < 1e-9
@@ -242,7 +242,7 @@ def test_without_a_step_the_ratio_is_one_and_the_losses_are_those_of_the_samples
 
 
 def test_a_new_head_is_normal_with_the_papers_spread(tmp_path: Path) -> None:
-    """Section 6: 1 / sqrt(d + 1), no bias."""
+    """1 / sqrt(d + 1), no bias."""
     args = PPOConfig(str(tmp_path), preset="nplus", value_head_init="normal", **QUIET, total_episodes=8)
     trainer = PPOTrainer(
         args=args,
