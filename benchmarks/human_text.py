@@ -109,7 +109,7 @@ def written(work: Path, seconds: dict[str, float], accuracies: dict[str, float])
     yield ""
     yield "| Prompt | language model | policy | judge prefers |"
     yield "|---|---|---|---|"
-    table = pd.read_parquet(work / RUN / "judge-seed0" / "judged.parquet").astype(object)
+    table = pd.read_parquet(work / RUN / "ppo-seed0" / "judged" / "judged.parquet").astype(object)
     for row in table.head(NUM_SAMPLES).to_dict("records"):
         better = "policy" if row["verdict"] > 0 else "language model" if row["verdict"] < 0 else "neither"
         texts = [cell(row[name]) for name in ("prompt", "opponent", "model")]

@@ -30,6 +30,7 @@ from rlhf_ppo.evaluation.answering import Answering, given_answers, respond
 from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.reporting.judgements import JUDGED, win_rate_beside
+from rlhf_ppo.reporting.run_card import show_judgements
 from rlhf_ppo.rewards.chat_judge import OPENAI_URL, OPTIONS, QUESTION, ChatJudge
 from rlhf_ppo.rewards.functions import finished
 from rlhf_ppo.rewards.judges import RewardModelJudge, ScoringJudge, as_judge
@@ -185,6 +186,8 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     path = keep(table, folder, JUDGED)
     keep_win_rate(found, args, path)
     print(f"The verdicts are in {path}")
+    if card := show_judgements(folder.parent if folder.name == JUDGED else folder):
+        print(f"The win rate is on the model card {card}")
     return found
 
 

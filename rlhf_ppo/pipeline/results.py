@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
-from rlhf_ppo.pipeline.steps import Pipeline
+from rlhf_ppo.pipeline.steps import FINISHED, Pipeline, Step
 from rlhf_ppo.reporting.over_seeds import SeedWinRates
 
 RESULTS = "results.json"
@@ -28,7 +28,7 @@ def keep_win_rates(pipeline: Pipeline) -> SeedWinRates | None:
     steps = [step for step in pipeline.steps if step.kind == "judge"]
     if not steps:
         return None
-    said = [_read(step.output_dir) for step in steps]
+    said = [_read(step, pipeline.output_dir / FINISHED) for step in steps]
     found = SeedWinRates(
         [step.options["seed"] for step in steps],
         [each["win_rate"] for each in said],
@@ -39,13 +39,15 @@ def keep_win_rates(pipeline: Pipeline) -> SeedWinRates | None:
     return found
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(step: Step, finished: Path) -> dict[str, Any]:
+    folder, again = step.output_dir, f"remove the entry {step.name!r} of {finished}, and run this again"
     try:
         said = read_object(folder / "win_rate.json")
     except ValueError as error:
-        raise ValueError(f"{folder} does not hold the judge's result: {error}") from None
+        raise ValueError(f"{folder} does not hold the judge's result: {error}; {again}") from None
     if missing := sorted({"win_rate", "interval"} - said.keys()):
-        raise ValueError(f"{folder} does not hold the judge's result: its win_rate.json lacks {', '.join(missing)}")
+        lacks = f"its win_rate.json lacks {', '.join(missing)}"
+        raise ValueError(f"{folder} does not hold the judge's result: {lacks}; {again}")
     if said["win_rate"] is None:
-        raise ValueError(f"the judge gave no verdict in {folder}: all failed; remove it, and run this again")
+        raise ValueError(f"the judge gave no verdict in {folder}: all failed; {again}")
     return said

@@ -16,12 +16,9 @@ from typing import Any
 from rlhf_ppo.checkpoints.jsonfile import write_json
 from rlhf_ppo.checkpoints.run import numbered
 from rlhf_ppo.pipeline.results import keep_win_rates
-from rlhf_ppo.pipeline.steps import TRAINING, Pipeline, Step
+from rlhf_ppo.pipeline.steps import FINISHED, TRAINING, Pipeline, Step
 
 _PR_SET_PDEATHSIG = 1
-
-FINISHED = "pipeline.json"
-"""The file in the pipeline's directory that says which steps are finished, and with which options."""
 
 
 def run_pipeline(pipeline: Pipeline, start: Callable[[Sequence[str]], int], say: Callable[[str], None] = print) -> int:

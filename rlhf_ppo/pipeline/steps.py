@@ -10,8 +10,13 @@ from typing import Any
 
 import yaml
 
+from rlhf_ppo.reporting.judgements import JUDGED
+
 STEPS = ("sft", "reward", "judge_reward", "ppo", "judge", "report")
 """The sections of a pipeline's file that are steps, in order."""
+
+FINISHED = "pipeline.json"
+"""The file in the pipeline's directory that says which steps are finished, and with which options."""
 
 COMMANDS = {"ppo": "train", "judge_reward": "reward"}
 """Steps that are not called as their command is."""
@@ -26,7 +31,7 @@ class Step:
     """One command.
 
     Attributes:
-        name: Such as `sft`, or `ppo-seed2` where there are several seeds: its directory's name.
+        name: Such as `sft`, or `ppo-seed2` where there are several seeds.
         kind: One of `STEPS`.
         output_dir: Where it writes.
         options: Its options, by name.
@@ -69,8 +74,8 @@ def read_pipeline(path: str | Path) -> Pipeline:
 
     A later step takes from the earlier ones what it does not name itself: the reward models and the policy start from
     the language model that `sft` trained, PPO is paid by the model that `reward` trained, the judge compares the
-    policy with the language model by what `judge_reward` trained, and the report is of PPO's runs
-    and of what the judge said.
+    policy with the language model by what `judge_reward` trained and writes into the policy's directory, where its
+    card and the report, which is of PPO's runs, find it.
 
     Args:
         path: A YAML file with sections called as in `STEPS`, and `output_dir`, `seeds`, `launch` and `common`.
@@ -106,23 +111,22 @@ def _steps(
     made = {name: str(folder / name) for name in ("sft", *REWARD_MODELS) if name in wanted}
     for name in made:
         start = {"model_name_or_path": made["sft"]} if name in REWARD_MODELS and "sft" in made else {}
-        yield _step(name, name, folder, start | common | sections[name])
+        yield _step(name, name, folder / name, start | common | sections[name])
     policies = {seed: "ppo" if len(seeds) == 1 else f"ppo-seed{seed}" for seed in seeds}
     if "ppo" in wanted:
         start = {"sft_model_path": made.get("sft"), "reward_model_path": made.get("reward")}
         for seed, name in policies.items():
-            yield _step(name, "ppo", folder, _known(start) | common | sections["ppo"] | {"seed": seed})
+            yield _step(name, "ppo", folder / name, _known(start) | common | sections["ppo"] | {"seed": seed})
     if "judge" in wanted:
         for seed, policy in policies.items():
             start = {"model": str(folder / policy), "opponent": made.get("sft"), "seed": seed}
             if "judge" not in sections["judge"]:
                 start["judge_model"] = made.get("judge_reward")
             options = _overridden(_known(start), sections["judge"])
-            yield _step(policy.replace("ppo", "judge"), "judge", folder, options)
+            yield _step(policy.replace("ppo", "judge"), "judge", folder / policy / JUDGED, options)
     if "report" in wanted:
         runs = tuple(str(folder / name) for name in policies.values())
-        judged = [str(folder / name.replace("ppo", "judge")) for name in policies.values() if "judge" in wanted]
-        options = {"output": str(folder / "report.html"), "judged": judged or None, **sections["report"]}
+        options = {"output": str(folder / "report.html"), **sections["report"]}
         yield Step("report", "report", folder, options, runs)
 
 
@@ -132,8 +136,7 @@ def _overridden(start: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
     return {name: value for name, value in start.items() if name not in taken} | dict(given)
 
 
-def _step(name: str, kind: str, folder: Path, options: Mapping[str, Any]) -> Step:
-    place = folder / name
+def _step(name: str, kind: str, place: Path, options: Mapping[str, Any]) -> Step:
     return Step(name, kind, place, {**options, "output_dir": str(place)})
 
 

@@ -17,6 +17,8 @@ from rlhf_ppo.reporting.judgements import Judgement
 TAGS = ("rlhf_ppo", "ppo")
 """The tags of every card."""
 
+_JUDGED, _AFTER_JUDGED = "## Judged", "## Hyper-parameters"
+
 _HYPERPARAMETERS = (
     "total_episodes",
     "batch_size",
@@ -140,12 +142,29 @@ def model_card(
         "## Rewards\n\n" + ("\n".join(f"- `{_last_part(name)}`" for name in reward_sources) or "None named."),
         "## Final metrics\n\n" + _table("metric", {name: f"{value:.4g}" for name, value in metrics.items()}),
         *([f"## Curves\n\n![Curves of the training]({curves})"] if curves else []),
-        *(["## Judged\n\n" + "\n".join(f"- {_shown(judgement)}" for judgement in judgements)] if judgements else []),
-        "## Hyper-parameters\n\n" + _table("hyper-parameter", hyperparameters),
+        *([_judged(judgements)] if judgements else []),
+        f"{_AFTER_JUDGED}\n\n" + _table("hyper-parameter", hyperparameters),
         "## Versions\n\n" + _table("package", versions),
         "## Citations\n\n" + _CITATIONS.replace("VERSION", versions.get("rlhf_ppo", "")),
     ]
     return ModelCard("\n\n".join(sections) + "\n", ignore_metadata_errors=True)
+
+
+def with_judgements(card: str, judgements: Sequence[Judgement]) -> str:
+    """Put what judges have found into a card that was written before, in place of what it says of judges.
+
+    Args:
+        card: The text of a card that `model_card` has written; people may have written into it since.
+        judgements: All that judges have found, see `found_judgements`.
+
+    Returns:
+        The text; as it was where there is no section behind which to put it.
+    """
+    start, heading, rest = card.partition(f"\n{_AFTER_JUDGED}\n")
+    if not heading or not judgements:
+        return card
+    start = re.sub(rf"\n{_JUDGED}\n.*?(?=\n## |\Z)", "", start, flags=re.DOTALL)
+    return f"{start.rstrip()}\n\n{_judged(judgements)}\n{heading}{rest}"
 
 
 def hyperparameters(args: Any) -> dict[str, Any]:
@@ -209,6 +228,10 @@ def _summary(base_model: str | None, dataset: str | None) -> str:
         f"A language model trained {start}with PPO ([Schulman et al., 2017](https://arxiv.org/abs/1707.06347)) "
         f"{prompts}by rlhf_ppo."
     )
+
+
+def _judged(judgements: Sequence[Judgement]) -> str:
+    return f"{_JUDGED}\n\n" + "\n".join(f"- {_shown(judgement)}" for judgement in judgements)
 
 
 def _shown(judgement: Judgement) -> str:

@@ -15,6 +15,7 @@ import pandas as pd
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.redaction import is_secret, shown
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
+from rlhf_ppo.reporting.health import CHECKS
 from rlhf_ppo.reporting.judged import Judged, judged_data, over_seeds
 from rlhf_ppo.reporting.plots import PANELS, mean_curve
 from rlhf_ppo.reporting.run_groups import RecordedRun, grouped
@@ -46,8 +47,9 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
 
     Returns:
         `groups` (label and the indices of its runs), `metrics` (key, what it says, and a curve for each group), `runs`
-        (name, health, samples, responses), `judged`, `judged_seeds`, `settings` and `versions`. Numbers are the
-        log's, those of tokens have four digits, and what is not finite is None.
+        (name, health, samples, responses), `checks` (what each health check means), `judged`, `judged_seeds`,
+        `settings` and `versions`. Numbers are the log's, those of tokens have four digits, and what is not finite is
+        None.
 
     Raises:
         ValueError: A file of a run is damaged.
@@ -61,6 +63,9 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
         ],
         "metrics": _metrics([[run.log for run in group] for group in groups.values()]),
         "runs": [_run(run, MAX_TOKENS // len(runs)) for run in runs],
+        "checks": {
+            check.name: {"symptom": check.symptom, "cause": check.cause, "advice": check.advice} for check in CHECKS
+        },
         "judged": [judged_data(each) for each in judged],
         "judged_seeds": over_seeds(judged),
         "settings": _settings([group[0] for group in groups.values()]),

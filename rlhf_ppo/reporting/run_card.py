@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,8 +12,16 @@ from torch import nn
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import found_judgements
-from rlhf_ppo.reporting.model_card import FinalMetrics, hyperparameters, installed_versions, model_card
+from rlhf_ppo.reporting.model_card import (
+    FinalMetrics,
+    hyperparameters,
+    installed_versions,
+    model_card,
+    with_judgements,
+)
 from rlhf_ppo.rewards.scorer import Scorer
+
+CARD = "README.md"
 
 CURVES = "curves.png"
 """The picture beside the card."""
@@ -43,7 +52,7 @@ def save_run_card(
     license: str | None = None,
     language: str | None = None,
 ) -> None:
-    """Write `README.md` into `output_dir`.
+    """Write `CARD` into `output_dir`.
 
     Args:
         run: The trainer.
@@ -72,7 +81,28 @@ def save_run_card(
         license=license,
         language=language,
     )
-    card.save(output_dir / "README.md")
+    card.save(output_dir / CARD)
+
+
+def show_judgements(output_dir: str | Path) -> Path | None:
+    """Put what judges have found since into the card of a run.
+
+    Args:
+        output_dir: The run's directory.
+
+    Returns:
+        The card; None where there is no card or nothing was found.
+    """
+    path, found = Path(output_dir, CARD), found_judgements(output_dir)
+    if not found or not path.is_file():
+        return None
+    card = path.read_text(encoding="utf-8")
+    if (judged := with_judgements(card, found)) == card:
+        return None
+    temporary = path.with_name(f"{CARD}.tmp")
+    temporary.write_text(judged, encoding="utf-8")
+    os.replace(temporary, path)
+    return path
 
 
 def _curves(log: Sequence[Any], output_dir: Path, drawn_again: bool) -> str | None:

@@ -21,7 +21,7 @@ def test_figures_and_samples_are_those_of_the_run(tmp_path: Path, monkeypatch: p
         folder = tmp_path / RUN / f"ppo-seed{seed}"
         folder.mkdir(parents=True)
         (folder / "log_history.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in log))
-    judged = tmp_path / RUN / "judge-seed0" / "judged.parquet"
+    judged = tmp_path / RUN / "ppo-seed0" / "judged" / "judged.parquet"
     judged.parent.mkdir()
     rows = {"prompt": ["I | you"] * 3, "model": [" b"] * 3, "opponent": [" c\nd"] * 3, "verdict": [0.5, -1.0, 0.0]}
     pd.DataFrame(rows).to_parquet(judged)

@@ -17,6 +17,7 @@ from rlhf_ppo.cli import judge as module
 from rlhf_ppo.cli.judge import judge as evaluate
 from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.reporting.judged import judged_data, over_seeds, read_judged
+from rlhf_ppo.reporting.model_card import model_card
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from rlhf_ppo.rewards.reading import Answer
 from tests.conftest import make_tokenizer, needs_continuous, tiny_policy, tiny_scorer
@@ -158,6 +159,31 @@ def test_what_was_judged_is_kept_and_can_be_judged_again(places, monkeypatch):
     assert (again.wins, again.losses) == (first.losses, first.wins) and first.wins + first.losses > 0
     assert Path("kept/judged.parquet").read_bytes() == kept and Path("kept/judged-2.parquet").is_file()
     assert json.loads(Path("kept/win_rate-2.json").read_text())["wins"] == again.wins
+
+
+def test_the_win_rate_of_a_run_is_on_its_card(places, capsys):
+    card = Path("one/README.md")
+    nothing = {name: {} for name in ("hyperparameters", "metrics", "versions")}
+    model_card(model_name="one", base_model=None, dataset=None, reward_sources=[], **nothing).save(card)
+    before, columns = card.read_text(), ["--model_column", "model", "--opponent_column", "opponent"]
+    models = ["--model", "one", "--opponent", "two", "--judge", "length", *SHORT]
+    found = evaluate(models)
+    assert card.read_text() == before and "model card" not in capsys.readouterr().out  # kept elsewhere
+
+    evaluate([*models, "--output_dir", "one/judged"])
+    assert f"- Win rate {found.rate:.2%} (95% interval" in card.read_text()
+    assert "The win rate is on the model card one/README.md" in capsys.readouterr().out
+    again = [
+        "--dataset_name",
+        "one/judged/judged.parquet",
+        *columns,
+        "--judge",
+        "length",
+        "--output_dir",
+        "one/judged",
+    ]
+    evaluate(again)
+    assert card.read_text().count("- Win rate") == 2 and not list(Path("one").glob("*.tmp"))
 
 
 def test_a_row_without_a_response_is_a_failed_verdict(tmp_path, monkeypatch):

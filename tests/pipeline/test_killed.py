@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -61,7 +62,7 @@ MOMENTS: dict[str, Callable[[], bool]] = {
     "ppo goes on, again": written("ppo/checkpoint-9"),
     "ppo saves its model": written("ppo/model.safetensors"),
     "ppo has ended": finished("ppo"),
-    "judge runs": written("judge"),
+    "judge runs": written("ppo/judged"),
     "judge has ended": finished("judge"),
 }
 """When to kill: as soon as this is so."""
@@ -129,10 +130,10 @@ def kill(process: Any, moment: Callable[[], bool], whole_group: bool, delay: flo
 
 
 def files() -> dict[str, tuple[int, str]]:
-    """Return when each file of the finished steps was written, and its hash."""
+    """Return when each file of the finished steps was written, and its hash; not cards, to which the judge adds."""
     path = OUT / "pipeline.json"
     steps = json.loads(path.read_text()) if path.exists() else {}
-    found = [file for step in steps for file in (OUT / step).rglob("*") if file.is_file()]
+    found = [file for step in steps for file in (OUT / step).rglob("*") if file.is_file() and file.name != "README.md"]
     return {str(file): (file.stat().st_mtime_ns, hashed(file)) for file in found}
 
 
@@ -181,6 +182,8 @@ def test_a_killed_pipeline_ends_as_one_that_was_left_alone(tmp_path: Path, monke
         path = OUT / model / "model.safetensors"
         assert hashed(path) == hashed(alone / path), model
     assert (OUT / "results.json").read_text() == (alone / OUT / "results.json").read_text()
+    (verdict,) = re.findall(r"^- Win rate .*", (OUT / "ppo/README.md").read_text(), re.MULTILINE)
+    assert f"{json.loads((OUT / 'results.json').read_text())['win_rate']:.2%}" in verdict
     assert "--resume_from_checkpoint true" in (folder / "output.txt").read_text()  # PPO did not begin anew
     steps = [json.loads(line)["step"] for line in (OUT / "ppo/log_history.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(1, 13))

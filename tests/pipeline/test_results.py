@@ -41,11 +41,16 @@ def test_without_a_judge_there_is_nothing_to_keep_and_a_lost_result_is_named(
     assert keep_win_rates(read_pipeline("run.yaml")) is None and not Path("out").exists()
 
     lost = judged({0: {"win_rate": 0.5, "interval": [0.4, 0.6]}, 1: {"win_rate": 0.5}})
-    with pytest.raises(ValueError, match=r"judge-seed1 does not hold the judge's result: .* lacks interval"):
+    with pytest.raises(ValueError, match=r"ppo-seed1/judged does not hold the judge's result: .* lacks interval"):
         keep_win_rates(lost)
-    Path("out/judge-seed1/win_rate.json").write_text('{"win_rate": null, "interval": null}')
-    with pytest.raises(ValueError, match=r"no verdict in .*judge-seed1: all failed; remove it"):
+    Path("out/ppo-seed1/judged/win_rate.json").write_text('{"win_rate": null, "interval": null}')
+    with pytest.raises(
+        ValueError,
+        match=r"no verdict in .*ppo-seed1/judged: all failed; remove the entry 'judge-seed1' of out/pipeline\.json",
+    ):
         keep_win_rates(lost)
-    Path("out/judge-seed1/win_rate.json").unlink()
-    with pytest.raises(ValueError, match=r"judge-seed1 does not hold the judge's result: it has no win_rate\.json"):
+    Path("out/ppo-seed1/judged/win_rate.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"ppo-seed1/judged does not hold the judge's result: it has no win_rate\.json"
+    ):
         keep_win_rates(lost)

@@ -98,11 +98,11 @@ def test_a_training_step_goes_on_from_its_newest_whole_checkpoint(read: Callable
 
 
 def test_a_judge_that_was_broken_off_leaves_nothing(read: Callable[..., Pipeline]) -> None:
-    Path("out/judge").mkdir(parents=True)
-    Path("out/judge/judged.parquet").touch()
+    Path("out/ppo/judged").mkdir(parents=True)
+    Path("out/ppo/judged/judged.parquet").touch()
     run_pipeline(read(), Starts())
 
-    assert not Path("out/judge/judged.parquet").exists()
+    assert not Path("out/ppo/judged/judged.parquet").exists()
 
 
 def test_launched_are_the_training_steps_alone(read: Callable[..., Pipeline]) -> None:

@@ -37,8 +37,9 @@ def test_each_step_takes_what_the_earlier_ones_made(tmp_path: Path) -> None:
     assert (ppo["sft_model_path"], ppo["reward_model_path"], ppo["seed"]) == ("runs/x/sft", "runs/x/reward", 5)
     judge = found["judge-seed5"].options
     assert (judge["model"], judge["opponent"], judge["seed"]) == ("runs/x/ppo-seed5", "runs/x/sft", 5)
-    runs, judged = (["runs/x/ppo-seed3", "runs/x/ppo-seed5"], ["runs/x/judge-seed3", "runs/x/judge-seed5"])
-    assert found["report"].argv() == [*runs, "--output", "runs/x/report.html", "--judged", *judged]
+    assert judge["output_dir"] == "runs/x/ppo-seed5/judged"  # where its card and the report look for it
+    runs = ["runs/x/ppo-seed3", "runs/x/ppo-seed5"]
+    assert found["report"].argv() == [*runs, "--output", "runs/x/report.html"]
 
 
 def test_a_section_wins_over_what_is_common_and_common_over_nothing(tmp_path: Path) -> None:
@@ -56,7 +57,12 @@ def test_a_step_that_is_left_out_is_not_run_and_nothing_is_taken_from_it(tmp_pat
 
     assert list(found) == ["ppo", "judge"]
     assert "reward_model_path" not in found["ppo"].options
-    assert found["judge"].options == {"model": "x/ppo", "opponent_column": "c", "seed": 0, "output_dir": "x/judge"}
+    assert found["judge"].options == {
+        "model": "x/ppo",
+        "opponent_column": "c",
+        "seed": 0,
+        "output_dir": "x/ppo/judged",
+    }
 
 
 def test_a_second_reward_model_judges_where_no_other_judge_is_named(tmp_path: Path) -> None:

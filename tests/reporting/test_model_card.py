@@ -5,7 +5,14 @@ import pytest
 import transformers
 from huggingface_hub import ModelCard
 
-from rlhf_ppo.reporting.model_card import FinalMetrics, hyperparameters, installed_versions, model_card
+from rlhf_ppo.reporting.judgements import Judgement
+from rlhf_ppo.reporting.model_card import (
+    FinalMetrics,
+    hyperparameters,
+    installed_versions,
+    model_card,
+    with_judgements,
+)
 
 VALUES = {
     "model_name": "tldr-ppo",
@@ -49,6 +56,27 @@ def test_the_text_names_everything_that_made_the_model(saved):
     assert "| transformers | 5.17.0 |" in text
     for paper in ("1707.06347", "2403.17031", "1909.08593"):
         assert f"arXiv:{paper}" in text
+
+
+FIRST, SECOND = (Judgement(rate, (0.5, 0.75), 98, "sft", "gpt-4o-mini") for rate in (0.625, 0.75))
+
+
+def test_what_judges_find_later_is_where_a_card_written_then_has_it():
+    earlier, later = (str(model_card(**VALUES, judgements=found)) for found in ([], [FIRST, SECOND]))
+
+    assert with_judgements(earlier, [FIRST, SECOND]) == later
+    assert with_judgements(with_judgements(earlier, [FIRST]), [FIRST, SECOND]) == later
+    assert with_judgements(later, [FIRST]).count("Win rate") == 1 and with_judgements(earlier, []) == earlier
+
+
+def test_what_people_have_written_into_a_card_stays():
+    card = str(model_card(**VALUES, judgements=[FIRST]))
+    theirs = (
+        card.replace("## Final metrics", "## Use\n\nNot for `x`: \\1.\n\n## Final metrics") + "\n## Thanks\n\nAll.\n"
+    )
+
+    assert with_judgements(theirs, [SECOND]) == theirs.replace("62.50%", "75.00%")
+    assert with_judgements("# My own card\n", [FIRST]) == "# My own card\n"
 
 
 def test_local_paths_stay_private(saved, tmp_path, monkeypatch):

@@ -41,20 +41,28 @@
 
   function health() {
     const names = [...new Set(data.runs.flatMap((run) => run.health.map((each) => each.check)))];
-    if (names.length === 0) {
-      byId("health-table").append(nothing("These runs have logged no health checks."));
-      return;
-    }
     const of = (run, name) => run.health.find((each) => each.check === name);
-    names.sort((one, other) => Number(data.runs.some((run) => of(run, other)?.fired)) - Number(data.runs.some((run) => of(run, one)?.fired)));
-    const rows = names.map((name) => [name, ...data.runs.map((run) => {
-      const check = of(run, name);
-      if (!check) return "–";
-      if (!check.fired) return "never";
-      const until = check.fired > 1 ? `, last at ${check.last}` : "";
-      return make("span", { class: "fired" }, `at update ${check.first}${until} (${check.fired} of ${check.logs} logs)`);
-    })]);
-    byId("health-table").append(table(["check", ...data.runs.map((run) => run.name)], rows));
+    const fired = names.filter((name) => data.runs.some((run) => of(run, name)?.fired));
+    const silent = names.filter((name) => !fired.includes(name));
+    if (fired.length > 0) byId("health-table").append(table(["check", ...data.runs.map((run) => run.name)], fired.map((name) => [
+      check(name), ...data.runs.map((run) => when(of(run, name)))])));
+    const before = fired.length > 0 ? "The others found nothing" : "None has found anything";
+    byId("health-table").after(nothing(names.length === 0 ? "These runs have logged no health checks."
+      : silent.length > 0 ? `${before}: ${silent.join(", ")}.` : ""));
+  }
+
+  /** A check with what it means: what it looks for, what that likely comes from, and which option to turn. */
+  function check(name) {
+    const about = data.checks[name];
+    const meaning = about ? [make("span", { class: "quiet block" }, `${about.symptom}. Likely cause: ${about.cause}. What to do: ${about.advice}.`)] : [];
+    return make("span", {}, make("b", {}, name), ...meaning);
+  }
+
+  function when(found) {
+    if (!found) return "–";
+    if (!found.fired) return "never";
+    const until = found.fired > 1 ? `, last at ${found.last}` : "";
+    return make("span", { class: "fired" }, `at update ${found.first}${until} (${found.fired} of ${found.logs} logs)`);
   }
 
   function panelOf(metric) {

@@ -165,7 +165,7 @@
     });
     const several = Object.keys(row.rewards).length > 1 ? Object.entries(row.rewards).map(([name, score]) => `${name} ${said(score)}`) : [];
     const extra = Object.entries(row.extra).map(([name, value]) => `${name} ${value}`);
-    const about = [...several, `KL ${said(row.kl)}`, `${row.length} tokens`, row.ended ? "ended" : "cut off", ...extra];
+    const about = [...several, `KL ${said(row.kl)}`, row.length === 1 ? "1 token" : `${row.length} tokens`, row.ended ? "ended" : "cut off", ...extra];
     return make("div", { class: "response" },
       make("p", { class: "about" }, "score ", make("b", {}, said(row.score)), ` · ${about.join(" · ")}`),
       make("p", { class: "prompt" }, row.prompt), tokens);
