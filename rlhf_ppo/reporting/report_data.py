@@ -181,7 +181,7 @@ def _samples(path: Path) -> list[dict[str, Any]]:
             {
                 "prompt": str(row["query"]),
                 "response": str(row["model response"]),
-                "score": float(row["score"] or "nan"),
+                "score": math.nan if row["score"] == "" else float(row["score"]),
             }
             for row in rows
         ]

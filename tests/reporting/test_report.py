@@ -165,6 +165,10 @@ def test_samples_and_responses_are_those_of_the_files(runs: list[Path], tmp_path
         {"prompt": HOSTILE, "response": f"{HOSTILE} 3", "score": 3.0},
         {"prompt": "second", "response": "", "score": None},
     ]
+    table = runs[1] / "_samples/update-00001.csv"
+    pd.DataFrame({"query": ["q"] * 2, "model response": ["a"] * 2, "score": [0.0, -1.0]}).to_csv(table, index=False)
+    first, *_ = page_of(runs, tmp_path).data["runs"][1]["samples"]
+    assert [row["score"] for row in first["rows"]] == [0.0, -1.0]
     assert [(update["step"], update["kept"], len(update["rows"])) for update in run["responses"]] == [
         (step, 10, 10) for step in UPDATES
     ]
@@ -413,9 +417,23 @@ def test_every_panel_is_drawn_and_every_control_works(runs: list[Path], tmp_path
             empty = "[...document.querySelectorAll('.panel')].filter((each) => !each.querySelector('.line')).length"
             assert browser.run(empty) == 0 and browser.run(LINES) == 2 * num_metrics
             assert browser.run("document.querySelectorAll('.panel .band').length") == num_metrics
+            health = browser.run("document.getElementById('health').innerText")
+            assert "What to do: raise kl_coef, lower learning_rate" in health and "at update 3, last at 4" in health
+            assert "The others found nothing: ratio." in health  # of an earlier version: what it means is not known
             use_controls(browser)
         assert browser.complaints == [] and browser.run("window.hacked") is None
         assert {address for address in browser.requests if not address.startswith("data:")} == {path.as_uri()}
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_runs_that_do_not_differ_in_their_seed_are_not_called_seeds(tmp_path: Path) -> None:
+    with Browser() as browser:
+        for seeds, called in (((0, 0), "run-0 and 1 more (2 runs)"), ((0, 1), "run (2 seeds)")):
+            names = [f"run-{seed}" if len({*seeds}) == 1 else f"run-seed{seed}" for seed in (0, 1)]
+            made = [make_run(tmp_path / called / name, seed) for name, seed in zip(names, seeds, strict=True)]
+            browser.open(write_report(made, tmp_path / called / "report.html"), 390)
+            assert browser.run("document.getElementById('toggles').innerText") == called
 
 
 def use_controls(browser: Browser) -> None:

@@ -54,7 +54,8 @@
   /** A check with what it means: what it looks for, what that likely comes from, and which option to turn. */
   function check(name) {
     const about = data.checks[name];
-    const meaning = about ? [make("span", { class: "quiet block" }, `${about.symptom}. Likely cause: ${about.cause}. What to do: ${about.advice}.`)] : [];
+    const found = about ? about.symptom[0].toUpperCase() + about.symptom.slice(1) : "";
+    const meaning = about ? [make("span", { class: "quiet block" }, `${found}. Likely cause: ${about.cause}. What to do: ${about.advice}.`)] : [];
     return make("span", {}, make("b", {}, name), ...meaning);
   }
 

@@ -68,6 +68,6 @@ function runMenu(select, runs, change) {
 }
 
 function groupName(group) {
-  const seeds = data.groups[group].runs.length;
-  return data.groups[group].label + (seeds > 1 ? ` (${seeds} seeds)` : "");
+  const { label, runs, seeds } = data.groups[group];
+  return label + (runs.length > 1 ? ` (${runs.length} ${new Set(seeds).size === runs.length ? "seeds" : "runs"})` : "");
 }
