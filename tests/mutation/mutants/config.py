@@ -4,7 +4,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("sizes.py", "tests/config/test_sizes.py"): [
         ("batch // num_mini_batches", "local // num_mini_batches"),
         ("num_examples * num_generations < batch", "num_examples * num_generations < local"),
-        ("local % num_mini_batches:", "per_device % num_mini_batches:"),
+        ("local % number:", "per_device % number:"),
         ("math.ceil(total_episodes / batch_size), ", "total_episodes // batch_size, "),
         ("total_episodes or max_steps * batch_size", "max_steps * batch_size"),
         ("max(1, int(num_train_epochs * (episodes_of_pass or 0)))", "int(num_train_epochs * (episodes_of_pass or 0))"),
