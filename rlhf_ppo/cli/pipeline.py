@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
 from rlhf_ppo.pipeline.running import finished_steps, run_pipeline, start_python
@@ -29,40 +30,54 @@ def pipeline(argv: Sequence[str] | None = None) -> None:
     with user_errors(PROGRAM):
         read = read_pipeline(args.file)
         finished = finished_steps(read)
-        for step in read.steps:
-            if step.name not in finished:
-                check_step(step)
+    data = [(step, check_step(step)) for step in read.steps if step.name not in finished]
     if args.dry_run:
         _show(read, finished.keys())
         return
+    _check_data(data)
     with user_errors(PROGRAM):
         code = run_pipeline(read, start_python)
     if code:
         raise SystemExit(code)
 
 
-def check_step(step: Step) -> None:
+def check_step(step: Step) -> str | None:
     """Check a step's options as its command will, so that a mistake in the last one shows before the first has run.
 
     Args:
         step: The step.
 
+    Returns:
+        Where its data are, if it says so.
+
     Raises:
         SystemExit: An option is unknown or wrong; the sentence begins with the section's name.
-        TypeError, ValueError: Its value is.
     """
     program = f"{PROGRAM}: {step.kind}"
+    if step.kind == "report":
+        return None
     if step.kind == "judge":
         from rlhf_ppo.cli.judge import JudgeArguments
         from rlhf_ppo.cli.parser import PPOArgumentParser
 
         with user_errors(program):
-            PPOArgumentParser(JudgeArguments, prog=program).parse_args_and_config(step.argv())  # pyright: ignore[reportArgumentType]
-    elif step.kind != "report":
+            parser: Any = PPOArgumentParser(JudgeArguments, prog=program)  # pyright: ignore[reportArgumentType]
+            (options,) = parser.parse_args_and_config(step.argv())
+    else:
         from rlhf_ppo.cli.commands import parse_options
 
         with user_errors(program):
-            parse_options(program, step.command, step.argv())
+            options, *_ = parse_options(program, step.command, step.argv())
+    return options.dataset_name
+
+
+def _check_data(data: Iterable[tuple[Step, str | None]]) -> None:
+    from rlhf_ppo.cli.sources import check_is_there
+
+    for step, name in data:
+        with user_errors(f"{PROGRAM}: {step.kind}"):
+            if name:
+                check_is_there(name)
 
 
 def _show(read: Pipeline, finished: Container[str]) -> None:

@@ -74,8 +74,7 @@ def load_splits(
             return datasets.load_dataset(builder, data_files={"train": path}, streaming=streaming)
     for file in sorted(Path(path).glob("*.*")) if os.path.isdir(path) else ():
         _check_text(str(file), name, argument, streaming)
-    if not os.path.isdir(path) and (name.startswith((".", "~", os.sep)) or os.path.splitext(name)[1] in BUILDERS):
-        raise ValueError(f"{argument}={name!r}: there is no such file or directory (seen from {os.getcwd()!r})")
+    check_is_there(name, argument)
     try:
         return datasets.load_dataset(path, name=config, streaming=streaming)
     except DatasetGenerationError as error:
@@ -85,6 +84,21 @@ def load_splits(
             f"{argument}={name!r} is neither a file nor a directory with data here, nor did the hub give it: "
             f"{_cause(error)}"
         ) from error
+
+
+def check_is_there(name: str, argument: str = "dataset_name") -> None:
+    """Refuse a path to data that are not there; a name that may be the hub's passes.
+
+    Args:
+        name: What `load_splits` takes.
+        argument: The option that gave it, for the error message.
+
+    Raises:
+        ValueError: There is no such file or directory.
+    """
+    is_path = name.startswith((".", "~", os.sep)) or os.path.splitext(name)[1] in BUILDERS
+    if is_path and not os.path.exists(os.path.expanduser(name)):
+        raise ValueError(f"{argument}={name!r}: there is no such file or directory (seen from {os.getcwd()!r})")
 
 
 def choose_split(splits: Mapping[Any, Any], split: str, argument: str) -> Any:

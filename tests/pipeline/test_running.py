@@ -31,6 +31,8 @@ NAMES = ["sft", "reward", "ppo", "judge"]
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pipeline]:
     monkeypatch.chdir(tmp_path)
+    for name in ("texts", "pairs", "prompts"):
+        Path(f"{name}.jsonl").touch()
 
     def make(text: str = TEXT) -> Pipeline:
         Path("run.yaml").write_text(text)
@@ -122,6 +124,8 @@ def test_launched_are_the_training_steps_alone(read: Callable[..., Pipeline]) ->
         ("ppo: {", "ppo: {learning_rate: -1, ", "learning_rate=-1.0"),
         ("sft: {", "sft: {max_lenght: 1, ", "pipeline: sft: error: "),
         ("judge: length", "judge: length, judge_model: m", "give one of them"),
+        ("prompts.jsonl, judge", "promts.jsonl, judge", "dataset_name='promts.jsonl': there is no such file"),
+        ("ppo: {dataset_name: p", "ppo: {dataset_name: ./", "dataset_name='./rompts.jsonl': there is no such file"),
     ],
 )
 def test_a_mistake_in_the_last_step_is_said_before_the_first_has_run(
