@@ -29,7 +29,7 @@ from rlhf_ppo.reporting.completion_files import find_completions, read_completio
 from rlhf_ppo.training import saving
 from tests.faults import conftest
 from tests.faults.conftest import make_saving
-from tests.runs import assert_identical, end_of_run
+from tests.runs import DieAt, RunDied, assert_identical, end_of_run
 
 RUN: dict[str, Any] = {
     "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_ppo_epochs": 2, "num_mini_batches": 2,
@@ -149,6 +149,37 @@ def test_the_resumed_run_finishes_the_update(
     assert_identical(end_with_completions(resumed), whole[0])
     assert first.events + second.events == whole[1]
     assert checkpoints(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+class DiesSaving(PPOTrainer):
+    """Dies where the second update would be saved."""
+
+    def _save_checkpoint(self, *args: Any) -> None:
+        if self.state.global_step == 2:
+            raise RunDied
+        super()._save_checkpoint(*args)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "trainer_class", "kept"),
+    [([DieAt("on_optimizer_step", 1)], PPOTrainer, [1]), ([], DiesSaving, [1, 2])],
+)
+def test_a_kill_while_the_rest_is_learned_loses_and_repeats_no_response(
+    callbacks: list[Any], trainer_class: Any, kept: list[int], whole: Any, tmp_path: Path
+) -> None:
+    """Before the half-learned update's responses are written, and between them and its checkpoint."""
+    run = tmp_path / "run"
+    assert stop(make(run, SignalAt("optimizer_step", 3))) == "checkpoint-1-3"
+    with pytest.raises(RunDied):
+        make(run, *callbacks, trainer_class=trainer_class).train(resume_from_checkpoint=True)
+    assert list(find_completions(run)) == kept
+    written = {path: (path.read_bytes(), path.stat().st_ino) for path in (run / "completions").iterdir()}
+    resumed = make(run)
+    resumed.train(resume_from_checkpoint=True)
+
+    assert_identical(end_with_completions(resumed), whole[0])
+    assert {path: (path.read_bytes(), path.stat().st_ino) for path in written} == written
+    assert len(list((run / "completions").iterdir())) == 3  # none has a second file
 
 
 def test_an_update_may_be_stopped_again(whole: Any, tmp_path: Path) -> None:

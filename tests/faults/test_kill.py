@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from tests.distributed import processes
 from tests.faults.train_until_killed import PHASES, samples, train
 from tests.runs import assert_identical
@@ -102,9 +103,12 @@ def seconds_of_phases(output_dir: Path) -> dict[str, float]:
 
 
 def end(output_dir: Path, world: int) -> tuple[Any, ...]:
-    """Read all that a run has left: each rank's end, the sample tables, and the policy."""
+    """Read all that a run has left: each rank's end, the sample tables, the kept responses, and the policy."""
     ranks = [torch.load(output_dir / f"end-{rank}.pt", weights_only=True) for rank in range(world)]
-    return ranks, samples(output_dir), load_file(output_dir / "final" / "model.safetensors")
+    names = sorted(path.name for path in (output_dir / "completions").iterdir())
+    kept = {step: read_completions(path) for step, path in find_completions(output_dir).items()}
+    assert names == [f"completions_{step:05d}.parquet" for step in kept]  # none has a second file, or half of one
+    return ranks, samples(output_dir), kept, load_file(output_dir / "final" / "model.safetensors")
 
 
 def wait_for_end(run: list[Any]) -> None:
@@ -122,6 +126,7 @@ def ends_as_one_that_was_left_alone(start: Start, world: int, num_kills: int, fo
     expected = end(folder / "left-alone", world)
     assert_identical(end(folder / "warm-up", world), expected)
     assert len(expected[0][0]["history"]) > 5 and sorted(expected[1]) == [1, 3, 5, 7, 10]
+    assert list(expected[2]) == [1, 3, 6, 9, 10]
 
     num_runs, starts = 0, []
     while not killer.is_done:
