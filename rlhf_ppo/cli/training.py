@@ -40,6 +40,7 @@ from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.processes.signals import say
 from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.rewards.waiting import RewardTimeoutError
+from rlhf_ppo.terminal.progress import use_console
 from rlhf_ppo.terminal.quiet import no_bars_of_models, quiet_calls
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.publishing import upload_directory
@@ -167,7 +168,8 @@ def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: A
     peft_config = get_peft_config(model_args)
     with quiet_calls(), _reading_weights(path):
         set_seed(args.seed)  # which the new head follows
-        return RewardTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
+        trainer = RewardTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
+    return _in_lines(trainer)
 
 
 def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
@@ -188,7 +190,15 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
     rows, held_out = (_without_lone_prompt(dataset) for dataset in (train_dataset, eval_dataset))
     with quiet_calls(), _reading_weights(path):
         set_seed(args.seed)  # which a new adapter follows
-        return SFTTrainer(path, args, None, rows, held_out, tokenizer, peft_config=peft_config)
+        trainer = SFTTrainer(path, args, None, rows, held_out, tokenizer, peft_config=peft_config)
+    return _in_lines(trainer)
+
+
+def _in_lines(trainer: Trainer) -> Trainer:
+    """Let a trainer of TRL's print its logs as PPO's does, and pin memory only where there is a device for it."""
+    trainer.args.dataloader_pin_memory = trainer.args.dataloader_pin_memory and trainer.args.device.type != "cpu"
+    use_console(trainer, "line")
+    return trainer
 
 
 def _without_lone_prompt(dataset: Any) -> Any:

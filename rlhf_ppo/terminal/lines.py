@@ -30,8 +30,10 @@ class Moment(NamedTuple):
 
 
 def number(value: float) -> str:
-    """Write a number of any size in at most nine characters, with three decimals where there is room."""
-    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
+    """Write a number of any size in at most nine characters, with four digits or more."""
+    if 1e3 <= abs(value) < 1e6:
+        return f"{value:.0f}"
+    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e3 else f"{value:.2e}"
 
 
 def _decimals(value: float) -> str:
@@ -51,6 +53,13 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("objective/kl", "kl", lambda value: f"KL {_decimals(value):>6}"),
     ("response/length_mean", "response_length_mean", lambda value: f"length {value:>6.1f}"),
     ("response/ended_frac", "ended_frac", lambda value: f"ended {value:>4.0%}"),
+)
+# Where there are none of these: of a language model, and of a reward model.
+_OF_OTHER_TRAINERS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("loss", "loss", lambda value: f"loss {_decimals(value):>7}"),
+    ("mean_token_accuracy", "mean_token_accuracy", lambda value: f"right tokens {value:>4.0%}"),
+    ("accuracy", "accuracy", lambda value: f"right pairs {value:>4.0%}"),
+    ("margin", "margin", lambda value: f"margin {_decimals(value):>6}"),
 )
 
 
@@ -85,8 +94,11 @@ def _counted(what: str, moment: Moment) -> str:
 
 
 def _figures(logs: Logs, key_of: Callable[[str, str], str]) -> list[str]:
-    found = ((logs.get(key_of(training, name)), words) for training, name, words in _FIGURES)
-    return [words(float(value)) for value, words in found if value is not None]
+    for figures in (_FIGURES, _OF_OTHER_TRAINERS):
+        found = [(logs.get(key_of(training, name)), words) for training, name, words in figures]
+        if said := [words(float(value)) for value, words in found if value is not None]:
+            return said
+    return []
 
 
 def _times(moment: Moment) -> list[str]:

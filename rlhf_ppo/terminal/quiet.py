@@ -30,6 +30,8 @@ SAYS_NOTHING_IN_LOGS = (
     # accelerate imports DeepSpeed where it is installed, also in runs without it; on a machine without a GPU it then
     # warns that it takes the CPU.
     ("DeepSpeed", "Setting accelerator to CPU"),
+    # Trainer misses a head that is the embeddings; weights that are really missing are an error of ours before.
+    ("transformers.trainer", "There were missing keys in the checkpoint model loaded"),
 )
 """Loggers, and the beginnings of the messages of theirs, that `quiet_calls` keeps back."""
 

@@ -36,10 +36,10 @@ def summary_table(log_history: Sequence[Mapping[str, Any]]) -> Table | None:
         log_history: All logs of the run, of earlier starts too.
 
     Returns:
-        One row for each figure that was logged; None where no update was.
+        One row for each figure that was logged; None where no update of PPO was.
     """
     updates = [log for log in log_history if "loss" in log]
-    if not updates:
+    if not any(key.startswith("objective/") for log in updates for key in log):
         return None
     evaluations = [log for log in log_history if "eval_runtime" in log]
     table = Table("", "first", "last", "lowest", "highest", title=_title(log_history, updates), title_justify="left")

@@ -16,7 +16,7 @@ from rlhf_ppo.checkpoints.whole import VALUE_MODEL_DIR
 from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model
-from rlhf_ppo.terminal.quiet import no_bars_of_models
+from rlhf_ppo.terminal.quiet import no_bars_of_models, quiet_calls
 
 
 def save_models(
@@ -61,7 +61,8 @@ def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn
         elif is_saved_under_other_names(part):
             load_under_other_names(part, directory)
         else:
-            load(directory, part)
+            with quiet_calls():
+                load(directory, part)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -54,6 +55,19 @@ def test_sft_learns_from_the_text_beside_which_a_prompt_stands(places, recwarn):
 
     assert losses[0]["train_loss"] == losses[1]["train_loss"]
     assert not [warning for warning in recwarn if "`gradient_checkpointing`" in str(warning.message)]
+
+
+def test_sft_and_reward_print_a_line_for_each_log(places, capsys, recwarn):
+    for command, data, figures in (
+        (commands.sft, "texts.jsonl", r"loss +\d\.\d{3} \| right tokens +\d+%"),
+        (commands.reward, "pairs.jsonl", r"loss +\d\.\d{3} \| right pairs +\d+% \| margin +-?\d\.\d{3}"),
+    ):
+        command(["--model_name_or_path", "base", "--dataset_name", data, "--logging_steps", "1", *QUICK])
+        printed = capsys.readouterr().out
+        lines = [line for line in printed.splitlines() if line.startswith("update")]
+        assert len(lines) == 2 and all(re.search(rf"/2 \| {figures} \| .* left$", line) for line in lines), printed
+        assert "{" not in printed and "The model is in out." in printed
+    assert not [warning for warning in recwarn if "pin_memory" in str(warning.message)]
 
 
 def test_sft_and_reward_take_the_options_of_trls_configurations(places):

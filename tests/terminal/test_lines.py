@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_ppo.terminal.lines import Moment, duration, line_of
+from rlhf_ppo.terminal.lines import Moment, duration, line_of, number
 from rlhf_ppo.terminal.summary import summary_table
 
 TRAINING = {
@@ -29,6 +29,14 @@ EVALUATION = {
         (EVALUATION, "evaluated  7/20 | score   1.250 | KL 12.500 | length   10.0 | ended 100% | 0.3 s"),
         ({"eval_red_score": 1.0, "eval_red_runtime": 2.0}, "evaluated red  7/20 | score   1.000 | 2.0 s"),
         ({"loss": 0.1, "objective/kl": 1e7}, "update     7/20 | KL 1.0e+07 |   4.0 s/update | 0:00:52 left"),
+        (
+            {"loss": 6.2694, "mean_token_accuracy": 0.1113, "grad_norm": 1.0},
+            "update     7/20 | loss   6.269 | right tokens  11% |   4.0 s/update | 0:00:52 left",
+        ),
+        (
+            {"eval_loss": 0.6936, "eval_accuracy": 0.5125, "eval_margin": -0.0007, "eval_runtime": 0.26},
+            "evaluated  7/20 | loss   0.694 | right pairs  51% | margin -0.001 | 0.3 s",
+        ),
         ({"mine": 0.5, "word": "yes", "epoch": 0.1}, "mine 0.500 | word yes"),
         ({"train_runtime": 12.0, "epoch": 1.0}, None),
         ({"epoch": 1.0}, None),
@@ -67,6 +75,21 @@ def test_any_log_is_at_most_one_line_that_fits(logs, update, num_updates, second
     assert line is None or (line.isprintable() and (width is None or len(line) <= width))
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.000"),
+        (7.5e-5, "7.50e-05"),
+        (999.5, "999.500"),
+        (1348.189, "1348"),
+        (-123456.7, "-123457"),
+        (2e6, "2.00e+06"),
+    ],
+)
+def test_numbers_of_any_size_are_short(value, text):
+    assert number(value) == text and len(text) <= 9
+
+
 def test_durations():
     assert [duration(seconds) for seconds in (0.4, 59.6, 3599.6, 100 * 3600)] == [
         "0:00:00", "0:01:00", "1:00:00", "100:00:00",
@@ -93,3 +116,4 @@ def test_the_table_compares_the_first_log_with_the_last():
         ("held-out score", "0.250", "0.250", "0.250", "0.250"),
     ]
     assert summary_table([{"eval_runtime": 1.0, "eval_score": 0.25}]) is None
+    assert summary_table([{"loss": 1.0, "grad_norm": 2.0}]) is None  # of another trainer

@@ -20,7 +20,8 @@ from rlhf_ppo.terminal.quiet import (
     no_bars_of_models,
     quiet_calls,
 )
-from tests.runs import QUICK
+from tests.conftest import tiny_policy
+from tests.runs import QUICK, DieAt, RunDied
 from tests.terminal.test_progress import Terminal
 
 
@@ -34,6 +35,18 @@ def test_a_run_warns_of_nothing_that_is_not_the_users(
     assert trainer.args.dataloader_pin_memory  # as the user has it
     assert [str(warning.message) for warning in recwarn] == []
     assert capfd.readouterr().err == ""
+
+
+def test_a_resumed_run_misses_no_head_that_is_the_embeddings(
+    make_trainer: Callable[..., PPOTrainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {**QUICK, "save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(RunDied):
+        make_trainer(**settings, model=tiny_policy(tie_word_embeddings=True), callbacks=[DieAt("on_save", 1)]).train()
+    logging.getLogger("transformers.trainer").addHandler(caplog.handler)
+    make_trainer(**settings, model=tiny_policy(tie_word_embeddings=True)).train(resume_from_checkpoint=True)
+    logging.getLogger("transformers.trainer").removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records if "missing keys" in record.getMessage()] == []
 
 
 def test_other_warnings_pass_and_the_users_filters_stay() -> None:
