@@ -388,10 +388,9 @@ class PPOTrainer(TrainerHooks):
         advantages, returns = self._critic.judged(rollout, partial(self.compute_advantages, rollout, rewards))
         weights = rollout.importance_weights(args.importance_sampling_clip_max)
         whitened = masked_whiten(advantages, mask, reduce_sum=self._sum)
-        self._loop.figures.take(rollout, self._score_unit, (paid, returns, whitened), weights)
+        scores = self._loop.figures.take(rollout, self._score_unit, (paid, returns, whitened), weights)
         weights = weights if args.importance_sampling_correction else None
-        is_positive = positive_responses(rollout, args, self._score_unit)
-        return Experience.of(rollout, whitened, returns, weights, is_positive)
+        return Experience.of(rollout, whitened, returns, weights, positive_responses(scores, args))
 
     def shape_rewards(self, rollout: Rollout) -> Tensor:
         """Give each token its reward: its KL penalty, its own reward, and at the last real token the response's score.
@@ -493,7 +492,7 @@ class PPOTrainer(TrainerHooks):
             if not is_last:
                 self._learning.end_micro_batch(index)
         losses[-1] = losses[-1] + of_texts
-        return self._ptx.counted(self._steps.step(model, losses, statistics))
+        return self._steps.step(model, losses, statistics)
 
     @property
     def _learns_in_turn(self) -> bool:

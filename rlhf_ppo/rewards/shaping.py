@@ -47,23 +47,17 @@ def masked_kl(rollout: Rollout, estimator: str) -> Tensor | None:
     return kl.masked_fill(~rollout.response_mask, 0.0)
 
 
-def positive_responses(rollout: Rollout, args: PPOConfig, unit: ScoreMoments | None) -> Tensor | None:
+def positive_responses(scores: Tensor, args: PPOConfig) -> Tensor | None:
     """Tell which responses are imitated: those that are paid more than `positive_nll_threshold`.
 
-    What counts is the score as `objective/scores` has it, after all shaping, with the rewards of single tokens.
-
     Args:
-        rollout: `B` scored responses.
-        args: Gives what shapes the scores, and the threshold.
-        unit: What scores are scaled by.
+        scores: As `objective/scores` has them, after all shaping, with the rewards of single tokens, `(B,)`.
+        args: Gives the threshold.
 
     Returns:
         bool `(B,)`, False without a score; None with `positive_nll_coef` 0.
     """
-    if args.positive_nll_coef == 0:
-        return None
-    scores, token_scores = shape_scores(rollout, args, unit)
-    return scores + token_scores.sum(dim=1) > args.positive_nll_threshold
+    return None if args.positive_nll_coef == 0 else scores > args.positive_nll_threshold
 
 
 def whole_scores(rollout: Rollout) -> Tensor:

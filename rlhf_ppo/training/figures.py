@@ -73,7 +73,7 @@ class UpdateFigures:
         score_unit: ScoreMoments | None,
         of_tokens: tuple[Tensor, Tensor, Tensor],
         weights: Tensor | None,
-    ) -> None:
+    ) -> Tensor:
         """Take the metrics of a rollout, note its first responses and count its tokens.
 
         Args:
@@ -82,6 +82,9 @@ class UpdateFigures:
             of_tokens: What each token was paid before whitening, what the value model is to expect, and whitened
                 advantages, `(B, T)` each.
             weights: Importance weights, `(B, T)`, or None.
+
+        Returns:
+            What each of this rank's responses is paid in all, float32 `(B,)`, NaN without a score.
         """
         run, args, logged = self.run, self.run.args, self.run._logged.columns
         paid, returns, advantages = of_tokens
@@ -97,6 +100,7 @@ class UpdateFigures:
         self.num_response_tokens = int(columns["length"].sum())
         self._count_input_tokens(rollout.attention_mask)
         self.completions.note(run.state.global_step + 1, rollout, advantages, paid, own, logged)
+        return own["scores"]
 
     def _count_input_tokens(self, attention_mask: Tensor) -> None:
         run, counted = self.run, self.run.args.include_num_input_tokens_seen

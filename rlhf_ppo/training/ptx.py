@@ -112,15 +112,10 @@ class LanguageModeling:
         statistics.ptx = torch.stack([total, rows.response_mask.sum().float()])
         return coef * total / num_tokens * run.accelerator.num_processes
 
-    def counted(self, grad_norm: float | Tensor) -> float | Tensor:
-        """Count the rows of a step that is done; one that a signal gives up takes the same ones again.
-
-        Args:
-            grad_norm: The step's, which is returned.
-        """
+    def count_step(self) -> None:
+        """Count the rows of a step that is done; one that a signal gives up takes the same ones again."""
         if not self.run._critic.is_alone:
             self.num_drawn += self.run.sizes.mini_batch_size
-        return grad_norm
 
     def _rows(self) -> Responses:
         """Return this rank's rows of the next step, the longest first."""
