@@ -38,19 +38,25 @@ def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:
     """
     head = output_layer(policy)
     if in_float32:
-        layers = [layer for layer in head.modules() if type(layer) in (nn.Linear, StoredLinear, Float32Linear)]
-        if not layers:
+        kinds = nn.Linear, StoredLinear, Float32Linear
+        own = _without_adapters(head)
+        if type(own) not in kinds:
             raise ValueError(
                 f"lm_head_float32=True, but the head of {type(transformers_model(policy)).__name__} is a "
-                f"{type(head).__name__}, which multiplies in a type of its own; leave it False, or load the model "
+                f"{type(own).__name__}, which multiplies in a type of its own; leave it False, or load the model "
                 "with its head in 16 or 32 bits (llm_int8_skip_modules=['lm_head'])"
             )
-        for layer in layers:
+        for layer in [layer for layer in head.modules() if type(layer) in kinds]:
             layer.__class__ = Float32Linear
     else:
         widened: list[nn.Linear] = [layer for layer in head.modules() if isinstance(layer, Float32Linear)]
         for layer in widened:
             layer.__class__ = nn.Linear
+
+
+def _without_adapters(head: nn.Module) -> nn.Module:
+    inner = getattr(head, "base_layer", getattr(head, "original_module", None))
+    return head if inner is None else _without_adapters(inner)
 
 
 def is_in_float32(head: nn.Module) -> bool:

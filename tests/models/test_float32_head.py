@@ -149,12 +149,15 @@ def test_all_models_of_a_bf16_run_have_it_and_without_it_none(make_trainer: Make
 
 
 def test_a_head_of_another_kind_is_an_error(make_trainer: MakeTrainer) -> None:
+    """With an adapter on it, too."""
+
     class Quantized(nn.Linear):
         pass
 
     policy = tiny_policy()
     policy.lm_head.__class__ = Quantized
-    with pytest.raises(ValueError, match=r"lm_head_float32=True, but the head of LlamaForCausalLM is a Quantized"):
-        make_trainer(**QUICK, model=policy, lm_head_float32=True)
+    for given in ({}, {"peft_config": LoraConfig(target_modules=["q_proj", "lm_head"])}):
+        with pytest.raises(ValueError, match=r"lm_head_float32=True, but the head of LlamaForCausalLM is a Quantized"):
+            make_trainer(**QUICK, **given, model=policy, lm_head_float32=True)
     multiply_head_in_float32(policy, False)
     assert not any(isinstance(layer, Float32Linear) for layer in policy.modules())
