@@ -492,7 +492,9 @@ class PPOTrainer(TrainerHooks):
             if not is_last:
                 self._learning.end_micro_batch(index)
         losses[-1] = losses[-1] + of_texts
-        return self._steps.step(model, losses, statistics)
+        grad_norm = self._steps.step(model, losses, statistics)
+        self._ptx.count_step()
+        return grad_norm
 
     @property
     def _learns_in_turn(self) -> bool:

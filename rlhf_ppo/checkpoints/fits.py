@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_ppo.checkpoints.progress import Progress
@@ -82,6 +83,21 @@ def check_engine(directory: str, is_deepspeed: bool, is_fsdp: bool) -> None:
             f"{engine} reads the optimizer from; launch as it was launched, or start a new run from it with "
             "model=<checkpoint> and value_model=<checkpoint>/value_model"
         )
+
+
+def begun_models(directory: str) -> set[str]:
+    """Name the models, by the first part of their parameters' names, that FSDP's optimizer has a state of.
+
+    Args:
+        directory: The checkpoint's.
+    """
+    if (whole := Path(directory, "optimizer.bin")).exists():
+        names = torch.load(whole, map_location="meta", weights_only=True)["state"].keys()
+    else:
+        entries = FileSystemReader(Path(directory, "optimizer_0")).read_metadata().state_dict_metadata
+        prefix = "optimizer.state."
+        names = [entry.removeprefix(prefix) for entry in entries if entry.startswith(prefix)]
+    return {name.partition(".")[0] for name in names}
 
 
 def optimizer_name(optimizer: Any) -> str:

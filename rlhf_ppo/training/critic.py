@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, explained_variance
+from rlhf_ppo.checkpoints.fits import begun_models
 from rlhf_ppo.checkpoints.progress import PPOTrainerState
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.experience import Experience
@@ -32,6 +34,8 @@ Estimate = Callable[[], tuple[Tensor, Tensor]]
 class CriticRun(Protocol):
     """What the value model's learning asks of its trainer."""
 
+    is_fsdp_enabled: bool
+    model: Any
     optimizer: Any
     state: PPOTrainerState
     _config: PPOConfig
@@ -180,6 +184,27 @@ class CriticLearning:
         self._left_out = []
 
     # ---- Checkpoints ----
+
+    @contextmanager
+    def loading(self, checkpoint: str) -> Iterator[None]:
+        """Let FSDP load an optimizer that has no state of the policy yet, as in warm-up, and give it none.
+
+        torch asks for the state of all parameters that require a gradient.
+
+        Args:
+            checkpoint: Its directory.
+        """
+        policy = self.run._unwrapped(self.run.model).policy
+        held = [each for each in policy.parameters() if each.requires_grad]
+        if not self.run.is_fsdp_enabled or "policy" in begun_models(checkpoint):
+            held = []
+        for parameter in held:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in held:
+                parameter.requires_grad_(True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether warm-up is over; how many updates it has had, `global_step` says."""

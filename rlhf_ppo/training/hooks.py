@@ -239,7 +239,7 @@ class TrainerHooks(Trainer):
         if checkpoint is None:
             return
         check_optimizer(self.optimizer, checkpoint)
-        with naming(checkpoint, "its optimizer.pt or scheduler.pt"):
+        with naming(checkpoint, "its optimizer.pt or scheduler.pt"), self._critic.loading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         put_optimization_in_force(self, checkpoint)
 

@@ -111,7 +111,7 @@ class Optimization:
             optimizer = with_critic_groups(optimizer, model, args.critic_learning_rate)
         if is_held:
             critic = _critic_parameters(model)
-            groups = enumerate(optimizer.param_groups)
+            groups = enumerate(group for group in optimizer.param_groups if group["params"])  # it drops the others
             self.policy_groups = [index for index, group in groups if critic.isdisjoint(map(id, group["params"]))]
         return optimizer
 

@@ -19,7 +19,6 @@ from rlhf_ppo.training.divergence import DivergenceGuard
 
 if TYPE_CHECKING:
     from rlhf_ppo.training.critic import CriticLearning
-    from rlhf_ppo.training.ptx import LanguageModeling
 
 
 class SteppedRun(Protocol):
@@ -30,7 +29,6 @@ class SteppedRun(Protocol):
     is_deepspeed_enabled: bool
     optimizer: Any
     _critic: CriticLearning
-    _ptx: LanguageModeling
     _tr_loss: Tensor
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
@@ -111,7 +109,6 @@ class OptimizerSteps:
             if run.accelerator.scaler is not None:
                 run.accelerator.scaler.update()  # the gradients were unscaled, which it expects a step to follow
         model.zero_grad()
-        run._ptx.count_step()
         return grad_norm
 
     def _norms_of_models(self, model: nn.Module) -> Tensor | None:

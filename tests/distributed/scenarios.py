@@ -46,12 +46,13 @@ def launched_as(trainer: PPOTrainer) -> dict[str, Any]:
 
 
 class FixedResponses(PPOTrainer):
-    """Answers each prompt with ids drawn from a generator that the prompt alone seeds."""
+    """Answers each prompt with ids drawn from a generator that the prompt seeds, and which of its responses it is."""
 
     def generate_responses(self, policy: Any, prompts: Prompts, config: Any) -> Responses:
         rows = []
-        for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True):
-            generator = torch.Generator().manual_seed(int((ids[real] * torch.arange(1, int(real.sum()) + 1)).sum()))
+        for row, (ids, real) in enumerate(zip(prompts.input_ids, prompts.attention_mask, strict=True)):
+            seed = int((ids[real] * torch.arange(1, int(real.sum()) + 1)).sum())
+            generator = torch.Generator().manual_seed(seed + 1000 * (row % self.args.num_generations))
             rows.append(torch.randint(1, 12, (self.args.response_length,), generator=generator))
         return join_responses(prompts, torch.stack(rows), self.tokens.stop, self.tokens.pad)
 
@@ -204,12 +205,13 @@ class KeepWeights(TrainerCallback):
     on_train_end = on_step_begin
 
 
-def warm_the_critic_up(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
+def warm_the_critic_up(output_dir: str, models: str, adapters: bool = False, **overrides: Any) -> dict[str, Any]:
     """Train two updates of critic warm-up and one of both models; return how far each moved, in learning rates."""
     weights = KeepWeights()
     trainer = weights.trainer = make_trainer(
-        output_dir, models, FixedResponses, given={"callbacks": [weights]}, critic_warmup_steps=2, num_ppo_epochs=1,
-        num_mini_batches=1, weight_decay=0.1, lr_scheduler_type="constant", **overrides,
+        output_dir, models, FixedResponses, given={"callbacks": [weights], **(lora() if adapters else {})},
+        critic_warmup_steps=2, num_ppo_epochs=1, num_mini_batches=1, weight_decay=0.1, lr_scheduler_type="constant",
+        **overrides,
     )  # fmt: skip
     trainer.train()
     kept, logs = weights.kept, [log for log in trainer.state.log_history if "val/critic_warmup" in log]
