@@ -36,4 +36,5 @@ CISPO: dict[str, Any] = BESIDE | {
     "cliprange_high": 1.0,
     "loss_aggregation": "sequence",
     "critic_learning_rate": 0.02,
+    "num_generations": 2,
 }

@@ -18,6 +18,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
@@ -637,17 +638,22 @@ def search(output_dir: str, models: str) -> dict[str, Any]:
 def first_update_in_bf16(
     output_dir: str, models: str, adapters: bool = False, local_batch_size: int = 4
 ) -> dict[str, Any]:
-    """One SGD step of rate 1 on 8 rows in micro-batches of 2; return rollout, ratios, log and gradients."""
+    """One SGD step of rate 1 on 8 rows in micro-batches of 2; return rollout, ratios, log and gradients.
+
+    With adapters, one of them on the tied head, the head multiplies in float32. Returned too is how far each pass's
+    log-probabilities are off those of float64.
+    """
+    of_adapters = lora() | {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "lm_head"])}
     reward_model = AutoModelForSequenceClassification.from_pretrained(f"{models}/reward_model")
     torch.manual_seed(0)  # of the adapters
     trainer = make_trainer(
-        output_dir, models, FixedResponses, given={"reward_model": reward_model, **(lora() if adapters else {})},
+        output_dir, models, FixedResponses, given={"reward_model": reward_model, **(of_adapters if adapters else {})},
         num_prompts=8, gradient_accumulation_steps=local_batch_size // 2, bf16=True, num_ppo_epochs=1,
-        num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
+        num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0, lm_head_float32=adapters,
     )  # fmt: skip
     rollouts, steps = record_rollouts(trainer), FirstStep()
     trainer.add_callback(steps)
-    with recorded_ratios() as ratios:
+    with recorded_ratios() as ratios, recorded_heads(f"{models}/policy/model.safetensors") as off_by:
         trainer.train()
     rollout = rollouts[0]
     return {
@@ -656,6 +662,7 @@ def first_update_in_bf16(
             name: getattr(rollout, name).numpy() for name in ("logprobs", "ref_logprobs", "values", "final_values")
         },
         "ratios": np.concatenate(ratios),
+        "head_is_off_by": off_by,
         "log": trainer.state.log_history,
         "gradients": steps.gradients,
     }
@@ -673,6 +680,25 @@ def recorded_ratios() -> Iterator[list[np.ndarray]]:
 
     with patch.object(trainers, "clipped_policy_loss", recording):
         yield ratios
+
+
+@contextmanager
+def recorded_heads(weights: str) -> Iterator[list[float]]:
+    """Keep how far each pass's log-probabilities are off those of float64, from the same states and tied head.
+
+    The adapters on it give 0 before the first step. Engines with states in 16 bits have the head in 16 bits, too.
+    """
+    head, compute, off_by = load_file(weights)["model.embed_tokens.weight"], logprobs.token_logprobs, []
+
+    def recording(policy: Any, states: torch.Tensor, targets: torch.Tensor, temperature: float, *others: Any) -> Any:
+        found = compute(policy, states, targets, temperature, *others)
+        logits = states.detach().double() @ head.to(states.dtype).double().T / temperature
+        exact = logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+        off_by.append(float((found[0].detach().double() - exact).norm() / exact.norm()))
+        return found
+
+    with patch.object(logprobs, "token_logprobs", recording):
+        yield off_by
 
 
 class FirstStep(TrainerCallback):

@@ -17,9 +17,10 @@ def runs(config, folder, models):
     """Train all weights and adapters by recipes, and take one step on either, in the same two processes."""
     whole, adapter, one_step = (str(folder / name) for name in ("whole", "adapter", "one_step"))
     step = {"output_dir": one_step, "models": str(models), "local_batch_size": 4, "tokens_per_chunk": 3}
+    of_adapters = {"adapters": True, "max_steps": 1, "gae_level": "turn", **recipes.CISPO}
     calls = [
         ("train", {"output_dir": whole, "models": str(models), **recipes.PPO, **recipes.BESIDE}),
-        ("train", {"output_dir": adapter, "models": str(models), "adapters": True, "max_steps": 1, **recipes.CISPO}),
+        ("train", {"output_dir": adapter, "models": str(models), **of_adapters}),
         *(("one_step", {**step, "adapted_head": adapted}) for adapted in (False, True)),
     ]
     return processes.run_all(config, calls)
@@ -57,7 +58,7 @@ def test_rewards_per_token_and_scaled_scores_are_those_of_one_process(models, tm
 
     def ranks(world: int) -> list[list[dict[str, Any]]]:
         how = {"models": str(models), "local_batch_size": 8 // world}
-        by_recipe = {"in_turns": True, "num_ppo_epochs": 3, **recipes.PPO, "kl_stop": 2.2}
+        by_recipe = {"in_turns": True, "gae_level": "turn", "num_ppo_epochs": 3, **recipes.PPO, "kl_stop": 2.2}
         calls = [
             ("two_updates_of_scaled_rewards", {"output_dir": f"{tmp_path}/{world}-fixed", **recipes.CISPO, **how}),
             ("two_updates_of_scaled_rewards", {"output_dir": f"{tmp_path}/{world}-turns", **by_recipe, **how}),
@@ -123,13 +124,16 @@ def assert_loads_as_trained(whole, adapter, folder, models):
 
 
 def test_ranks_share_the_prompts_of_an_epoch_and_answer_with_random_numbers_of_their_own(models, tmp_path):
-    """Each prompt goes to one rank, once an epoch, from a stream too; to one prompt the ranks give other answers."""
+    """Each prompt goes to one rank, once an epoch, from a stream too; to one prompt the ranks give other answers.
+
+    All responses to a prompt are of one rank.
+    """
     arguments = (
         {"train_sampling_strategy": "random"}, {"train_sampling_strategy": "group_by_length"}, {"stream": True},
-        {"tokens": [5] * 16, "learning_rate": 0.0},
+        {"tokens": [5] * 16, "learning_rate": 0.0}, {"num_generations": 2},
     )  # fmt: skip
     run = {"output_dir": str(tmp_path), "models": str(models)}
-    *epochs, same = processes.run_all("multi_gpu", [("see_prompts", {**run, **given}) for given in arguments])
+    *epochs, same, groups = processes.run_all("multi_gpu", [("see_prompts", {**run, **given}) for given in arguments])
 
     for (one, other), given in zip(epochs, arguments, strict=False):
         assert one["num_processes"] == other["num_processes"] == 2
@@ -138,3 +142,6 @@ def test_ranks_share_the_prompts_of_an_epoch_and_answer_with_random_numbers_of_t
             assert sorted(one["seen"][epoch] + other["seen"][epoch]) == list(range(3, 19))
         assert "stream" in given or one["seen"][:8] != one["seen"][8:]
     assert same[0]["seen"] == same[1]["seen"] and same[0]["answers"] != same[1]["answers"]
+    assert all(rank["seen"][::2] == rank["seen"][1::2] for rank in groups)
+    assert all(rank["answers"][::2] != rank["answers"][1::2] for rank in groups)
+    assert sorted(groups[0]["seen"][::2] + groups[1]["seen"][::2]) == list(range(3, 19))

@@ -12,9 +12,10 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize("config", ["multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"])
 def test_both_models_learn_at_their_rates_and_a_longer_run_has_its_schedule(config, models, tmp_path):
     how = {"output_dir": str(tmp_path), "models": str(models)}
-    warmups = [("warm_the_critic_up", how | {"output_dir": f"{tmp_path}/warm"})]
+    adapters = {"adapters": config in ("deepspeed_zero2", "fsdp2")}
+    warmups = [("warm_the_critic_up", how | adapters | {"output_dir": f"{tmp_path}/warm"})]
     if config == "multi_gpu":  # DDP then counts on each parameter
-        counts = {"output_dir": f"{tmp_path}/counts", "ddp_find_unused_parameters": False}
+        counts = {"output_dir": f"{tmp_path}/counts", "ddp_find_unused_parameters": False, "adapters": True}
         warmups.append(("warm_the_critic_up", how | counts))
     ranks, *warmed = processes.run_all(config, [("train_longer_at_two_rates", how), *warmups])
     for rank, *_ in warmed:

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.distributed
 def test_a_killed_run_ends_like_one_that_was_not(config, models, tmp_path):
     """In bf16, where the engine's weights are not all that must be saved; what is saved loads as it was trained.
 
+    The run of adapters is killed while the value model learns alone, before the policy has a state in the optimizer.
+
     The killed run's update before the kill is in the log too, so that two launches with one seed give the same bits.
     """
 
@@ -30,24 +32,27 @@ def test_a_killed_run_ends_like_one_that_was_not(config, models, tmp_path):
         run = {"output_dir": str(tmp_path / name), "models": str(models), "adapters": adapters, **arguments}
         return "train_with_checkpoints", {"bf16": True, "num_ppo_epochs": 2, **recipes.FOLLOWING, **run}
 
-    ema = {"reference_ema": DECAY}
+    ema, warm = {"reference_ema": DECAY}, {"critic_warmup_steps": 2}
 
     def run_all(*calls, **how):
         return processes.run_all(config, calls, options=["--mixed_precision", "bf16"], **how)
 
     whole, whole_adapters = run_all(
-        call("a", False, **ema), call("b", True), call("full", False, die_at=1, **ema), last_is_killed=True
+        call("a", False, **ema), call("b", True, **warm), call("full", False, die_at=1, **ema), last_is_killed=True
     )
     for ranks in (whole, whole_adapters):
         assert [(rank["distributed_type"], rank["zero_stage"]) for rank in ranks] == [LAUNCHERS[config]] * 2
         assert [rank["mixed_precision"] for rank in ranks] == ["bf16"] * 2
     assert checkpoints(tmp_path / "full") == {"checkpoint-1"}
-    (resumed,) = run_all(call("full", False, resume=True, **ema), call("LoRA", True, die_at=1), last_is_killed=True)
+    (resumed,) = run_all(
+        call("full", False, resume=True, **ema), call("LoRA", True, die_at=1, **warm), last_is_killed=True
+    )
     assert checkpoints(tmp_path / "LoRA") == {"checkpoint-1"}
-    (resumed_adapters,) = run_all(call("LoRA", True, resume=True))
+    (resumed_adapters,) = run_all(call("LoRA", True, resume=True, **warm))
 
     assert_same_end(resumed, whole)
     assert_same_end(resumed_adapters, whole_adapters)
+    assert [entry["val/critic_warmup"] for entry in updates(whole_adapters[0]["log"])] == [1, 1, 0]
     assert_reference_has_moved(tmp_path, models / "policy", config.startswith("deepspeed"))
     assert_loads_as_trained(tmp_path, whole[0]["parameters"], whole_adapters[0]["parameters"])
     if config.startswith("deepspeed"):
@@ -151,8 +156,11 @@ BETWEEN_MINIBATCHES, HANGING = {"checkpoint-1-1": ("on_optimizer_step", 1)}, {"c
     ids=["multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"],
 )
 def test_sigterm_to_one_rank_saves_a_checkpoint_from_which_the_run_goes_on(config, moments, models, tmp_path):
-    """In float32; in the middle of learning, between mini-batches and micro-batches, and where a reward hangs."""
-    run = {"models": str(models), "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    """In float32; in the middle of learning, between mini-batches and micro-batches, and where a reward hangs.
+
+    Texts are learned from besides, of which a step that is given up takes the same ones again.
+    """
+    run = {"models": str(models), "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "ptx_coef": 0.3}
     whole, *stopped = processes.run_all(
         config,
         [
@@ -208,23 +216,31 @@ def test_one_ranks_full_disk_under_an_engine_is_said_by_that_rank(models, tmp_pa
     assert whole_checkpoints(tmp_path) == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize("config", ["multi_gpu", "fsdp2"])
-def test_one_process_goes_on_where_two_stopped(config, models, tmp_path):
-    run = {
-        "output_dir": str(tmp_path), "models": str(models), "fixed_responses": True, "num_mini_batches": 1,
-        "max_steps": 2, "learning_rate": 0.1, "adam_epsilon": 1.0,
-    }  # fmt: skip
-    two = processes.run(config, "train_with_checkpoints", **run)
+@pytest.mark.parametrize(("config", "before", "after"), [("multi_gpu", 1, 2), ("fsdp2", 2, 1)], ids=["DDP", "FSDP2"])
+def test_another_number_of_processes_goes_on(config, before, after, models, tmp_path):
+    """As those before would have, which took the second update too, with a reference that has moved."""
+
+    def train(world, **arguments):
+        run = {
+            "output_dir": str(tmp_path), "models": str(models), "fixed_responses": True, "num_mini_batches": 1,
+            "max_steps": 2, "learning_rate": 0.1, "adam_epsilon": 1.0, "reference_ema": 0.5,
+            "gradient_accumulation_steps": 4 // world, **arguments,
+        }  # fmt: skip
+        ranks = processes.run(config, "train_with_checkpoints", world=world, **run)
+        return ranks[0], load_file(tmp_path / "checkpoint-2" / MOVED_NAME)
+
+    whole, expected = train(before)
     shutil.rmtree(tmp_path / "checkpoint-2")
+    resumed, moved = train(after, resume=True)
 
-    one = processes.run(config, "train_with_checkpoints", world=1, resume=True, gradient_accumulation_steps=4, **run)
-
-    assert one[0]["num_processes"] == 1
-    for ours, theirs in zip(updates(one[0]["log"]), updates(two[0]["log"]), strict=True):
+    assert (whole["num_processes"], resumed["num_processes"]) == (before, after)
+    for ours, theirs in zip(updates(resumed["log"]), updates(whole["log"]), strict=True):
         del ours["val/ratio_var"], theirs["val/ratio_var"]  # over micro-batches, which are others
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    for name, value in two[0]["parameters"].items():
-        np.testing.assert_allclose(one[0]["parameters"][name], value, rtol=0, atol=1e-5, err_msg=name)
+    for name, value in whole["parameters"].items():
+        np.testing.assert_allclose(resumed["parameters"][name], value, rtol=0, atol=1e-5, err_msg=name)
+    for name, value in expected.items():
+        torch.testing.assert_close(moved[name], value, rtol=0, atol=1e-5, msg=name)
 
 
 def test_another_batch_or_another_number_of_deepspeed_processes_is_an_error(models, tmp_path):

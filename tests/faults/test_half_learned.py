@@ -34,9 +34,10 @@ from tests.runs import DieAt, RunDied, assert_identical, end_of_run
 RUN: dict[str, Any] = {
     "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_ppo_epochs": 2, "num_mini_batches": 2,
     "total_episodes": 12, "include_num_input_tokens_seen": "all", "score_scaling": True, "on_divergence": "skip",
-    "lr_scheduler_type": "linear", "num_completions_to_keep": 3,
+    "lr_scheduler_type": "linear", "num_completions_to_keep": 3, "ptx_coef": 0.3,
 }  # fmt: skip
-"""Three updates, each with four optimizer steps of two micro-batches."""
+"""Three updates, each with four optimizer steps of two micro-batches of responses and two of texts."""
+TEXTS = [{"text": " ".join(f"w{row + word}" for word in range(1 + row))} for row in range(5)]
 
 
 class Notes(TrainerCallback):
@@ -80,7 +81,7 @@ def nan_in_the_second_update(completion_ids: Any, trainer_state: Any, log_metric
 
 def make(output_dir: Path, *callbacks: Any, trainer_class: Any = PPOTrainer, **overrides: Any) -> PPOTrainer:
     """A trainer whose policy has dropout while it learns."""
-    given = {"callbacks": list(callbacks), "reward_funcs": nan_in_the_second_update}
+    given = {"callbacks": list(callbacks), "reward_funcs": nan_in_the_second_update, "ptx_dataset": TEXTS}
     with patch.object(conftest, "PPOTrainer", trainer_class):
         trainer = make_saving(output_dir, given=given, **{**RUN, **overrides})
     trainer.policy_model.model.embed_tokens.register_forward_hook(

@@ -113,7 +113,7 @@ DOCUMENTED: dict[str, dict[str, str]] = {
         "Another `seed`": f"{OTHERS}test_a_change_is_said_with_what_is_in_force",
         "Other episodes": f"{OTHERS}test_what_cannot_go_on_is_refused",
         "Another optimizer": f"{OTHERS}test_what_cannot_go_on_is_refused",
-        "Another number of processes": f"{RESUME}test_one_process_goes_on_where_two_stopped",
+        "Another number of processes": f"{RESUME}test_another_number_of_processes_goes_on",
         "In the middle of learning": f"{FAULTS}test_half_learned.py::test_an_update_is_finished_as_it_was_begun",
         "`overwrite_output_dir=True`": f"{OUTPUT_DIR}test_overwriting_and_resuming_contradict_each_other",
     },

@@ -17,6 +17,7 @@ from rlhf_ppo.config.health import HealthThresholds
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.reporting.health import History, learning
 from rlhf_ppo.training import critic
+from rlhf_ppo.training.optimization import Optimization
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_peft import lora
 from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run, history, parameters
@@ -170,6 +171,18 @@ def test_a_resumed_run_knows_that_it_is_over(make_trainer: MakeTrainer, foreseen
 
 
 # ---- What it is said of ----
+
+
+def test_deepspeed_holds_the_policys_groups_by_the_numbers_that_it_gives_them(make_trainer: MakeTrainer) -> None:
+    """It drops groups without parameters, such as that of adapters for what has no weight decay."""
+    trainer = make_trainer(**WARM, peft_config=lora(), value_peft_config=lora())
+    optimization = Optimization((None, None))
+    optimization._is_deepspeed = True
+    groups = optimization.rated(trainer.create_optimizer(), trainer.model, trainer.args).param_groups
+    kept = [group["params"] for group in groups if group["params"]]
+    held = {id(each) for index in optimization.policy_groups for each in kept[index]}
+    assert held == {id(each) for each in trainer.policy_model.parameters() if each.requires_grad}
+    assert len(kept) < len(groups)
 
 
 def test_the_gradient_that_comes_with_the_policy_is_no_spike() -> None:

@@ -100,6 +100,12 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if optimizer is not None:\n            check_covers(optimizer, model)", ""),
         ("if id(parameter) not in held", "if id(parameter) in held"),
     ],
+    (
+        "optimization.py",
+        "tests/training/test_critic_warmup.py::test_deepspeed_holds_the_policys_groups_by_the_numbers_that_it_gives_them",
+    ): [
+        ('(group for group in optimizer.param_groups if group["params"])', "(optimizer.param_groups)"),
+    ],
     ("optimization.py", "tests/training/test_optimization.py::test_what_is_frozen_on_purpose_need_not_be_held"): [
         ("        if parameter.requires_grad\n", ""),
     ],
