@@ -38,7 +38,7 @@ class Sizes:
 
     Attributes:
         updates: PPO updates; None for the task's.
-        every: Updates from one evaluation to the next; None for a tenth of the run.
+        every: Updates from one evaluation to the next; None for a sixth of the run.
         num_prompts: Held-out responses of an evaluation in between.
         num_final: Of that at the end.
     """
@@ -46,7 +46,7 @@ class Sizes:
     updates: int | None = None
     every: int | None = None
     num_prompts: int = 128
-    num_final: int = 512
+    num_final: int = 1024
 
 
 def module_of(task: str) -> TaskModule:
@@ -75,10 +75,11 @@ def run_cell(
     updates = sizes.updates or task.num_updates
     policy, reference = (AutoModelForCausalLM.from_pretrained(task.policy) for _ in range(2))
     evaluate = Evaluator(task, reference, reward_of(task, scores_of), seed)
-    points = Points(evaluate, policy, sizes.every or max(1, updates // 10), sizes.num_prompts)
+    points = Points(evaluate, policy, sizes.every or max(1, updates // 6), sizes.num_prompts)
     first = evaluate(policy, sizes.num_final)
     with tempfile.TemporaryDirectory() as folder:
-        said = COMMON | task.arguments | overrides(variant) | (changes or {})
+        options = overrides(variant, task.arguments["learning_rate"])
+        said = COMMON | task.arguments | options | (changes or {})
         batch_size = said["per_device_train_batch_size"] * said["gradient_accumulation_steps"]
         rows = {"total_episodes": updates * batch_size, "local_rollout_forward_batch_size": batch_size}
         train = LIBRARIES["trl" if variant == TRL else "ours"]

@@ -41,8 +41,9 @@ class Evaluator:
 
         Returns:
             Means over responses: `gold`, the judge; `reward`, what training pays; `kl`, the sum over a response's
-            tokens of `log pi - log pi_ref` at the temperature, nats; `length`, tokens. And `unique`, the share of
-            different responses.
+            places of `sum_v pi(v) (log pi(v) - log pi_ref(v))` over the vocabulary at the temperature, nats, which
+            varies less than that of the sampled tokens alone and has the same mean; `length`, tokens. And `unique`,
+            the share of different responses.
         """
         prompts = [self.task.held_out[row % len(self.task.held_out)] for row in range(num_prompts)]
         figures: dict[str, list[float]] = {"gold": [], "reward": [], "kl": [], "length": []}
@@ -60,7 +61,7 @@ class Evaluator:
         return {name: fmean(values) for name, values in figures.items()} | {"unique": len(set(texts)) / len(texts)}
 
     def _respond(self, policy: PreTrainedModel, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-        """Return log-ratios `(B, T)`, the mask of real tokens `(B, T)` and the responses."""
+        """Return the KL at each place `(B, T)`, the mask of real tokens `(B, T)` and the responses."""
         tokenizer, said = self.task.tokenizer, self.task.arguments
         inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
         how = GenerationConfig(
@@ -79,17 +80,18 @@ class Evaluator:
         is_end = (responses == tokenizer.eos_token_id).long()
         mask = (is_end.cumsum(1) - is_end) == 0
         whole = torch.cat((inputs["attention_mask"].bool(), mask), 1)
-        logprobs = [self._logprobs(model, sequences, whole, context) for model in (policy, self.reference)]
+        logprobs, theirs = (self._logprobs(model, sequences, whole, context) for model in (policy, self.reference))
         kept = [row[real].tolist() for row, real in zip(responses, mask, strict=True)]
-        return logprobs[0] - logprobs[1], mask, self._texts(kept)
+        return (logprobs.exp() * (logprobs - theirs)).sum(2), mask, self._texts(kept)
 
     def _logprobs(
         self, model: PreTrainedModel, sequences: torch.Tensor, mask: torch.Tensor, context: int
     ) -> torch.Tensor:
+        """Return the log-probabilities of all tokens at each place of the responses, `(B, T, V)`."""
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         logits = model(input_ids=sequences, attention_mask=mask.long(), position_ids=positions).logits
         scaled = logits[:, context - 1 : -1].float() / self.task.arguments["temperature"]
-        return scaled.log_softmax(-1).gather(2, sequences[:, context:, None])[..., 0]
+        return scaled.log_softmax(-1)
 
     def _texts(self, rows: list[list[int]]) -> list[str]:
         return self.task.tokenizer.batch_decode(rows, skip_special_tokens=True)

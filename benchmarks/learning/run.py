@@ -113,7 +113,8 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tasks", nargs="+", choices=sorted({*TASKS, *EXAMPLES}), default=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=5, help="how many; the first is 0")
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--first-seed", type=int, default=0, help="others than 0 choose; 0 and so on then report")
     parser.add_argument(
         "--against-trl", type=Path, help="a Python interpreter with trl==1.12.0, or the folder it was installed into"
     )
@@ -148,8 +149,9 @@ def main() -> None:
     options = tuple(f"--{name}={value}" for name, value in sizes.items() if value is not None)
     runner = Runner(given.work, given.data, given.against_trl, options)
     variants = [*([TRL] if given.against_trl else []), PLAIN, *(name for name in given.options if name != PLAIN)]
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
     done = {(cell["task"], cell["variant"], cell["seed"]) for cell in read_results(given.work)}
-    left = [cell for cell in cells(given.tasks, variants, range(given.seeds)) if cell not in done]
+    left = [cell for cell in cells(given.tasks, variants, seeds) if cell not in done]
     print(f"{len(done)} cells are finished, {len(left)} are left", flush=True)
     with ThreadPoolExecutor(given.jobs) as pool:
         finished = list(pool.map(runner, left))

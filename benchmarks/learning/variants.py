@@ -45,18 +45,27 @@ HELD_EQUAL = {
 """What a preset does not change here: episodes, learning rate, KL coefficient and task are the same for all."""
 
 
-def preset(name: str) -> dict[str, Any] | None:
-    """Return what a preset of rlhf_ppo changes but for what is held equal; None if there is none of that name."""
+def preset(name: str, learning_rate: float) -> dict[str, Any] | None:
+    """Return what a preset of rlhf_ppo changes but for what is held equal; None if there is none of that name.
+
+    Args:
+        name: The preset's.
+        learning_rate: The task's, of which the value model has the multiple that the preset gives it.
+    """
     from rlhf_ppo.config.presets import PRESETS
 
     said = PRESETS.get(name)
-    return None if said is None else {key: value for key, value in said.items() if key not in HELD_EQUAL}
+    if said is None:
+        return None
+    changes = {key: value for key, value in said.items() if key not in HELD_EQUAL}
+    if "critic_learning_rate" in said:
+        changes["critic_learning_rate"] = said["critic_learning_rate"] / said["learning_rate"] * learning_rate
+    return changes
 
 
 def single_options() -> list[str]:
     """Return what is switched on where nothing else is asked for: each option alone, and the recommended preset."""
-    recommended = [RECOMMENDED] if preset("recommended") is not None else []
-    return [*OPTIONS, *recommended]
+    return [*OPTIONS, RECOMMENDED]
 
 
 def value_of(text: str) -> Any:
@@ -67,24 +76,31 @@ def value_of(text: str) -> Any:
         return yaml.safe_load(text)
 
 
-def overrides(variant: str) -> dict[str, Any]:
+def overrides(variant: str, learning_rate: float = 1.0) -> dict[str, Any]:
     """Return a variant's arguments beside the task's.
 
     Args:
-        variant: `trl`, `plain`, a name in `OPTIONS`, `preset:` and a preset's name, or arguments such as
-            `lam_critic=1,kl_stop=0.02`.
+        variant: `trl`, `plain`, or parts between commas, of which the later win: a name in `OPTIONS`, `preset:` and a
+            preset's name, or an argument such as `kl_stop=0.02`.
+        learning_rate: The task's.
 
     Raises:
         ValueError: It is none of these.
     """
     if variant in (TRL, PLAIN):
         return {}
-    if variant in OPTIONS:
-        return OPTIONS[variant]
-    if variant.startswith(PRESET) and (said := preset(variant.removeprefix(PRESET))) is not None:
-        return said
-    pairs = [part.partition("=") for part in variant.split(",")]
-    if not all(name and equals for name, equals, _ in pairs):
-        names = ", ".join((TRL, PLAIN, *OPTIONS))
-        raise ValueError(f"there is no option {variant!r}; there are {names}; or write preset:NAME, or NAME=VALUE,...")
-    return {name: value_of(text) for name, _, text in pairs}
+    changes: dict[str, Any] = {}
+    for part in variant.split(","):
+        name, equals, text = part.partition("=")
+        if part in OPTIONS:
+            changes |= OPTIONS[part]
+        elif part.startswith(PRESET) and (said := preset(part.removeprefix(PRESET), learning_rate)) is not None:
+            changes |= said
+        elif name and equals:
+            changes[name] = value_of(text)
+        else:
+            names = ", ".join((TRL, PLAIN, *OPTIONS))
+            raise ValueError(
+                f"there is no option {part!r}; there are {names}; or write preset:NAME, or NAME=VALUE,..."
+            )
+    return changes

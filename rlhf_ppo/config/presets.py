@@ -61,6 +61,7 @@ PRESETS = MappingProxyType[str, dict[str, Any]](
             "cliprange_value": 0.2,
             "vf_coef": 1.0,
         },
+        "recommended": _TRL | {"critic_learning_rate": 1.5e-5, "num_mini_batches": 2},
         "reasoning": {
             "learning_rate": 1e-6,
             "critic_learning_rate": 5e-6,
@@ -106,11 +107,11 @@ class PresetArguments(_RemembersNames):
     A class on top of this one is a dataclass with the options as fields.
     """
 
-    preset: Literal["trl", "nplus", "aitraining", "reasoning"] | None = _option(
+    preset: Literal["trl", "nplus", "aitraining", "recommended", "reasoning"] | None = _option(
         None,
         "Take the defaults of several options from a recipe, which is printed when training starts: TRL's PPO, that "
-        "of arXiv 2403.17031 (N+ implementation details), AITraining's, or one for rule rewards without a KL penalty. "
-        "Options given beside it win.",
+        "of arXiv 2403.17031 (N+ implementation details), AITraining's, the one recommended here, or one for rule "
+        "rewards without a KL penalty. Options given beside it win.",
     )
 
     def settle_preset(self) -> None:

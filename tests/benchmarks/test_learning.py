@@ -39,6 +39,27 @@ def test_a_small_cell_is_the_same_run_that_plain_options_make(tmp_path: Path, mo
     assert json.loads(json.dumps(cell)) == cell
 
 
+def test_the_kl_of_an_evaluation_is_that_of_the_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import arithmetic
+    from evaluation import Evaluator
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(arithmetic, "NUM_STEPS", 2)
+    arithmetic.prepare(tmp_path, tmp_path)
+    task = arithmetic.load(tmp_path, tmp_path)
+    task = replace(task, arguments=task.arguments | {"response_length": 1, "temperature": 0.5})
+    policy, reference = (AutoModelForCausalLM.from_pretrained(task.policy).eval() for _ in range(2))
+    torch.nn.init.normal_(policy.lm_head.weight, generator=torch.Generator().manual_seed(0))
+    found = Evaluator(task, reference, task.judge)(policy, 6)["kl"]
+
+    inputs = task.tokenizer(task.held_out[:6], return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        ours, theirs = ((model(**inputs).logits[:, -1] / 0.5).log_softmax(-1) for model in (policy, reference))
+    assert found == pytest.approx(
+        torch.nn.functional.kl_div(theirs, ours, reduction="batchmean", log_target=True).item()
+    )
+
+
 def test_a_function_in_the_place_of_trls_reward_model_reads_what_was_answered() -> None:
     import arithmetic
     from libraries import FunctionAsModel
@@ -147,9 +168,10 @@ def test_each_option_of_the_table_is_one_that_the_configuration_accepts(tmp_path
 def test_a_preset_leaves_episodes_learning_rate_and_kl_coefficient_as_they_are() -> None:
     from variants import overrides
 
-    assert overrides("preset:reasoning") == {
-        "critic_learning_rate": 5e-6, "critic_warmup_steps": 50, "critic_warmup_explained_variance": 0.5,
-        "lr_scheduler_type": "constant", "cliprange": 0.2, "cliprange_high": 0.28,
+    assert overrides("preset:reasoning,kl_coef=0.2", learning_rate=2e-6) == {
+        "critic_learning_rate": 1e-5, "kl_coef": 0.2, "critic_warmup_steps": 50,
+        "critic_warmup_explained_variance": 0.5, "lr_scheduler_type": "constant",
+        "cliprange": 0.2, "cliprange_high": 0.28,
     }  # fmt: skip
     assert overrides("lam_critic=1,cliprange_value=,loss_aggregation=sequence,critic_learning_rate=1e-3") == {
         "lam_critic": 1, "cliprange_value": None, "loss_aggregation": "sequence", "critic_learning_rate": 0.001
