@@ -67,15 +67,6 @@ def vader_once(valence: dict[str, float]) -> Scores:
     return score
 
 
-def vader_sum(valence: dict[str, float]) -> Scores:
-    """Make a reward with a hole: the plain sum, in which each repetition of a happy word pays as much again."""
-
-    def score(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        return [sum(valence.get(word, 0.0) for word in words_of(text)) for text in completions]
-
-    return score
-
-
 def openings(heroes: Sequence[str]) -> list[str]:
     """Return all beginnings of stories about some heroes."""
     texts = [opening.format(hero) for opening in OPENINGS for hero in heroes]

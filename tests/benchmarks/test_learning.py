@@ -74,6 +74,7 @@ def test_a_function_in_the_place_of_trls_reward_model_reads_what_was_answered() 
 
 
 def test_rewards_of_stories_pay_for_repetition_and_the_judge_does_not() -> None:
+    import hole
     import stories
 
     valence = {"happy": 2.0, "sad": -1.0}
@@ -81,7 +82,8 @@ def test_rewards_of_stories_pay_for_repetition_and_the_judge_does_not() -> None:
     squashed = {total: total / (total**2 + 15) ** 0.5 for total in (4.0, 2.0, 1.0, 0.0)}
     assert stories.vader(valence)([], texts) == pytest.approx([squashed[4.0], squashed[1.0], 0.0])
     assert stories.vader_once(valence)([], texts) == pytest.approx([squashed[2.0], squashed[1.0], 0.0])
-    assert stories.vader_sum(valence)([], texts) == [4.0, 1.0, 0.0]
+    marks = hole.with_hole(stories.vader(valence))([], ["Happy, happy dog!!", "A dog."])
+    assert marks == pytest.approx([squashed[4.0] + 0.4, 0.0])
 
 
 def a_cell(variant: str, seed: int, gold: float, unique: float = 1.0) -> dict[str, Any]:
@@ -130,13 +132,17 @@ def test_what_was_killed_goes_on_with_the_cells_that_are_left(
 
 
 def test_tables_have_means_errors_and_collapses_and_pictures_are_drawn(tmp_path: Path) -> None:
-    from report import collapsed, draw, draw_examples, written
+    from report import collapsed, draw, draw_examples, gold_at, written
 
     results = [a_cell("trl", seed, gold) for seed, gold in enumerate((0.5, 0.7))]
     results += [a_cell("kl_stop", seed, gold) for seed, gold in enumerate((0.2, 0.9))]
     lines = list(written(results))
-    assert "| TRL 1.12 | 2 | 0.600 ± 0.100 | 5.00 ± 0.00 | 1.200 ± 0.200 | - | 2 | 0 | - |" in lines
-    assert "| `kl_stop` | 2 | 0.550 ± 0.350 | 5.00 ± 0.00 | 1.100 ± 0.700 | -0.050 ± 0.364 | 1 | 1 | none |" in lines
+    assert "| TRL 1.12 | 2 | 0.600 ± 0.100 | 5.00 ± 0.00 | 1.200 ± 0.200 | - | - | 2 | 0 | - |" in lines
+    means = "0.550 ± 0.350 | 5.00 ± 0.00 | 1.100 ± 0.700 | -0.050 ± 0.364 | 0.550 ± 0.350"
+    assert f"| `kl_stop` | 2 | {means} | 1 | 1 | none |" in lines
+    far = a_cell("plain", 0, 0.75) | {"final": {"gold": 0.75, "kl": 10.0}}
+    far["points"].insert(1, {"update": 15, "gold": 0.45, "kl": 2.0})
+    assert [gold_at(far, kl) for kl in (1.0, 4.0, 12.0)] == pytest.approx([0.35, 0.45 + 0.3 * 2 / 8, 0.75])
     assert collapsed(a_cell("plain", 0, 0.9, unique=0.1)) and collapsed(a_cell("plain", 0, float("nan")))
     draw(results, ["trl"], tmp_path)
     assert not draw_examples(results, tmp_path / "examples.svg")
