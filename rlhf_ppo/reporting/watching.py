@@ -35,4 +35,5 @@ def surroundings(args: PPOConfig, num_episodes: int) -> Surroundings:
         can_end=any(stop is not None for stop in stops),
         end_counts=args.missing_eos_penalty is not None or args.missing_eos_score is not None,
         judge=args.health_judge,
+        clips_tokens=args.policy_loss != "gspo",
     )

@@ -22,6 +22,7 @@ class Surroundings:
         can_end: Whether there is a stop token or a stop string.
         end_counts: Whether the score of a response without one is changed.
         judge: The evaluation metric that training does not see.
+        clips_tokens: Whether the ratio of a single token is clipped, not that of a response, of which most are.
     """
 
     response_length: int = 53
@@ -30,6 +31,7 @@ class Surroundings:
     can_end: bool = True
     end_counts: bool = False
     judge: str = "eval_score"
+    clips_tokens: bool = True
 
 
 class History:

@@ -36,16 +36,16 @@ def kl_budget(history: History, limits: HealthThresholds) -> str | None:
 
 
 def kl_growth(history: History, limits: HealthThresholds) -> str | None:
-    """Find a KL that rises ever faster: each of three rises in a row is `kl_growth` times the one before."""
+    """Find a KL that doubles ever faster: each of three rises in a row is `kl_growth` times the one before."""
     if limits.kl_growth is None:
         return None
     means = history.stretches("objective/kl", limits.patience, 4)
     if not means:
         return None
     first, second, third = (after - before for before, after in itertools.pairwise(means))
-    # Where there is little KL yet, its first rise is always from nothing.
-    is_large = means[-1] > 0.1 * max(history.first("response/length_mean"), 1)
-    if is_large and first > 0 and second > limits.kl_growth * first and third > limits.kl_growth * second:
+    # Where there is little KL yet, its first rise is always from nothing; where there is much, small rises are noise.
+    has_risen = means[-1] > max(0.1 * max(history.first("response/length_mean"), 1), 2 * means[0])
+    if has_risen and first > 0 and second > limits.kl_growth * first and third > limits.kl_growth * second:
         return f"the KL rises ever faster: by {first:.3g}, {second:.3g} and {third:.3g} nats in equal times"
     return None
 
@@ -64,7 +64,9 @@ def negative_kl(history: History, limits: HealthThresholds) -> str | None:
 def clip_fraction(history: History, limits: HealthThresholds) -> str | None:
     """Find updates so large that much of them is clipped, in `patience` logs in a row."""
     found = history.last("policy/clipfrac_avg", limits.patience)
-    if limits.clip_fraction is None or not found or min(found) <= limits.clip_fraction:
+    if limits.clip_fraction is None or not history.run.clips_tokens:
+        return None
+    if not found or min(found) <= limits.clip_fraction:
         return None
     return f"{found[-1]:.0%} of the tokens are clipped"
 

@@ -149,6 +149,10 @@ def test_what_else_a_check_goes_by() -> None:
     assert find("reward_variance", CASES["reward_variance"][0], dataclasses.replace(RUN, num_episodes=1)) is None
     another_reward_differs = [{**log, "rewards/b/std": 1.0} for log in CASES["reward_variance"][0]]
     assert find("reward_variance", another_reward_differs) is None
+    clips_responses = dataclasses.replace(RUN, clips_tokens=False)
+    assert find("clip_fraction", CASES["clip_fraction"][0], clips_responses) is None
+    rises_by_noise = series("objective/kl", [3.0] * 3 + [3.1] * 3 + [3.3] * 3 + [3.7] * 3)
+    assert find("kl_growth", rises_by_noise) is None
     verdicts = [5.0, 4.0, 3.0, 2.0, 1.0]
     assert find("judge", judged(verdicts, [5.0, 4.0, 3.0, 2.0, 1.0])) is None  # so does the score
 
