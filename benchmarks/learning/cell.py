@@ -127,7 +127,8 @@ def main() -> None:
     task = module_of(given.task).load(given.data, given.work / given.task)
     sizes = Sizes(given.updates, given.every, given.num_prompts, given.num_final)
     cell = {"task": given.task, "variant": given.variant, "seed": given.seed}
-    print(json.dumps(cell | run_cell(task, given.variant, given.seed, sizes, given.changes)))
+    found = json.dumps(cell | run_cell(task, given.variant, given.seed, sizes, given.changes))
+    print(json.dumps(json.loads(found, parse_float=lambda digits: round(float(digits), 5))))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "benchmarks" / "LEARNING.md"
 ASSETS = ROOT / "docs" / "assets"
 HEAD = (
-    "", "seeds", "gold", "KL", "training reward", "gold above TRL", "gold at TRL's KL", "improved", "collapsed",
+    "", "seeds", "gold", "KL", "training reward", "gold above TRL", "improved", "collapsed",
     "health",
 )  # fmt: skip
 NAMES = {TRL: "TRL 1.12", PLAIN: "rlhf_ppo", RECOMMENDED: "rlhf_ppo, recommended"}
@@ -58,16 +57,6 @@ def above(cells: Sequence[Cell], others: Sequence[Cell]) -> str:
     return f"{mean - base:+.3f}" + ("" if math.isnan(spread) else f" ± {spread:.3f}")
 
 
-def gold_at(cell: Cell, kl: float) -> float:
-    """Return the gold reward where a run first came as far from the reference as `kl`, or at its end before that."""
-    path = [(point["kl"], point["gold"]) for point in cell["points"][:-1]]
-    path.append((cell["final"]["kl"], cell["final"]["gold"]))
-    for (before, low), (after, high) in pairwise(path):
-        if before <= kl < after:
-            return low + (high - low) * (kl - before) / (after - before)
-    return path[-1][1]
-
-
 def row(name: str, cells: Sequence[Cell], trl: Sequence[Cell]) -> list[str]:
     """Summarize the seeds of a variant.
 
@@ -78,7 +67,6 @@ def row(name: str, cells: Sequence[Cell], trl: Sequence[Cell]) -> list[str]:
     """
     finals = {key: [cell["final"][key] for cell in cells] for key in ("gold", "kl", "reward")}
     improved = sum(cell["final"]["gold"] > cell["first"]["gold"] for cell in cells)
-    limit = fmean(cell["final"]["kl"] for cell in trl) if trl else math.inf
     alarms = sorted({check for cell in cells for check in cell["health"]})
     return [
         NAMES.get(name, f"`{name}`"),
@@ -87,7 +75,6 @@ def row(name: str, cells: Sequence[Cell], trl: Sequence[Cell]) -> list[str]:
         shown(finals["kl"], 2),
         shown(finals["reward"]),
         above(cells, trl),
-        "-" if not trl or cells is trl else shown([gold_at(cell, limit) for cell in cells]),
         str(improved),
         str(sum(map(collapsed, cells))),
         "-" if name == TRL else ", ".join(alarms) or "none",
