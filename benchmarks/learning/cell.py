@@ -98,7 +98,7 @@ def run_cell(
 def curves_of(log: list[dict[str, Any]]) -> dict[str, list[float]]:
     """Return the values of each metric in a log, in order."""
     updates = [entry for entry in log if "objective/scores" in entry]
-    return {key: [entry[key] for entry in updates if key in entry] for key in CURVES if key in updates[0]}
+    return {key: [entry[key] for entry in updates if key in entry] for key in ("step", *CURVES) if key in updates[0]}
 
 
 def health_of(log: list[dict[str, Any]]) -> dict[str, int]:

@@ -142,7 +142,9 @@ class Points(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Evaluate, if it is time."""
         if state.global_step % self.every == 0:
+            will_log = control.should_log
             self._look(state.global_step)
+            control.should_log = will_log  # what has been logged just now is not the update
 
     def _look(self, update: int) -> None:
         figures = self.evaluate(self.policy, self.num_prompts)

@@ -191,9 +191,7 @@ def draw_examples(results: Sequence[Cell], file: Path) -> bool:
         for panel, (key, label) in zip(axes, PANELS.items(), strict=True):
             points = [(point["update"], point["gold"]) for point in cell["points"]]
             values = (
-                list(zip(*points, strict=True))
-                if key == "gold"
-                else list(zip(*enumerate(cell["curves"][key], 1), strict=True))
+                list(zip(*points, strict=True)) if key == "gold" else (cell["curves"]["step"], cell["curves"][key])
             )
             panel.plot(*values)
             panel.set_title(f"{name}: {label}", fontsize=8)

@@ -34,7 +34,7 @@ def test_a_small_cell_is_the_same_run_that_plain_options_make(tmp_path: Path, mo
     )
     assert [point["update"] for point in cell["points"]] == [0, 1, 2]
     assert cell["points"][0]["kl"] == 0 < abs(cell["final"]["kl"])
-    assert len(cell["curves"]["objective/scores"]) == cell["num_updates"] == 2
+    assert cell["curves"]["step"] == [1, 2] and len(cell["curves"]["objective/scores"]) == cell["num_updates"] == 2
     assert {**cell, "seconds": 0} == {**same, "seconds": 0}, "lam is 1 here anyway; evaluations change nothing"
     assert json.loads(json.dumps(cell)) == cell
 
@@ -143,7 +143,7 @@ def test_tables_have_means_errors_and_collapses_and_pictures_are_drawn(tmp_path:
     assert collapsed(a_cell("plain", 0, 0.9, unique=0.1)) and collapsed(a_cell("plain", 0, float("nan")))
     draw(results, ["trl"], tmp_path)
     assert not draw_examples(results, tmp_path / "examples.svg")
-    curves = {key: [1.0, 2.0] for key in ("objective/scores", "objective/kl", "policy/entropy_avg")}
+    curves = {key: [1.0, 2.0] for key in ("step", "objective/scores", "objective/kl", "policy/entropy_avg")}
     examples = [a_cell("plain", 0, 0.5) | {"task": task, "curves": curves} for task in ("stories", "hole", "collapse")]
     examples[1]["health"] = {"kl": 7, "judge": 9}
     assert draw_examples(examples, tmp_path / "examples.svg")
