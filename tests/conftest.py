@@ -16,8 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import accelerate.utils.memory
 import pytest
 import torch
 from datasets import Dataset
@@ -37,12 +39,14 @@ from tests.rewards.local_server import Request
 torch.set_num_threads(1)
 # accelerate reads a package's metadata each time that it unwraps a model or asks for DeepSpeed.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+# Each `train()` collects garbage, which takes a tenth of a tiny run; Python does so by itself when there is much.
+accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: 0)  # pyright: ignore[reportAttributeAccessIssue]
 # No test cuts the power, and on a busy disk each call waits for tenths of a second.
 os.fsync = lambda descriptor: None
 
 
 def pytest_collection_finish() -> None:
-    """Take what the imports left out of garbage collection: each `train()` collects, and would walk through it."""
+    """Take what the imports left out of garbage collection, which would walk through it."""
     gc.collect()
     gc.freeze()
 
@@ -244,6 +248,16 @@ def prompt_rows(count: int, seed: int = 0, longest: int = 6) -> list[dict[str, l
 def count_w4(prompts: Any, completions: Any, completion_ids: list[list[int]], **columns: Any) -> list[float]:
     """Reward: how much of the response is the token w4 (id 7)."""
     return [ids.count(7) / len(ids) for ids in completion_ids]
+
+
+@pytest.fixture
+def plain_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of commands: no estimate and no curves, which take more than half of a tiny run.
+
+    `tests/estimate` and `tests/reporting` have those; `tests/examples/test_documented_commands.py` has both.
+    """
+    monkeypatch.setattr("rlhf_ppo.estimate.run.RunEstimate.announce", lambda self: None)
+    monkeypatch.setattr("rlhf_ppo.reporting.run_card._draw", lambda log, path: path.touch())
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def python_blocks(page: Path) -> list[tuple[int, str]]:
 
 
 @pytest.fixture
-def workshop(tmp_path, monkeypatch, tokenizer):
+def workshop(tmp_path, monkeypatch, tokenizer, plain_runs):
     """A working directory with what the snippets name: two tiny models and some prompts."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ SOURCES = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 @pytest.fixture
-def places(tmp_path, monkeypatch):
+def places(tmp_path, monkeypatch, plain_runs):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for name, model in (("base", tiny_policy()), ("scorer", tiny_scorer())):

@@ -45,7 +45,7 @@ def save(model: Any, folder: str) -> None:
 
 
 @pytest.fixture
-def workshop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def workshop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain_runs: None) -> Path:
     """A working directory with a language model, a reward model and data."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

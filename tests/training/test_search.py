@@ -95,8 +95,12 @@ def _evaluated(trainer: PPOTrainer) -> dict[str, Any]:
 
 
 def test_the_best_trial_is_the_one_of_the_highest_score_at_its_end(make_searcher: Callable[..., Kept]) -> None:
-    """Rates that grow let the policy write more of the token that is paid; the first evaluations are all alike."""
-    searcher = make_searcher(eval_on_start=True, num_ppo_epochs=4, learning_rate=1e-2, total_episodes=20)
+    """Scores grow with the rate from update to update; the first evaluations are all alike."""
+
+    def grows(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        return [trainer_state.global_step * Kept.made[-1].args.learning_rate] * len(completions)
+
+    searcher = make_searcher(eval_on_start=True, reward_funcs=grows)
 
     def space(trial: Any) -> dict[str, Any]:
         return {"learning_rate": trial.suggest_categorical("learning_rate", [1e-9, 3e-2, 1e-8])}
