@@ -176,7 +176,16 @@ OPTIONS_OF_OTHERS = {
     "docs/judging.md": {"num_examples"},  # of the script
     "docs/metrics.md": {"env-ids", "filters", "output-filename", "pc", "scan-history"},  # openrlbenchmark
     "docs/pipeline.md": {"judge_preferences", "preferences", "prompts", "texts"},  # of `rlhf-ppo init`
-    "docs/learning.md": {"against-trl", "data", "jobs", "no-deps", "options", "target", "tasks"},  # of run.py and pip
+    "docs/learning.md": {
+        "against-trl",
+        "data",
+        "first-seed",
+        "jobs",
+        "no-deps",
+        "options",
+        "target",
+        "tasks",
+    },  # of run.py and pip
     "docs/generation.md": {"logprobs-mode", "weight-transfer-config"},  # vLLM's server
 }
 ARGUMENTS_OF_OTHERS = {

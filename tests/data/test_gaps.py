@@ -62,6 +62,7 @@ UPDATES: dict[str, dict[str, Any]] = {
         "reward_model": tiny_scorer(seed=7),
         "reward_funcs": reward_of_each_token,
         "kl_estimator": "k3",
+        "kl_coef": 0.005,  # between these models k3 is in the hundreds, and exp(log-ratio) as far off as its rounding
         "max_tokens_per_micro_batch": 20,
         "bootstrap_truncated": True,
         "missing_eos_score": -1.5,
