@@ -28,13 +28,13 @@ def test_a_small_cell_is_the_same_run_that_plain_options_make(tmp_path: Path, mo
     arithmetic.prepare(tmp_path, tmp_path / "arithmetic")
     task = arithmetic.load(tmp_path, tmp_path / "arithmetic")
     task = replace(task, reward=lambda prompts, completions: [float(len(set(text))) for text in completions])
-    sizes = Sizes(updates=2, every=1, num_prompts=8, num_final=16)
+    sizes = Sizes(updates=3, every=1, num_prompts=8, num_final=16)
     cell, same = (
         run_cell(task, variant, 3, sizes, {"per_device_train_batch_size": 8}) for variant in ("plain", "lam_critic=1")
     )
-    assert [point["update"] for point in cell["points"]] == [0, 1, 2]
+    assert [point["update"] for point in cell["points"]] == [0, 1, 2, 3]
     assert cell["points"][0]["kl"] == 0 < abs(cell["final"]["kl"])
-    assert cell["curves"]["step"] == [1, 2] and len(cell["curves"]["objective/scores"]) == cell["num_updates"] == 2
+    assert cell["curves"]["step"] == [1, 2, 3] and len(cell["curves"]["objective/scores"]) == cell["num_updates"] == 3
     assert {**cell, "seconds": 0} == {**same, "seconds": 0}, "lam is 1 here anyway; evaluations change nothing"
     assert json.loads(json.dumps(cell)) == cell
 
