@@ -1,4 +1,4 @@
-"""The callback that runs the health checks at each log of training."""
+"""The callback that runs the health checks at each log of training, and at each evaluation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ logger = logging.getLogger(__name__)
 SILENT_LOGS = 10
 """After how many logs in which a check found nothing it speaks again."""
 
+FINDINGS = "health"
+"""Key of the log history, which trackers do not get, under which what a check has said is kept: name to words."""
+
 
 class HealthCallback(TrainerCallback):
-    """Adds `health/<check>` (0 or 1) to each log of training, and warns once of what a check finds.
+    """Adds `health/<check>` (0 or 1) to each log of what a check looks at, and warns once of what it finds.
 
     It must come before the callbacks that write logs elsewhere. All that it knows is in the log history, so that a
     resumed run repeats nothing and forgets nothing. A check is silent until it has found nothing for `SILENT_LOGS`
@@ -40,23 +43,23 @@ class HealthCallback(TrainerCallback):
         self._history = History(state.log_history, self.run)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Run the checks, where training was logged."""
+        """Run the checks that look at what was logged."""
         if not logs or not state.log_history:
             return
         entry = state.log_history[-1]
         self._history.add(entry)
-        if "loss" not in logs:
-            return
-        findings = [check.find(self._history, self.thresholds) for check in self.checks]
-        for check, finding in zip(self.checks, findings, strict=True):
-            logs[check.key] = float(finding is not None)
-            if finding is not None and state.is_world_process_zero and not self._has_spoken(check):
+        for check in self.checks:
+            seen = self._history.evaluations if check.of_evaluations else self._history.updates
+            if not seen or seen[-1] is not entry:
+                continue
+            finding = check.find(self._history, self.thresholds)
+            entry[check.key] = logs[check.key] = float(finding is not None)
+            if finding is None or any(log.get(check.key) for log in seen[-SILENT_LOGS - 1 : -1]):
+                continue
+            entry.setdefault(FINDINGS, {})[check.name] = finding
+            if state.is_world_process_zero:
                 with beside_bars():
                     logger.warning(check.message(finding))
-        entry.update({check.key: logs[check.key] for check in self.checks})
-
-    def _has_spoken(self, check: Check) -> bool:
-        return any(log.get(check.key) for log in self._history.updates[-SILENT_LOGS - 1 : -1])
 
 
 def is_on(check: Check, thresholds: HealthThresholds) -> bool:

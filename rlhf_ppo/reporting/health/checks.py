@@ -20,6 +20,7 @@ class Check(NamedTuple):
         cause: What that likely comes from.
         options: Options of `PPOConfig` to turn, each with how.
         find: Takes the history and the thresholds; returns the figure in words, or None.
+        of_evaluations: Whether it looks at evaluations that hold the judge's metric; else at logs of training.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Check(NamedTuple):
     cause: str
     options: Mapping[str, str]
     find: Callable[[History, HealthThresholds], str | None]
+    of_evaluations: bool = False
 
     @property
     def key(self) -> str:
@@ -204,6 +206,7 @@ CHECKS: tuple[Check, ...] = (
             "total_episodes": "stop earlier (total_episodes)",
         },
         learning.judge,
+        of_evaluations=True,
     ),
     Check(
         "explained_variance",

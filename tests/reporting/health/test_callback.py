@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
@@ -15,7 +16,7 @@ from rlhf_ppo.reporting.health import CHECKS, HealthCallback, Surroundings
 from tests.runs import QUICK, DieAt, RunDied, assert_identical, history
 
 MakeTrainer = Callable[..., PPOTrainer]
-KEYS = {check.key for check in CHECKS}
+KEYS = {check.key for check in CHECKS if not check.of_evaluations}
 COLLAPSING = {
     "learning_rate": 0.3,
     "kl_coef": 0.0,
@@ -95,6 +96,73 @@ def test_what_went_away_and_comes_back_is_said_again(caplog: pytest.LogCaptureFi
         callback.on_log(None, state, None, logs=logs)
         assert logs["health/clip_fraction"] == float(value == 0.9)
     assert said(caplog) == ["Health (clip_fraction)"] * 2
+
+
+def test_the_judge_is_heard_at_each_evaluation(caplog: pytest.LogCaptureFixture) -> None:
+    """Between two logs, after the last one, in a run that goes on, and again after it was well for long."""
+    limits, state = HealthThresholds(judge_falls=2), FakeState()
+    callback = HealthCallback(limits, Surroundings())
+
+    def log(**logs: float) -> dict[str, float]:
+        state.log_history.append({**logs, "step": len(state.log_history) + 1})
+        callback.on_log(None, state, None, logs=logs)
+        return logs
+
+    callback.on_train_begin(None, state, None)
+    for score in (1.0, 2.0, 3.0):
+        assert "health/judge" not in log(loss=0.1, **{"objective/scores": score})
+        assert log(eval_score=9 - score)["health/judge"] == float(score == 3)
+        assert len(said(caplog)) == (score == 3)
+    evaluation = state.log_history[-1]
+    assert evaluation["health/judge"] == 1.0
+    assert evaluation["health"] == {"judge": "eval_score has fallen from 8 to 6 while the score rose"}
+
+    callback = HealthCallback(limits, Surroundings())  # of a run that goes on
+    callback.on_train_begin(None, state, None)
+    assert "health/judge" not in log(loss=0.1, **{"objective/scores": 4.0})
+    assert log(eval_score=5.0)["health/judge"] == 1.0 and "health" not in state.log_history[-1]
+    assert "health/judge" not in log(eval_other_score=1.0)  # of another data set
+    assert said(caplog) == ["Health (judge)"]
+
+    for verdict in (*range(10, 20), 9.0, 8.0):
+        log(loss=0.1, **{"objective/scores": float(len(state.log_history))})
+        log(eval_score=verdict)
+    assert said(caplog) == ["Health (judge)"] * 2
+
+
+class Rising:
+    """A reward that rises, and a gold one that falls, from call to call."""
+
+    def __init__(self, sign: int) -> None:
+        self.sign, self.calls, self.__name__ = sign, 0, "paid" if sign > 0 else "gold"
+
+    def __call__(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        self.calls += 1
+        return [self.sign * (self.calls + index / 10) for index, _ in enumerate(completion_ids)]
+
+
+def test_an_evaluation_after_the_last_log_is_heard(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = Tracker()
+    trainer = make_trainer(
+        **QUICK,
+        reward_funcs=[Rising(1), Rising(-1)],
+        reward_weights=[1.0, 0.0],
+        eval_dataset=Dataset.from_list([{"prompt": "w1 w2"}] * 2),
+        eval_strategy="steps",
+        eval_steps=3,
+        eval_on_start=True,
+        health_judge="eval_rewards/gold/mean",
+        health_thresholds={"judge_falls": 1},
+        callbacks=[tracker],
+    )
+    trainer.train()
+    first, last = (log for log in trainer.state.log_history if "eval_runtime" in log)
+    assert (first["health/judge"], last["step"], last["health/judge"]) == (0.0, 3, 1.0)
+    assert [log["health/judge"] for log in tracker.logs if "eval_runtime" in log] == [0.0, 1.0]
+    assert said(caplog).count("Health (judge)") == 1
+    assert not any("health" in log for log in tracker.logs)  # trackers take numbers
 
 
 class FakeState:
