@@ -114,21 +114,24 @@ def _run(run: RecordedRun, num_tokens: int) -> dict[str, Any]:
     return {
         "name": run.name,
         "last_step": max(int(entry.get("step", 0)) for entry in run.log),
-        "health": _health(run.log),
+        "health": _health(run),
         "samples": [{"step": step, "rows": _samples(run.samples[step])} for step in _spread(list(run.samples))],
         "responses": _responses(run.completions, num_tokens),
     }
 
 
-def _health(log: Log) -> list[dict[str, Any]]:
-    """Say of each check when it fired first and last, and at how many of its logs."""
+def _health(run: RecordedRun) -> list[dict[str, Any]]:
+    """Say of each check when it fired first and last, at how many of its logs, and what it said at which update."""
     found = []
-    for key in dict.fromkeys(key for entry in log for key in entry if key.startswith(_HEALTH)):
-        steps = [(entry.get("step"), entry[key]) for entry in log if key in entry]
+    for key in dict.fromkeys(key for entry in run.log for key in entry if key.startswith(_HEALTH)):
+        steps = [(entry.get("step"), entry[key]) for entry in run.log if key in entry]
         fired = [step for step, value in steps if value > 0]
         first, last = (fired[0], fired[-1]) if fired else (None, None)
         name = key.removeprefix(_HEALTH)
-        found.append({"check": name, "first": first, "last": last, "fired": len(fired), "logs": len(steps)})
+        said = [{"step": step, "words": words} for step, words in run.findings.get(name, ())]
+        found.append(
+            {"check": name, "first": first, "last": last, "fired": len(fired), "logs": len(steps), "said": said}
+        )
     return found
 
 

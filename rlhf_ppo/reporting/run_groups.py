@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlhf_ppo.reporting.completion_files import find_completions
+from rlhf_ppo.reporting.health.callback import FINDINGS
 from rlhf_ppo.reporting.plots import training_log
 from rlhf_ppo.reporting.results import SAMPLES_DIR
-from rlhf_ppo.reporting.run_log import Log
+from rlhf_ppo.reporting.run_log import Log, read_log
 from rlhf_ppo.reporting.run_settings import RunSettings
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ class RecordedRun:
         settings: What it was started with.
         completions: The file of each update whose responses are kept.
         samples: The file of each sample table.
+        findings: What each health check has said: update and words.
     """
 
     name: str
@@ -36,6 +38,7 @@ class RecordedRun:
     settings: RunSettings
     completions: Mapping[int, Path]
     samples: Mapping[int, Path]
+    findings: Mapping[str, Sequence[tuple[int, str]]]
 
 
 def read_runs(directories: Sequence[str | os.PathLike[str]]) -> list[RecordedRun]:
@@ -110,7 +113,8 @@ def _root(path: Path) -> Path:
 
 
 def _read_run(path: Path, name: str) -> RecordedRun:
-    log = training_log(path)
+    whole = read_log(path)
+    log = training_log(whole)
     keys = list(dict.fromkeys(key for entry in log for key in entry))
     if not keys:
         raise ValueError(f"{path} has logged nothing yet")
@@ -122,7 +126,15 @@ def _read_run(path: Path, name: str) -> RecordedRun:
     root = _root(path)
     last = max(entry.get("step", 0) for entry in log)
     completions = {step: file for step, file in find_completions(root).items() if step <= last}
-    return RecordedRun(name, log, RunSettings.load(root), completions, _samples(root, int(last)))
+    return RecordedRun(name, log, RunSettings.load(root), completions, _samples(root, int(last)), _findings(whole))
+
+
+def _findings(log: Log) -> dict[str, list[tuple[int, str]]]:
+    found: dict[str, list[tuple[int, str]]] = {}
+    for entry in log:
+        for check, words in entry.get(FINDINGS, {}).items():
+            found.setdefault(check, []).append((entry["step"], words))
+    return found
 
 
 def _samples(root: Path, last: int) -> dict[int, Path]:

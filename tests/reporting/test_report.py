@@ -41,7 +41,9 @@ def log_of(seed: int) -> list[dict[str, Any]]:
         }
         for step in UPDATES
     ]  # fmt: skip
-    return [*entries, {"step": 4, "eval_score": 0.5 + seed}, {"step": 4, "train_runtime": 3.0}]
+    entries[2]["health"] = {"entropy": f"the entropy has fallen from 2 to 0.{seed + 1} nats {HOSTILE}"}
+    evaluation = {"step": 4, "eval_score": 0.5 + seed, "health/judge": 1.0, "health": {"judge": "it has fallen"}}
+    return [*entries, evaluation, {"step": 4, "train_runtime": 3.0}]
 
 
 def response(step: int, index: int) -> dict[str, Any]:
@@ -140,7 +142,7 @@ def test_the_curves_are_those_of_the_log(runs: list[Path], tmp_path: Path) -> No
     ]
     metrics = {metric["key"]: metric["curves"] for metric in data["metrics"]}
     logged = {key for entry in log_of(0) for key in entry if not key.startswith("health/")}
-    assert metrics.keys() == logged - {"step", "episode", "epoch", "train_runtime"}
+    assert metrics.keys() == logged - {"step", "episode", "epoch", "train_runtime", "health"}
     logs = [log_of(seed)[:4] for seed in (0, 1, 2)]
     seeds, single = metrics["objective/kl"]
     assert single["mean"] == [entry["objective/kl"] for entry in logs[2]] and single["std"] == [0.0] * 4
@@ -152,10 +154,12 @@ def test_the_curves_are_those_of_the_log(runs: list[Path], tmp_path: Path) -> No
     assert metrics["time/generate"][1]["mean"] == [0.5, None, 0.5, 0.5]
 
 
-def test_health_checks_say_when_they_fired(runs: list[Path], tmp_path: Path) -> None:
-    entropy, ratio = page_of(runs, tmp_path).data["runs"][0]["health"]
-    assert entropy == {"check": "entropy", "first": 3, "last": 4, "fired": 2, "logs": 4}
-    assert ratio == {"check": "ratio", "first": None, "last": None, "fired": 0, "logs": 4}
+def test_health_checks_say_when_they_fired_and_what_they_said(runs: list[Path], tmp_path: Path) -> None:
+    entropy, ratio, judge = page_of(runs, tmp_path).data["runs"][0]["health"]
+    said = [{"step": 3, "words": f"the entropy has fallen from 2 to 0.1 nats {HOSTILE}"}]
+    assert entropy == {"check": "entropy", "first": 3, "last": 4, "fired": 2, "logs": 4, "said": said}
+    assert ratio == {"check": "ratio", "first": None, "last": None, "fired": 0, "logs": 4, "said": []}
+    assert (judge["first"], judge["logs"], judge["said"]) == (4, 1, [{"step": 4, "words": "it has fallen"}])
 
 
 def test_samples_and_responses_are_those_of_the_files(runs: list[Path], tmp_path: Path) -> None:
@@ -419,6 +423,7 @@ def test_every_panel_is_drawn_and_every_control_works(runs: list[Path], tmp_path
             assert browser.run("document.querySelectorAll('.panel .band').length") == num_metrics
             health = browser.run("document.getElementById('health').innerText")
             assert "What to do: raise kl_coef, lower learning_rate" in health and "at update 3, last at 4" in health
+            assert [f"from 2 to 0.{seed + 1} nats {HOSTILE}" in health for seed in (0, 1, 2)] == [True] * 3
             assert "The others found nothing: ratio." in health  # of an earlier version: what it means is not known
             use_controls(browser)
         assert browser.complaints == [] and browser.run("window.hacked") is None

@@ -59,11 +59,15 @@
     return make("span", {}, make("b", {}, name), ...meaning);
   }
 
+  /** When a check found something, and the figures of what it said: mostly once, again where it was gone for long. */
   function when(found) {
     if (!found) return "–";
     if (!found.fired) return "never";
     const until = found.fired > 1 ? `, last at ${found.last}` : "";
-    return make("span", { class: "fired" }, `at update ${found.first}${until} (${found.fired} of ${found.logs} logs)`);
+    const said = found.said.map(({ step, words }) => make("span", { class: "block" },
+      found.said.length > 1 ? `update ${step}: ${words}` : words));
+    return make("span", {}, make("span", { class: "fired" },
+      `at update ${found.first}${until} (${found.fired} of ${found.logs} logs)`), ...said);
   }
 
   function panelOf(metric) {
