@@ -135,4 +135,5 @@ def load(data: Path, folder: Path) -> Task:
             "num_ppo_epochs": 4,
         },
         num_updates=40,
+        num_final=8192,
     )

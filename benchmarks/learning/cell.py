@@ -40,13 +40,13 @@ class Sizes:
         updates: PPO updates; None for the task's.
         every: Updates from one evaluation to the next; None for a sixth of the run.
         num_prompts: Held-out responses of an evaluation in between.
-        num_final: Of that at the end.
+        num_final: Of that before training and at the end; None for the task's.
     """
 
     updates: int | None = None
     every: int | None = None
     num_prompts: int = 128
-    num_final: int = 1024
+    num_final: int | None = None
 
 
 def module_of(task: str) -> TaskModule:
@@ -76,7 +76,8 @@ def run_cell(
     policy, reference = (AutoModelForCausalLM.from_pretrained(task.policy) for _ in range(2))
     evaluate = Evaluator(task, reference, reward_of(task, scores_of), seed)
     points = Points(evaluate, policy, sizes.every or max(1, updates // 6), sizes.num_prompts)
-    first = evaluate(policy, sizes.num_final)
+    num_final = sizes.num_final or task.num_final
+    first = evaluate(policy, num_final)
     with tempfile.TemporaryDirectory() as folder:
         options = overrides(variant, task.arguments["learning_rate"])
         said = COMMON | task.arguments | options | (changes or {})
@@ -86,7 +87,7 @@ def run_cell(
         log = train(task, policy, said | rows | {"output_dir": folder, "seed": seed}, points)
     return {
         "first": first,
-        "final": evaluate(policy, sizes.num_final),
+        "final": evaluate(policy, num_final),
         "points": points.found,
         "curves": curves_of(log),
         "health": health_of(log),

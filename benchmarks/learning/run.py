@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cell import EXAMPLES, TASKS, module_of
-from variants import NEED_A_PENALTY, PLAIN, TRL, overrides, single_options
+from variants import AS_FAR_AS_TRL, NEED_A_PENALTY, PLAIN, RECOMMENDED, TRL, overrides, single_options
 
 FOLDER = Path(__file__).parent
 WORK = Path("runs/learning")
@@ -46,10 +46,11 @@ def read_results(work: Path) -> list[dict[str, Any]]:
 
 def cells(tasks: Iterable[str], variants: Iterable[str], seeds: Iterable[int]) -> Iterator[Cell]:
     """Yield all cells that mean anything, seed by seed: so that each seed that is whole can be compared."""
-    variants = list(variants)
+    variants, tasks = list(variants), list(tasks)
     for seed in seeds:
         for task in tasks:
-            for variant in variants:
+            chosen = [AS_FAR_AS_TRL[task]] if RECOMMENDED in variants and task in AS_FAR_AS_TRL else []
+            for variant in dict.fromkeys((*variants, *chosen)):
                 if task != "arithmetic" or variant not in NEED_A_PENALTY:
                     yield task, variant, seed
 

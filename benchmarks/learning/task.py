@@ -40,6 +40,7 @@ class Task:
         held_out: Of evaluations: none of them is trained on.
         arguments: Of both configurations; `num_updates` times the batch is `total_episodes`.
         num_updates: PPO updates of a run.
+        num_final: Held-out responses before training and at its end.
         texts: A file of texts that the language model was trained on, for `ptx_coef`; None where there is none.
     """
 
@@ -51,6 +52,7 @@ class Task:
     held_out: list[str]
     arguments: dict[str, Any] = field(default_factory=dict)
     num_updates: int = 30
+    num_final: int = 1024
     texts: Path | None = None
 
 

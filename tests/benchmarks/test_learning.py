@@ -126,6 +126,12 @@ def test_what_was_killed_goes_on_with_the_cells_that_are_left(
     assert [(command[3], command[4]) for command in started] == [("trl", "0"), ("trl", "1")]
     assert len(run.read_results(tmp_path)) == 4
     assert [*run.cells(["arithmetic"], ["plain", "kl_target"], [0])] == [("arithmetic", "plain", 0)]
+    recommended = {task: [cell[1] for cell in run.cells([task], ["preset:recommended"], [0])] for task in run.TASKS}
+    assert recommended == {
+        "stories": ["preset:recommended"],
+        "preferences": ["preset:recommended", "preset:recommended,kl_coef=0.16"],
+        "arithmetic": ["preset:recommended", "preset:recommended,kl_coef=0.25"],
+    }
     with pytest.raises(SystemExit):
         run.command_line(["--data", ".", "--options", "no_such_option"])
     assert "there is no option 'no_such_option'" in capsys.readouterr().err
@@ -176,6 +182,7 @@ def test_a_preset_leaves_episodes_learning_rate_and_kl_coefficient_as_they_are()
         "critic_warmup_explained_variance": 0.5, "lr_scheduler_type": "constant",
         "cliprange": 0.2, "cliprange_high": 0.28,
     }  # fmt: skip
+    assert overrides("cliprange_value=None") == {"cliprange_value": None}
     assert overrides("lam_critic=1,cliprange_value=,loss_aggregation=sequence,critic_learning_rate=1e-3") == {
         "lam_critic": 1, "cliprange_value": None, "loss_aggregation": "sequence", "critic_learning_rate": 0.001
     }  # fmt: skip
