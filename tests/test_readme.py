@@ -180,6 +180,7 @@ OPTIONS_OF_OTHERS = {
         "against-trl",
         "data",
         "first-seed",
+        "updates",
         "jobs",
         "no-deps",
         "options",
