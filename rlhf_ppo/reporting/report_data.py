@@ -13,13 +13,16 @@ import numpy as np
 import pandas as pd
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.health import HealthThresholds
 from rlhf_ppo.config.redaction import is_secret, shown
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
-from rlhf_ppo.reporting.health import CHECKS
+from rlhf_ppo.reporting.health import CHECKS, Surroundings
+from rlhf_ppo.reporting.health.callback import said
 from rlhf_ppo.reporting.judged import Judged, judged_data, over_seeds
 from rlhf_ppo.reporting.plots import PANELS, mean_curve
 from rlhf_ppo.reporting.run_groups import RecordedRun, grouped
 from rlhf_ppo.reporting.run_log import Log
+from rlhf_ppo.reporting.run_settings import SETTINGS_NAME
 
 MAX_POINTS = 1000
 """Most points of a curve; a longer one is thinned out evenly, its first and last point kept."""
@@ -122,17 +125,27 @@ def _run(run: RecordedRun, num_tokens: int) -> dict[str, Any]:
 
 def _health(run: RecordedRun) -> list[dict[str, Any]]:
     """Say of each check when it fired first and last, at how many of its logs, and what it said at which update."""
-    found = []
+    found, words = [], _words(run)
     for key in dict.fromkeys(key for entry in run.log for key in entry if key.startswith(_HEALTH)):
         steps = [(entry.get("step"), entry[key]) for entry in run.log if key in entry]
         fired = [step for step, value in steps if value > 0]
         first, last = (fired[0], fired[-1]) if fired else (None, None)
         name = key.removeprefix(_HEALTH)
-        said = [{"step": step, "words": words} for step, words in run.findings.get(name, ())]
+        spoken = [{"step": step, "words": each} for step, each in words.get(name, ())]
         found.append(
-            {"check": name, "first": first, "last": last, "fired": len(fired), "logs": len(steps), "said": said}
+            {"check": name, "first": first, "last": last, "fired": len(fired), "logs": len(steps), "said": spoken}
         )
     return found
+
+
+def _words(run: RecordedRun) -> dict[str, list[tuple[int, str]]]:
+    """Say again what the checks have said; nothing for a run of a version that did not keep what they went by."""
+    if not (health := run.settings.health):
+        return {}
+    try:
+        return said(run.log, HealthThresholds(**health["thresholds"]), Surroundings(**health["run"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the run {run.name} has a {SETTINGS_NAME} that is damaged: {error!r}") from error
 
 
 def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:

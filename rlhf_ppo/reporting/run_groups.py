@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlhf_ppo.reporting.completion_files import find_completions
-from rlhf_ppo.reporting.health.callback import FINDINGS
 from rlhf_ppo.reporting.plots import training_log
 from rlhf_ppo.reporting.results import SAMPLES_DIR
-from rlhf_ppo.reporting.run_log import Log, read_log
+from rlhf_ppo.reporting.run_log import Log
 from rlhf_ppo.reporting.run_settings import RunSettings
 
 T = TypeVar("T")
@@ -30,7 +29,6 @@ class RecordedRun:
         settings: What it was started with.
         completions: The file of each update whose responses are kept.
         samples: The file of each sample table.
-        findings: What each health check has said: update and words.
     """
 
     name: str
@@ -38,7 +36,6 @@ class RecordedRun:
     settings: RunSettings
     completions: Mapping[int, Path]
     samples: Mapping[int, Path]
-    findings: Mapping[str, Sequence[tuple[int, str]]]
 
 
 def read_runs(directories: Sequence[str | os.PathLike[str]]) -> list[RecordedRun]:
@@ -113,8 +110,7 @@ def _root(path: Path) -> Path:
 
 
 def _read_run(path: Path, name: str) -> RecordedRun:
-    whole = read_log(path)
-    log = training_log(whole)
+    log = training_log(path)
     keys = list(dict.fromkeys(key for entry in log for key in entry))
     if not keys:
         raise ValueError(f"{path} has logged nothing yet")
@@ -126,15 +122,7 @@ def _read_run(path: Path, name: str) -> RecordedRun:
     root = _root(path)
     last = max(entry.get("step", 0) for entry in log)
     completions = {step: file for step, file in find_completions(root).items() if step <= last}
-    return RecordedRun(name, log, RunSettings.load(root), completions, _samples(root, int(last)), _findings(whole))
-
-
-def _findings(log: Log) -> dict[str, list[tuple[int, str]]]:
-    found: dict[str, list[tuple[int, str]]] = {}
-    for entry in log:
-        for check, words in entry.get(FINDINGS, {}).items():
-            found.setdefault(check, []).append((entry["step"], words))
-    return found
+    return RecordedRun(name, log, RunSettings.load(root), completions, _samples(root, int(last)))
 
 
 def _samples(root: Path, last: int) -> dict[int, Path]:

@@ -28,11 +28,13 @@ class RunSettings:
         arguments: Those of `PPOConfig`, without secrets.
         versions: Package to version.
         made_of: `policy` and `rewards`: where they were loaded from, or their names.
+        health: `thresholds` and `run`: what its health checks went by; empty without them.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     made_of: Mapping[str, Any] = field(default_factory=dict)
+    health: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls, output_dir: str | Path) -> Self:
@@ -49,6 +51,7 @@ class RunSettings:
         except ValueError as error:
             raise ValueError(f"{output_dir} cannot be read: {error}") from error
         parts: list[Any] = [values.get(name) for name in ("arguments", "versions", "made_of")]
+        parts.append(values.get("health", {}))
         if not all(isinstance(part, dict) for part in parts):
             raise ValueError(f"{output_dir} cannot be read: its {SETTINGS_NAME} holds no settings of a run")
         return cls(*parts)
@@ -62,13 +65,18 @@ class RunSettings:
         return json.dumps([told, self.made_of], sort_keys=True)
 
 
-def save_settings(output_dir: str | Path, args: TrainingArguments, made_of: Mapping[str, Any]) -> None:
+def save_settings(
+    output_dir: str | Path, args: TrainingArguments, made_of: Mapping[str, Any], health: Mapping[str, Any]
+) -> None:
     """Write `ppo_settings.json`.
 
     Args:
         output_dir: The run's directory.
         args: The run's arguments.
         made_of: The names of policy and rewards.
+        health: What its health checks go by.
     """
-    settings = {"arguments": args.to_dict(), "versions": installed_versions(), "made_of": dict(made_of)}
+    settings = {
+        "arguments": args.to_dict(), "versions": installed_versions(), "made_of": dict(made_of), "health": dict(health)
+    }  # fmt: skip
     write_json(Path(output_dir, SETTINGS_NAME), json.loads(json.dumps(settings, default=str)))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
 from transformers import Trainer
 
 from rlhf_ppo.config import PPOConfig
@@ -23,6 +27,12 @@ def watch_run(trainer: Trainer, args: PPOConfig, num_episodes: int) -> None:
         health = HealthCallback(args.made_thresholds(), surroundings(args, num_episodes))
     if health is not None:
         trainer.callback_handler.callbacks.insert(0, health)
+
+
+def health_settings(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return what a run's health checks go by, as JSON values: `thresholds` and `run`; nothing without them."""
+    found = (callback for callback in callbacks if isinstance(callback, HealthCallback))
+    return next(({"thresholds": asdict(each.thresholds), "run": asdict(each.run)} for each in found), {})
 
 
 def surroundings(args: PPOConfig, num_episodes: int) -> Surroundings:

@@ -29,6 +29,7 @@ from rlhf_ppo.evaluation.runnable import runnable
 from rlhf_ppo.evaluation.samples import first_prompts, held_out_prompts
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.unwrapping import as_module
+from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.random_numbers import isolated_rng
 from rlhf_ppo.processes.streams import Streams
 from rlhf_ppo.reporting.metrics import evaluation_metrics, rollout_columns
@@ -39,6 +40,8 @@ from rlhf_ppo.training.checks import check_datasets, check_is_name
 from rlhf_ppo.training.datasets import PromptPreparation
 from rlhf_ppo.training.divergence import DivergenceGuard
 from rlhf_ppo.training.rollouts import Rollouts
+from rlhf_ppo.training.run_directory import RunDirectory
+from rlhf_ppo.training.saving import CheckpointWriter
 from rlhf_ppo.training.stopping import EndAfterSignal
 
 if TYPE_CHECKING:
@@ -59,6 +62,8 @@ class EvaluatedTrainer(Protocol):
     scorer: Scorer
     state: PPOTrainerState
     train_dataset: Any
+    _checkpoints: CheckpointWriter
+    _directory: RunDirectory
     _end: EndAfterSignal
     _engine: GenerationEngine
     _guard: DivergenceGuard
@@ -134,13 +139,16 @@ class Evaluation:
         rollout = run._guard.checked_rollout(run.collect_rollout(model, prompts))
         return rollout_columns(rollout, run.args, run.kl_controller.coef, score_unit=None)
 
-    def check_has_best(self, metrics: Mapping[str, float], trial: Any) -> None:
-        """Check that an evaluation gave the metric by which models are compared.
+    def finish(self, metrics: Mapping[str, float], trial: Any) -> None:
+        """Write what an evaluation in training has logged, and check that it gave the metric of the best model.
 
         Raises:
-            ValueError: It did not; the run was saved before.
+            DiskFullError: There is no room for the log.
+            ValueError: The metric is not there; the run was saved before.
         """
         run = self.run
+        with failing_together(run.accelerator), run._checkpoints.naming_full_log():
+            run._directory.write_history(run.state.log_history)
         if (missing := missing_best_metric(run.args, metrics)) is None:
             return
         if run.state.global_step > 0:

@@ -284,7 +284,7 @@ class TrainerHooks(Trainer):
             ValueError: The metric by which models are compared is not there; the run was saved before.
         """
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-        self._evaluation.check_has_best(metrics, trial)
+        self._evaluation.finish(metrics, trial)
         if follows_metric(self.lr_scheduler) and not skip_scheduler:
             cast(Any, self.lr_scheduler).step(metrics[evaluated_name(self.args.metric_for_best_model or "score")])
         return metrics

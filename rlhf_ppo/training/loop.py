@@ -13,6 +13,7 @@ from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo.checkpoints.progress import Progress
@@ -34,6 +35,7 @@ from rlhf_ppo.processes.signals import EndsOnSignals
 from rlhf_ppo.processes.streams import Streams
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.run_card import names_of_parts
+from rlhf_ppo.reporting.watching import health_settings
 from rlhf_ppo.rewards.scorer import Scorer
 from rlhf_ppo.training.critic import CriticLearning
 from rlhf_ppo.training.data_order import batches_of_pass
@@ -50,6 +52,7 @@ logger = get_logger(__name__)
 class LoopedTrainer(UpdatedTrainer, Protocol):
     """What the loop asks of its trainer."""
 
+    callback_handler: CallbackHandler
     lr_scheduler: Any
     model: PolicyAndValue
     policy_model: nn.Module
@@ -180,7 +183,8 @@ class Loop:
         self._take_up_losses()
         self.model.zero_grad()
         made_of = names_of_parts(run.policy_model, run.reward_models, run.scorer.names)
-        run._directory.note(run._get_output_dir(trial), run.state.log_history, made_of)
+        health = health_settings(run.callback_handler.callbacks)
+        run._directory.note(run._get_output_dir(trial), run.state.log_history, made_of, health)
         moments = run._progress.score_moments  # where earlier versions kept them
         run._stateful.start(checkpoint, {"score_moments": moments} if moments else {})
         if checkpoint is not None and run.reference is not None:

@@ -97,18 +97,21 @@ class RunDirectory:
         self._given_up = told if abandoned else None
         return checkpoint, run
 
-    def note(self, directory: str, logged: Sequence[Entry], made_of: Mapping[str, Any]) -> None:
+    def note(
+        self, directory: str, logged: Sequence[Entry], made_of: Mapping[str, Any], health: Mapping[str, Any]
+    ) -> None:
         """Write into the directory whose run it is and what it is made of, once nothing refuses that run any more.
 
         Args:
             directory: The run's.
             logged: What the run has logged so far.
             made_of: The names of policy and rewards.
+            health: What its health checks go by.
         """
         with failing_together(self.accelerator):
             if self.args.should_save:
                 self.run.save(directory)
-                save_settings(directory, self.args, made_of)
+                save_settings(directory, self.args, made_of, health)
                 self._history = History(directory, logged)
         if self._given_up is not None:
             logger.warning(self._given_up)

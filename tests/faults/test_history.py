@@ -55,6 +55,20 @@ def test_checkpoints_hold_the_end_of_the_log_and_the_file_all(logged_run: Path) 
     assert steps(read_log(logged_run)) == steps(whole) == [1, 2, 3, 4, 5, 6]
 
 
+def test_an_evaluation_after_the_last_log_of_training_is_there(tmp_path: Path) -> None:
+    """Without a save, and before the run's end; one beside training is no part of the run's directory."""
+    prompts = [{"input_ids": [5, 6]}] * 2
+    trainer = make_saving(
+        tmp_path, total_episodes=2, save_strategy="no", eval_strategy="steps", eval_steps=1,
+        given={"eval_dataset": prompts, "callbacks": [DieAt("on_train_end", 1)]},
+    )  # fmt: skip
+    with pytest.raises(RunDied):
+        trainer.train()
+    assert [("loss" in line, "eval_score" in line) for line in lines(tmp_path)] == [(True, False), (False, True)]
+    trainer.evaluate()
+    assert len(trainer.state.log_history) > len(lines(tmp_path)) == 2
+
+
 def test_a_run_that_died_goes_on_with_all_that_it_had_logged(tmp_path: Path) -> None:
     with pytest.raises(RunDied):
         make_saving(tmp_path, **RUN, given={"callbacks": [DieAt("on_save", 4)]}).train()

@@ -38,12 +38,11 @@ def log_of(seed: int) -> list[dict[str, Any]]:
             "step": step, "episode": 8 * step, "epoch": step / 9, "loss": 0.1, "objective/scores": seed + step / 3,
             "objective/kl": 0.1 * step * (seed + 1), "time/generate": float("nan") if step == 2 else 0.5,
             "rewards/" + HOSTILE + "/mean": 1.0, "health/entropy": float(step >= 3), "health/ratio": 0.0,
+            "policy/entropy_avg": (seed + 1) / 10 if step >= 3 else 2.0,
         }
         for step in UPDATES
     ]  # fmt: skip
-    entries[2]["health"] = {"entropy": f"the entropy has fallen from 2 to 0.{seed + 1} nats {HOSTILE}"}
-    evaluation = {"step": 4, "eval_score": 0.5 + seed, "health/judge": 1.0, "health": {"judge": "it has fallen"}}
-    return [*entries, evaluation, {"step": 4, "train_runtime": 3.0}]
+    return [*entries, {"step": 4, "eval_score": 0.5 + seed}, {"step": 4, "train_runtime": 3.0}]
 
 
 def response(step: int, index: int) -> dict[str, Any]:
@@ -68,6 +67,7 @@ def make_run(folder: Path, seed: int = 0, **arguments: Any) -> Path:
         "arguments": given,
         "versions": {"torch": "2.13.0"},
         "made_of": {"policy": "a/b", "rewards": [HOSTILE]},
+        "health": {"thresholds": {"entropy": 0.2, "patience": 1}, "run": {}},
     }
     (folder / "ppo_settings.json").write_text(json.dumps(settings))
     for step in UPDATES:
@@ -142,7 +142,7 @@ def test_the_curves_are_those_of_the_log(runs: list[Path], tmp_path: Path) -> No
     ]
     metrics = {metric["key"]: metric["curves"] for metric in data["metrics"]}
     logged = {key for entry in log_of(0) for key in entry if not key.startswith("health/")}
-    assert metrics.keys() == logged - {"step", "episode", "epoch", "train_runtime", "health"}
+    assert metrics.keys() == logged - {"step", "episode", "epoch", "train_runtime"}
     logs = [log_of(seed)[:4] for seed in (0, 1, 2)]
     seeds, single = metrics["objective/kl"]
     assert single["mean"] == [entry["objective/kl"] for entry in logs[2]] and single["std"] == [0.0] * 4
@@ -155,11 +155,13 @@ def test_the_curves_are_those_of_the_log(runs: list[Path], tmp_path: Path) -> No
 
 
 def test_health_checks_say_when_they_fired_and_what_they_said(runs: list[Path], tmp_path: Path) -> None:
-    entropy, ratio, judge = page_of(runs, tmp_path).data["runs"][0]["health"]
-    said = [{"step": 3, "words": f"the entropy has fallen from 2 to 0.1 nats {HOSTILE}"}]
+    entropy, ratio = page_of(runs, tmp_path).data["runs"][0]["health"]
+    said = [{"step": 3, "words": "the entropy has fallen from 2 to 0.1 nats per token"}]
     assert entropy == {"check": "entropy", "first": 3, "last": 4, "fired": 2, "logs": 4, "said": said}
     assert ratio == {"check": "ratio", "first": None, "last": None, "fired": 0, "logs": 4, "said": []}
-    assert (judge["first"], judge["logs"], judge["said"]) == (4, 1, [{"step": 4, "words": "it has fallen"}])
+    settings = runs[0] / "ppo_settings.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "health": {}}))  # of a version before
+    assert page_of(runs, tmp_path).data["runs"][0]["health"][0] == {**entropy, "said": []}
 
 
 def test_samples_and_responses_are_those_of_the_files(runs: list[Path], tmp_path: Path) -> None:
@@ -423,7 +425,7 @@ def test_every_panel_is_drawn_and_every_control_works(runs: list[Path], tmp_path
             assert browser.run("document.querySelectorAll('.panel .band').length") == num_metrics
             health = browser.run("document.getElementById('health').innerText")
             assert "What to do: raise kl_coef, lower learning_rate" in health and "at update 3, last at 4" in health
-            assert [f"from 2 to 0.{seed + 1} nats {HOSTILE}" in health for seed in (0, 1, 2)] == [True] * 3
+            assert [f"from 2 to 0.{seed + 1} nats per token" in health for seed in (0, 1, 2)] == [True] * 3
             assert "The others found nothing: ratio." in health  # of an earlier version: what it means is not known
             use_controls(browser)
         assert browser.complaints == [] and browser.run("window.hacked") is None

@@ -40,7 +40,7 @@ METRICS = {
 
 def measured(entry: dict[str, Any]) -> set[str]:
     """The keys of a log entry, without those of the health checks, which are 0 or 1."""
-    checks = {f"health/{check.name}" for check in CHECKS}
+    checks = {check.key for check in CHECKS if not check.of_evaluations}
     assert {entry[name] for name in checks & entry.keys()} <= {0, 1}
     return entry.keys() - checks
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from rlhf_ppo.config.health import HealthThresholds
 from rlhf_ppo.reporting.health import learning, policy, responses
-from rlhf_ppo.reporting.health.history import History
+from rlhf_ppo.reporting.health.history import History, Log
 
 
 class Check(NamedTuple):
@@ -39,6 +39,10 @@ class Check(NamedTuple):
     def message(self, finding: str) -> str:
         """Return what the user is told."""
         return f"Health ({self.name}): {finding}. Likely cause: {self.cause}. What to do: {self.advice}."
+
+    def logs(self, history: History) -> list[Log]:
+        """Return the logs that it looks at."""
+        return history.evaluations if self.of_evaluations else history.updates
 
     @property
     def advice(self) -> str:

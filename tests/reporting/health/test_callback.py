@@ -13,6 +13,9 @@ from transformers import TrainerCallback
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.config.health import HealthThresholds
 from rlhf_ppo.reporting.health import CHECKS, HealthCallback, Surroundings
+from rlhf_ppo.reporting.health.callback import said as said_again
+from rlhf_ppo.reporting.run_log import read_log
+from rlhf_ppo.reporting.run_settings import RunSettings
 from tests.runs import QUICK, DieAt, RunDied, assert_identical, history
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -53,6 +56,14 @@ def test_a_run_made_to_collapse_is_told_once_of_each_sign(
     assert sorted(said(caplog)) == sorted(f"Health ({key.removeprefix('health/')})" for key in found)
     [of_kl] = [record.getMessage() for record in caplog.records if "Health (kl)" in record.getMessage()]
     assert "nats per response" in of_kl and "raise kl_coef, lower learning_rate" in of_kl
+    settings = RunSettings.load(str(trainer.args.output_dir)).health
+    again = said_again(
+        read_log(str(trainer.args.output_dir)),
+        HealthThresholds(**settings["thresholds"]),
+        Surroundings(**settings["run"]),
+    )
+    messages = {check.message(words) for check in CHECKS for _, words in again.get(check.name, ())}
+    assert messages == {record.getMessage() for record in caplog.records if "Health (" in record.getMessage()}
     updates = [log for log in trainer.state.log_history if "loss" in log]
     assert all(KEYS <= log.keys() and {log[key] for key in KEYS} <= {0.0, 1.0} for log in updates)
     of_training = [{key: log[key] for key in KEYS} for log in tracker.logs if "loss" in log]
@@ -113,14 +124,12 @@ def test_the_judge_is_heard_at_each_evaluation(caplog: pytest.LogCaptureFixture)
         assert "health/judge" not in log(loss=0.1, **{"objective/scores": score})
         assert log(eval_score=9 - score)["health/judge"] == float(score == 3)
         assert len(said(caplog)) == (score == 3)
-    evaluation = state.log_history[-1]
-    assert evaluation["health/judge"] == 1.0
-    assert evaluation["health"] == {"judge": "eval_score has fallen from 8 to 6 while the score rose"}
+    assert state.log_history[-1]["health/judge"] == 1.0
 
     callback = HealthCallback(limits, Surroundings())  # of a run that goes on
     callback.on_train_begin(None, state, None)
     assert "health/judge" not in log(loss=0.1, **{"objective/scores": 4.0})
-    assert log(eval_score=5.0)["health/judge"] == 1.0 and "health" not in state.log_history[-1]
+    assert log(eval_score=5.0)["health/judge"] == 1.0
     assert "health/judge" not in log(eval_other_score=1.0)  # of another data set
     assert said(caplog) == ["Health (judge)"]
 
@@ -128,6 +137,10 @@ def test_the_judge_is_heard_at_each_evaluation(caplog: pytest.LogCaptureFixture)
         log(loss=0.1, **{"objective/scores": float(len(state.log_history))})
         log(eval_score=verdict)
     assert said(caplog) == ["Health (judge)"] * 2
+    words = "eval_score has fallen from {} to {} while the score rose"
+    assert said_again(state.log_history, limits, Surroundings()) == {
+        "judge": [(6, words.format(8, 6)), (len(state.log_history), words.format(19, 8))]
+    }
 
 
 class Rising:
@@ -162,7 +175,7 @@ def test_an_evaluation_after_the_last_log_is_heard(
     assert (first["health/judge"], last["step"], last["health/judge"]) == (0.0, 3, 1.0)
     assert [log["health/judge"] for log in tracker.logs if "eval_runtime" in log] == [0.0, 1.0]
     assert said(caplog).count("Health (judge)") == 1
-    assert not any("health" in log for log in tracker.logs)  # trackers take numbers
+    assert "health/judge" not in trainer.evaluate()  # it is beside the run
 
 
 class FakeState:
@@ -176,6 +189,8 @@ def test_a_users_own_callback_takes_the_place(make_trainer: MakeTrainer) -> None
     own = HealthCallback(HealthThresholds(kl=3))
     trainer = make_trainer(**QUICK, callbacks=[own])
     callbacks = trainer.callback_handler.callbacks
+    trainer.train()
+    assert RunSettings.load(str(trainer.args.output_dir)).health["thresholds"]["kl"] == 3
     assert callbacks[0] is own and sum(isinstance(callback, HealthCallback) for callback in callbacks) == 1
     trainer.remove_callback(HealthCallback)
     assert not any(isinstance(callback, HealthCallback) for callback in trainer.callback_handler.callbacks)
