@@ -2,7 +2,8 @@
 
 Models and data lie in folders that are called as on the hub. Nothing of the commands is changed; a run ends after its
 first update because of `one_update/sitecustomize.py`, and the file that a user would edit says that two processes
-stand for eight GPUs. Nobody is logged in anywhere, and nobody can answer a question.
+stand for eight GPUs. Nobody is logged in anywhere, and nobody can answer a question. OpenAI is a server on this
+machine.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.cli.test_judge import chat, longer
 from tests.conftest import tiny_policy
 from tests.examples.test_ppo_example import PYTHIA, REWARD, SENTIMENT, SFT, prompts, pythia, save
 
@@ -55,6 +58,10 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml \
     --missing_eos_penalty 1.0 \
     --stop_token eos
 """
+JUDGE = r"""
+python examples/judge_tldr.py --model_name_or_path cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr --judge_model gpt-4o-mini --num_examples 1000
+python examples/judge_tldr.py --model_name_or_path vwxyzjn/ppo_tldr --judge_model gpt-4o-mini --num_examples 1000
+"""  # noqa: E501
 REWARD_MODEL = r"""
 rlhf-ppo llm --train --model google/gemma-3-270m --data-path ./preferences.jsonl --project-name reward-model \
     --trainer reward --prompt-text-column prompt --text-column chosen --rejected-text-column rejected
@@ -96,8 +103,8 @@ def place(tmp_path_factory):
     return folder
 
 
-def shell(command: str, folder: Path) -> str:
-    """Run a command as a new user types it; return what it prints, and fail where it does."""
+def shell(command: str, folder: Path, **variables: str) -> str:
+    """Run commands as a new user types them; return what they print, and fail where one does."""
     hidden = ("WANDB", "HF_", "ACCELERATE", "NETRC")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     (folder / "home").mkdir(exist_ok=True)
@@ -108,9 +115,10 @@ def shell(command: str, folder: Path) -> str:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "NOTES": str(folder),
+        **variables,
     }
     ended = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        ["bash", "-e", "-c", command], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, timeout=600,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-6000:]
@@ -152,6 +160,23 @@ def test_trls_command_for_zero2(place):
     assert "model response" in printed
 
 
+def test_trls_judge(place, server):
+    """It prefers the longer summary; each is asked about in both orders, after a first try."""
+    for name in (SFT, "vwxyzjn/ppo_tldr"):
+        save(pythia(), place / name)
+    posts = prompts(5).add_column("completion", ["w4", "w4 w5", "w6 w7", "w8", "w9"])
+    DatasetDict({"train": posts, "validation": posts}).save_to_disk(place / "trl-lib" / "tldr")
+    server.replies = [chat(longer)] * 22
+
+    printed = shell(JUDGE, place, OPENAI_API_KEY="sk-secret", OPENAI_STUB=f"http://127.0.0.1:{server.server_port}")
+
+    assert len(re.findall(r"^Model win rate: \d+\.\d\d%", printed, re.MULTILINE)) == 2 and "sk-secret" not in printed
+    asked = [(headers["Authorization"], body["model"]) for headers, body in server.requests]
+    assert asked == [("Bearer sk-secret", "gpt-4o-mini")] * 22
+    tables = [pd.read_parquet(place / "judged" / name) for name in ("judged.parquet", "judged-2.parquet")]
+    assert [list(table["opponent"]) for table in tables] == [list(posts["completion"])] * 2
+
+
 def test_aitrainings_commands_and_python(place):
     save(tiny_policy(max_position_embeddings=512), place / "google/gemma-3-270m")
     pairs = [{"prompt": prompt, "chosen": " w4 w4", "rejected": " w6"} for prompt in PROMPTS * 8]
@@ -162,8 +187,9 @@ def test_aitrainings_commands_and_python(place):
     assert AutoModelForSequenceClassification.from_pretrained(place / "reward-model").config.num_labels == 1
     assert len(re.findall("nobody is logged in to W&B", printed)) == 1
 
-    assert TUNED.startswith(QUICK_START.rstrip()), "the tuned command shows what the short one would"
-    printed = shell(TUNED, place)
+    shell(QUICK_START, place)
+    assert updates(place / "ppo-model") == 1
+    printed = shell(f"rm -rf ppo-model{TUNED}", place)
     assert updates(place / "ppo-model") == 1
     assert len(re.findall("nobody is logged in to W&B", printed)) == 1
     assert len(re.findall("There are 3 prompts, but 8 episodes in an update", printed)) == 1

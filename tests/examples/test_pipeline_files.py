@@ -30,8 +30,8 @@ BATCHES = {"sft": 128, "reward": 64, "ppo": 512}
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 TOY: dict[str, dict[str, Any]] = {
     "common": {"use_cpu": True, "bf16": False, "disable_tqdm": True, "gradient_checkpointing": False},
-    "sft": {"max_steps": 2, "per_device_train_batch_size": 2},
-    "reward": {"max_steps": 2, "per_device_train_batch_size": 2},
+    "sft": {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
+    "reward": {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
     "ppo": {"total_episodes": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1,
             "num_mini_batches": 1, "eval_steps": 1, "response_length": 8, "num_generations": 2},
     "judge": {"num_prompts": 4, "max_new_tokens": 8, "num_shown": 0},
@@ -103,7 +103,8 @@ def save(model: Any, folder: str, data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_paper_s_experiment_runs_at_the_size_of_a_toy(place: Path, shared_data: Path) -> None:
+@pytest.mark.parametrize("name", TLDR)
+def test_the_paper_s_experiment_runs_at_the_size_of_a_toy(name: str, place: Path, shared_data: Path) -> None:
     with (shared_data / "tldr_openai_ppo_samples/oai1b.csv").open(newline="") as file:
         rows = [row for row, _ in zip(csv.DictReader(file), range(24), strict=False)]
     asked = [{"prompt": row["query"], "completion": row["reference_responses"]} for row in rows]
@@ -115,12 +116,13 @@ def test_the_paper_s_experiment_runs_at_the_size_of_a_toy(place: Path, shared_da
     DatasetDict(parts).save_to_disk("trl-lib/tldr")
     DatasetDict({"train": Dataset.from_list(pairs)}).save_to_disk("trl-lib/tldr-preference")
     config = GPTNeoXConfig(vocab_size=50277, max_position_embeddings=1024, eos_token_id=0, bos_token_id=0, **TINY)
-    save(GPTNeoXForCausalLM(config), "EleutherAI/pythia-1b-deduped", shared_data)
+    run = Path(name).stem
+    save(GPTNeoXForCausalLM(config), f"EleutherAI/pythia-{run.removeprefix('tldr_')}-deduped", shared_data)
 
-    assert toy("tldr_1b.yaml", judge="length") == ["sft", "reward", "ppo", "judge", "report"]
-    log = [json.loads(line) for line in Path("runs/tldr_1b/ppo/log_history.jsonl").read_text().splitlines()]
+    assert toy(name, judge="length") == ["sft", "reward", "ppo", "judge", "report"]
+    log = [json.loads(line) for line in Path(f"runs/{run}/ppo/log_history.jsonl").read_text().splitlines()]
     assert any(line["objective/scores"] == -1.0 for line in log if "objective/scores" in line)  # none has ended
-    assert Path("runs/tldr_1b/report.html").stat().st_size > 10_000
+    assert Path(f"runs/{run}/report.html").stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -1,15 +1,16 @@
-"""Loaded by the Python of a documented command: its run ends after the first update, and engines run on CPUs."""
+"""Loaded by the Python of a documented command: a run ends after an update, engines run on CPUs, OpenAI is a stub."""
 
 import os
 import runpy
 import sys
 from pathlib import Path
 
+SCRIPT = Path(getattr(sys, "orig_argv", [""])[1]).name
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
 
 if LAUNCHED:
     runpy.run_path(str(Path(__file__).parents[2] / "distributed" / "on_cpu" / "sitecustomize.py"))
-if LAUNCHED or Path(getattr(sys, "orig_argv", [""])[1]).name in ("ppo.py", "rlhf-ppo", "aitraining.py"):
+if LAUNCHED or SCRIPT in ("ppo.py", "rlhf-ppo", "aitraining.py"):
     from transformers import TrainerCallback
 
     from rlhf_ppo import PPOTrainer
@@ -27,3 +28,13 @@ if LAUNCHED or Path(getattr(sys, "orig_argv", [""])[1]).name in ("ppo.py", "rlhf
         return train(self, *args, **kwargs)
 
     PPOTrainer.train = train_once
+
+if SCRIPT == "judge_tldr.py":
+    from rlhf_ppo.rewards.asking import Server
+
+    made = Server.__init__
+
+    def stub(self, url, *settings):
+        made(self, url.replace("https://api.openai.com", os.environ["OPENAI_STUB"]), *settings)
+
+    Server.__init__ = stub
