@@ -33,6 +33,7 @@ from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.vocabulary import vocabulary_of
 from rlhf_ppo.processes.engines import product_dtype
 from rlhf_ppo.rewards.reading import shares_tokens, tokenizer_beside
+from rlhf_ppo.terminal.quiet import quiet_calls
 from rlhf_ppo.training.datasets import PromptPreparation
 
 PURPOSES = {
@@ -148,7 +149,8 @@ def models_without_weights(
     if peft_config is not None:
         from peft import get_peft_model
 
-        policy = get_peft_model(policy, peft_config)
+        with quiet_calls():
+            policy = get_peft_model(policy, peft_config)
     multiply_head_in_float32(policy, args.lm_head_float32)
     for model in frozen:
         model.requires_grad_(False).eval()

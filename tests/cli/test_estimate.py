@@ -71,6 +71,11 @@ def test_the_figures_are_those_of_the_line_at_the_start(options: list[str], monk
     assert all(re.search(rf"│ {name} +│ {re.escape(value)} +│", printed) for name, value in line.items())
 
 
+def test_an_adapter_is_estimated_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    estimate(*WITH_FUNCTION, *PEFT)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 @pytest.mark.parametrize(
     ("file", "count", "engine", "sharding"),
     [

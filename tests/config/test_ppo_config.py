@@ -366,6 +366,15 @@ def test_bf16_is_on_where_an_accelerator_can_do_it(monkeypatch: pytest.MonkeyPat
     assert PPOConfig().mixed_precision == "bf16"
 
 
+@pytest.mark.parametrize(("rank", "times"), [(None, 1), ("0", 1), ("1", 0)])
+def test_one_process_says_that_bf16_stays_off(rank: str | None, times: int, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    monkeypatch.setattr(precision.logger, "warning_once", said.append)
+    monkeypatch.setenv("RANK", rank) if rank is not None else monkeypatch.delenv("RANK", raising=False)
+    assert precision.default_bf16(make(use_cpu=True, bf16=False)) is False
+    assert len(said) == times
+
+
 @pytest.mark.parametrize("asked", [{"fp16": True}, {"bf16": False}, {"use_cpu": True}])
 def test_bf16_gives_way(asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch):
     set_accelerator(monkeypatch, present=True)
