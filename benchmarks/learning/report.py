@@ -11,7 +11,7 @@ from typing import Any
 
 from cell import EXAMPLES, TASKS
 from run import WORK, read_results
-from variants import OPTIONS, PLAIN, RECOMMENDED, TRL
+from variants import AS_FAR_AS_TRL, OPTIONS, PLAIN, PRESET, RECOMMENDED, TRL
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "benchmarks" / "LEARNING.md"
@@ -20,10 +20,14 @@ HEAD = (
     "", "seeds", "gold", "KL", "training reward", "gold above TRL", "improved", "collapsed",
     "health",
 )  # fmt: skip
-NAMES = {TRL: "TRL 1.12", PLAIN: "rlhf_ppo", RECOMMENDED: "rlhf_ppo, recommended"}
+NAMES = {TRL: "TRL 1.12", PLAIN: "rlhf_ppo"} | {
+    name: f"rlhf_ppo, {name.removeprefix(PRESET).replace(',', ', ')}"
+    for name in (RECOMMENDED, *AS_FAR_AS_TRL.values())
+}
 PICTURES = {
-    "frontier": "Gold reward against KL: the way of some, as the mean over seeds, and where each option ends",
+    "frontier": "Gold reward against KL: the way of some, mean over seeds; points: where the other variants end",
     "curves": "Gold reward through training: the mean over seeds, with its standard error",
+    "options": "Gold reward and KL at the end: mean and standard error over seeds; dashed: rlhf_ppo without an option",
     "examples": "A healthy run, one that over-optimises and one that collapses; dashed: a health check speaks first",
 }
 Cell = dict[str, Any]
@@ -140,7 +144,7 @@ def draw(results: Sequence[Cell], shown_as_lines: Sequence[str], folder: Path) -
 
     Args:
         results: All cells.
-        shown_as_lines: Variants whose whole way is drawn; of the others the end only.
+        shown_as_lines: Variants whose whole way is drawn; of the others the end only, on the frontier.
         folder: Where `learning-frontier.svg` and `learning-curves.svg` are written.
     """
     from matplotlib.figure import Figure
@@ -150,16 +154,43 @@ def draw(results: Sequence[Cell], shown_as_lines: Sequence[str], folder: Path) -
         figure = Figure(figsize=(4.5 * len(tasks), 3.8), layout="constrained")
         for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
             groups = variants_of([cell for cell in results if cell["task"] == task])
-            for variant, cells in groups.items():
-                if variant in shown_as_lines:
-                    line(axes, cells, key, NAMES.get(variant, variant))
-                elif name == "frontier":
-                    end = [fmean(cell["final"][figure] for cell in cells) for figure in ("kl", "gold")]
-                    axes.scatter(*end, color="0.6", s=12)
-                    axes.annotate(variant, end, fontsize=5, color="0.4")
+            for variant in shown_as_lines:
+                if variant in groups:
+                    line(axes, groups[variant], key, NAMES.get(variant, variant))
+            others = [cells for variant, cells in groups.items() if variant not in shown_as_lines]
+            if name == "frontier" and others:
+                ends = (
+                    [fmean(cell["final"][which] for cell in cells) for cells in others] for which in ("kl", "gold")
+                )
+                axes.scatter(*ends, color="0.6", s=12, zorder=0, label="others, at the end")
             axes.set(title=task, xlabel=label, ylabel="gold reward, held-out prompts")
-            axes.legend(fontsize=8)
+            axes.legend(fontsize=8, loc="lower right")
         figure.savefig(folder / f"learning-{name}.svg", metadata={"Date": None})
+
+
+def draw_ends(results: Sequence[Cell], file: Path) -> None:
+    """Draw each variant's gold reward and KL at the end of training, two panels for each task."""
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(cell["task"] for cell in results if cell["task"] in TASKS))
+    counts = [len(variants_of([cell for cell in results if cell["task"] == task])) for task in tasks]
+    figure = Figure(figsize=(9, sum(counts) * 0.19 + 0.8 * len(tasks)), layout="constrained")
+    rows = figure.subplots(len(tasks), 2, squeeze=False, sharey="row", height_ratios=counts)
+    for pair, task in zip(rows, tasks, strict=True):
+        groups = variants_of([cell for cell in results if cell["task"] == task])
+        for axes, (key, label) in zip(pair, (("gold", "gold reward"), ("kl", "KL, nats")), strict=True):
+            ends = {name: mean_and_error([cell["final"][key] for cell in cells]) for name, cells in groups.items()}
+            means, errors = zip(*ends.values(), strict=True)
+            names = [NAMES.get(name, name.removeprefix(PRESET)) for name in ends]
+            axes.errorbar(
+                means, names, xerr=[0 if math.isnan(each) else each for each in errors], fmt="o", markersize=3
+            )
+            if PLAIN in ends:
+                axes.axvline(ends[PLAIN][0], linestyle="--", color="0.6", linewidth=0.8)
+            axes.set_title(f"{task}: {label}", fontsize=8)
+            axes.tick_params(labelsize=7)
+        pair[0].invert_yaxis()
+    figure.savefig(file, metadata={"Date": None})
 
 
 PANELS = {
@@ -218,13 +249,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=WORK, help="that of run.py")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--assets", type=Path, default=ASSETS)
-    parser.add_argument("--lines", nargs="*", default=[TRL, PLAIN, RECOMMENDED], help="drawn as curves")
+    parser.add_argument("--lines", nargs="*", default=list(NAMES), help="drawn as curves")
     given = parser.parse_args()
     results = read_results(given.work)
     if not results:
         parser.error(f"--work: {given.work} has no results; run.py makes them")
     draw(results, given.lines, given.assets)
-    pictures = ["frontier", "curves"]
+    draw_ends(results, given.assets / "learning-options.svg")
+    pictures = ["frontier", "curves", "options"]
     if draw_examples(results, given.assets / "learning-examples.svg"):
         pictures.append("examples")
     shown_below = [f"\n![{PICTURES[name]}](assets/learning-{name}.svg)" for name in pictures]

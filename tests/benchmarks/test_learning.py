@@ -138,7 +138,7 @@ def test_what_was_killed_goes_on_with_the_cells_that_are_left(
 
 
 def test_tables_have_means_errors_and_collapses_and_pictures_are_drawn(tmp_path: Path) -> None:
-    from report import collapsed, draw, draw_examples, written
+    from report import collapsed, draw, draw_ends, draw_examples, written
 
     results = [a_cell("trl", seed, gold) for seed, gold in enumerate((0.5, 0.7))]
     results += [a_cell("kl_stop", seed, gold) for seed, gold in enumerate((0.2, 0.9))]
@@ -148,13 +148,14 @@ def test_tables_have_means_errors_and_collapses_and_pictures_are_drawn(tmp_path:
     assert f"| `kl_stop` | 2 | {means} | 1 | 1 | none |" in lines
     assert collapsed(a_cell("plain", 0, 0.9, unique=0.1)) and collapsed(a_cell("plain", 0, float("nan")))
     draw(results, ["trl"], tmp_path)
+    draw_ends(results, tmp_path / "ends.svg")
     assert not draw_examples(results, tmp_path / "examples.svg")
     curves = {key: [1.0, 2.0] for key in ("step", "objective/scores", "objective/kl", "policy/entropy_avg")}
     examples = [a_cell("plain", 0, 0.5) | {"task": task, "curves": curves} for task in ("stories", "hole", "collapse")]
     examples[1]["health"] = {"kl": 7, "judge": 9}
     assert draw_examples(examples, tmp_path / "examples.svg")
     assert {file.name for file in tmp_path.iterdir()} == {
-        "learning-frontier.svg", "learning-curves.svg", "examples.svg"
+        "learning-frontier.svg", "learning-curves.svg", "ends.svg", "examples.svg"
     }  # fmt: skip
     lines = list(written([*results, *examples]))
     assert "Of 2 runs of rlhf_ppo that improved, health checks spoke in 0." in lines
