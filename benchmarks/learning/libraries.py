@@ -40,12 +40,22 @@ def train_ours(task: Task, policy: PreTrainedModel, arguments: dict[str, Any], p
         task.tokenizer,
         policy,
         train_dataset=tokenized(task, arguments["total_episodes"]),
+        ptx_dataset=texts_of(task) if args.ptx_coef else None,
         callbacks=[points],
         **reward,
     )
     points.log = trainer.log
     trainer.train()
     return trainer.state.log_history
+
+
+def texts_of(task: Task) -> Any:
+    """Return the texts that the language model was trained on, as rows with `text`."""
+    from datasets import Dataset
+
+    if task.texts is None:
+        raise ValueError("this task has no texts of its language model, which ptx_coef needs")
+    return Dataset.from_json(str(task.texts))
 
 
 def in_words(score: Scores) -> Any:

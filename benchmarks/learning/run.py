@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cell import EXAMPLES, TASKS, module_of
-from variants import AS_FAR_AS_TRL, NEED_A_PENALTY, PLAIN, RECOMMENDED, TRL, overrides, single_options
+from variants import AS_FAR_AS_TRL, NEEDS, PLAIN, RECOMMENDED, TRL, overrides, single_options
 
 FOLDER = Path(__file__).parent
 WORK = Path("runs/learning")
@@ -51,7 +51,7 @@ def cells(tasks: Iterable[str], variants: Iterable[str], seeds: Iterable[int]) -
         for task in tasks:
             chosen = [AS_FAR_AS_TRL[task]] if RECOMMENDED in variants and task in AS_FAR_AS_TRL else []
             for variant in dict.fromkeys((*variants, *chosen)):
-                if task != "arithmetic" or variant not in NEED_A_PENALTY:
+                if task in NEEDS.get(variant, (task,)):
                     yield task, variant, seed
 
 

@@ -14,6 +14,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kl_stop": {"kl_stop": 0.02},
     "num_generations": {"num_generations": 4},
     "reference_ema": {"reference_ema": 0.9},
+    "kl_coef": {"kl_coef": 0.0},
     "critic_learning_rate": {"critic_learning_rate": 1e-3},
     "critic_warmup_steps": {"critic_warmup_steps": 3},
     "lam_critic": {"lam_critic": 1.0},
@@ -28,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gspo": {"policy_loss": "gspo"},
     "cispo": {"policy_loss": "cispo"},
     "positive_nll_coef": {"positive_nll_coef": 0.1, "positive_nll_threshold": 0.5},
+    "ptx_coef": {"ptx_coef": 0.1},
     "score_normalization": {"score_normalization": True, "score_clip": 5.0},
     "value_head_init": {"value_head_init": "normal"},
 }
@@ -41,8 +43,13 @@ AS_FAR_AS_TRL = {
 """By task, the preset with the KL coefficient, chosen on other seeds, with which it goes no further from the reference
 than TRL with the task's. On *stories* the two are the same."""
 
-NEED_A_PENALTY = ("kl_target", "reference_ema")
-"""Options that say nothing where kl_coef is 0, as in `arithmetic`, and are left out there."""
+NEEDS = {
+    "kl_target": ("stories", "preferences"),
+    "reference_ema": ("stories", "preferences"),
+    "kl_coef": ("stories", "preferences"),
+    "ptx_coef": ("preferences",),
+}
+"""Options that mean something in some tasks only: where there is a KL penalty, or texts of the language model."""
 
 HELD_EQUAL = {
     "learning_rate", "kl_coef", "temperature", "response_length", "stop_token", "missing_eos_score", "gamma", "lam",

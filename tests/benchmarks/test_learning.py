@@ -37,6 +37,12 @@ def test_a_small_cell_is_the_same_run_that_plain_options_make(tmp_path: Path, mo
     assert cell["curves"]["step"] == [1, 2, 3] and len(cell["curves"]["objective/scores"]) == cell["num_updates"] == 3
     assert {**cell, "seconds": 0} == {**same, "seconds": 0}, "lam is 1 here anyway; evaluations change nothing"
     assert json.loads(json.dumps(cell)) == cell
+    with pytest.raises(ValueError, match="has no texts of its language model"):
+        run_cell(task, "ptx_coef", 3, sizes)
+    (tmp_path / "texts.jsonl").write_text('{"text": "37+48=58"}\n' * 8)
+    task = replace(task, texts=tmp_path / "texts.jsonl")
+    of_texts = run_cell(task, "ptx_coef", 3, sizes, {"per_device_train_batch_size": 8})
+    assert of_texts["points"][0] == cell["points"][0] and of_texts["points"][1]["kl"] != cell["points"][1]["kl"]
 
 
 def test_the_kl_of_an_evaluation_is_that_of_the_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +132,7 @@ def test_what_was_killed_goes_on_with_the_cells_that_are_left(
     assert [(command[3], command[4]) for command in started] == [("trl", "0"), ("trl", "1")]
     assert len(run.read_results(tmp_path)) == 4
     assert [*run.cells(["arithmetic"], ["plain", "kl_target"], [0])] == [("arithmetic", "plain", 0)]
+    assert [*run.cells(run.TASKS, ["ptx_coef"], [0])] == [("preferences", "ptx_coef", 0)]
     recommended = {task: [cell[1] for cell in run.cells([task], ["preset:recommended"], [0])] for task in run.TASKS}
     assert recommended == {
         "stories": ["preset:recommended"],
