@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,10 +77,10 @@ class History:
         logs = (log for log in self.updates if _is_number(log.get(key)) and _is_number(log.get("step")))
         return [log[key] for log in logs if first <= log["step"] <= last]
 
-    def stretches(self, key: str, length: int, count: int) -> list[float]:
-        """Return a metric's means over the last `count` stretches of `length` logs; nothing where there are fewer."""
+    def stretches(self, key: str, length: int, count: int) -> list[list[float]]:
+        """Return a metric of the last `count` stretches of `length` logs; nothing where there are fewer."""
         values = self.last(key, length * count)
-        return [statistics.fmean(values[start : start + length]) for start in range(0, len(values), length)]
+        return [values[start : start + length] for start in range(0, len(values), length)]
 
 
 def _is_number(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 
 from rlhf_ppo.config.health import HealthThresholds
 from rlhf_ppo.reporting.health.history import History
@@ -39,13 +40,15 @@ def kl_growth(history: History, limits: HealthThresholds) -> str | None:
     """Find a KL that doubles ever faster: each of three rises in a row is `kl_growth` times the one before."""
     if limits.kl_growth is None:
         return None
-    means = history.stretches("objective/kl", limits.patience, 4)
-    if not means:
+    stretches = history.stretches("objective/kl", limits.patience, 4)
+    overlap = any(min(after) <= max(before) for before, after in itertools.pairwise(stretches))
+    if not stretches or overlap:  # what overlaps may differ by noise alone
         return None
+    means = [statistics.fmean(each) for each in stretches]
     first, second, third = (after - before for before, after in itertools.pairwise(means))
     # Where there is little KL yet, its first rise is always from nothing; where there is much, small rises are noise.
     has_risen = means[-1] > max(0.1 * max(history.first("response/length_mean"), 1), 2 * means[0])
-    if has_risen and first > 0 and second > limits.kl_growth * first and third > limits.kl_growth * second:
+    if has_risen and second > limits.kl_growth * first and third > limits.kl_growth * second:
         return f"the KL rises ever faster: by {first:.3g}, {second:.3g} and {third:.3g} nats in equal times"
     return None
 
