@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 from cell import EXAMPLES, TASKS
 from run import WORK, read_results
 from variants import AS_FAR_AS_TRL, OPTIONS, PLAIN, PRESET, RECOMMENDED, TRL
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "benchmarks" / "LEARNING.md"
 ASSETS = ROOT / "docs" / "assets"
 HEAD = (
-    "", "seeds", "gold", "KL", "training reward", "gold above TRL", "improved", "collapsed",
+    "", "seeds", "gold", "KL", "training reward", "gold above TRL", "at equal KL", "improved", "collapsed",
     "health",
 )  # fmt: skip
 NAMES = {TRL: "TRL 1.12", PLAIN: "rlhf_ppo"} | {
@@ -61,6 +62,21 @@ def above(cells: Sequence[Cell], others: Sequence[Cell]) -> str:
     return f"{mean - base:+.3f}" + ("" if math.isnan(spread) else f" ± {spread:.3f}")
 
 
+def above_at_equal_kl(cells: Sequence[Cell], others: Sequence[Cell]) -> str:
+    """Print how far the gold reward is above that of others with the same KL, with its standard error.
+
+    Analysis of covariance: `d` of `gold = a + d [is ours] + b KL` by least squares over the runs of both.
+    """
+    runs = [(1.0, float(mine), cell["final"]["kl"]) for mine, each in enumerate((others, cells)) for cell in each]
+    if cells is others or min(len(cells), len(others)) < 2 or len(runs) < 4:
+        return "-"
+    design, gold = np.array(runs), np.array([cell["final"]["gold"] for cell in (*others, *cells)])
+    inverse = np.linalg.pinv(design.T @ design)
+    fitted = inverse @ design.T @ gold
+    variance = ((gold - design @ fitted) ** 2).sum() / (len(runs) - np.linalg.matrix_rank(design))
+    return f"{fitted[1]:+.3f} ± {math.sqrt(variance * inverse[1, 1]):.3f}"
+
+
 def row(name: str, cells: Sequence[Cell], trl: Sequence[Cell]) -> list[str]:
     """Summarize the seeds of a variant.
 
@@ -79,6 +95,7 @@ def row(name: str, cells: Sequence[Cell], trl: Sequence[Cell]) -> list[str]:
         shown(finals["kl"], 2),
         shown(finals["reward"]),
         above(cells, trl),
+        above_at_equal_kl(cells, trl),
         str(improved),
         str(sum(map(collapsed, cells))),
         "-" if name == TRL else ", ".join(alarms) or "none",

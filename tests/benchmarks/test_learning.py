@@ -137,7 +137,7 @@ def test_what_was_killed_goes_on_with_the_cells_that_are_left(
     assert recommended == {
         "stories": ["preset:recommended"],
         "preferences": ["preset:recommended", "preset:recommended,kl_coef=0.16"],
-        "arithmetic": ["preset:recommended", "preset:recommended,kl_coef=0.25"],
+        "arithmetic": ["preset:recommended", "preset:recommended,kl_coef=0.23"],
     }
     with pytest.raises(SystemExit):
         run.command_line(["--data", ".", "--options", "no_such_option"])
@@ -150,8 +150,8 @@ def test_tables_have_means_errors_and_collapses_and_pictures_are_drawn(tmp_path:
     results = [a_cell("trl", seed, gold) for seed, gold in enumerate((0.5, 0.7))]
     results += [a_cell("kl_stop", seed, gold) for seed, gold in enumerate((0.2, 0.9))]
     lines = list(written(results))
-    assert "| TRL 1.12 | 2 | 0.600 ± 0.100 | 5.00 ± 0.00 | 1.200 ± 0.200 | - | 2 | 0 | - |" in lines
-    means = "0.550 ± 0.350 | 5.00 ± 0.00 | 1.100 ± 0.700 | -0.050 ± 0.364"
+    assert "| TRL 1.12 | 2 | 0.600 ± 0.100 | 5.00 ± 0.00 | 1.200 ± 0.200 | - | - | 2 | 0 | - |" in lines
+    means = "0.550 ± 0.350 | 5.00 ± 0.00 | 1.100 ± 0.700 | -0.050 ± 0.364 | -0.050 ± 0.364"
     assert f"| `kl_stop` | 2 | {means} | 1 | 1 | none |" in lines
     assert collapsed(a_cell("plain", 0, 0.9, unique=0.1)) and collapsed(a_cell("plain", 0, float("nan")))
     draw(results, ["trl"], tmp_path)
@@ -169,6 +169,24 @@ def test_tables_have_means_errors_and_collapses_and_pictures_are_drawn(tmp_path:
     assert (
         "Run that was made to be over-optimised, 30 updates, seed 0: `kl` at update 7, `judge` at update 9." in lines
     )
+
+
+def test_gold_at_equal_kl_is_the_distance_of_two_parallel_lines() -> None:
+    from report import above_at_equal_kl
+
+    def on_a_line(variant: str, height: float, kls: list[float], noise: float = 0.0) -> list[dict[str, Any]]:
+        golds = [height + 0.2 * kl + sign * noise for kl, sign in zip(kls, (1, -1, -1, 1), strict=False)]
+        return [
+            {**cell, "final": {**cell["final"], "kl": kl}}
+            for kl, cell in zip(kls, (a_cell(variant, seed, gold) for seed, gold in enumerate(golds)), strict=True)
+        ]
+
+    theirs = on_a_line("trl", 0.1, [1.0, 2.0, 3.0])
+    assert above_at_equal_kl(on_a_line("plain", 0.15, [0.5, 1.0, 1.5]), theirs) == "+0.050 ± 0.000"
+    assert above_at_equal_kl(on_a_line("plain", 0.15, [0.5]), theirs) == "-"
+    # Four runs each at the same four KLs, residuals of 0.1 that no line explains: 8 x 0.01 / 5 x (1/4 + 1/4) = 0.008
+    noisy = [on_a_line(name, height, [1.0, 2.0, 3.0, 4.0], 0.1) for name, height in (("plain", 0.3), ("trl", 0.1))]
+    assert above_at_equal_kl(*noisy) == "+0.200 ± 0.089"
 
 
 def test_each_option_of_the_table_is_one_that_the_configuration_accepts(tmp_path: Path) -> None:
