@@ -137,7 +137,7 @@ def test_what_was_killed_goes_on_with_the_cells_that_are_left(
     assert recommended == {
         "stories": ["preset:recommended"],
         "preferences": ["preset:recommended", "preset:recommended,kl_coef=0.16"],
-        "arithmetic": ["preset:recommended", "preset:recommended,kl_coef=0.23"],
+        "arithmetic": ["preset:recommended", "preset:recommended,kl_coef=0.24"],
     }
     with pytest.raises(SystemExit):
         run.command_line(["--data", ".", "--options", "no_such_option"])
