@@ -30,7 +30,7 @@ def kl_budget(history: History, limits: HealthThresholds) -> str | None:
     per_token = [kl / length for kl, length in zip(kls, lengths, strict=False) if length > 0]
     if limits.kl_per_token is not None and per_token and min(per_token) > limits.kl_per_token:
         return (
-            f"the KL to the reference is {kls[-1]:.3g} nats per response, {per_token[-1]:.2g} per token, above "
+            f"the KL to the reference is {kls[-1]:.3g} nats per response, {per_token[-1]:.3g} per token, above "
             f"{limits.kl_per_token:g}"
         )
     return None

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
     "kl": (  # 20 tokens at 1 nat
         series("objective/kl", [0.0, 20.1, 21.0, 20.2]),
         series("objective/kl", [30.0, 30.0, 19.9]),
-        "20.2 nats per response, 1 per token, above 1",
+        "20.2 nats per response, 1.01 per token, above 1",
     ),
     "kl_growth": (  # means of three: 0, 1, 2.6, 5.2, which rise by 1, 1.6 and 2.6
         series("objective/kl", [0.0] * 3 + [1.0] * 3 + [2.6] * 3 + [4.2, 5.2, 6.2]),
