@@ -26,6 +26,7 @@ from rlhf_ppo.data.encoding import eos_id, pad_id
 from rlhf_ppo.demo.corpus import openings, preference_pairs, stories
 from rlhf_ppo.demo.show import show_on_bar
 from rlhf_ppo.generation.protocol import generating
+from rlhf_ppo.terminal.quiet import no_bars_of_models, quiet_calls
 from rlhf_ppo.trainer import PPOTrainer
 
 TRAINING_SEED, HELD_OUT_SEED = 0, 1
@@ -76,13 +77,14 @@ def train_language_model(output_dir: Path, size: DemoSize) -> None:
             eos_token_id=eos_id(tokenizer),
         )
     )
-    args = SFTConfig(
-        **_settings(output_dir, learning_rate=3e-3), num_train_epochs=2, completion_only_loss=False, max_length=None
-    )
-    trainer = SFTTrainer(model, args, train_dataset=corpus, processing_class=tokenizer)
+    settings = _settings(output_dir, learning_rate=3e-3)
+    with quiet_calls():
+        args = SFTConfig(**settings, num_train_epochs=2, completion_only_loss=False, max_length=None)
+        trainer = SFTTrainer(model, args, train_dataset=corpus, processing_class=tokenizer)
     show_on_bar(trainer, "loss")
     trainer.train()
-    trainer.save_model()
+    with no_bars_of_models():
+        trainer.save_model()
 
 
 def train_reward_model(sft_dir: Path, output_dir: Path, size: DemoSize) -> float:
@@ -96,21 +98,19 @@ def train_reward_model(sft_dir: Path, output_dir: Path, size: DemoSize) -> float
     Returns:
         Share of held-out pairs whose liked story scores higher, in [0, 1].
     """
-    args = RewardConfig(
-        **_settings(output_dir, learning_rate=1e-3),
-        num_train_epochs=1,
-        max_length=None,
-        center_rewards_coefficient=0.01,
-    )
-    trainer = RewardTrainer(
-        str(sft_dir),
-        args,
-        train_dataset=preference_pairs(size.num_pairs, TRAINING_SEED),
-        eval_dataset=preference_pairs(size.num_held_out, HELD_OUT_SEED),
-    )
+    settings = _settings(output_dir, learning_rate=1e-3)
+    with quiet_calls():
+        args = RewardConfig(**settings, num_train_epochs=1, max_length=None, center_rewards_coefficient=0.01)
+        trainer = RewardTrainer(
+            str(sft_dir),
+            args,
+            train_dataset=preference_pairs(size.num_pairs, TRAINING_SEED),
+            eval_dataset=preference_pairs(size.num_held_out, HELD_OUT_SEED),
+        )
     show_on_bar(trainer, "loss", "accuracy")
     trainer.train()
-    trainer.save_model()
+    with no_bars_of_models():
+        trainer.save_model()
     return trainer.evaluate()["eval_accuracy"]
 
 

@@ -2,6 +2,8 @@
 
 import io
 import math
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -15,6 +17,21 @@ from rlhf_ppo.demo.run import run_demo
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(1800)]
 
 SIZE = DemoSize(num_stories=4000, num_pairs=5000, num_updates=20)
+
+
+TINY = """
+from pathlib import Path
+from rich.console import Console
+from rlhf_ppo.demo.pipeline import DemoSize
+from rlhf_ppo.demo.run import run_demo
+run_demo(Path("demo"), DemoSize(200, 64, num_updates=1, num_episodes=8, num_held_out=8), Console())
+"""
+
+
+def test_no_warning_of_a_library_stands_between_its_lines(tmp_path):
+    run = subprocess.run([sys.executable, "-c", TINY], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "Judge prefers PPO over SFT" in run.stdout
+    assert [line for line in run.stderr.splitlines() if "Warning" in line or "WARNING" in line] == []
 
 
 @pytest.fixture(scope="module")
