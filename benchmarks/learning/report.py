@@ -174,15 +174,20 @@ def draw(results: Sequence[Cell], shown_as_lines: Sequence[str], folder: Path) -
             for variant in shown_as_lines:
                 if variant in groups:
                     line(axes, groups[variant], key, NAMES.get(variant, variant))
-            others = [cells for variant, cells in groups.items() if variant not in shown_as_lines]
-            if name == "frontier" and others:
-                ends = (
-                    [fmean(cell["final"][which] for cell in cells) for cells in others] for which in ("kl", "gold")
-                )
-                axes.scatter(*ends, color="0.6", s=12, zorder=0, label="others, at the end")
+            if name == "frontier":
+                ends_of_others(axes, [cells for variant, cells in groups.items() if variant not in shown_as_lines])
             axes.set(title=task, xlabel=label, ylabel="gold reward, held-out prompts")
             axes.legend(fontsize=8, loc="lower right")
         figure.savefig(folder / f"learning-{name}.svg", metadata={"Date": None})
+
+
+def ends_of_others(axes: Any, others: Sequence[Sequence[Cell]]) -> None:
+    """Draw where variants end that are not drawn as lines; the label says how many are too far away to be shown."""
+    ends = [tuple(fmean(cell["final"][key] for cell in cells) for key in ("kl", "gold")) for cells in others]
+    near = [end for end in ends if end[0] <= 2 * axes.get_xlim()[1]]
+    if near:
+        far = f", {len(ends) - len(near)} further right" if len(near) < len(ends) else ""
+        axes.scatter(*zip(*near, strict=True), color="0.6", s=12, zorder=0, label=f"others, at the end{far}")
 
 
 def draw_ends(results: Sequence[Cell], file: Path) -> None:
@@ -204,6 +209,8 @@ def draw_ends(results: Sequence[Cell], file: Path) -> None:
             )
             if PLAIN in ends:
                 axes.axvline(ends[PLAIN][0], linestyle="--", color="0.6", linewidth=0.8)
+            if max(means) > 8 * min(means) > 0:
+                axes.set_xscale("log")
             axes.set_title(f"{task}: {label}", fontsize=8)
             axes.tick_params(labelsize=7)
         pair[0].invert_yaxis()
