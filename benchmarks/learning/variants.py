@@ -48,8 +48,10 @@ NEEDS = {
     "reference_ema": ("stories", "preferences"),
     "kl_coef": ("stories", "preferences"),
     "ptx_coef": ("preferences",),
+    "value_head_init": ("stories", "arithmetic"),
 }
-"""Options that mean something in some tasks only: where there is a KL penalty, or texts of the language model."""
+"""Options that mean something in some tasks only: where there is a KL penalty, where there are texts of the language
+model, where the value model has a new head and is not the reward model's copy."""
 
 HELD_EQUAL = {
     "learning_rate", "kl_coef", "temperature", "response_length", "stop_token", "missing_eos_score", "gamma", "lam",
