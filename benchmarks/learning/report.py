@@ -193,6 +193,7 @@ def ends_of_others(axes: Any, others: Sequence[Sequence[Cell]]) -> None:
 def draw_ends(results: Sequence[Cell], file: Path) -> None:
     """Draw each variant's gold reward and KL at the end of training, two panels for each task."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     tasks = list(dict.fromkeys(cell["task"] for cell in results if cell["task"] in TASKS))
     counts = [len(variants_of([cell for cell in results if cell["task"] == task])) for task in tasks]
@@ -211,6 +212,9 @@ def draw_ends(results: Sequence[Cell], file: Path) -> None:
                 axes.axvline(ends[PLAIN][0], linestyle="--", color="0.6", linewidth=0.8)
             if max(means) > 8 * min(means) > 0:
                 axes.set_xscale("log")
+                axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.xaxis.set_major_formatter(ScalarFormatter())
+                axes.xaxis.set_minor_formatter(NullFormatter())
             axes.set_title(f"{task}: {label}", fontsize=8)
             axes.tick_params(labelsize=7)
         pair[0].invert_yaxis()
