@@ -40,8 +40,8 @@ AS_FAR_AS_TRL = {
     "arithmetic": f"{RECOMMENDED},kl_coef=0.24",
     "preferences": f"{RECOMMENDED},kl_coef=0.16",
 }
-"""By task, the preset with the KL coefficient, chosen on other seeds, with which it goes no further from the reference
-than TRL with the task's. On *stories* the two are the same."""
+"""By task, the preset with the KL coefficient with which it goes no further from the reference than TRL with the
+task's: matched by the KL of the runs that report, not by their gold reward. On *stories* the two are the same."""
 
 NEEDS = {
     "kl_target": ("stories", "preferences"),

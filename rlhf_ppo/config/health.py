@@ -21,7 +21,7 @@ class HealthThresholds:
         kl: Largest `objective/kl`, the budget: nats per response. None: no budget.
         kl_per_token: Largest `objective/kl` per token of the mean response, nats.
         kl_growth: How many times faster the KL may rise than before, twice in a row; compared are the rises between
-            four stretches of `patience` logs that do not overlap, over which it must have doubled.
+            four stretches of `patience` logs, each wholly above the one before, over which it must have doubled.
         negative_kl: Largest size of a negative `objective/kl` per token, nats.
         clip_fraction: Largest `policy/clipfrac_avg`.
         explained_variance: Smallest `val/explained_variance`.
