@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
@@ -154,7 +153,9 @@ def push_policy(
         tags = getattr(run.model, "model_tags", None) or []
         run.create_model_card(**card | {"tags": [*given, *(tag for tag in tags if tag not in given)]})
         run._finish_current_push()
-        return _upload(run, directory, commit_message, token, revision or args.hub_revision, not blocking)
+        api = HfApi(library_name="rlhf_ppo", token=token)
+        upload = _upload(api, run, directory, commit_message, revision or args.hub_revision)
+        return upload() if blocking else api.run_as_future(upload)
 
 
 def _begin_push(run: PublishedTrainer) -> None:
@@ -171,14 +172,13 @@ def _make_repository(run: PublishedTrainer, token: str | None, private: bool | N
 
 
 def _upload(
-    run: PublishedTrainer, directory: str, message: str | None, token: str | None, revision: str | None, later: bool
-) -> Any:
-    return HfApi(library_name="rlhf_ppo").upload_folder(
+    api: HfApi, run: PublishedTrainer, directory: str, message: str | None, revision: str | None
+) -> Callable[[], Any]:
+    return partial(
+        api.upload_folder,
         repo_id=str(run.hub_model_id),
         folder_path=directory,
         commit_message=message,
-        token=token,
-        run_as_future=later,
         allow_patterns=published_files(directory, run.args.hub_files or ()),
         revision=revision,
     )
@@ -214,29 +214,28 @@ def push_checkpoint(run: PublishedTrainer, checkpoint: str) -> None:
         shutil.copy(Path(checkpoint, name), Path(directory, name))
     moment = f"step {run.state.global_step}" if args.save_strategy == "steps" else f"epoch {int(run.state.epoch)}"
     message = f"Training in progress, {moment}"
-    jobs = [_upload(run, directory, message, args.hub_token, args.hub_revision, later=True)]
+    api = HfApi(library_name="rlhf_ppo", token=args.hub_token)
+    uploads = [_upload(api, run, directory, message, args.hub_revision)]
     if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         last = args.hub_strategy == HubStrategy.CHECKPOINT
-        jobs.append(
-            HfApi(library_name="rlhf_ppo").upload_folder(
+        uploads.append(
+            partial(
+                api.upload_folder,
                 repo_id=str(run.hub_model_id),
                 folder_path=checkpoint,
                 path_in_repo="last-checkpoint" if last else Path(checkpoint).name,
                 commit_message=f"{message}, checkpoint",
-                token=args.hub_token,
-                run_as_future=True,
                 revision=args.hub_revision,
             )
         )
-    for job in jobs:
-        job.add_done_callback(partial(_warn, args, directory))
+    jobs = [api.run_as_future(_upload_or_warn, args, directory, upload) for upload in uploads]
     run.push_in_progress = PushInProgress([*(run.push_in_progress.jobs if is_busy else ()), *jobs])  # pyright: ignore
 
 
-def _warn(args: PPOConfig, kept: str, job: Future[Any]) -> None:
-    """Say that an upload in the background has failed, which nobody waits for."""
+def _upload_or_warn(args: PPOConfig, kept: str, upload: Callable[[], Any]) -> None:
+    """Upload, and say it if this fails: before the job counts as done, since the run's end waits for that."""
     try:
         with naming_hub(args, kept):
-            job.result()
+            upload()
     except Exception as error:
         logger.warning(f"{error}; the run goes on, and uploads again with its next checkpoint")

@@ -68,6 +68,16 @@ class Killer:
             self._wait(run, self.random.uniform(0, self.seconds["update"] / 2), output_dir)
         self._wait(run, 60, output_dir, until=aimed)
         self._wait(run, self.random.uniform(0, self.seconds[aimed]), output_dir)
+        return self._kill(run, output_dir)
+
+    def kill_before_first_checkpoint(self, run: list[Any], output_dir: Path) -> bool:
+        """Kill a run when it has kept its first responses and has no checkpoint from which it could go on."""
+        responses = output_dir / "completions" / "completions_00001.parquet"
+        while not responses.exists() and all(process.is_alive() for process in run):
+            time.sleep(0.001)
+        return self._kill(run, output_dir)
+
+    def _kill(self, run: list[Any], output_dir: Path) -> bool:
         phase = self.phase(output_dir)
         if not all(process.is_alive() for process in run):
             return False
@@ -105,9 +115,14 @@ def seconds_of_phases(output_dir: Path) -> dict[str, float]:
 def end(output_dir: Path, world: int) -> tuple[Any, ...]:
     """Read all that a run has left: each rank's end, the sample tables, the kept responses, and the policy."""
     ranks = [torch.load(output_dir / f"end-{rank}.pt", weights_only=True) for rank in range(world)]
-    names = sorted(path.name for path in (output_dir / "completions").iterdir())
-    kept = {step: read_completions(path) for step, path in find_completions(output_dir).items()}
-    assert names == [f"completions_{step:05d}.parquet" for step in kept]  # none has a second file, or half of one
+    found = find_completions(output_dir)
+    kept = {step: read_completions(path) for step, path in found.items()}
+    others = {*(output_dir / "completions").iterdir()} - {*found.values()}
+    starts_anew = (output_dir / "starts.txt").read_text().split().count("None")
+    # None has a second file, or half of one, but the first updates of starts that were killed before a checkpoint.
+    assert len(others) * world < starts_anew and all(
+        "_00001" in path.stem and path.suffix == ".parquet" for path in others
+    )
     return ranks, samples(output_dir), kept, load_file(output_dir / "final" / "model.safetensors")
 
 
@@ -129,6 +144,7 @@ def ends_as_one_that_was_left_alone(start: Start, world: int, num_kills: int, fo
     assert list(expected[2]) == [1, 3, 6, 9, 10]
 
     num_runs, starts = 0, []
+    killer.kill_before_first_checkpoint(start(folder / "killed-1"), folder / "killed-1")
     while not killer.is_done:
         num_runs += 1
         output_dir = folder / f"killed-{num_runs}"

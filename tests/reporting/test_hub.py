@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import runpy
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -161,9 +163,11 @@ def test_a_hub_that_gives_no_repository_is_said_before_training(status, said, ma
     assert "hf_secret" not in str(it.value)
 
 
-def test_a_push_that_fails_loses_nothing(make_trainer, hub, tmp_path, caplog):
+def test_a_push_that_fails_loses_nothing(make_trainer, hub, monkeypatch, caplog):
     """The policy is saved before the hub is asked; a push of a checkpoint that fails is told, and the run goes on."""
     hub.refusals["/commit/"] = (403, "Your quota is used up")
+    publishing = logging.getLogger("rlhf_ppo.training.publishing")
+    monkeypatch.setattr(publishing, "filters", [lambda record: time.sleep(0.3) or True])  # the run's end waits for it
     trainer = make_trainer(
         **QUICK, save_strategy="steps", save_steps=3, push_to_hub=True, hub_model_id="some-org/mine"
     )
