@@ -32,8 +32,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ptx_coef": {"ptx_coef": 0.1},
     "score_normalization": {"score_normalization": True, "score_clip": 5.0},
     "value_head_init": {"value_head_init": "normal"},
+    "gae_level": {"gae_level": "turn"},
+    "bf16": {"bf16": True},
+    "lm_head_float32": {"bf16": True, "lm_head_float32": True},
 }
-"""Arguments of `PPOConfig` beside the task's, by the option's name."""
+"""Arguments of `PPOConfig` beside the task's, by the option's name. `lm_head_float32` is to be compared with `bf16`."""
 
 
 AS_FAR_AS_TRL = {
