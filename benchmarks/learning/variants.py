@@ -50,11 +50,17 @@ NEEDS = {
     "kl_target": ("stories", "preferences"),
     "reference_ema": ("stories", "preferences"),
     "kl_coef": ("stories", "preferences"),
+    "lam_critic": ("stories", "preferences"),
+    "lam_policy": ("arithmetic",),
+    "length_adaptive_alpha": ("preferences", "arithmetic"),
+    "loss_aggregation_sequence": ("preferences", "arithmetic"),
+    "loss_aggregation_constant": ("preferences", "arithmetic"),
     "ptx_coef": ("preferences",),
     "value_head_init": ("stories", "arithmetic"),
 }
-"""Options that mean something in some tasks only: where there is a KL penalty, where there are texts of the language
-model, where the value model has a new head and is not the reward model's copy."""
+"""Options that mean something in some tasks only: where there is a KL penalty, where lambda is not what they set
+already, where responses differ in length, where there are texts of the language model, where the value model has a new
+head and is not the reward model's copy."""
 
 HELD_EQUAL = {
     "learning_rate", "kl_coef", "temperature", "response_length", "stop_token", "missing_eos_score", "gamma", "lam",

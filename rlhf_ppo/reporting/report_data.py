@@ -145,7 +145,9 @@ def _words(run: RecordedRun) -> dict[str, list[tuple[int, str]]]:
     try:
         return said(run.log, HealthThresholds(**health["thresholds"]), Surroundings(**health["run"]))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"the run {run.name} has a {SETTINGS_NAME} that is damaged: {error!r}") from error
+        raise ValueError(
+            f"the run {run.name} has a {SETTINGS_NAME} that is damaged, or of a newer rlhf_ppo: {error!r}"
+        ) from error
 
 
 def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:

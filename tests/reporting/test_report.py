@@ -331,6 +331,12 @@ def damaged_settings(run: Path) -> None:
     (run / "ppo_settings.json").write_text('{"arguments": [')
 
 
+def newer_settings(run: Path) -> None:
+    path = run / "ppo_settings.json"
+    said = json.loads(path.read_text()) if path.exists() else {"arguments": {}}
+    path.write_text(json.dumps({**said, "health": {"thresholds": {"of_tomorrow": 1.0}, "run": {}}}))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -343,6 +349,7 @@ def damaged_settings(run: Path) -> None:
         (other_columns, "completions_00003.parquet has no column 'step': it was not written by rlhf_ppo"),
         (damaged_table, "update-00002.csv is damaged"),
         (damaged_settings, "one cannot be read: its ppo_settings.json is cut off or no JSON"),
+        (newer_settings, "one has a ppo_settings.json that is damaged, or of a newer rlhf_ppo: TypeError("),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_one_sentence(
