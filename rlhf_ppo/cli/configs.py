@@ -57,7 +57,7 @@ def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
 
     Raises:
         OSError: A file cannot be written.
-        ValueError: A file is there already and shall not be replaced.
+        ValueError: A file is there already and shall not be replaced, or the directory is a file.
     """
     copies = {
         source: directory / folder / source.name
@@ -65,6 +65,8 @@ def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
         for files in patterns
         for source in sorted((_shipped() / folder).glob(files))
     }
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"directory={str(directory)!r} is a file; name a directory")
     there = [str(path) for path in copies.values() if path.exists()]
     if there and not overwrite:
         raise ValueError(f"{', '.join(there)} {'are' if len(there) > 1 else 'is'} there already: add --overwrite")

@@ -25,9 +25,12 @@ def demo(argv: Sequence[str] | None = None, program: str = "rlhf-ppo demo") -> N
     parser = CommandParser(program, description=f"{DESCRIPTION} Exits with 1 unless the judge clearly prefers PPO's.")
     parser.add_argument("output_dir", type=Path, nargs="?", default=Path("demo_output"), help="default: %(default)s")
     output_dir = parser.parse_args(argv).output_dir
-    with user_errors(program):
-        output_dir.mkdir(parents=True, exist_ok=True)
     from rlhf_ppo.demo.run import run_demo
+    from rlhf_ppo.training.checks import check_output_dir
+
+    with user_errors(program):
+        check_output_dir(str(output_dir))
+        output_dir.mkdir(parents=True, exist_ok=True)
 
     warnings.simplefilter("ignore", FutureWarning)  # from one library to another
     if not run_demo(output_dir).verdicts.clear:

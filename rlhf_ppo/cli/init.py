@@ -98,7 +98,7 @@ def init(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(prog=PROGRAM, description="Write a commented file for `rlhf-ppo pipeline`.")
     parser.add_argument("--file", default="run.yaml", help="The file to write.")
     for name, (question, _) in QUESTIONS.items():
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", help=question)
+        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), help=question)
     parser.add_argument("--reward_funcs", "--reward-funcs", help=REWARD_FUNCTION)
     parser.add_argument("--judge_preferences", "--judge-preferences", help=JUDGE_PREFERENCES)
     parser.add_argument("--judge_model", "--judge-model", help="Such as gpt-4o-mini, or a reward model PPO never saw.")
@@ -135,7 +135,11 @@ def _complete(args: argparse.Namespace) -> None:
 def _asked(name: str, question: str, default: str | None) -> str:
     shown = f" [{default}]" if default else ""
     while True:
-        answer = input(f"{question}{shown}: ").strip() or default
+        try:
+            answer = input(f"{question}{shown}: ").strip() or default
+        except EOFError:
+            print()
+            raise ValueError(f"--{name} is missing: nobody answers any more") from None
         if answer is not None:
             return answer
         print(f"--{name} is needed")

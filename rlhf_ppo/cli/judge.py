@@ -36,7 +36,7 @@ from rlhf_ppo.rewards.functions import finished
 from rlhf_ppo.rewards.judges import RewardModelJudge, ScoringJudge, as_judge
 from rlhf_ppo.rewards.preference import Compared, PreferenceReward
 from rlhf_ppo.rewards.reading import Answer
-from rlhf_ppo.rewards.resolve import resolve_reward
+from rlhf_ppo.rewards.resolve import check_reward_name, resolve_reward
 
 OPENAI_NAMES = re.compile(r"(gpt|chatgpt|o\d)-[\w.-]+|o\d")
 """Names of models that are asked at OpenAI's API."""
@@ -235,17 +235,36 @@ def make_judge(args: JudgeArguments) -> Any:
         ValueError: There is no such judge.
     """
     if args.asks_chat_model:
-        options = OPTIONS if args.judge_options is None else _options(args.judge_options)
-        question = QUESTION if args.judge_prompt is None else Path(args.judge_prompt).expanduser().read_text()
-        chat = ChatJudge(str(args.judge_model), args.judge_url or OPENAI_URL, question, options)
+        chat = _chat_judge(args)
         finished(chat.check())
         return chat
     if args.judge is not None:
-        return as_judge(resolve_reward(args.judge))
+        return as_judge(resolve_reward(args.judge, "judge"))
     judge = RewardModelJudge(str(args.judge_model))
     _refuse_language_model(str(args.judge_model))
     judge.model  # noqa: B018
     return judge
+
+
+def check_judge(args: JudgeArguments) -> None:
+    """Check the judge as far as nothing is asked, run or loaded.
+
+    Args:
+        args: Which judge.
+
+    Raises:
+        OSError, ValueError: There is no such judge, or no key for it.
+    """
+    if args.asks_chat_model:
+        _chat_judge(args)
+    elif args.judge is not None:
+        check_reward_name(args.judge, "judge")
+
+
+def _chat_judge(args: JudgeArguments) -> ChatJudge:
+    options = OPTIONS if args.judge_options is None else _options(args.judge_options)
+    question = QUESTION if args.judge_prompt is None else Path(args.judge_prompt).expanduser().read_text()
+    return ChatJudge(str(args.judge_model), args.judge_url or OPENAI_URL, question, options)
 
 
 def _refuse_language_model(path: str) -> None:
@@ -285,12 +304,14 @@ def _rows(args: JudgeArguments) -> Any:
 def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
     """Return both sides' answers."""
     prompts = rows["prompt"] if "prompt" in rows.column_names else [None] * len(rows)
+    named = {name: path for name in ("model", "opponent") if (path := getattr(args, name)) is not None}
+    tokenizers = {name: load_tokenizer(path, False, name) for name, path in named.items()}  # of both before either
     if args.model is not None:
-        ours = _respond(args, rows, args.model, "model")
+        ours = _respond(args, rows, args.model, tokenizers["model"], "model")
     else:
         ours = given_answers(prompts, rows[args.model_column])
     if args.opponent is not None:
-        return ours, _respond(args, rows, args.opponent, "opponent")
+        return ours, _respond(args, rows, args.opponent, tokenizers["opponent"], "opponent")
     return ours, given_answers(prompts, rows[args.opponent_column], ours)
 
 
@@ -298,9 +319,8 @@ def _texts(answers: Sequence[Answer | None]) -> list[str | None]:
     return [None if answer is None else answer.response for answer in answers]
 
 
-def _respond(args: JudgeArguments, rows: Any, path: str, argument: str) -> list[Answer]:
+def _respond(args: JudgeArguments, rows: Any, path: str, tokenizer: Any, argument: str) -> list[Answer]:
     model: Any = load_pretrained(AutoModelForCausalLM, path, argument, dtype="auto")
-    tokenizer: Any = load_tokenizer(path, False, argument)
     how = Answering(
         args.max_new_tokens, args.temperature, args.top_p, args.batch_size, args.generation_engine, args.seed
     )

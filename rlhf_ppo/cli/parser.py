@@ -14,6 +14,7 @@ from rlhf_ppo.config.inherited import reject_removed
 from rlhf_ppo.config.presets import PRESETS, preset_options
 from rlhf_ppo.config.redaction import hide_in
 from rlhf_ppo.config.validation import check_json_file
+from rlhf_ppo.config.yaml_files import UniqueKeys
 
 
 class PPOArgumentParser(CommandParser, TrlParser):
@@ -86,6 +87,9 @@ class PPOArgumentParser(CommandParser, TrlParser):
         self._of_config = {*kwargs}
         for action in self._actions:
             if action.choices is not None and kwargs.get(action.dest) not in (None, *action.choices):
+                if kwargs[action.dest] is False and "no" in action.choices:
+                    kwargs[action.dest] = "no"  # as YAML reads the word
+                    continue
                 given = kwargs[action.dest]
                 raise ValueError(f"{action.dest}={given!r} in --config must be one of {[*action.choices]}")
         unknown = super().set_defaults_with_config(**kwargs)
@@ -100,17 +104,6 @@ class PPOArgumentParser(CommandParser, TrlParser):
         return f"there is no option {', '.join(options)}{hint}"
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Reads YAML in which a key that stands twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-        if twice:
-            raise ValueError(f"the key {', '.join(twice)} stands twice")
-        return super().construct_mapping(node, deep)
-
-
 def check_yaml(path: str) -> None:
     """Check that a file holds options as YAML: `name: value`, each name once.
 
@@ -122,7 +115,7 @@ def check_yaml(path: str) -> None:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            config = yaml.load(file, _UniqueKeys)
+            config = yaml.load(file, UniqueKeys)
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"--config {path!r} cannot be read as YAML: {reason}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def pipeline(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: The file or an option of a step is wrong, before anything is run; or a step has failed.
     """
-    parser = CommandParser(prog=PROGRAM, description=pipeline.__doc__)
+    parser = CommandParser(prog=PROGRAM, description="Run the steps of a file that are left.")
     parser.add_argument("file", help=f"YAML with the sections {', '.join(STEPS)}; `rlhf-ppo init` writes one")
     parser.add_argument(
         "--dry_run", "--dry-run", action="store_true", help="Print the steps that are left, and run none."
@@ -30,31 +31,34 @@ def pipeline(argv: Sequence[str] | None = None) -> None:
     with user_errors(PROGRAM):
         read = read_pipeline(args.file)
         finished = finished_steps(read)
-    data = [(step, check_step(step)) for step in read.steps if step.name not in finished]
+    left = [(step, check_step(step)) for step in read.steps if step.name not in finished]
     if args.dry_run:
         _show(read, finished.keys())
         return
-    _check_data(data)
+    _check_what_is_named(left)
     with user_errors(PROGRAM):
         code = run_pipeline(read, start_python)
     if code:
         raise SystemExit(code)
 
 
-def check_step(step: Step) -> str | None:
+def check_step(step: Step) -> Any:
     """Check a step's options as its command will, so that a mistake in the last one shows before the first has run.
 
     Args:
         step: The step.
 
     Returns:
-        Where its data are, if it says so.
+        The options that name data or what scores, or None.
 
     Raises:
         SystemExit: An option is unknown or wrong; the sentence begins with the section's name.
     """
     program = f"{PROGRAM}: {step.kind}"
     if step.kind == "report":
+        from rlhf_ppo.cli.report import report_parser
+
+        report_parser(program).parse_args(step.argv())
         return None
     if step.kind == "judge":
         from rlhf_ppo.cli.judge import JudgeArguments
@@ -68,19 +72,28 @@ def check_step(step: Step) -> str | None:
 
         with user_errors(program):
             options, *_ = parse_options(program, step.command, step.argv())
-    return options.dataset_name
+    return options
 
 
-def _check_data(data: Iterable[tuple[Step, str | None]]) -> None:
+def _check_what_is_named(steps: Iterable[tuple[Step, Any]]) -> None:
+    """Look for data, reward functions and the judge's key, as far as nothing is loaded."""
+    from rlhf_ppo.cli.judge import check_judge
     from rlhf_ppo.cli.sources import check_is_there
+    from rlhf_ppo.rewards.resolve import check_reward_name
 
-    for step, name in data:
+    for step, options in steps:
+        if options is None:
+            continue
         with user_errors(f"{PROGRAM}: {step.kind}"):
-            if name:
-                check_is_there(name)
+            if options.dataset_name:
+                check_is_there(options.dataset_name)
+            for name in getattr(options, "reward_funcs", None) or ():
+                check_reward_name(name)
+            if step.kind == "judge":
+                check_judge(options)
 
 
 def _show(read: Pipeline, finished: Container[str]) -> None:
     for step in read.steps:
-        words = "finished before" if step.name in finished else f"rlhf-ppo {step.command} {' '.join(step.argv())}"
+        words = "finished before" if step.name in finished else shlex.join(["rlhf-ppo", step.command, *step.argv()])
         print(f"{step.name}: {words}")

@@ -16,9 +16,22 @@ def report(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: There is no such run, or a file of it is damaged.
     """
-    parser = CommandParser(
-        "rlhf-ppo report", description="Write one HTML file about one or several runs: open it in any browser."
-    )
+    parser = report_parser()
+    options = parser.parse_args(argv)
+    from rlhf_ppo.reporting.report import write_report
+
+    with user_errors(parser.prog):
+        path = write_report(options.runs, options.output, options.judged)
+    print(f"The report is in {path}.")
+
+
+def report_parser(prog: str = "rlhf-ppo report") -> CommandParser:
+    """Return the parser of the command's options.
+
+    Args:
+        prog: What errors begin with.
+    """
+    parser = CommandParser(prog, description="Write one HTML file about one or several runs: open it in any browser.")
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="output directory of a run; runs that differ in their seed are averaged"
     )
@@ -27,9 +40,4 @@ def report(argv: Sequence[str] | None = None) -> None:
         "--judged", nargs="+", default=[], metavar="DIR",
         help="where `rlhf-ppo judge` has kept its verdicts, beside those in the directory `judged` of each run",
     )  # fmt: skip
-    options = parser.parse_args(argv)
-    from rlhf_ppo.reporting.report import write_report
-
-    with user_errors(parser.prog):
-        path = write_report(options.runs, options.output, options.judged)
-    print(f"The report is in {path}.")
+    return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -46,7 +47,7 @@ def run_pipeline(pipeline: Pipeline, start: Callable[[Sequence[str]], int], say:
             continue
         words = [*_going_on(step), *step.argv()]
         launch = pipeline.launch if step.kind in TRAINING else ()
-        say(f"{step.name}: rlhf-ppo {step.command} {' '.join(words)}")
+        say(f"{step.name}: {shlex.join(['rlhf-ppo', step.command, *words])}")
         code = start(["-m", *launch, *(["-m"] if launch else []), "rlhf_ppo", step.command, *words])
         if code:
             say(f"{step.name} has ended with exit code {code}; the same command goes on with it")

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_ppo.config.yaml_files import PlainWords
 from rlhf_ppo.reporting.judgements import JUDGED
 
 STEPS = ("sft", "reward", "judge_reward", "ppo", "judge", "report")
@@ -85,9 +86,9 @@ def read_pipeline(path: str | Path) -> Pipeline:
         ValueError: It is no such file; the message names the section and what to write.
     """
     try:
-        said = yaml.safe_load(Path(path).expanduser().read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        said = yaml.load(Path(path).expanduser().read_text(), PlainWords)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(said, dict):
         raise ValueError(f"{path} must hold sections such as `ppo:`, each with options")
     if unknown := sorted(str(name) for name in said if name not in (*STEPS, *OTHERS)):
@@ -115,19 +116,37 @@ def _steps(
     policies = {seed: "ppo" if len(seeds) == 1 else f"ppo-seed{seed}" for seed in seeds}
     if "ppo" in wanted:
         start = {"sft_model_path": made.get("sft"), "reward_model_path": made.get("reward")}
+        given = _known(start) | common | sections["ppo"]
+        _check_ppo(given)
         for seed, name in policies.items():
-            yield _step(name, "ppo", folder / name, _known(start) | common | sections["ppo"] | {"seed": seed})
+            yield _step(name, "ppo", folder / name, given | {"seed": seed})
     if "judge" in wanted:
         for seed, policy in policies.items():
-            start = {"model": str(folder / policy), "opponent": made.get("sft"), "seed": seed}
+            start = {
+                "model": str(folder / policy) if "ppo" in wanted else None,
+                "opponent": made.get("sft"),
+                "seed": seed,
+            }
             if "judge" not in sections["judge"]:
                 start["judge_model"] = made.get("judge_reward")
             options = _overridden(_known(start), sections["judge"])
             yield _step(policy.replace("ppo", "judge"), "judge", folder / policy / JUDGED, options)
     if "report" in wanted:
+        if "ppo" not in wanted:
+            raise ValueError("report is of PPO's runs, and there is no section `ppo`: write one, or leave report out")
         runs = tuple(str(folder / name) for name in policies.values())
         options = {"output": str(folder / "report.html"), **sections["report"]}
         yield Step("report", "report", folder, options, runs)
+
+
+def _check_ppo(options: Mapping[str, Any]) -> None:
+    """Refuse the defaults of TRL's script, models of the hub that no file of steps means."""
+    if "config" in options:
+        return  # which may name them
+    if options.get("sft_model_path") is None:
+        raise ValueError("ppo has no language model to start from: write a section `sft`, or sft_model_path")
+    if options.get("reward_model_path") is None and not options.get("reward_funcs"):
+        raise ValueError("ppo is paid by nothing: write a section `reward`, or reward_model_path or reward_funcs")
 
 
 def _overridden(start: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

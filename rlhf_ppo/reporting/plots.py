@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from transformers import TrainerState
@@ -67,7 +68,7 @@ def plot_metrics(
     Args:
         runs: Runs, each drawn as a line; or a mapping of label to the runs of one setting (its seeds), drawn as their
             mean and a band of one standard deviation.
-        path: Where the picture is saved; its suffix chooses the format.
+        path: Where the picture is saved; its suffix chooses the format, such as .png, .svg or .pdf.
         metrics: Keys of the log. By default all that the runs logged.
         x: The key on the horizontal axis: `"episode"`, or `"step"` for PPO updates.
 
@@ -76,13 +77,16 @@ def plot_metrics(
 
     Raises:
         TypeError: If `runs` is a single run.
-        ValueError: If there is nothing to draw, or no run logged one of `metrics`.
+        ValueError: If there is nothing to draw, no run logged one of `metrics`, or the suffix is of no format.
         FileNotFoundError: If a directory holds no `trainer_state.json`.
     """
     groups = _read_groups(runs)
     shown = _logged_metrics(groups, metrics, x)
     columns = min(len(shown), _COLUMNS)
     rows = ceil(len(shown) / columns)
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix.lower().lstrip(".") not in formats:
+        raise ValueError(f"output={str(path)!r} must end in .png, .svg, .pdf or another of {sorted(formats)}")
     figure = Figure(figsize=(4.2 * columns, 3.0 * rows + 0.4), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for panel, metric in zip(axes, shown, strict=False):

@@ -35,11 +35,16 @@ def write_report(
 
     Raises:
         FileNotFoundError: There is no run, or no verdicts.
-        ValueError: A run has logged nothing yet, is of another trainer, or a file of it is damaged.
+        ValueError: A run has logged nothing yet, is of another trainer, or a file of it is damaged; or the place for
+            the report is a directory.
     """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(
+            f"output={str(path)!r} is a directory; name a file in it, such as {str(path / 'report.html')!r}"
+        )
     read = read_runs(runs)
     page = _page(report_data(read, read_judged(runs, judged)), ", ".join(run.name for run in read))
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(page, encoding="utf-8", errors="replace")

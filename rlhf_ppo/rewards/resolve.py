@@ -39,7 +39,7 @@ def resolve_rewards(specs: RewardSpec | Sequence[RewardSpec] | None) -> list[Cal
     return [resolve_reward(spec) for spec in ([specs] if isinstance(specs, str) or callable(specs) else specs)]
 
 
-def resolve_reward(spec: RewardSpec) -> Callable[..., Any]:
+def resolve_reward(spec: RewardSpec, argument: str = "reward_funcs") -> Callable[..., Any]:
     """Turn what a user wrote into a callable with `GRPOTrainer`'s signature, or into a judge.
 
     Args:
@@ -48,6 +48,7 @@ def resolve_reward(spec: RewardSpec) -> Callable[..., Any]:
             `"http://host/path"`, also `https`; each with settings behind it, such as `"keyword(keywords=['yes'])"`,
             see `rlhf_ppo.rewards.settings`. Modules are looked for in the working directory too, and what a file
             imports beside it. An object with TRL's `judge` counts as callable.
+        argument: The argument that holds it, for errors.
 
     Raises:
         TypeError: `spec` is neither callable nor a text, or what it names cannot be called.
@@ -56,26 +57,43 @@ def resolve_reward(spec: RewardSpec) -> Callable[..., Any]:
     if not isinstance(spec, str):
         if not callable(spec):
             raise TypeError(
-                f"reward_funcs holds {shown(spec)!r}, which cannot be called; pass a Python function or its name"
+                f"{argument} holds {shown(spec)!r}, which cannot be called; pass a Python function or its name"
             )
         if isinstance(spec, type):
-            raise TypeError(f"reward_funcs holds the class {spec.__name__}; pass an object of it, or a function")
+            raise TypeError(f"{argument} holds the class {spec.__name__}; pass an object of it, or a function")
         return spec
     place, settings = split_settings(spec)
     if place.startswith(("http://", "https://")):
         return make_with(RewardEndpoint, (place,), settings, place)
     if place in BUILTIN_REWARDS or place in TRL_REWARDS:
         if isinstance(settings.get("function"), str):
-            settings["function"] = resolve_reward(settings["function"])
+            settings["function"] = resolve_reward(settings["function"], argument)
         return builtin_reward(place, **settings)
-    function = found_function(place, "reward_funcs")
+    function = found_function(place, argument)
     if function is None:
         raise ValueError(
-            f"reward_funcs holds {shown(place)!r}, which names no reward; write 'package.module.function', "
+            f"{argument} holds {shown(place)!r}, which names no reward; write 'package.module.function', "
             f"'path/file.py:function', 'http://host/path' or one of {[*BUILTIN_REWARDS, *TRL_REWARDS]}; a reward "
-            "model is passed as reward_model"
+            f"model is passed as {'judge_model' if argument == 'judge' else 'reward_model'}"
         )
     return make_with(functools.partial, (function,), settings, place) if settings else function
+
+
+def check_reward_name(spec: str, argument: str = "reward_funcs") -> None:
+    """Refuse a text that names no reward; a file that it names must be there, and neither file nor module is run.
+
+    Args:
+        spec: A text that `resolve_reward` takes.
+        argument: The argument that holds it, for errors.
+
+    Raises:
+        ValueError: There is no such file, name or setting.
+    """
+    place, _ = split_settings(spec)
+    if (path := _path_in(place)) is not None:
+        _check_file(place, path, argument)
+    elif not _is_dotted(place):
+        resolve_reward(spec, argument)
 
 
 def found_function(spec: str, argument: str) -> Callable[..., Any] | None:
@@ -89,19 +107,31 @@ def found_function(spec: str, argument: str) -> Callable[..., Any] | None:
         TypeError: It cannot be called.
         ValueError: There is no such file, module or function.
     """
-    path, colon, name = spec.rpartition(":")
-    if colon and path.endswith(".py"):
-        return _function(_load_file(spec, Path(path).expanduser(), argument), name, spec, argument)
-    module, dot, name = spec.rpartition(".")
-    if dot and not colon and all(part.isidentifier() for part in spec.split(".")):
+    if (path := _path_in(spec)) is not None:
+        return _function(_load_file(spec, path, argument), spec.rpartition(":")[2], spec, argument)
+    if _is_dotted(spec):
+        module, _, name = spec.rpartition(".")
         return _function(_import_module(spec, module, argument), name, spec, argument)
     return None
 
 
-def _load_file(spec: str, path: Path, argument: str) -> ModuleType:
-    """Run a Python file as a module, once in a process."""
+def _path_in(spec: str) -> Path | None:
+    path, _, _ = spec.rpartition(":")
+    return Path(path).expanduser() if path.endswith(".py") else None
+
+
+def _is_dotted(spec: str) -> bool:
+    return "." in spec and all(part.isidentifier() for part in spec.split("."))
+
+
+def _check_file(spec: str, path: Path, argument: str) -> None:
     if not path.is_file():
         raise ValueError(f"{argument} holds {shown(spec)!r}, but there is no file {str(path)!r} in {Path.cwd()}")
+
+
+def _load_file(spec: str, path: Path, argument: str) -> ModuleType:
+    """Run a Python file as a module, once in a process."""
+    _check_file(spec, path, argument)
     path = path.resolve()
     # A name of its own: two files may share theirs, and neither may hide an installed package.
     name = f"reward_file_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"

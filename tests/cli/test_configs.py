@@ -57,7 +57,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         configs([str(tmp_path / "file")])
 
-    assert ended.value.code == 2 and f"{tmp_path / 'file'}/accelerate_configs: Not a dir" in capsys.readouterr().err
+    assert ended.value.code == 2 and f"directory='{tmp_path / 'file'}' is a file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

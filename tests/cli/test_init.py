@@ -72,6 +72,25 @@ def test_what_no_option_says_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said["output_dir"] == QUESTIONS["output_dir"][1] and len(asked) == 7  # the model twice: it is needed
 
 
+def test_who_stops_answering_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def ended(_: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", ended)
+    with pytest.raises(SystemExit, match="2"):
+        init(["--model", "m", "--prompts", "p"])
+
+    assert capsys.readouterr().err == "rlhf-ppo init: error: --texts is missing: nobody answers any more\n"
+
+
+def test_help_names_each_option_once(capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        init(["--help"])
+
+    assert "--model MODEL, --model" not in capsys.readouterr().out
+
+
 def test_who_has_pairs_is_asked_for_others_for_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: "d.jsonl" if "second reward" in question else "")

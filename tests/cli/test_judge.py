@@ -92,7 +92,7 @@ def test_two_models_answer_the_same_prompts(places, capsys, monkeypatch):
         asked.append((columns["prompts"], list(completions)))
         return [float(len(text)) for text in completions]
 
-    monkeypatch.setattr(module, "resolve_reward", lambda spec: count)
+    monkeypatch.setattr(module, "resolve_reward", lambda *_: count)
     found = evaluate(["--model", "one", "--opponent", "two", "--judge", "length", *SHORT])
 
     ((prompts, texts),) = asked
@@ -112,6 +112,14 @@ def test_two_models_answer_the_same_prompts(places, capsys, monkeypatch):
     assert (table["verdict"] > 0).sum() == found.wins
     said = json.loads(Path("judged/win_rate.json").read_text())
     assert (said["wins"], said["win_rate"], said["options"]["opponent"]) == (found.wins, found.rate, "two")
+
+
+def test_an_opponent_that_is_not_there_is_said_before_the_model_answers(places, capsys, monkeypatch):
+    monkeypatch.setattr(module, "respond", lambda *_: pytest.fail("it has answered"))
+    with pytest.raises(SystemExit, match="2"):
+        evaluate(["--model", "one", "--opponent", "none", "--judge", "length", *SHORT])
+
+    assert "opponent='none' is neither a directory with" in capsys.readouterr().err
 
 
 def test_the_same_model_ties_with_itself(places):

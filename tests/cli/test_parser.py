@@ -50,6 +50,13 @@ def test_yaml_gives_defaults_that_the_command_line_overrides(tmp_path):
     assert (args.learning_rate, args.kl_coef, args.reward_weights, args.stop_token) == (1e-5, 0.2, [1.0, 0.5], "eos")
 
 
+def test_no_is_a_word_where_it_is_a_choice(tmp_path):
+    path = tmp_path / "ppo.yaml"
+    path.write_text("save_strategy: no\nwhiten_rewards: no\n")
+    args = parse("--config", str(path))
+    assert (args.save_strategy, args.whiten_rewards) == ("no", False)
+
+
 @pytest.mark.parametrize("name", sorted(REMOVED))
 def test_removed_options_name_their_replacement(name: str):
     bare = [[f"--{name}"]] if name not in {field.name for field in fields(PPOConfig)} else []

@@ -11,7 +11,12 @@ import pytest
 from rlhf_ppo.pipeline.results import keep_win_rates
 from rlhf_ppo.pipeline.steps import Pipeline, read_pipeline
 
-TEXT = "output_dir: out\nseeds: {}\nppo: {{dataset_name: d}}\njudge: {{dataset_name: d, judge: length}}"
+TEXT = """
+output_dir: out
+seeds: {}
+ppo: {{sft_model_path: m, reward_funcs: length, dataset_name: d}}
+judge: {{dataset_name: d, judge: length}}
+"""
 
 
 def judged(seeds: dict[int, dict[str, Any]]) -> Pipeline:
@@ -37,7 +42,7 @@ def test_without_a_judge_there_is_nothing_to_keep_and_a_lost_result_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text("output_dir: out\nppo: {dataset_name: d}")
+    Path("run.yaml").write_text("output_dir: out\nppo: {sft_model_path: m, reward_funcs: length, dataset_name: d}")
     assert keep_win_rates(read_pipeline("run.yaml")) is None and not Path("out").exists()
 
     lost = judged({0: {"win_rate": 0.5, "interval": [0.4, 0.6]}, 1: {"win_rate": 0.5}})

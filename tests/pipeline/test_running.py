@@ -126,12 +126,23 @@ def test_launched_are_the_training_steps_alone(read: Callable[..., Pipeline]) ->
         ("judge: length", "judge: length, judge_model: m", "give one of them"),
         ("prompts.jsonl, judge", "promts.jsonl, judge", "dataset_name='promts.jsonl': there is no such file"),
         ("ppo: {dataset_name: p", "ppo: {dataset_name: ./", "dataset_name='./rompts.jsonl': there is no such file"),
+        ("ppo: {", "report: {outptu: x}\nppo: {", "pipeline: report: error: unrecognized arguments: --outptu"),
+        ("ppo: {", "ppo: {reward_funcs: [lenght], ", "pipeline: ppo: error: reward_funcs holds 'lenght'"),
+        (
+            "ppo: {",
+            "ppo: {reward_funcs: 'f.py:g', ",
+            "pipeline: ppo: error: reward_funcs holds 'f.py:g', but there is",
+        ),
+        ("judge: length", "judge: lenght", "pipeline: judge: error: judge holds 'lenght'"),
+        ("judge: length", "judge_model: gpt-4o-mini", "set the environment variable OPENAI_API_KEY"),
+        ("ppo: {dataset_name: prompts.jsonl}", "", "pipeline: judge: error: model=None and model_column=None"),
     ],
 )
 def test_a_mistake_in_the_last_step_is_said_before_the_first_has_run(
     old: str, new: str, words: str, read: Callable[..., Pipeline], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read(TEXT.replace(old, new))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", lambda _: pytest.fail("a step was run"))
     with pytest.raises(SystemExit) as stopped:
         command(["run.yaml"])
@@ -143,12 +154,13 @@ def test_a_mistake_in_the_last_step_is_said_before_the_first_has_run(
 def test_a_dry_run_names_the_commands_and_starts_none(
     read: Callable[..., Pipeline], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read()
+    read(TEXT.replace("ppo: {", "ppo: {reward_weights: {reward_model: 2}, "))
     monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", lambda _: pytest.fail("a step was run"))
     command(["run.yaml", "--dry-run"])
 
     printed = capsys.readouterr().out
     assert "ppo: rlhf-ppo train --sft_model_path out/sft --reward_model_path out/reward" in printed
+    assert """ --reward_weights '{"reward_model": 2}' """ in printed  # for the shell
     with pytest.raises(SystemExit) as stopped:
         command(["nowhere.yaml"])
     assert stopped.value.code == 2 and "nowhere.yaml" in capsys.readouterr().err

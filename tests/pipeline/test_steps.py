@@ -18,6 +18,7 @@ ppo: {dataset_name: prompts.jsonl, reward_funcs: [length, "f.py:g"], report_to: 
 judge: {dataset_name: prompts.jsonl, judge_model: held-out}
 report: {}
 """
+PPO = "{sft_model_path: m, reward_funcs: length, dataset_name: d}"
 
 
 def steps(text: str, folder: Path) -> dict[str, Step]:
@@ -53,7 +54,7 @@ def test_a_section_wins_over_what_is_common_and_common_over_nothing(tmp_path: Pa
 
 
 def test_a_step_that_is_left_out_is_not_run_and_nothing_is_taken_from_it(tmp_path: Path) -> None:
-    found = steps("output_dir: x\nppo: {sft_model_path: m, dataset_name: d}\njudge: {opponent_column: c}", tmp_path)
+    found = steps(f"output_dir: x\nppo: {PPO}\njudge: {{opponent_column: c}}", tmp_path)
 
     assert list(found) == ["ppo", "judge"]
     assert "reward_model_path" not in found["ppo"].options
@@ -63,6 +64,20 @@ def test_a_step_that_is_left_out_is_not_run_and_nothing_is_taken_from_it(tmp_pat
         "seed": 0,
         "output_dir": "x/ppo/judged",
     }
+
+
+def test_words_that_yaml_takes_for_truth_values_stay_words(tmp_path: Path) -> None:
+    found = steps("output_dir: x\nsft: {save_strategy: no, bf16: false, packing: True}", tmp_path)
+
+    words = found["sft"].argv()
+    assert words[:6] == ["--save_strategy", "no", "--bf16", "false", "--packing", "true"]
+
+
+def test_a_judge_without_ppo_judges_what_it_names(tmp_path: Path) -> None:
+    found = steps("output_dir: x\nsft: {}\njudge: {model: m}", tmp_path)
+
+    assert (found["judge"].options["model"], found["judge"].options["opponent"]) == ("m", "x/sft")
+    assert "model" not in steps("output_dir: x\nsft: {}\njudge: {}", tmp_path)["judge"].options
 
 
 def test_a_second_reward_model_judges_where_no_other_judge_is_named(tmp_path: Path) -> None:
@@ -96,7 +111,7 @@ def test_training_steps_are_launched(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: [", "is no YAML"),
+        ("a: [", "cannot be read as YAML"),
         ("- a", "must hold sections"),
         ("", "must hold sections"),
         ("output_dir: x\nppo: {}\nsftt: {}", r"has the sections \['sftt'\]"),
@@ -110,7 +125,12 @@ def test_training_steps_are_launched(tmp_path: Path) -> None:
         ("output_dir: x\nseeds: []\nppo: {}", r"seeds=\[\]"),
         ("output_dir: x\nseeds: [1, 1]\nppo: {}", r"seeds=\[1, 1\]"),
         ("output_dir: x\nseeds: [true]\nppo: {}", r"seeds=\[True\]"),
-        ("output_dir: x\nlaunch: nowhere.yaml\nppo: {}", "launch='nowhere.yaml'"),
+        ("output_dir: x\nlaunch: nowhere.yaml\nsft: {}", "launch='nowhere.yaml'"),
+        ("output_dir: x\nsft: {}\nsft: {a: 1}", "the key sft stands twice"),
+        ("output_dir: x\nsft: {a: 1, a: 2}", "the key a stands twice"),
+        ("output_dir: x\nppo: {sft_model_path: m}", "ppo is paid by nothing"),
+        ("output_dir: x\nppo: {reward_funcs: length}", "ppo has no language model to start from"),
+        ("output_dir: x\nsft: {}\nreport: {}", "there is no section `ppo`"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(text: str, words: str, tmp_path: Path) -> None:

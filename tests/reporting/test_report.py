@@ -401,13 +401,14 @@ def test_other_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
     for words, says in (
         ([run, f"{run}/../one"], "one is given twice; name each run once"),
         ([f"{run}x"], "onex holds no run: there is no such directory"),
-        ([run, "--output", str(tmp_path)], "Is a directory"),
+        ([run, "--output", str(tmp_path)], "is a directory; name a file in it"),
         ([], "the following arguments are required: RUN"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(["report", *words])
         [sentence] = capsys.readouterr().err.splitlines()
         assert says in sentence
+    assert not list(tmp_path.parent.glob("*.tmp"))
 
 
 # ---- In a browser ----

@@ -15,7 +15,7 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, Correctness, Formatting, Keyword, Length, LengthPenalty
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.functions import function_name
-from rlhf_ppo.rewards.resolve import resolve_reward, resolve_rewards
+from rlhf_ppo.rewards.resolve import check_reward_name, resolve_reward, resolve_rewards
 from tests.conftest import count_w4
 from tests.runs import QUICK
 
@@ -157,6 +157,16 @@ def test_modules_are_looked_for_in_the_working_directory_and_beside_a_file(folde
     import json
 
     assert json.loads("1") == 1  # nothing that exists is hidden
+
+
+def test_a_name_is_checked_without_running_what_it_names(folder: Path) -> None:
+    (folder / "fails.py").write_text("raise RuntimeError")
+    for spec in ("fails.py:f", "fails.f", "nobody.rewards.brief", "length", "keyword(keywords=['a'])", "http://a/b"):
+        check_reward_name(spec)
+    for spec, words in (("missing.py:f", "judge holds 'missing.py:f', but there is no"), ("lenght", "judge holds '"),
+                        ("keyword(wrods=['a'])", "wrods")):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=words):
+            check_reward_name(spec, "judge")
 
 
 @pytest.mark.parametrize(
