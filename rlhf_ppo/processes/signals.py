@@ -35,6 +35,9 @@ SAME_SIGNAL_OF_RANKS = 5.0
 SECONDS_UNASKED = 2.0
 """How long several processes may learn until they ask each other again whether one has received a signal."""
 
+SECONDS_UNTIL_TOLD = 5.0
+"""How long the end of a run waits for the line that says that a signal has come."""
+
 SECONDS_FOR_THREADS = 5.0
 """How long a process that was told to end waits for threads that a reward function has started."""
 
@@ -117,17 +120,18 @@ class EndsOnSignals(TrainerCallback):
         self.same_signal = SAME_SIGNAL if num_processes == 1 else SAME_SIGNAL_OF_RANKS
         self.received: int | None = None
         self.stopped: int | None = None
-        self._gives_up = False
+        self._gives_up, self._told = False, threading.Event()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle the signals while the context lasts; a thread other than the main one cannot, and does not."""
         self.received = self.stopped = None
+        self._told.clear()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
-        watcher = _Watcher(self.awaited, self.same_signal, lambda: self.received is not None)
+        watcher = _Watcher(self.awaited, self.same_signal, lambda: self.received is not None, self._told)
         with _watching(watcher):
             previous = {number: signal.signal(number, self._note) for number in heard}
             _listening.append(self)
@@ -138,6 +142,11 @@ class EndsOnSignals(TrainerCallback):
                 _listening.remove(self)
                 for number, handler in previous.items():
                     signal.signal(number, handler)
+
+    def wait_until_told(self) -> None:
+        """Wait for the line on the signal that this rank has received, which another thread writes."""
+        if self.received is not None:
+            self._told.wait(SECONDS_UNTIL_TOLD)
 
     def give_up_if_stopped(self) -> None:
         """Raise `Stopped` if this rank has received a signal."""
@@ -231,10 +240,13 @@ class _Watcher:
         awaited: Says what is finished before the run ends.
         same_signal: Seconds in which further signals count as the first one.
         is_noticed: Tells whether the main thread knows of the signal.
+        told: Set once the first signal's line is written.
     """
 
-    def __init__(self, awaited: Callable[[], str], same_signal: float, is_noticed: Callable[[], bool]) -> None:
-        self.awaited, self.same_signal, self.is_noticed = awaited, same_signal, is_noticed
+    def __init__(
+        self, awaited: Callable[[], str], same_signal: float, is_noticed: Callable[[], bool], told: threading.Event
+    ) -> None:
+        self.awaited, self.same_signal, self.is_noticed, self.told = awaited, same_signal, is_noticed, told
         self._first: float | None = None
         self.is_over = False
 
@@ -245,6 +257,7 @@ class _Watcher:
             self._first = time.monotonic()
             threading.Thread(target=self._wake_main_thread, name="rlhf_ppo-waker", daemon=True).start()
             say(f"{name}: {self.awaited()}. A second signal ends the process at once.")
+            self.told.set()
         elif time.monotonic() - self._first > self.same_signal:
             say(f"{name}, the second signal: the process ends at once.")
             os._exit(128 + number)

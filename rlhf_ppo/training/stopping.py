@@ -154,6 +154,7 @@ class EndAfterSignal:
         where = f"after update {done} of {of}"
         if self.learning.unfinished is not None:
             where = f"in update {done + 1} of {of}, {self.learning.progress()}"
+        self.signals.wait_until_told()
         if run.is_world_process_zero():
             say(
                 f"{signal.Signals(number).name}: the run has ended {where}, with the checkpoint {checkpoint}; "

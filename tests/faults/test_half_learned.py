@@ -24,6 +24,7 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.checkpoints import last_whole_checkpoint, what_is_missing
 from rlhf_ppo.checkpoints.manifest import write_manifest
 from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.processes import signals
 from rlhf_ppo.processes.signals import BetweenMicroBatches, RunStopped
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from rlhf_ppo.training import saving
@@ -56,20 +57,18 @@ class Notes(TrainerCallback):
 
 
 class SignalAt(TrainerCallback):
-    """Sends a signal at the `count`th time that an event comes in an update; waits some seconds."""
+    """Sends a signal at the `count`th time that an event comes in an update; then waits for something."""
 
-    def __init__(
-        self, event: str, count: int, step: int = 1, number: int = signal.SIGTERM, seconds: float = 0
-    ) -> None:
+    def __init__(self, event: str, count: int, step: int = 1, wait: Callable[[], object] = lambda: None) -> None:
         setattr(self, f"on_{event}", self._signal)
-        self.left, self.step, self.number, self.seconds = count, step, number, seconds
+        self.left, self.step, self.wait = count, step, wait
 
     def _signal(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             self.left -= 1
             if self.left == 0:
-                os.kill(os.getpid(), self.number)
-                time.sleep(self.seconds)
+                os.kill(os.getpid(), signal.SIGTERM)
+                self.wait()
 
 
 def nan_in_the_second_update(completion_ids: Any, trainer_state: Any, log_metric: Any, **columns: Any) -> list[float]:
@@ -205,7 +204,9 @@ def test_no_micro_batch_begins_after_the_signal(tmp_path: Path, capfd: pytest.Ca
             return super().policy_loss(*args)
 
     run = tmp_path / "run"
-    stop(make(run, SignalAt("substep_end", 2, seconds=0.5), trainer_class=Counting, save_strategy="no"))
+    signalled = SignalAt("substep_end", 2, wait=lambda: trainer._signals.wait_until_told())
+    trainer = make(run, signalled, trainer_class=Counting, save_strategy="no")
+    stop(trainer)
 
     assert begun == [False] * (8 + 3) and checkpoints(run) == ["checkpoint-1-1"]
     said = capfd.readouterr().err
@@ -213,6 +214,18 @@ def test_no_micro_batch_begins_after_the_signal(tmp_path: Path, capfd: pytest.Ca
     assert (
         f"ended in update 2 of 3, 1 of 4 mini-batches learned, with the checkpoint {run}/checkpoint-1-1; res" in said
     )
+
+
+def test_the_line_on_the_signal_comes_before_that_on_the_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the thread is that writes it."""
+    hear = signals._Watcher.hear
+    monkeypatch.setattr(signals._Watcher, "hear", lambda *given: (time.sleep(0.5), hear(*given)))
+    stop(make(tmp_path / "run", SignalAt("substep_end", 1, step=0), save_strategy="no"))
+
+    told = [line.partition(";")[0] for line in capfd.readouterr().err.splitlines() if line.startswith("SIGTERM")]
+    assert [" ".join(line.split()[:4]) for line in told] == ["SIGTERM: the run ends", "SIGTERM: the run has"]
 
 
 @pytest.mark.parametrize("name", ["num_ppo_epochs", "num_mini_batches", "seed"])

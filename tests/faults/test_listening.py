@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch.distributed import HashStore
 
 from rlhf_ppo.processes import relaying
-from rlhf_ppo.processes.signals import EndsOnSignals, Stopped, give_up_together, may_be_given_up
+from rlhf_ppo.processes.signals import SAME_SIGNAL, EndsOnSignals, Stopped, give_up_together, may_be_given_up
 
 
 @pytest.fixture
@@ -50,21 +51,26 @@ def test_in_another_thread_signals_stay_the_programs(ends: EndsOnSignals) -> Non
 
 
 def test_a_second_signal_ends_c_code_that_never_comes_back(ends: EndsOnSignals) -> None:
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(30)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.dup2(writer, 2)
         mutex = ctypes.create_string_buffer(128)
         with ends.listening():
+            os.write(2, b"It listens.\n")
             for _ in range(2):  # no signal interrupts the second wait
                 ctypes.CDLL(None).pthread_mutex_lock(mutex)
         os._exit(0)
-    time.sleep(0.3)
-    os.kill(child, signal.SIGTERM)
-    time.sleep(0.5)
-    assert os.waitpid(child, os.WNOHANG) == (0, 0)
-    os.kill(child, signal.SIGTERM)
-    _, status = os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader) as said:
+        assert said.readline() == "It listens.\n"
+        os.kill(child, signal.SIGTERM)
+        assert any("A second signal ends the process at once" in line for line in said)
+        time.sleep(SAME_SIGNAL + 0.1)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM
 
 
@@ -92,8 +98,8 @@ def test_what_another_rank_has_received_breaks_off_a_wait_here(ends: EndsOnSigna
 def test_the_others_are_told(ends: EndsOnSignals, store: Any) -> None:
     with ends.listening():
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.3)
-    assert store.check(["rlhf_ppo/signal/7"]) and int(store.get("rlhf_ppo/signal/7")) == signal.SIGTERM
+        store.wait(["rlhf_ppo/signal/7"], timedelta(seconds=30))
+    assert int(store.get("rlhf_ppo/signal/7")) == signal.SIGTERM
 
 
 def test_after_a_run_its_signals_are_nobodys(ends: EndsOnSignals, store: Any) -> None:
