@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -129,16 +130,32 @@ def start_python(words: Sequence[str]) -> int:
     Returns:
         Its exit code; 128 and the signal's number where a signal ended it.
     """
-    process = subprocess.Popen([sys.executable, *words], preexec_fn=end_with_parent)
-    with _passing_on(process):
-        code = process.wait()
+    parent, signals = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def begin() -> None:
+        end_with_parent(parent)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+
+    try:
+        process = subprocess.Popen([sys.executable, *words], preexec_fn=begin)
+        with _passing_on(process):
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)  # one that came before is passed on now
+            code = process.wait()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
     return 128 - code if code < 0 else code
 
 
-def end_with_parent() -> None:
-    """Have SIGTERM sent to this process where its parent is killed, or the step would go on beside the next start."""
+def end_with_parent(parent: int) -> None:
+    """Have SIGTERM sent to this process where its parent is killed, or the step would go on beside the next start.
+
+    Args:
+        parent: The parent, which may have been killed already.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager

@@ -84,10 +84,10 @@ def run(folder: str) -> None:
 
 def forked(words: Sequence[str]) -> int:
     """Run `python -m rlhf_ppo ...` in a fork."""
-    process = os.fork()
+    parent, process = os.getpid(), os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    end_with_parent()
+    end_with_parent(parent)
     code: Any = 1
     try:
         main(list(words[2:]))
@@ -130,10 +130,14 @@ def kill(process: Any, moment: Callable[[], bool], whole_group: bool, delay: flo
 
 
 def files() -> dict[str, tuple[int, str]]:
-    """Return when each file of the finished steps was written, and its hash; not cards, to which the judge adds."""
+    """Return when each file of the finished steps was written, and its hash; not cards, to which the judge adds.
+
+    The judge's lie in the policy's directory, and are written anew where it was broken off.
+    """
     path = OUT / "pipeline.json"
     steps = json.loads(path.read_text()) if path.exists() else {}
     found = [file for step in steps for file in (OUT / step).rglob("*") if file.is_file() and file.name != "README.md"]
+    found = [file for file in found if "judge" in steps or OUT / "ppo/judged" not in file.parents]
     return {str(file): (file.stat().st_mtime_ns, hashed(file)) for file in found}
 
 

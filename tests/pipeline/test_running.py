@@ -171,21 +171,43 @@ def test_a_process_s_exit_code_comes_back() -> None:
     assert start_python(["-c", "import os; os.kill(os.getpid(), 9)"]) == 128 + signal.SIGKILL
 
 
-SLEEPER = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
-PARENT = f"from rlhf_ppo.pipeline.running import start_python; raise SystemExit(start_python(['-c', {SLEEPER!r}]))"
+SLEEPER = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+PARENT = """
+import os, time
+from rlhf_ppo.pipeline import running
+
+def slow(parent, end_with_parent=running.end_with_parent):
+    print(os.getpid(), flush=True)
+    time.sleep(1)
+    end_with_parent(parent)
+
+{}
+raise SystemExit(running.start_python(['-c', {!r}]))
+"""
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("patch", ["", "running.end_with_parent = slow"], ids=["it runs", "it begins"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_step_does_not_outlive_the_pipeline(number: int) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+def test_a_step_does_not_outlive_the_pipeline(number: int, patch: str) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(patch, SLEEPER)], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     child = int(next(line for line in parent.stdout if line.strip().isdecimal()))
     os.kill(parent.pid, number)
     code = parent.wait(20)
 
     until = time.monotonic() + 20
-    while Path(f"/proc/{child}").exists() and time.monotonic() < until:
+    while runs(child) and time.monotonic() < until:
         time.sleep(0.02)
-    assert not Path(f"/proc/{child}").exists()
+    assert not runs(child)
     assert code == (128 + signal.SIGTERM if number == signal.SIGTERM else -signal.SIGKILL)
+
+
+def runs(process: int) -> bool:
+    """Tell whether a process is there, and not only because nobody has asked how it ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
