@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from transformers.utils import import_utils
 from rlhf_ppo.cli.judge import judge
 from rlhf_ppo.evaluation.win_rate import WinRate
 from tests.conftest import tiny_policy
+from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,9 +58,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[An
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model, tokenizer = chat_model(tmp_path / "chat")
     pd.DataFrame(ROWS).to_parquet("rows.parquet")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = ["serve", "chat", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
     with open("serve.log", "w") as log:
         process = subprocess.Popen(

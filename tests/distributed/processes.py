@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = {  # distributed type and ZeRO stage that two processes under a configuration see from inside
@@ -100,12 +101,9 @@ def started(
     config: str, calls: list[Call], folder: str, world: int = 2, options: Sequence[str] = ()
 ) -> list[multiprocessing.Process]:
     """Start the processes that make calls; what they return and print goes into `folder`."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
     environment = launch_environment(config, world, options) | {
         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])

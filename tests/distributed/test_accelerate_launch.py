@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_ppo.checkpoints import what_is_missing
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LAUNCHED = {  # what each configuration must be seen as from inside, with two processes
@@ -83,12 +83,6 @@ def run_module(words, notes, use_cpu=True, working_directory=ROOT):
         [sys.executable, "-m", *words], cwd=working_directory, env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def outputs_of(*launchers):
@@ -173,7 +167,7 @@ def test_a_rank_that_dies_stops_all_of_them(long_run):
     """Rank 1 is killed; the launcher ends the other one, and says who failed and how."""
     victim = _process_of_rank(long_run.pid, 1)
     os.kill(victim, signal.SIGKILL)
-    output, _ = long_run.communicate(timeout=20)
+    output, _ = long_run.communicate(timeout=60)
     assert long_run.returncode != 0
     assert "exitcode  : -9" in output and f"pid: {victim}" in output
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from rlhf_ppo.models.adapters import base_kept
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.distributed.processes import ROOT, launch_environment
 from tests.gpu.conftest import MakeTrainer, small_policy
+from tests.ports import free_port
 
 LAUNCHED = ["multi_gpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"]
 
@@ -112,13 +112,10 @@ def launched(config: str, world: int, device: str, folder: Path, *arguments: str
     """Run tests/gpu/launched.py in processes that `accelerate launch` would start; return what each reports."""
     tiny_policy().save_pretrained(folder / "policy")
     tiny_scorer(seed=2).save_pretrained(folder / "value_model")
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
     environment = os.environ | launch_environment(config, world, ["--mixed_precision", "bf16"])
     environment |= {
         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     command = [sys.executable, str(Path(__file__).with_name("launched.py")), device, str(folder), *arguments]
     processes = [

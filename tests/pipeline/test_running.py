@@ -190,9 +190,7 @@ raise SystemExit(running.start_python(['-c', {!r}]))
 @pytest.mark.parametrize("patch", ["", "running.end_with_parent = slow"], ids=["it runs", "it begins"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_step_does_not_outlive_the_pipeline(number: int, patch: str) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT.format(patch, SLEEPER)], stdout=subprocess.PIPE, text=True
-    )
+    parent = subprocess.Popen([sys.executable, "-c", PARENT.format(patch, SLEEPER)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(next(line for line in parent.stdout if line.strip().isdecimal()))
     os.kill(parent.pid, number)
