@@ -21,6 +21,8 @@ import numpy as np
 import torch
 
 Function = Callable[..., Any]
+FOR_LONG = 30.0
+
 Outcome = tuple[type[Exception], str] | None
 """The error and its words, or None: it works, and its scores are `EXPECTED`."""
 
@@ -115,7 +117,7 @@ async def asks_a_thread(completion_ids: Any, **_: Any) -> Any:
 
 
 async def blocks_the_loop(completion_ids: Any, **_: Any) -> Any:
-    time.sleep(5)
+    time.sleep(FOR_LONG)
 
 
 async def never_ends(completion_ids: Any, **_: Any) -> Any:
@@ -191,7 +193,7 @@ ODD: dict[str, tuple[Function, Outcome]] = {
     "exits in the loop of all": (exits_in_the_loop, EXIT),
     "raises KeyboardInterrupt": (raising(KeyboardInterrupt()), EXIT),
     "gives itself up": (gives_itself_up, (RuntimeError, "raised CancelledError itself")),
-    "hangs": (doing(lambda: time.sleep(5)), LATE),
+    "hangs": (doing(lambda: time.sleep(FOR_LONG)), LATE),
     "hangs in the loop of all": (blocks_the_loop, LATE),
     "never ends": (never_ends, LATE),
     "nothing": (returning(lambda scores: None), NUMBER),

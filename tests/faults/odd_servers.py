@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import json
 import socket
 import struct
@@ -17,6 +18,8 @@ from rlhf_ppo.rewards import ScoringBatch
 from tests.rewards.test_functions import make_batch
 
 Act = Callable[[socket.socket], Any]
+FOR_EVER = 20.0
+"""Seconds for which a server goes on that does not end its answer; no limit in the tests is half as long."""
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 GOOD = b'{"rewards": [1.0, 2.0]}'
@@ -54,12 +57,12 @@ def raw(*parts: bytes) -> Act:
 
 
 def trickle(before: bytes, byte: bytes, pause: float = 0.02) -> Act:
-    """Send one byte after the other, for longer than any limit."""
+    """Send one byte after the other."""
 
     def act(connection: socket.socket) -> None:
         connection.sendall(before)
         with contextlib.suppress(OSError):
-            for _ in range(500):
+            for _ in range(int(FOR_EVER / pause)):
                 connection.sendall(byte)
                 time.sleep(pause)
 
@@ -68,7 +71,7 @@ def trickle(before: bytes, byte: bytes, pause: float = 0.02) -> Act:
 
 def silent(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        connection.settimeout(5)
+        connection.settimeout(FOR_EVER)
         while connection.recv(65536):  # the rest of the request, until the other side is tired of waiting
             pass
 
@@ -152,7 +155,7 @@ def serving(act: Act, times: int) -> Iterator[Any]:
 
     def handle(connection: socket.socket, do: Act) -> None:
         with connection, contextlib.suppress(OSError):
-            connection.settimeout(5)
+            connection.settimeout(FOR_EVER)
             head = b""
             while b"\r\n\r\n" not in head and not head.startswith(b"\x16"):  # the greeting of TLS
                 head += connection.recv(65536)
@@ -165,9 +168,9 @@ def serving(act: Act, times: int) -> Iterator[Any]:
 
     def accept() -> None:
         with contextlib.suppress(OSError):
-            while True:
+            for number in itertools.count():
                 connection, _ = listener.accept()
-                do = act if len(seen) < times else respond(GOOD)
+                do = act if number < times else respond(GOOD)
                 threading.Thread(target=handle, args=[connection, do], daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()

@@ -13,11 +13,16 @@ from rlhf_ppo.rewards import RewardFunction
 from rlhf_ppo.rewards.asking import logger
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from tests.conftest import make_tokenizer
-from tests.faults.odd_servers import ODD, serving, trickle, two_rows
+from tests.faults.odd_servers import FOR_EVER, LATE, ODD, serving, trickle, two_rows
 from tests.rewards.test_functions import STATE
 
-SETTINGS: dict[str, Any] = {"timeout": 0.4, "retries": 1, "backoff": 0.01, "max_answer_bytes": 10**6, "batch_size": 2}
+SETTINGS: dict[str, Any] = {"retries": 1, "backoff": 0.01, "max_answer_bytes": 10**6, "batch_size": 2}
 SECRET = "s3cret"
+
+
+def limit(oddity: str, seconds: float) -> float:
+    """Return a time limit, the given one where it is to be exceeded."""
+    return seconds if ODD[oddity].error == LATE else 60.0
 
 
 def ask(address: str, **settings: Any) -> list[float]:
@@ -35,21 +40,21 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("oddity", ODD)
 def test_it_ends_in_time_and_in_one_sentence(oddity: str, lines: list[str]) -> None:
-    case = ODD[oddity]
+    case, timeout = ODD[oddity], limit(oddity, 0.4)
     before = time.monotonic()
     with serving(case.acts, times=2) as (address, seen):
         if case.error is None:
-            assert ask(address) == [1.0, 2.0] and len(seen) == 1
+            assert ask(address, timeout=timeout) == [1.0, 2.0] and len(seen) == 1
             return
         with pytest.raises((ConnectionError, ValueError, TypeError), match=case.error) as raised:
-            ask(address)
-        assert time.monotonic() - before < 2
+            ask(address, timeout=timeout)
+        assert time.monotonic() - before < FOR_EVER / 2
         assert len(seen) == 1 + case.repeated
         said = " ".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
         assert address in said or "'score'" in said
         assert [address in line and "repetition 1 of 1 in 0.01 s" in line for line in lines] == [True] * case.repeated
         assert SECRET not in said + "".join(lines)
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + 30
         while any("rlhf_ppo-run" in thread.name for thread in threading.enumerate()):
             assert time.monotonic() < deadline, "a thread still waits for the server"
             time.sleep(0.01)
@@ -58,7 +63,7 @@ def test_it_ends_in_time_and_in_one_sentence(oddity: str, lines: list[str]) -> N
 @pytest.mark.parametrize("oddity", [name for name, case in ODD.items() if case.repeated and case.error is not None])
 def test_one_repetition_mends_it(oddity: str) -> None:
     with serving(ODD[oddity].acts, times=1) as (address, seen):
-        assert ask(address) == [1.0, 2.0]
+        assert ask(address, timeout=limit(oddity, 1.0)) == [1.0, 2.0]
         assert len(seen) == 2
 
 
@@ -87,8 +92,8 @@ def test_the_server_says_how_long_to_wait(monkeypatch: pytest.MonkeyPatch) -> No
             where,
             _,
         ):
-            assert ask(where, timeout=5.0, backoff=1.0) == [1.0, 2.0]
-    assert waits == [1.0, 2.0, 5.0, 1.0, 1.0]
+            assert ask(where, timeout=30.0, backoff=1.0) == [1.0, 2.0]
+    assert waits == [1.0, 2.0, 30.0, 1.0, 1.0]
 
 
 def test_reward_timeout_limits_all_repetitions_together() -> None:
@@ -100,4 +105,4 @@ def test_reward_timeout_limits_all_repetitions_together() -> None:
             TimeoutError, match="'score', given the rows 0 to 1, has not returned within reward_timeout=1"
         ):
             source(two_rows())
-        assert time.monotonic() - before < 2
+        assert time.monotonic() - before < FOR_EVER / 2

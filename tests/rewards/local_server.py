@@ -10,6 +10,9 @@ from typing import Any
 
 Reply = Callable[["Request"], None]
 
+SHORT = 1.0
+"""A time limit in seconds, long enough for an answer on a busy machine, of tests in which it is exceeded."""
+
 
 class Request(BaseHTTPRequestHandler):
     """Keeps every request and replies with the next of the server's replies, or lengths for ever."""
@@ -42,7 +45,8 @@ def drop(request: Request) -> None:
 
 
 def delay(request: Request) -> None:
-    time.sleep(1.0)
+    """Answer nothing for longer than `SHORT`."""
+    time.sleep(3 * SHORT)
     request.close_connection = True
 
 

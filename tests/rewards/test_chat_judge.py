@@ -11,7 +11,7 @@ import pytest
 from rlhf_ppo.rewards.chat_judge import ChatJudge, read_verdict
 from rlhf_ppo.rewards.functions import finished
 from rlhf_ppo.rewards.preference import PreferenceReward
-from tests.rewards.local_server import cut_off, delay, drop, says
+from tests.rewards.local_server import SHORT, cut_off, delay, drop, says
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def completion(text: Any, ends: str = "stop") -> str:
 
 
 def judge(server: Any, **settings: Any) -> ChatJudge:
-    return ChatJudge("judge", f"http://127.0.0.1:{server.server_port}/v1", backoff=0.001, timeout=0.3, **settings)
+    return ChatJudge("judge", f"http://127.0.0.1:{server.server_port}/v1", backoff=0.001, **settings)
 
 
 PAIRS = [["one", "two"], ["three", "four"], ["five", "six"]]
@@ -65,7 +65,7 @@ def test_one_request_that_fails_is_one_failed_verdict(
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     server.replies = [says(completion("A")), failure, says(completion("B"))]
 
-    assert ask(server, retries=0) == [0.0, None, 1.0]
+    assert ask(server, retries=0, timeout=SHORT if failure is delay else 60.0) == [0.0, None, 1.0]
     (said,) = [message for message in caplog.messages if "verdicts failed" in message]
     assert said.startswith("1 of 3 verdicts failed: the judge 'judge' at http://127.0.0.1:")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 import time
 from typing import Any
 
@@ -12,12 +13,12 @@ from transformers import PreTrainedTokenizerFast, TrainerState
 
 from rlhf_ppo.rewards import RewardFunction
 from rlhf_ppo.rewards.endpoint import TOKEN_VARIABLE, RewardEndpoint
-from tests.rewards.local_server import Request, cut_off, delay, drop, lengths, says, url
+from tests.rewards.local_server import SHORT, Request, cut_off, delay, drop, lengths, says, url
 from tests.rewards.test_functions import make_batch
 
 
 def endpoint(server: Any, **options: Any) -> RewardEndpoint:
-    return RewardEndpoint(url(server), **{"timeout": 0.3, "backoff": 0.001, **options})
+    return RewardEndpoint(url(server), **{"backoff": 0.001, **options})
 
 
 def ask(reward: RewardEndpoint, completions: list[str], **columns: Any) -> list[Any]:
@@ -65,20 +66,21 @@ def test_requests_hold_at_most_a_batch_and_rewards_keep_their_order(server: Any)
 
 @pytest.mark.parametrize(("concurrency", "together"), [(1, 1), (2, 2), (8, 4)])
 def test_requests_run_at_the_same_time_up_to_a_limit(server: Any, concurrency: int, together: int) -> None:
-    running, most = 0, 0
+    running, most, meeting = 0, 0, threading.Barrier(together, timeout=30)
 
     def count(request: Request) -> None:
         nonlocal running, most
         with server.lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.1)
+        meeting.wait()
+        time.sleep(0.1)  # for one too many to show
         with server.lock:
             running -= 1
         lengths(request)
 
     server.replies = [count] * 4
-    assert ask(endpoint(server, batch_size=1, concurrency=concurrency, timeout=5), ["a", "b", "c", "d"]) == [1.0] * 4
+    assert ask(endpoint(server, batch_size=1, concurrency=concurrency), ["a", "b", "c", "d"]) == [1.0] * 4
     assert most == together
 
 
@@ -92,10 +94,14 @@ FAILURES = {
 }
 
 
+def limit(failure: str) -> float:
+    return SHORT if failure == "is too slow" else 60.0
+
+
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failed_request_is_repeated(server: Any, failure: str) -> None:
     server.replies = [FAILURES[failure][0]] * 2
-    assert ask(endpoint(server, retries=2), ["abc"]) == [3.0]
+    assert ask(endpoint(server, retries=2, timeout=limit(failure)), ["abc"]) == [3.0]
     assert len(server.requests) == 3
 
 
@@ -104,7 +110,7 @@ def test_after_the_last_repetition_the_error_says_what_happened(server: Any, fai
     reply, words = FAILURES[failure]
     server.replies = [lengths, reply, reply]
     with pytest.raises(ConnectionError, match=f"{url(server)}, asked for the rows 1 to 1, {words}.*last of 2 times"):
-        ask(endpoint(server, retries=1, batch_size=1, concurrency=1), ["a", "b", "c"])
+        ask(endpoint(server, retries=1, batch_size=1, concurrency=1, timeout=limit(failure)), ["a", "b", "c"])
 
 
 def test_a_server_that_is_down(server: Any) -> None:

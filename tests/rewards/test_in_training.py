@@ -302,7 +302,7 @@ def test_a_server_that_fails_in_a_run_leaves_the_last_checkpoint_to_resume_from(
 ) -> None:
     """It fails in the third update, in which another function has logged; mended, the run ends as if it had not."""
     replies, kind, words = SERVER_FAILURES[failure]
-    endpoint = RewardEndpoint(url(server), timeout=0.3, retries=1, backoff=0.001)
+    endpoint = RewardEndpoint(url(server), retries=1, backoff=0.001)
 
     def logs(completion_ids: list[list[int]], log_metric: Any, **_: Any) -> list[float]:
         log_metric("first", completion_ids[0][0])
