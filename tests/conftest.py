@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib.metadata
 import os
+import random
 import threading
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,6 +21,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import accelerate.utils.memory
+import hypothesis
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -41,6 +44,11 @@ torch.set_num_threads(1)
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 # Each `train()` collects garbage, which takes a tenth of a tiny run; Python does so by itself when there is much.
 accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: 0)  # pyright: ignore[reportAttributeAccessIssue]
+# On a busy machine an example may take any time.
+hypothesis.settings.register_profile(
+    "any speed", hypothesis.settings(), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any speed")
 # No test cuts the power, and on a busy disk each call waits for tenths of a second.
 os.fsync = lambda descriptor: None
 
@@ -154,6 +162,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 needs_continuous = pytest.mark.skipif(not is_recent_enough("continuous"), reason="needs a newer transformers")
 needs_vllm_of_trl = pytest.mark.skipif(not is_recent_enough("vllm"), reason="needs a newer TRL")
 """For tests of generation engines that the oldest libraries do not have."""
+
+
+@pytest.fixture(autouse=True)
+def random_numbers_of_its_own() -> None:
+    """A test that draws without a seed draws the same, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
 
 QUIET: dict[str, Any] = {
     "use_cpu": True,

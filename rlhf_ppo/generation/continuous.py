@@ -153,10 +153,11 @@ def _run(model: Any, rows: list[list[int]], config: GenerationConfig, cache: Con
         outputs: dict[str, Any] = {}
         while len(outputs) < len(rows):
             give_up_if_stopped()
+            is_running = manager.is_running()  # asked before: what it gives at its end is read too
             output = manager.get_result(timeout=1)
             if output is not None:
                 outputs[output.request_id] = output
-            elif not manager.is_running():
+            elif not is_running:
                 break
     finally:
         manager.stop(block=True)

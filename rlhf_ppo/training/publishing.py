@@ -206,8 +206,10 @@ def push_checkpoint(run: PublishedTrainer, checkpoint: str) -> None:
     is_busy = run.push_in_progress is not None and not run.push_in_progress.is_done()
     if not run.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
         return
-    if is_busy and not args.hub_always_push:
-        return
+    if is_busy:
+        if not args.hub_always_push:
+            return
+        run._finish_current_push()  # it reads the files that are written now
     _begin_push(run)
     for name in published_files(checkpoint):
         Path(directory, name).parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +231,7 @@ def push_checkpoint(run: PublishedTrainer, checkpoint: str) -> None:
             )
         )
     jobs = [api.run_as_future(_upload_or_warn, args, directory, upload) for upload in uploads]
-    run.push_in_progress = PushInProgress([*(run.push_in_progress.jobs if is_busy else ()), *jobs])  # pyright: ignore
+    run.push_in_progress = PushInProgress(jobs)  # pyright: ignore[reportArgumentType]
 
 
 def _upload_or_warn(args: PPOConfig, kept: str, upload: Callable[[], Any]) -> None:

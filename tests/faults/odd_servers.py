@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import itertools
 import json
 import socket
 import struct
@@ -149,9 +148,9 @@ def two_rows(**columns: list[Any]) -> ScoringBatch:
 
 @contextlib.contextmanager
 def serving(act: Act, times: int) -> Iterator[Any]:
-    """Serve on this machine: `act` so many times, then good answers; yield the address and the requests so far."""
+    """Serve on this machine: `act` so many times, then good answers; yield the address and who has connected."""
     listener = socket.create_server(("127.0.0.1", 0))
-    seen: list[bytes] = []
+    seen: list[Any] = []
 
     def handle(connection: socket.socket, do: Act) -> None:
         with connection, contextlib.suppress(OSError):
@@ -159,7 +158,6 @@ def serving(act: Act, times: int) -> Iterator[Any]:
             head = b""
             while b"\r\n\r\n" not in head and not head.startswith(b"\x16"):  # the greeting of TLS
                 head += connection.recv(65536)
-            seen.append(head)
             do(connection)
             if do is not reset:
                 connection.shutdown(socket.SHUT_WR)
@@ -168,9 +166,10 @@ def serving(act: Act, times: int) -> Iterator[Any]:
 
     def accept() -> None:
         with contextlib.suppress(OSError):
-            for number in itertools.count():
-                connection, _ = listener.accept()
-                do = act if number < times else respond(GOOD)
+            while True:
+                connection, peer = listener.accept()
+                seen.append(peer)
+                do = act if len(seen) <= times else respond(GOOD)
                 threading.Thread(target=handle, args=[connection, do], daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()

@@ -81,7 +81,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "weight": {"trainer_class": WeightOfRank1},
 }
 """What is not finite on rank 1: arguments of `train_with_checkpoints`."""
-HANG: dict[str, Any] = {"given": {"reward_funcs": hangs_on_rank_1}, "reward_timeout": 1.0}
+HANG: dict[str, Any] = {"given": {"reward_funcs": hangs_on_rank_1}, "reward_timeout": 3.0}
 
 
 def outcome(wrong: str | None = None, **arguments: Any) -> dict[str, Any] | str:

@@ -144,7 +144,9 @@ def ends_as_one_that_was_left_alone(start: Start, world: int, num_kills: int, fo
     assert list(expected[2]) == [1, 3, 6, 9, 10]
 
     num_runs, starts = 0, []
-    killer.kill_before_first_checkpoint(start(folder / "killed-1"), folder / "killed-1")
+    run = start(folder / "killed-1")
+    if not killer.kill_before_first_checkpoint(run, folder / "killed-1"):
+        wait_for_end(run)
     while not killer.is_done:
         num_runs += 1
         output_dir = folder / f"killed-{num_runs}"

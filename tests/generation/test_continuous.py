@@ -207,6 +207,24 @@ def test_a_response_that_is_missing_is_an_error_that_names_its_row(make_args: Ma
     assert sample(failing_policy, prompts(*RAGGED), config).ids.shape == (5, 8), "the next call starts afresh"
 
 
+def test_what_the_thread_gives_at_its_end_is_read(
+    make_args: MakeArgs, failing_policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody has waited for it any more: here the first result comes when the thread has ended."""
+    get_result, calls = ContinuousBatchingManager.get_result, []
+
+    def late(manager: Any, **given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            manager._generation_thread.join(30)
+            return None
+        return get_result(manager, **given)
+
+    monkeypatch.setattr(ContinuousBatchingManager, "get_result", late)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        sample(failing_policy, prompts(*RAGGED), sampling_config(make_args(response_length=8), stop_token_id=29))
+
+
 def test_the_cache_holds_what_the_batch_can_need() -> None:
     rows = [[0] * length for length in (3, 20, 1, 4)]
     cache = cache_for(rows, max_new_tokens=12, max_rows=2)

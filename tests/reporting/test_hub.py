@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from rlhf_ppo.training.publishing import HubError
 from tests.conftest import count_w4, make_tokenizer, tiny_policy, tiny_scorer
-from tests.reporting.local_hub import LocalHub, local_hub
+from tests.reporting.local_hub import LocalHub, Request, local_hub
 from tests.runs import QUICK
 
 
@@ -137,6 +138,23 @@ def test_checkpoints_are_pushed_in_the_background_with_a_card_of_that_moment(mak
     assert not any("/" in name for name in by_message["Training in progress, step 2"])
     whole = by_message["Training in progress, step 3, checkpoint"]
     assert {"last-checkpoint/optimizer.pt", "last-checkpoint/trainer_state.json"} <= whole.keys()
+
+
+def test_no_file_is_overwritten_while_it_is_uploaded(make_trainer, hub, monkeypatch):
+    answer = Request.answer
+
+    def answer_slowly(request: Request, *given: Any, **headers: str) -> None:
+        """Say only after a while where the large files go, whose hashes were given."""
+        time.sleep(0.5 if request.path.endswith("/info/lfs/objects/batch") else 0)
+        answer(request, *given, **headers)
+
+    monkeypatch.setattr(Request, "answer", answer_slowly)
+    trainer = make_trainer(**QUICK, save_strategy="steps", save_steps=2, push_to_hub=True, hub_always_push=True)
+    trainer.train()
+
+    assert [commit.message for commit in hub.commits] == [f"Training in progress, step {step}" for step in (2, 3)]
+    assert len(hub.objects) >= 2
+    assert all(hashlib.sha256(content).hexdigest() == given for given, content in hub.objects.items())
 
 
 @pytest.mark.parametrize(
