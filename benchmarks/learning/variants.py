@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "lm_head_float32": {"bf16": True, "lm_head_float32": True},
 }
-"""Arguments of `PPOConfig` beside the task's, by the option's name. `lm_head_float32` is to be compared with `bf16`."""
+"""Arguments of `PPOConfig` beside the task's, by the option's name. `lm_head_float32` is compared with `bf16`."""
 
 
 AS_FAR_AS_TRL = {
