@@ -14,6 +14,8 @@ import datasets
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 from trl.scripts.utils import ScriptArguments
 
+from rlhf_ppo.terminal.quiet import bars_of_data_on_terminals
+
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 """The kinds of files that hold prompts, and the builder of `datasets` that reads each."""
 
@@ -43,6 +45,7 @@ class PPOScriptArguments(ScriptArguments):
     )
 
 
+@bars_of_data_on_terminals()
 def load_splits(
     name: str | None, config: str | None = None, streaming: bool = False, argument: str = "dataset_name"
 ) -> Mapping[Any, Any]:

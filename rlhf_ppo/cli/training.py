@@ -41,7 +41,12 @@ from rlhf_ppo.processes.signals import say
 from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.rewards.waiting import RewardTimeoutError
 from rlhf_ppo.terminal.progress import use_console
-from rlhf_ppo.terminal.quiet import no_bars_of_models, quiet_calls
+from rlhf_ppo.terminal.quiet import (
+    bars_of_data_on_terminals,
+    bars_of_models_on_terminals,
+    no_bars_of_models,
+    quiet_calls,
+)
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.publishing import upload_directory
 
@@ -151,6 +156,8 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
     return models
 
 
+@bars_of_data_on_terminals()
+@bars_of_models_on_terminals()
 def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
     """Make TRL's trainer of a reward model from pairs of a better and a worse response.
 
@@ -172,6 +179,8 @@ def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: A
     return _in_lines(trainer)
 
 
+@bars_of_data_on_terminals()
+@bars_of_models_on_terminals()
 def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
     """Make TRL's trainer of a language model that imitates texts.
 
@@ -253,6 +262,7 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
         trainer.remove_callback(callback)
 
 
+@bars_of_models_on_terminals()
 def train_and_save(
     trainer: Trainer, dataset_name: str | None, *, merge: bool = False, show_samples: bool = False
 ) -> None:

@@ -88,6 +88,13 @@ def bars_of_models_on_terminals() -> Iterator[None]:
 
 
 @contextmanager
+def bars_of_data_on_terminals() -> Iterator[None]:
+    """Let datasets show bars in the block only where a terminal shows them."""
+    with bars_of_long_data(FEWEST_ROWS_WITH_BAR):
+        yield
+
+
+@contextmanager
 def bars_of_long_data(num_rows: int) -> Iterator[None]:
     """Let datasets show bars in the block only for many rows, and only where a terminal shows them."""
     shows = num_rows >= FEWEST_ROWS_WITH_BAR and is_terminal(sys.stderr)
