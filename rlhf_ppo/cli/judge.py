@@ -263,7 +263,7 @@ def check_judge(args: JudgeArguments) -> None:
 
 def _chat_judge(args: JudgeArguments) -> ChatJudge:
     options = OPTIONS if args.judge_options is None else _options(args.judge_options)
-    question = QUESTION if args.judge_prompt is None else Path(args.judge_prompt).expanduser().read_text()
+    question = QUESTION if args.judge_prompt is None else _question(args.judge_prompt)
     return ChatJudge(str(args.judge_model), args.judge_url or OPENAI_URL, question, options)
 
 
@@ -278,6 +278,14 @@ def _refuse_language_model(path: str) -> None:
             f"judge_model={path!r} is a language model, not a reward model; serve it (`transformers serve`, `vllm "
             "serve`) and give its address as judge_url"
         )
+
+
+def _question(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"judge_prompt={path!r} must be a text file with the question: {reason}") from None
 
 
 def _options(text: str) -> dict[str, Any]:

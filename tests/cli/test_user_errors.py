@@ -110,6 +110,7 @@ RUN = f"{PPO} --dataset_name rows.jsonl"
 DOWN = "http://127.0.0.1:9/score(backoff=0)"
 LLM = "--train --trainer ppo --model base --rl-reward-model-path scorer --data-path rows.jsonl --log none"
 EVAL = "--model base --opponent other --judge length --dataset_name rows.jsonl --max_new_tokens 2 --num_prompts 2"
+ASKED = "--model base --opponent other --dataset_name rows.jsonl --judge_model gpt-4o-mini"
 
 # What is wrong with the data, and what the sentence says; `{}` is the option that names it.
 DATA = {
@@ -344,6 +345,8 @@ MISTAKES = [
     ("eval", f"{EVAL} --mod base", "there is no option --mod"),
     # ---- plot, estimate, configs, demo, reward_server ----
     ("judge", f"{EVAL} --top_p 0", "top_p=0"),
+    ("judge", f"{ASKED} --judge_prompt nowhere.txt", "judge_prompt='nowhere.txt' must be a text file"),
+    ("judge", f"{ASKED} --judge_prompt base/model.safetensors", "judge_prompt='base/model.safetensors' must be"),
     ("judge_tldr.py", "--model_name_or_path base --judge_model scorer --num_examples 0", "num_prompts=0"),
     ("judge_tldr.py", "--model_name_or_path base --judge_model gpt-4o-mini", "OPENAI_API_KEY"),
     ("report", "nowhere", "nowhere holds no run"),
