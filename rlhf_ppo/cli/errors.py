@@ -63,9 +63,14 @@ def user_errors(program: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, ImportError) as error:
-        if _is_of_users_module(error) or os.environ.get("TRANSFORMERS_VERBOSITY") == "debug":
+        if _is_of_users_module(error) or wants_tracebacks():
             raise
         fail(program, str(_described(error)))
+
+
+def wants_tracebacks() -> bool:
+    """Tell whether errors shall show where they were noticed."""
+    return os.environ.get("TRANSFORMERS_VERBOSITY") == "debug"
 
 
 def program_name(command: str, argv: Sequence[str] | None) -> str:

@@ -29,7 +29,7 @@ from trl.trainer.utils import get_peft_config
 from rlhf_ppo.checkpoints.disk import DiskFullError
 from rlhf_ppo.checkpoints.run import wanted_checkpoint
 from rlhf_ppo.cli.checks import check_columns
-from rlhf_ppo.cli.errors import fail, user_errors
+from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.cli.quantization import quantization_options
 from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, load_splits
 from rlhf_ppo.cli.trackers import settle_trackers
@@ -39,6 +39,7 @@ from rlhf_ppo.models.loading import load_classifier, load_pretrained
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.processes.signals import say
 from rlhf_ppo.reporting.results import where_results_are
+from rlhf_ppo.rewards.returned import WrongRewardError
 from rlhf_ppo.rewards.waiting import RewardTimeoutError
 from rlhf_ppo.terminal.progress import use_console
 from rlhf_ppo.terminal.quiet import (
@@ -48,6 +49,7 @@ from rlhf_ppo.terminal.quiet import (
     quiet_calls,
 )
 from rlhf_ppo.trainer import PPOTrainer
+from rlhf_ppo.training.divergence import DivergenceError
 from rlhf_ppo.training.publishing import upload_directory
 
 logger = logging.get_logger(__name__)
@@ -232,9 +234,10 @@ class _Begun(TrainerCallback):
 def running(program: str, trainer: Trainer) -> Iterator[None]:
     """Turn what a run cannot help into one sentence: options that its start refuses, a server that does not answer.
 
-    So is a full disk, and Ctrl-C outside of PPO's training, which handles it itself.
+    So are a full disk, numbers that are not finite, what a reward function returns that is no reward, and Ctrl-C
+    outside of PPO's training, which handles it itself.
 
-    Everything else that is raised while a run goes on keeps its traceback, a user's reward functions' errors too.
+    Everything else that is raised while a run goes on keeps its traceback, what a user's reward function raises too.
 
     Args:
         program: What the sentence begins with.
@@ -250,7 +253,9 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
     except KeyboardInterrupt:
         say(f"{program}: ended by SIGINT; what was written before is in {trainer.args.output_dir}")
         raise SystemExit(130) from None
-    except (ConnectionError, DiskFullError, RewardTimeoutError) as error:
+    except (ConnectionError, DiskFullError, DivergenceError, RewardTimeoutError, WrongRewardError) as error:
+        if wants_tracebacks():
+            raise
         print(file=sys.stderr)  # the progress bar leaves its line unfinished
         fail(program, str(error))
     except Exception:

@@ -89,9 +89,9 @@ class RewardFunction:
             Scores, float32 `(B,)`, or rewards per token, float32 `(B, T)`; NaN where the function returned None.
 
         Raises:
-            TypeError: The function returned a string, one number or nothing.
-            ValueError: It returned another number of scores, or one that is not finite, or it asks for a column that
-                the data set does not have. What the function itself raises comes through, with a note that names it.
+            WrongRewardError: The function returned a string, one number or nothing, or another number of scores.
+            ValueError: It returned a score that is not finite, or it asks for a column that the data set does not
+                have. What the function itself raises comes through, with a note that names it.
             RewardTimeoutError: The function took longer than `timeout`.
         """
         if self.is_async:

@@ -12,6 +12,10 @@ from torch import Tensor
 from rlhf_ppo.rewards.scorer import MAX_SCORE, Refuse, refuse_by_raising
 
 
+class WrongRewardError(TypeError, ValueError):
+    """A reward function has returned what is no reward; the message says what, and what to return."""
+
+
 def check_scores(
     returned: Any,
     name: str,
@@ -35,18 +39,19 @@ def check_scores(
         and 0 behind the last token.
 
     Raises:
-        TypeError: It is a text, one number, nothing, or holds something that is not a number.
-        ValueError: It has another length; or what `refuse` raises.
+        WrongRewardError: It is a text, one number or nothing, holds something that is not a number, or has another
+            length. It is both a TypeError and a ValueError.
+        ValueError: What `refuse` raises.
     """
     values = _plain(returned)
     if isinstance(values, str | bytes | bytearray | Mapping | Set) or not isinstance(values, Iterable):
-        raise TypeError(
+        raise WrongRewardError(
             f"the reward function {name!r} returned {returned!r:.60} ({type(returned).__name__}): "
             f"return a list of {len(lengths)} numbers, one per completion"
         )
     values = list(values)
     if len(values) != len(lengths):
-        raise ValueError(
+        raise WrongRewardError(
             f"the reward function {name!r} returned {len(values)} rewards for {len(lengths)} completions: "
             "return one per completion, None where it has none to give"
         )
@@ -73,17 +78,17 @@ def _per_token(values: Sequence[Any], name: str, lengths: Sequence[int], refuse:
             rewards[row] = math.nan
             continue
         if not isinstance(value, list | tuple):
-            raise TypeError(
+            raise WrongRewardError(
                 f"the reward function {name!r} returned {value!r:.60} ({type(value).__name__}) for row {row}, and a "
                 "list for another: return a list for every row, of one reward per token, or a number for every row"
             )
         if len(value) != length:
-            raise ValueError(
+            raise WrongRewardError(
                 f"the reward function {name!r} returned {len(value)} rewards for the {length} tokens of row {row}: "
                 "return one for each of completion_ids[row]"
             )
         if None in value:
-            raise TypeError(
+            raise WrongRewardError(
                 f"the reward function {name!r} returned None for row {row}, token {list(value).index(None)}: "
                 "return 0.0 for a token without a reward, or None for the whole row"
             )
@@ -103,7 +108,7 @@ def _as_float(value: Any, name: str, place: str, refuse: Refuse) -> float:
         return math.nan
     number = _plain(value)
     if not isinstance(number, int | float):
-        raise TypeError(
+        raise WrongRewardError(
             f"the reward function {name!r} returned {value!r:.60} ({type(value).__name__}) for {place}: "
             "return a number, or None for a completion that it does not score"
         )

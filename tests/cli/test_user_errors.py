@@ -52,6 +52,11 @@ def workshop(tmp_path_factory):
         Path("empty.jsonl").touch()
         Path("twice.csv").write_text("prompt,text,prompt\nw4,w5,w6\n")
         Path("latin.jsonl").write_bytes('{"prompt": "caf\u00e9", "text": "caf\u00e9"}\n'.encode("latin-1") * 12)
+        Path("odd.py").write_text(
+            "def too_few(**_):\n    return [1.0]\n"
+            "def words(completions, **_):\n    return ['good'] * len(completions)\n"
+            "def not_finite(completions, **_):\n    return [float('nan')] * len(completions)\n"
+        )
         Path("types.yaml").write_text("learning_rate: [1]\n")
         Path("nested.yaml").write_text("seed: {value: 1}\n")
         Path("latin.yaml").write_bytes("exp_name: caf\u00e9\n".encode("latin-1"))
@@ -320,6 +325,11 @@ MISTAKES = [
     ("llm", "--train --trainer dpo", "trainer='dpo' must be one of"),
     ("llm", "--train --trainer sft --model bare --data-path rows.jsonl --log none", "(model_name_or_path is --model)"),
     ("llm", "--train --trainer sft --mixed-precision bf16 --data-path rows.jsonl --log none --rl-gamma 1", "no mean"),
+    # ---- in the first update ----
+    ("train", f"{RUN} --reward_funcs odd.py:too_few", "the reward function 'too_few' returned 1 rewards for 4"),
+    ("train", f"{RUN} --reward_funcs odd.py:words", "the reward function 'words' returned 'good' (str) for row 0"),
+    ("train", f"{RUN} --reward_funcs odd.py:not_finite", "the reward function 'not_finite' returned nan for row 0"),
+    ("llm", f"{LLM} --rl-reward-fn odd.py:too_few --rl-max-new-tokens 4", "'too_few' returned 1 rewards for"),
     # ---- eval ----
     ("eval", f"{EVAL} --modle base", "there is no option --modle; did you mean --model"),
     ("eval", f"{EVAL} --num_prompts many", "invalid int value: 'many'"),
