@@ -151,7 +151,7 @@ REPLIES = {
 def test_errors_of_a_server_show_host_and_path_only(kind: str, server: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("RLHF_PPO_REWARD_TOKEN", ENVIRONMENT)
     server.replies = [REPLIES.get(kind, lengths)] * 2
-    reward = RewardEndpoint(with_secrets(url(server)), retries=1, backoff=0.001, timeout=1)
+    reward = RewardEndpoint(with_secrets(url(server)), retries=1, backoff=0.001)
     if kind == "down":
         server.shutdown()
         server.server_close()

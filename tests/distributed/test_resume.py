@@ -197,7 +197,7 @@ def test_one_ranks_full_disk_ends_all_and_leaves_the_previous_checkpoint(models,
          {"output_dir": str(tmp_path / name), "models": str(models), "rank": 0, "prints": name == "prints"})
         for name in names
     ]  # fmt: skip
-    printing, saving = processes.run_all("multi_gpu", calls, timeout=90)
+    printing, saving = processes.run_all("multi_gpu", calls)
 
     for error in printing:
         assert re.search(IS_FULL.format("what is logged or printed"), error), printing
@@ -209,7 +209,7 @@ def test_one_ranks_full_disk_ends_all_and_leaves_the_previous_checkpoint(models,
 def test_one_ranks_full_disk_under_an_engine_is_said_by_that_rank(models, tmp_path):
     """The other one waits for it in the engine's own saving, until its launcher or the lost connection ends it."""
     run = {"output_dir": str(tmp_path), "models": str(models), "rank": 1}
-    errors = processes.run("deepspeed_zero2", "train_until_the_disk_is_full", timeout=60, **run)
+    errors = processes.run("deepspeed_zero2", "train_until_the_disk_is_full", **run)
 
     assert errors[0] != "no error"
     assert re.search(IS_FULL.format(".*/checkpoint-2, which is not whole"), errors[1]), errors

@@ -61,7 +61,6 @@ def test_a_sharded_model_with_a_tokenizer_of_its_own(config, models, read_by_one
     ranks, errors = processes.run_all(
         config,
         [(scenario, arguments), ("error_of", {"scenario": scenario, "unreadable_on": 1, **arguments})],
-        timeout=90,
     )
 
     one = read_by_one_process
@@ -80,7 +79,7 @@ def test_an_error_of_one_ranks_reward_function_is_raised_on_all(models, tmp_path
     """Also of a slow one, which is heard only after the models' passes."""
     arguments = {"output_dir": str(tmp_path), "models": str(models)}
     calls = [("reward_function_fails_on_one_rank", {**arguments, "slow": slow}) for slow in (False, True)]
-    for errors in processes.run_all("multi_gpu", calls, timeout=60):
+    for errors in processes.run_all("multi_gpu", calls):
         assert errors[1] == "ZeroDivisionError: no such luck"
         assert errors[0] == "RuntimeError: rank 1 failed: ZeroDivisionError: no such luck"
 
