@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.cli.main import main
+from rlhf_ppo.processes import signals
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.training.saving import CheckpointWriter
 from tests.conftest import count_w4, prompt_rows
@@ -173,6 +174,8 @@ def in_an_async_reward(output_dir: Path, now: Now, address: str) -> PPOTrainer:
 
 
 def in_a_reward_with_a_thread(output_dir: Path, now: Now, address: str) -> PPOTrainer:
+    signals.SECONDS_FOR_THREADS = 1.0
+
     def join() -> None:
         thread = threading.Thread(target=time.sleep, args=[FOR_LONG])
         thread.start()

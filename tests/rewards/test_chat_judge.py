@@ -92,7 +92,7 @@ def test_replies_without_a_verdict_are_said_with_one_of_them(
     server.replies = [says(completion(text, ends)) for text, ends in ((thoughts, "length"), ("C", "stop"), ("A", ""))]
 
     assert ask(server) == [None, None, 0.0]
-    (said,) = caplog.messages
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("rlhf_ppo")]
     assert said.startswith("2 of 3 verdicts failed: the judge 'judge' at http://127.0.0.1:")
     assert said.endswith("Let me think. First, the'; 1 ended at the limit of tokens, which judge_options set")
     assert len(said) < 320
