@@ -245,7 +245,7 @@ def test_numbers_are_checked(places: None, capsys: pytest.CaptureFixture[str]) -
     ("options", "words"),
     [
         ("length --opponent-column answer --model nowhere", "opponent_column='answer': the data set has only the col"),
-        ("nonsense", "reward_funcs holds 'nonsense', which names no reward"),
+        ("nonsense", "judge holds 'nonsense', which names no reward"),
         ("judges_here.py:nobody", "judges_here.py has no 'nobody'; it has ['Judge',"),
         ("http://127.0.0.1:99999/x", "has no valid port"),
     ],
