@@ -23,6 +23,10 @@ LOCK_NAME = "_ppo_run.lock"  # the hub's uploads leave out names that begin with
 _held: set[tuple[int, str]] = set()
 
 
+class InUseError(RuntimeError, ValueError):
+    """Another run has the directory; the message says which."""
+
+
 @contextmanager
 def locked(output_dir: str) -> Iterator[None]:
     """Hold the lock of a directory while the context lasts.
@@ -34,12 +38,12 @@ def locked(output_dir: str) -> Iterator[None]:
         output_dir: The run's directory.
 
     Raises:
-        RuntimeError: Another process holds it, or another trainer of this one.
+        InUseError: Another process holds it, or another trainer of this one.
     """
     path = Path(output_dir, LOCK_NAME)
     key = os.getpid(), os.path.realpath(path)
     if key in _held:  # a process never waits for itself, and closing the file once would free it
-        raise RuntimeError(_refusal(output_dir, "another trainer of this process"))
+        raise InUseError(_refusal(output_dir, "another trainer of this process"))
     file = _open_locked(path, output_dir)
     _held.add(key)
     try:
@@ -65,7 +69,7 @@ def _open_locked(path: Path, output_dir: str) -> int | None:
         except BlockingIOError:
             holder = _holder(file)
             os.close(file)
-            raise RuntimeError(_refusal(output_dir, holder)) from None
+            raise InUseError(_refusal(output_dir, holder)) from None
         os.close(file)
 
 

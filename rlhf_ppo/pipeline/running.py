@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ppo.checkpoints.jsonfile import write_json
+from rlhf_ppo.checkpoints.lock import locked
 from rlhf_ppo.checkpoints.run import numbered
 from rlhf_ppo.pipeline.results import keep_win_rates
 from rlhf_ppo.pipeline.steps import FINISHED, TRAINING, Pipeline, Step
@@ -39,8 +40,15 @@ def run_pipeline(pipeline: Pipeline, start: Callable[[Sequence[str]], int], say:
         The exit code of the step that failed, or 0.
 
     Raises:
+        InUseError: The pipeline's directory has another one that runs.
         ValueError: A step is finished, but with other options than the file has now.
     """
+    pipeline.output_dir.mkdir(parents=True, exist_ok=True)
+    with locked(str(pipeline.output_dir)):
+        return _run_steps(pipeline, start, say)
+
+
+def _run_steps(pipeline: Pipeline, start: Callable[[Sequence[str]], int], say: Callable[[str], None]) -> int:
     finished = finished_steps(pipeline)
     for step in pipeline.steps:
         if step.name in finished:
@@ -54,7 +62,6 @@ def run_pipeline(pipeline: Pipeline, start: Callable[[Sequence[str]], int], say:
             say(f"{step.name} has ended with exit code {code}; the same command goes on with it")
             return code
         finished[step.name] = _fingerprint(step)
-        pipeline.output_dir.mkdir(parents=True, exist_ok=True)
         write_json(pipeline.output_dir / FINISHED, finished)
     if rates := keep_win_rates(pipeline):
         say("\n".join(rates.lines()))

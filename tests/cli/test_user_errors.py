@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf_ppo.checkpoints.lock import locked
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.main import COMMANDS, main
 from tests.cli.test_commands import SOURCES
@@ -425,6 +426,13 @@ def test_a_mistake_is_one_sentence(command, options, message, here, capsys, monk
 def test_every_command_has_its_mistakes():
     examples = {path.name for path in EXAMPLES.glob("*.py")} - {"first_run.py"}  # which has no options
     assert {command for command, _, _ in MISTAKES} >= COMMANDS.keys() | examples
+
+
+def test_a_directory_that_is_in_use_is_a_sentence(here, capsys, monkeypatch):
+    Path("held").mkdir()
+    with locked("held"):
+        error = error_of("train", f"{RUN} --output_dir held", capsys, monkeypatch)
+    assert "output_dir='held' is in use: another trainer" in error
 
 
 @pytest.mark.slow

@@ -151,6 +151,27 @@ def test_a_mistake_in_the_last_step_is_said_before_the_first_has_run(
     assert stopped.value.code == 2 and sentence.startswith("rlhf-ppo pipeline") and words in sentence
 
 
+def test_a_second_pipeline_in_its_directory_is_refused(
+    read: Callable[..., Pipeline], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read()
+
+    def started_again(_: Sequence[str]) -> int:
+        monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", lambda _: pytest.fail("a step was run"))
+        with pytest.raises(SystemExit) as stopped:
+            command(["run.yaml"])
+        assert stopped.value.code == 2
+        return 3
+
+    monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", started_again)
+    with pytest.raises(SystemExit) as ended:
+        command(["run.yaml"])
+
+    assert ended.value.code == 3  # the first goes on, to where its own step fails
+    assert "rlhf-ppo pipeline: error: output_dir='out' is in use: " in capsys.readouterr().err
+    assert not list(Path("out").iterdir())
+
+
 def test_a_dry_run_names_the_commands_and_starts_none(
     read: Callable[..., Pipeline], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
