@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cell import EXAMPLES, TASKS, module_of
-from variants import AS_FAR_AS_TRL, NEEDS, PLAIN, RECOMMENDED, TRL, overrides, single_options
+from variants import AS_FAR_AS_TRL, NEEDS, RECOMMENDED, TRL, overrides, single_options
 
 FOLDER = Path(__file__).parent
 WORK = Path("runs/learning")
@@ -123,7 +123,7 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
         "--options",
         nargs="*",
         default=single_options(),
-        help="each is switched on alone: names in variants.py, preset:NAME, or arguments as NAME=VALUE,NAME=VALUE",
+        help="each is switched on alone: plain (none), names in variants.py, preset:NAME, or arguments NAME=VALUE,...",
     )
     parser.add_argument("--data", type=Path, required=True, help="holds stories260K, vader_lexicon and ethics_util")
     parser.add_argument("--work", type=Path, default=WORK, help="where models and results are kept")
@@ -149,7 +149,7 @@ def main() -> None:
     sizes = {name: getattr(given, name) for name in ("updates", "every", "num_prompts", "num_final")}
     options = tuple(f"--{name}={value}" for name, value in sizes.items() if value is not None)
     runner = Runner(given.work, given.data, given.against_trl, options)
-    variants = [*([TRL] if given.against_trl else []), PLAIN, *(name for name in given.options if name != PLAIN)]
+    variants = [*([TRL] if given.against_trl else []), *dict.fromkeys(given.options)]
     seeds = range(given.first_seed, given.first_seed + given.seeds)
     done = {(cell["task"], cell["variant"], cell["seed"]) for cell in read_results(given.work)}
     left = [cell for cell in cells(given.tasks, variants, seeds) if cell not in done]
