@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import matplotlib
 import numpy as np
 from cell import EXAMPLES, TASKS
 from run import WORK, read_results
@@ -26,8 +27,8 @@ NAMES = {TRL: "TRL 1.12", PLAIN: "rlhf_ppo"} | {
     for name in (RECOMMENDED, *AS_FAR_AS_TRL.values())
 }
 PICTURES = {
-    "frontier": "Gold reward against KL: the way of some, mean over seeds; points: where the other variants end",
-    "curves": "Gold reward through training: the mean over seeds, with its standard error",
+    "frontier": "Gold reward against KL at the end of training: a dot for each run, a diamond for the mean over seeds",
+    "curves": "Gold reward through training, on 128 responses: the mean over seeds, with its standard error",
     "options": "Gold reward and KL at the end: mean and standard error over seeds; dashed: rlhf_ppo without an option",
     "examples": "A healthy run, one that over-optimises and one that collapses; dashed: a health check speaks first",
 }
@@ -156,38 +157,45 @@ def mean_points(cells: Sequence[Cell], key: str) -> list[float]:
     ]
 
 
-def draw(results: Sequence[Cell], shown_as_lines: Sequence[str], folder: Path) -> None:
-    """Draw gold reward against KL, and against updates, a panel for each task.
+def draw(results: Sequence[Cell], shown: Sequence[str], folder: Path) -> None:
+    """Draw gold reward against KL at the end, and gold reward against updates, a panel for each task.
 
     Args:
         results: All cells.
-        shown_as_lines: Variants whose whole way is drawn; of the others the end only, on the frontier.
+        shown: Variants that have a colour; of the others the mean at the end only, in grey.
         folder: Where `learning-frontier.svg` and `learning-curves.svg` are written.
     """
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(cell["task"] for cell in results if cell["task"] in TASKS))
-    for name, key, label in (("frontier", "kl", "KL to the reference, nats"), ("curves", "update", "updates")):
+    for name, label in (("frontier", "KL to the reference, nats"), ("curves", "updates")):
         figure = Figure(figsize=(4.5 * len(tasks), 3.8), layout="constrained")
         for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
             groups = variants_of([cell for cell in results if cell["task"] == task])
-            for variant in shown_as_lines:
+            for variant in shown:
                 if variant in groups:
-                    line(axes, groups[variant], key, NAMES.get(variant, variant))
+                    (ends if name == "frontier" else line)(axes, groups[variant], NAMES.get(variant, variant))
             if name == "frontier":
-                ends_of_others(axes, [cells for variant, cells in groups.items() if variant not in shown_as_lines])
+                ends_of_others(axes, [cells for variant, cells in groups.items() if variant not in shown])
             axes.set(title=task, xlabel=label, ylabel="gold reward, held-out prompts")
             axes.legend(fontsize=8, loc="lower right")
         figure.savefig(folder / f"learning-{name}.svg", metadata={"Date": None})
 
 
+def ends(axes: Any, cells: Sequence[Cell], label: str) -> None:
+    """Draw where each run of a variant ends, and the mean over seeds larger."""
+    kl, gold = ([cell["final"][key] for cell in cells] for key in ("kl", "gold"))
+    (mean,) = axes.plot(fmean(kl), fmean(gold), "D", label=label, zorder=3, markeredgecolor="white")
+    axes.scatter(kl, gold, color=mean.get_color(), s=9, alpha=0.6)
+
+
 def ends_of_others(axes: Any, others: Sequence[Sequence[Cell]]) -> None:
-    """Draw where variants end that are not drawn as lines; the label says how many are too far away to be shown."""
-    ends = [tuple(fmean(cell["final"][key] for cell in cells) for key in ("kl", "gold")) for cells in others]
-    near = [end for end in ends if end[0] <= 2 * axes.get_xlim()[1]]
+    """Draw the mean over seeds of the other variants; the label says how many are too far away to be shown."""
+    means = [tuple(fmean(cell["final"][key] for cell in cells) for key in ("kl", "gold")) for cells in others]
+    near = [mean for mean in means if mean[0] <= 1.5 * axes.get_xlim()[1]]
     if near:
-        far = f", {len(ends) - len(near)} further right" if len(near) < len(ends) else ""
-        axes.scatter(*zip(*near, strict=True), color="0.6", s=12, zorder=0, label=f"others, at the end{far}")
+        far = f", {len(means) - len(near)} further right" if len(near) < len(means) else ""
+        axes.scatter(*zip(*near, strict=True), color="0.7", marker="D", s=16, zorder=0, label=f"others{far}")
 
 
 def draw_ends(results: Sequence[Cell], file: Path) -> None:
@@ -260,15 +268,15 @@ def draw_examples(results: Sequence[Cell], file: Path) -> bool:
     return True
 
 
-def line(axes: Any, cells: Sequence[Cell], key: str, label: str) -> None:
-    """Draw the mean over seeds as a line, and over updates the standard error as a band."""
-    x, gold = mean_points(cells, key), mean_points(cells, "gold")
-    (drawn,) = axes.plot(x, gold, marker=".", label=label)
-    if key == "update" and len(cells) > 1:
+def line(axes: Any, cells: Sequence[Cell], label: str) -> None:
+    """Draw the mean over seeds of each evaluation, with the standard error as a band."""
+    updates, gold = mean_points(cells, "update"), mean_points(cells, "gold")
+    (drawn,) = axes.plot(updates, gold, marker=".", label=label)
+    if len(cells) > 1:
         by_point = zip(*([point["gold"] for point in cell["points"]] for cell in cells), strict=True)
         errors = [mean_and_error(values)[1] for values in by_point]
-        ends = ([mean + sign * error for mean, error in zip(gold, errors, strict=True)] for sign in (-1, 1))
-        axes.fill_between(x, *ends, alpha=0.2, color=drawn.get_color())
+        edges = ([mean + sign * error for mean, error in zip(gold, errors, strict=True)] for sign in (-1, 1))
+        axes.fill_between(updates, *edges, alpha=0.2, color=drawn.get_color())
 
 
 def main() -> None:
@@ -277,12 +285,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=WORK, help="that of run.py")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--assets", type=Path, default=ASSETS)
-    parser.add_argument("--lines", nargs="*", default=list(NAMES), help="drawn as curves")
+    parser.add_argument("--shown", nargs="*", default=list(NAMES), help="variants that have a colour")
     given = parser.parse_args()
     results = read_results(given.work)
     if not results:
         parser.error(f"--work: {given.work} has no results; run.py makes them")
-    draw(results, given.lines, given.assets)
+    matplotlib.rcParams["svg.hashsalt"] = "learning"  # the same results give the same files
+    draw(results, given.shown, given.assets)
     draw_ends(results, given.assets / "learning-options.svg")
     pictures = ["frontier", "curves", "options"]
     if draw_examples(results, given.assets / "learning-examples.svg"):
