@@ -42,7 +42,7 @@ class HealthThresholds:
     first_logratio: float | None = 0.1
     kl: float | None = None
     kl_per_token: float | None = 1.0
-    kl_growth: float | None = 1.5
+    kl_growth: float | None = 1.75
     negative_kl: float | None = 0.1
     clip_fraction: float | None = 0.4
     explained_variance: float | None = 0.0

@@ -53,10 +53,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
         series("objective/kl", [30.0, 30.0, 19.9]),
         "20.2 nats per response, 1.01 per token, above 1",
     ),
-    "kl_growth": (  # means of three: 0, 1, 2.6, 5.2, which rise by 1, 1.6 and 2.6
-        series("objective/kl", [0.0] * 3 + [1.0] * 3 + [2.6] * 3 + [4.2, 5.2, 6.2]),
-        series("objective/kl", [0.0] * 3 + [1.0] * 3 + [2.4] * 3 + [4.2, 5.2, 6.2]),
-        "by 1, 1.6 and 2.6 nats",
+    "kl_growth": (  # means of three: 0, 1, 2.8, 6, which rise by 1, 1.8 and 3.2
+        series("objective/kl", [0.0] * 3 + [1.0] * 3 + [2.8] * 3 + [5.0, 6.0, 7.0]),
+        series("objective/kl", [0.0] * 3 + [1.0] * 3 + [2.7] * 3 + [5.0, 6.0, 7.0]),
+        "by 1, 1.8 and 3.2 nats",
     ),
     "negative_kl": (
         series("objective/kl", [-2.1, -2.5, -3.0]),
@@ -153,7 +153,7 @@ def test_what_else_a_check_goes_by() -> None:
     assert find("clip_fraction", CASES["clip_fraction"][0], clips_responses) is None
     rises_by_noise = series("objective/kl", [3.0] * 3 + [3.1] * 3 + [3.3] * 3 + [3.7] * 3)
     assert find("kl_growth", rises_by_noise) is None
-    one_is_lower = series("objective/kl", [0.0] * 3 + [1.0] * 3 + [2.6] * 3 + [2.5, 5.9, 7.2])
+    one_is_lower = series("objective/kl", [0.0] * 3 + [1.0] * 3 + [2.8] * 3 + [2.7, 7.3, 8.0])
     assert find("kl_growth", one_is_lower) is None
     verdicts = [5.0, 4.0, 3.0, 2.0, 1.0]
     assert find("judge", judged(verdicts, [5.0, 4.0, 3.0, 2.0, 1.0])) is None  # so does the score
