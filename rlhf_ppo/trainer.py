@@ -247,6 +247,7 @@ class PPOTrainer(TrainerHooks):
         responses: Sequence[Tensor],
         scores: Sequence[float] | Sequence[Tensor] | Tensor,
         response_masks: Sequence[Tensor] | None = None,
+        sampling_logprobs: Sequence[Tensor] | None = None,
     ) -> dict[str, float]:
         """Take one update on responses that were sampled elsewhere, for a loop of one's own.
 
@@ -264,19 +265,24 @@ class PPOTrainer(TrainerHooks):
             scores: What each response is worth, `(B,)`; NaN for one that is not to be learned from.
             response_masks: Which tokens of each response the policy wrote, bool `(T_i,)` each; the others (of a tool,
                 for example) are context. None: all.
+            sampling_logprobs: Log-probabilities of each response's tokens in the distribution that they were drawn
+                from, after temperature, `top_k`, `top_p` and `min_p`, nats, `(T_i,)` each; those of tokens that the
+                policy did not write are ignored. They are used as those of an engine: `importance_sampling_correction`
+                weights each token by them. None: no correction.
 
         Returns:
             The update's metrics.
 
         Raises:
             TypeError: Something is no tensor of ids, or no number.
-            ValueError: The rows are not those of an update, or too long for the models.
+            ValueError: The rows are not those of an update, or too long for the models; or a log-probability is not
+                finite or above 0.
             RuntimeError: The run has had all its updates.
             RunStopped: A signal has ended the run.
         """
         if self._own_loop is None:
             self._own_loop = OwnLoop(self)
-        return self._own_loop.step(queries, responses, scores, response_masks)
+        return self._own_loop.step(queries, responses, scores, response_masks, sampling_logprobs)
 
     def _inner_training_loop(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Protocol, cast
 
 import torch
@@ -84,12 +85,15 @@ class OwnLoop:
         responses: Sequence[Tensor],
         scores: Sequence[float] | Sequence[Tensor] | Tensor,
         response_masks: Sequence[Tensor] | None,
+        sampling_logprobs: Sequence[Tensor] | None = None,
     ) -> dict[str, float]:
         """Take an update, see `PPOTrainer.step`."""
         run, num_rows = self.run, self.run.sizes.local_batch_size
         device = run.args.device
         rows = padded_responses(queries, responses, response_masks, num_rows, run.tokens.pad, device)
         check_lengths(rows.context_length, rows.responses.shape[1], run._longest_sequence)
+        if sampling_logprobs is not None:
+            rows = replace(rows, sampling_logprobs=padded_logprobs(sampling_logprobs, rows))
         values = scores_of(scores, num_rows, device)
         per_token = torch.zeros_like(rows.response_mask, dtype=torch.float32)
         return self._step(rows, Scores(values, per_token, {GivenScores.name: values}))
@@ -213,6 +217,44 @@ def padded_responses(
         ids[row, real], attention[row, real] = torch.cat([query, response]).cpu(), True
         written[row, : len(mask)] = mask.bool().cpu()
     return Responses(ids.to(device), attention.to(device), written.to(device))
+
+
+MAX_ROUNDING = 1e-3
+"""How far above 0 a log-probability may lie, in nats: engines that compute in 16 bits round there."""
+
+
+def padded_logprobs(given: Sequence[Tensor], rows: Responses) -> Tensor:
+    """Return the log-probabilities that an engine sampled with, float32 `(B, T)`, 0 on what the policy did not write.
+
+    Args:
+        given: For each response, of its tokens, nats, floating point `(T_i,)`.
+        rows: The padded responses.
+
+    Raises:
+        TypeError: One is no tensor of floating-point numbers with one dimension.
+        ValueError: There are more or fewer than tokens, or one of a token that the policy wrote is not finite or
+            above 0.
+    """
+    if len(given) != len(rows):
+        raise ValueError(f"sampling_logprobs has {len(given)} rows for the {len(rows)} responses; pass one for each")
+    padded = torch.zeros(rows.response_mask.shape)
+    written, lengths = rows.response_mask.cpu(), rows.episode_mask.sum(dim=1).tolist()
+    for row, (logprobs, length) in enumerate(zip(given, lengths, strict=True)):
+        name = f"sampling_logprobs[{row}]"
+        if not isinstance(logprobs, Tensor) or logprobs.dim() != 1 or not logprobs.is_floating_point():
+            raise TypeError(f"{name}={logprobs!r:.60} must be a tensor of log-probabilities with one dimension")
+        if len(logprobs) != length:
+            raise ValueError(f"{name} has {len(logprobs)} values for the {length} tokens of the response")
+        padded[row, :length] = logprobs.detach().float().cpu()
+        of_policy = padded[row].masked_fill_(~written[row], 0.0)
+        wrong = ~of_policy.isfinite() | (of_policy > MAX_ROUNDING)
+        if wrong.any():
+            token = int(wrong.int().argmax())
+            raise ValueError(
+                f"{name} is {float(of_policy[token]):g} at token {token}; pass the natural logarithm of the "
+                "probability that the engine drew the token with, which is finite and at most 0"
+            )
+    return padded.to(rows.response_mask.device)
 
 
 def scores_of(scores: Sequence[float] | Sequence[Tensor] | Tensor, num_rows: int, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.checkpoints import last_whole_checkpoint
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.processes.signals import RunStopped
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.runs import QUICK, history, parameters
@@ -32,6 +33,9 @@ class Keeping(PPOTrainer):
     def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
         rollout = super().collect_rollout(model, prompts)
         vars(self).setdefault("rows", []).append(rows_of(rollout))
+        if (logprobs := rollout.sampling_logprobs) is not None:
+            of_tokens = [row[mask] for row, mask in zip(logprobs, rollout.response_mask, strict=True)]
+            vars(self).setdefault("logprobs", []).append(of_tokens)
         return rollout
 
 
@@ -202,7 +206,52 @@ def test_a_response_without_a_score_is_not_learned_from(make_stepper: Steps) -> 
     assert metrics["objective/scores"] == pytest.approx(1.5)  # the only one, less the penalty for no stop token
 
 
+class OtherArithmetic:
+    """An engine that draws any words, with log-probabilities that are not the policy's."""
+
+    reads_sharded = False
+
+    def sample(self, policy: nn.Module, prompts: Prompts, config: Any) -> Sampled:
+        drawn = torch.rand(2, len(prompts), config.max_new_tokens)
+        return Sampled((drawn[0] * 30).long() + 1, -3 - drawn[1])
+
+    def policy_changed(self) -> None: ...
+
+
+@pytest.mark.parametrize("is_corrected", [True, False])
+def test_log_probabilities_of_an_engine_count_as_in_a_run_with_that_engine(
+    is_corrected: bool, make_trainer: Callable[..., Any], make_stepper: Steps
+) -> None:
+    settings = {**RUN, "importance_sampling_correction": is_corrected}
+    trained = make_trainer(Keeping, **settings, ref_model=tiny_policy(seed=5), engine=OtherArithmetic())
+    trained.train()
+    stepped = make_stepper(**settings)
+    for update, logprobs in zip(trained.rows, trained.logprobs, strict=True):
+        stepped.step(*update, sampling_logprobs=logprobs)
+    plain = make_stepper(**settings)
+    for update in trained.rows:
+        plain.step(*update)
+
+    assert all(torch.equal(value, parameters(stepped)[name]) for name, value in parameters(trained).items())
+    figures = [name for name in history(trained)[0] if name.startswith("sampling/")]
+    assert figures and all(
+        one.get(name) == other.get(name)
+        for one, other in zip(history(trained), history(stepped), strict=True)
+        for name in figures
+    )
+    is_same = all(torch.equal(value, parameters(plain)[name]) for name, value in parameters(trained).items())
+    assert is_same is not is_corrected
+
+
+def test_log_probabilities_of_what_the_policy_did_not_write_are_ignored(make_stepper: Steps) -> None:
+    masks = [torch.tensor([True, False, True]), torch.tensor([True])]
+    last = torch.tensor([-3.0], dtype=torch.float64)
+    metrics = make_stepper().step(*rows(0), masks, [torch.tensor([-1.0, float("nan"), -2.0]), last])
+    assert 0 < metrics["sampling/sampling_logp_difference/max"] < float("inf")
+
+
 QUERIES, RESPONSES, SCORES = rows(0)
+LOGPROBS = [torch.tensor([-1.0, -2.0, 0.0]), torch.tensor([-3.0])]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +267,32 @@ QUERIES, RESPONSES, SCORES = rows(0)
             (QUERIES, RESPONSES, SCORES, [torch.ones(2), torch.ones(1)]),
             ValueError,
             r"response_masks\[0\] has 2 values",
+        ),
+        ((QUERIES, RESPONSES, SCORES, None, LOGPROBS[:1]), ValueError, r"sampling_logprobs has 1 rows for the 2 resp"),
+        (
+            (QUERIES, RESPONSES, SCORES, None, [LOGPROBS[0], LOGPROBS[0]]),
+            ValueError,
+            r"sampling_logprobs\[1\] has 3 values for the 1 tokens of the response",
+        ),
+        (
+            (QUERIES, RESPONSES, SCORES, None, [LOGPROBS[0], [-3.0]]),
+            TypeError,
+            r"sampling_logprobs\[1\]=\[-3.0\] must be a tensor of log-probabilities",
+        ),
+        (
+            (QUERIES, RESPONSES, SCORES, None, [torch.ones(3, dtype=torch.long), LOGPROBS[1]]),
+            TypeError,
+            r"sampling_logprobs\[0\]=tensor\(\[1, 1, 1\]\) must be a tensor of log-probabilities",
+        ),
+        (
+            (QUERIES, RESPONSES, SCORES, None, [torch.tensor([-1.0, -float("inf"), -1.0]), LOGPROBS[1]]),
+            ValueError,
+            r"sampling_logprobs\[0\] is -inf at token 1; pass the natural logarithm",
+        ),
+        (
+            (QUERIES, RESPONSES, SCORES, None, [torch.tensor([0.5, 0.25, 0.5]), LOGPROBS[1]]),
+            ValueError,
+            r"sampling_logprobs\[0\] is 0.5 at token 0; pass the natural logarithm .* finite and at most 0",
         ),
         (([torch.arange(3, 100), QUERIES[1]], RESPONSES, SCORES), ValueError, r"the longest prompt \(97 tokens\)"),
     ],
