@@ -46,14 +46,16 @@ def masked_mean(values: Tensor, mask: Tensor, reduce_sum: ReduceSum | None = Non
     Returns:
         float32 scalar in the unit of `values`, the same on every rank.
     """
-    total, num_tokens = _sum_and_count(zero_outside(values, mask), mask, reduce_sum)
+    sums = torch.stack([zero_outside(values, mask).sum(), mask.sum().float()])
+    total, num_tokens = sums if reduce_sum is None else reduce_sum(sums)
     return total / num_tokens.clamp(min=1)
 
 
 def masked_var(values: Tensor, mask: Tensor, reduce_sum: ReduceSum | None = None) -> Tensor:
     """Unbiased variance over real tokens: `var = sum_i m_i (x_i - mean)^2 / (sum_i m_i - 1)`, 0 below two tokens.
 
-    Two passes, the mean first: a large common offset does not cancel the digits that matter.
+    Two passes, the mean first: a large common offset does not cancel the digits that matter. Equal values have exactly
+    the variance 0.
 
     Args:
         values: Any shape, any unit.
@@ -73,6 +75,7 @@ def masked_whiten(
 
     Advantages are whitened with the mean removed, rewards with the mean kept (N+ implementation details, 2403.17031,
     section 7). Mean and variance are those of all ranks' tokens, so the result does not depend on how rows are spread.
+    Equal values become exactly 0, or stay exactly as they are with `shift_mean=False`.
 
     Args:
         values: `(B, T)`, any unit.
@@ -89,15 +92,19 @@ def masked_whiten(
 
 
 def _mean_and_var(values: Tensor, mask: Tensor, reduce_sum: ReduceSum | None) -> tuple[Tensor, Tensor]:
-    """Return mean and unbiased variance over the real tokens of all ranks."""
-    mean = masked_mean(values, mask, reduce_sum)
-    squares = zero_outside(values.float() - mean, mask).square()
-    total, num_tokens = _sum_and_count(squares, mask, reduce_sum)
-    return mean, total / (num_tokens - 1).clamp(min=1)
+    """Return mean and unbiased variance over the real tokens of all ranks; of equal values exactly the value and 0.
 
-
-def _sum_and_count(values: Tensor, mask: Tensor, reduce_sum: ReduceSum | None) -> tuple[Tensor, Tensor]:
-    """Return the sum of `values`, 0 outside the mask already, and the number of real tokens, of all ranks."""
-    sums = torch.stack([values.sum(), mask.sum().float()])
-    total, num_tokens = sums if reduce_sum is None else reduce_sum(sums)
-    return total, num_tokens
+    The rounded float32 mean of equal values differs from them in its last bits, which whitening would multiply by up
+    to 1e4. Their float64 mean is exact, for up to 2^29 float32 values, so comparing with it finds them.
+    """
+    values = zero_outside(values, mask)
+    sums = torch.stack([values.sum().double(), values.double().sum(), mask.sum().double()])
+    total, exact_total, num_tokens = sums if reduce_sum is None else reduce_sum(sums)
+    mean = total.float() / num_tokens.clamp(min=1).float()
+    exact_mean = exact_total / num_tokens.clamp(min=1)
+    squares = zero_outside(values - mean, mask).square()
+    sums = torch.stack([squares.sum().double(), ((values.double() != exact_mean) & mask).sum().double()])
+    total, num_others = sums if reduce_sum is None else reduce_sum(sums)
+    var = total.float() / (num_tokens - 1).clamp(min=1).float()
+    are_equal = num_others == 0
+    return torch.where(are_equal, exact_mean.float(), mean), torch.where(are_equal, 0.0, var)

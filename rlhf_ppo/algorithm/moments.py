@@ -31,12 +31,14 @@ class ScoreMoments:
 
             d = mean_batch - mean        mean' = mean + d n_batch / n'        S' = S + S_batch + d^2 n n_batch / n'
 
+        In float64, where sums of equal float32 scores are exact: their spread is 0, and not what was rounded away.
+
         Args:
             scores: This rank's scores, `(N,)`; may be empty.
             reduce_sum: Sums over all ranks, each of which makes the same call.
         """
-        scores = scores.float()
-        sums = torch.stack((torch.tensor(float(len(scores)), device=scores.device), scores.sum()))
+        scores = scores.double()
+        sums = torch.stack((scores.new_tensor(len(scores)), scores.sum()))
         added, total = (float(value) for value in reduce_sum(sums))
         if added == 0:
             return self

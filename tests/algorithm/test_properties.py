@@ -193,6 +193,39 @@ def test_whitening_gives_mean_0_and_variance_1_or_keeps_the_mean(batch):
         np.testing.assert_allclose(whitened.var(ddof=1), 1.0, atol=1e-3)
 
 
+single = st.floats(allow_nan=False, allow_infinity=False, width=32)
+
+
+@examples
+@given(single, st.integers(1, 5), st.integers(1, 300), st.randoms(), st.integers(0, 5))
+def test_equal_values_whiten_to_exactly_zero(value, rows, length, random, cut):
+    """Of any magnitude, under any mask, however they are spread over ranks."""
+    mask = torch.tensor([[random.random() < 0.7 for _ in range(length)] for _ in range(rows)])
+    values = torch.where(mask, value, torch.tensor([random.choice(GARBAGE) for _ in range(length)]))
+    shards = [(values[part], mask[part]) for part in (slice(0, cut), slice(cut, None)) if len(values[part])]
+    kept = zero_outside(torch.full_like(values, value), mask)
+    for shift_mean, expected in ((True, torch.zeros_like(values)), (False, kept)):
+        assert torch.equal(masked_whiten(values, mask, shift_mean), expected)
+        whitened = on_ranks(lambda v, m, reduce_sum, s=shift_mean: masked_whiten(v, m, s, reduce_sum), shards)
+        assert torch.equal(torch.cat(whitened), expected)
+    assert [float(var) for var in on_ranks(masked_var, shards)] == [0.0] * len(shards)
+
+
+@examples
+@given(st.lists(single.filter(lambda x: abs(x) < 1e15), min_size=2, max_size=200), st.integers(-60, 40))
+def test_values_that_differ_whiten_as_in_float64(values, exponent):
+    """To what float32 can hold of their distances from the mean."""
+    inputs = torch.tensor(values) * 2.0**exponent
+    if inputs.isinf().any() or (inputs.abs() > 1e15).any() or bool((inputs == inputs[0]).all()):
+        return
+    exact = inputs.double().numpy()
+    scale = np.sqrt(exact.var(ddof=1) + 1e-8)
+    whitened = masked_whiten(inputs[None], torch.ones(1, len(values), dtype=torch.bool))[0].double().numpy()
+    np.testing.assert_allclose(
+        whitened, (exact - exact.mean()) / scale, rtol=1e-5, atol=1e-6 + 1e-6 * np.abs(exact).max() / scale
+    )
+
+
 small = st.floats(-3, 3, width=32)
 
 

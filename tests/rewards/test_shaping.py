@@ -103,6 +103,16 @@ def test_without_a_spread_nothing_is_divided(scores: list[float]) -> None:
     assert ScoreMoments().including(torch.tensor(scores), alone).std == 1.0
 
 
+@pytest.mark.parametrize("score", [10.7, -0.1, 1e-30, 3e30])
+def test_equal_scores_have_no_spread(score: float) -> None:
+    """In float32 the mean of a hundred times 10.7 is another number, and the spread what was rounded away."""
+    moments = ScoreMoments()
+    for size in (100, 1, 37):
+        moments = moments.including(torch.full((size,), score), alone)
+    assert moments == ScoreMoments(138, float(torch.tensor(score)), 0.0)
+    assert moments.std == 1.0
+
+
 def test_every_rank_has_the_moments_of_all_ranks() -> None:
     """Two threads that add up in lockstep, one of them without a score in the second batch."""
     batches = [[[1.0, 2.0], [7.0]], [[4.0, 4.0, 0.0], []]]

@@ -70,3 +70,42 @@ def test_the_policys_activations_are_gone_when_the_value_model_runs(make_trainer
 )
 def test_what_is_wrapped_learns_at_once(is_alone: bool, is_compiled: bool, expected: bool) -> None:
     assert learns_in_turn(is_alone, is_compiled) is expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"policy_loss": "gspo"},
+        {"policy_loss": "cispo", "cliprange": 0.2},
+        {"score_normalization": True},
+        {"score_scaling": True},
+        {"response_length": 1, "whiten_rewards": True},
+        {"importance_sampling_correction": True, "loss_aggregation": "sequence"},
+    ],
+    ids=str,
+)
+def test_equal_scores_teach_the_policy_nothing(make_trainer: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Equal advantages whiten to exactly 0, so Adam, which divides by the gradient's size, has nothing to divide."""
+    settings = {
+        **RUN,
+        "gradient_accumulation_steps": 7,
+        "total_episodes": 14,
+        "kl_coef": 0.0,
+        "lam": 1.0,
+        "gamma": 1.0,
+        **options,
+    }
+
+    def always(completions: list[str], **_: Any) -> list[float]:
+        return [30.37] * len(completions)  # whose float32 mean is another number
+
+    trainer = make_trainer(**settings, reward_funcs=always, value_model=None)
+    before = parameters(trainer)
+    trainer.train()
+    after = parameters(trainer)
+    assert trainer.state.global_step == 1
+    policy = [name for name in before if name.startswith("policy.")]
+    assert policy and all(torch.equal(before[name], after[name]) for name in policy)
+    values_moved = any(not torch.equal(before[name], after[name]) for name in before if name not in policy)
+    assert values_moved is not options.get("score_normalization", False)  # then every return is 0, as the values are
