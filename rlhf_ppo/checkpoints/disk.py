@@ -20,7 +20,9 @@ _SAID = re.compile(
 UNFINISHED = "unfinished-checkpoint"
 """Where a checkpoint is written that is then put in place under another name than Trainer gives it."""
 
-_TEMPORARY = re.compile(r"\.tmp\w{6}|.*\.(json|parquet)\.tmp")  # of safetensors, of this library
+_TEMPORARY = re.compile(r"\.tmp\w{6}|.+\.[0-9a-f]{8}\.tmp|.*\.(json|parquet)\.tmp")
+"""Temporary files of safetensors, of `replacing`, and of earlier versions."""
+_SAVED = ("*.json", "*.safetensors", "*.bin", "*.jinja", "*.model", "vocab.txt", "merges.txt", "README.md")
 
 
 class DiskFullError(OSError):
@@ -66,6 +68,20 @@ def remove_leftovers(directory: str | Path) -> None:
                 path.unlink(missing_ok=True)
     if (unfinished := Path(directory, UNFINISHED)).exists():
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def remove_links(directory: str | Path) -> None:
+    """Delete symbolic links with names that a model, its tokenizer and its card are saved under.
+
+    The libraries that save them would write through a link, into a file of somebody else's.
+
+    Args:
+        directory: Where a model is saved next.
+    """
+    for pattern in _SAVED:
+        for path in Path(directory).glob(pattern):
+            if path.is_symlink() and not path.is_dir():
+                path.unlink(missing_ok=True)
 
 
 def _is_full(error: BaseException) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 from transformers import TrainerState
 from transformers.utils import logging
 
+from rlhf_ppo.checkpoints.jsonfile import opened_without_links, parsed_json, write_text
+
 HISTORY_NAME = "log_history.jsonl"
 NUM_KEPT = 100
 """Most entries of the log in a checkpoint."""
@@ -41,13 +43,14 @@ class History:
         self._write(logged[self.num_written :], afresh=False)
 
     def _write(self, entries: Sequence[Entry], afresh: bool) -> None:
-        path = self.path.with_name(f"{HISTORY_NAME}.tmp") if afresh else self.path
-        with open(path, "w" if afresh else "a", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(entry)}\n" for entry in entries)
-            file.flush()
-            os.fsync(file.fileno())
+        lines = "".join(f"{json.dumps(entry)}\n" for entry in entries)
         if afresh:
-            os.replace(path, self.path)
+            write_text(self.path, lines)
+        else:
+            with open(self.path, "a", encoding="utf-8", opener=opened_without_links) as file:
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
         self.num_written += len(entries)
 
 
@@ -78,7 +81,7 @@ def whole_history(checkpoint: str | Path, last: list[Entry], num_logged: int) ->
     path = Path(checkpoint).absolute().parent / HISTORY_NAME
     try:
         with open(path, encoding="utf-8") as file:
-            entries = [json.loads(line) for line, _ in zip(file, range(num_logged), strict=False)]
+            entries = [parsed_json(line) for line, _ in zip(file, range(num_logged), strict=False)]
     except (OSError, ValueError):
         entries = []
     if len(entries) == num_logged and _text(entries[-len(last) :]) == _text(last):

@@ -6,10 +6,12 @@ import errno
 import json
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rlhf_ppo.checkpoints.jsonfile import opened_without_links, parsed_json
 from rlhf_ppo.processes.logs import get_logger
 
 try:
@@ -24,7 +26,7 @@ _held: set[tuple[int, str]] = set()
 
 
 class InUseError(RuntimeError, ValueError):
-    """Another run has the directory; the message says which."""
+    """Another run has the directory, or its lock is not a file of ours; the message says which."""
 
 
 @contextmanager
@@ -57,7 +59,7 @@ def locked(output_dir: str) -> Iterator[None]:
 
 def _open_locked(path: Path, output_dir: str) -> int | None:
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        file = _open(path, output_dir)
         try:
             if not _lock(file):
                 os.close(file)
@@ -71,6 +73,30 @@ def _open_locked(path: Path, output_dir: str) -> int | None:
             os.close(file)
             raise InUseError(_refusal(output_dir, holder)) from None
         os.close(file)
+
+
+def _open(path: Path, output_dir: str) -> int:
+    """Open the lock's file, which must be a regular file: its content is overwritten, and a FIFO could block.
+
+    Raises:
+        InUseError: It is a link or no regular file, or belongs to another user.
+    """
+    try:
+        file = opened_without_links(str(path), os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        if not path.exists() and not path.is_symlink():
+            raise  # the directory cannot be written
+        reason = "is a symbolic link" if path.is_symlink() else f"cannot be opened ({error.strerror})"
+    else:
+        status = os.fstat(file)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+            return file
+        os.close(file)
+        reason = "has other names (hard links)" if stat.S_ISREG(status.st_mode) else "is not a regular file"
+    raise InUseError(
+        f"output_dir={output_dir!r} cannot be locked: {path} {reason}; if nobody trains there, remove it, or choose "
+        "another output_dir"
+    )
 
 
 def _lock(file: int) -> bool:
@@ -100,7 +126,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 def _holder(file: int) -> str:
     try:
-        found = json.loads(os.pread(file, 1000, 0))
+        found = parsed_json(os.pread(file, 1000, 0).decode())
         return f"process {found['pid']} on {found['host']}"
     except (ValueError, KeyError, TypeError):
         return "another process"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Self, get_type_hints
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
+from rlhf_ppo.checkpoints.jsonfile import read_object, replacing, write_json
 from rlhf_ppo.config.validation import Interval, check_range, check_type
 
 PROGRESS_NAME = "ppo_state.json"
@@ -39,9 +38,8 @@ class PPOTrainerState(TrainerState):
 
     def save_to_json(self, json_path: str) -> None:
         """Write the state to a temporary file and move it into place."""
-        temporary = f"{json_path}.tmp"
-        super().save_to_json(temporary)
-        os.replace(temporary, json_path)
+        with replacing(json_path) as temporary:
+            super().save_to_json(str(temporary))
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf_ppo.checkpoints.jsonfile import write_text
 from rlhf_ppo.cli.errors import CommandParser, user_errors
 
 PACKAGE = Path(__file__).parents[1]
@@ -72,7 +72,7 @@ def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
         raise ValueError(f"{', '.join(there)} {'are' if len(there) > 1 else 'is'} there already: add --overwrite")
     for source, path in copies.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, path)
+        write_text(path, source.read_text(encoding="utf-8"))
     return list(copies.values())
 
 

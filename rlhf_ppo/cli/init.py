@@ -11,6 +11,7 @@ from string import Template
 
 import yaml
 
+from rlhf_ppo.checkpoints.jsonfile import write_text
 from rlhf_ppo.cli.errors import CommandParser, user_errors
 
 PROGRAM = "rlhf-ppo init"
@@ -110,7 +111,7 @@ def init(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"file={args.file!r} is there already; name another, or remove it")
         _complete(args)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(written(args))
+        write_text(path, written(args))
     print(f"{args.file} is written; read it, then: rlhf-ppo pipeline {args.file}")
 
 

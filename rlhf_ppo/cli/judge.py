@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlhf_ppo.checkpoints.jsonfile import replacing, write_json
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.sources import choose_split, load_splits
@@ -282,7 +283,7 @@ def _refuse_language_model(path: str) -> None:
 
 def _question(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text()
+        return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"judge_prompt={path!r} must be a text file with the question: {reason}") from None
@@ -386,7 +387,8 @@ def keep(table: pd.DataFrame, folder: Path, name: str) -> Path:
     """
     numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
     path = next(path for number in numbers if not (path := folder / f"{name}{number}.parquet").exists())
-    table.to_parquet(path)
+    with replacing(path) as temporary:
+        table.to_parquet(temporary)
     return path
 
 
@@ -401,4 +403,4 @@ def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:
     rate, interval = (found.rate, found.interval()) if found.judged else (None, None)
     said = {"win_rate": rate, "interval": interval, **dataclasses.asdict(found)}
     options = {key: shown(value, key) for key, value in dataclasses.asdict(args).items() if value is not None}
-    win_rate_beside(judged).write_text(json.dumps({**said, "options": options}, indent=2))
+    write_json(win_rate_beside(judged), {**said, "options": options})

@@ -26,7 +26,7 @@ from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.utils import get_peft_config
 
-from rlhf_ppo.checkpoints.disk import DiskFullError
+from rlhf_ppo.checkpoints.disk import DiskFullError, remove_links
 from rlhf_ppo.checkpoints.run import wanted_checkpoint
 from rlhf_ppo.cli.checks import check_columns
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
@@ -284,6 +284,8 @@ def train_and_save(
     if isinstance(trainer, PPOTrainer):
         trainer.dataset_name = dataset_name
     trainer.train(resume_from_checkpoint=wanted_checkpoint(args.resume_from_checkpoint))
+    if trainer.is_world_process_zero():
+        remove_links(args.output_dir)
     trainer.save_model(args.output_dir, _internal_call=True)  # uploaded below, with its card
     trainer.save_state()
     cast(Any, trainer).create_model_card(dataset_name=dataset_name)

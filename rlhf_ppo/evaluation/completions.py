@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.integrations.integration_utils import TensorBoardCallback
 
+from rlhf_ppo.checkpoints.jsonfile import write_text
 from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.reporting.results import SAMPLES_DIR
 from rlhf_ppo.terminal.progress import beside_bars
@@ -163,7 +164,7 @@ def save_table(df: pd.DataFrame, trainer: Trainer) -> None:
     """Write the samples to `output_dir/_samples/update-<step>.csv`; `push_to_hub` leaves such a directory out."""
     directory = Path(output_directory(trainer.args), SAMPLES_DIR)
     directory.mkdir(parents=True, exist_ok=True)
-    df.to_csv(directory / f"update-{trainer.state.global_step:05d}.csv", index=False)
+    write_text(directory / f"update-{trainer.state.global_step:05d}.csv", df.to_csv(index=False))
 
 
 def report_table(df: pd.DataFrame, trainer: Trainer) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
+from rlhf_ppo.checkpoints.jsonfile import write_json
 from rlhf_ppo.pipeline.steps import FINISHED, Pipeline, Step
+from rlhf_ppo.reporting.judgements import read_win_rate
 from rlhf_ppo.reporting.over_seeds import SeedWinRates
 
 RESULTS = "results.json"
@@ -42,12 +43,9 @@ def keep_win_rates(pipeline: Pipeline) -> SeedWinRates | None:
 def _read(step: Step, finished: Path) -> dict[str, Any]:
     folder, again = step.output_dir, f"remove the entry {step.name!r} of {finished}, and run this again"
     try:
-        said = read_object(folder / "win_rate.json")
+        said = read_win_rate(folder / "win_rate.json", ("win_rate", "interval"))
     except ValueError as error:
         raise ValueError(f"{folder} does not hold the judge's result: {error}; {again}") from None
-    if missing := sorted({"win_rate", "interval"} - said.keys()):
-        lacks = f"its win_rate.json lacks {', '.join(missing)}"
-        raise ValueError(f"{folder} does not hold the judge's result: {lacks}; {again}")
     if said["win_rate"] is None:
         raise ValueError(f"the judge gave no verdict in {folder}: all failed; {again}")
     return said

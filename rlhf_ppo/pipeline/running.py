@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_ppo.checkpoints.jsonfile import write_json
+from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
 from rlhf_ppo.checkpoints.lock import locked
 from rlhf_ppo.checkpoints.run import numbered
 from rlhf_ppo.pipeline.results import keep_win_rates
@@ -80,7 +80,7 @@ def finished_steps(pipeline: Pipeline) -> dict[str, Any]:
     """
     path = pipeline.output_dir / FINISHED
     try:
-        finished = json.loads(path.read_text()) if path.exists() else {}
+        finished = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; remove it to run all steps again") from None
     for step in pipeline.steps:
@@ -121,8 +121,8 @@ def newest_whole_checkpoint(output_dir: Path) -> Path | None:
     """
     for path in numbered(output_dir):
         try:
-            json.loads((path / "trainer_state.json").read_text())
-        except (OSError, ValueError):
+            read_object(path / "trainer_state.json")
+        except ValueError:
             continue
         return path
     return None

@@ -86,7 +86,7 @@ def read_pipeline(path: str | Path) -> Pipeline:
         ValueError: It is no such file; the message names the section and what to write.
     """
     try:
-        said = yaml.load(Path(path).expanduser().read_text(), PlainWords)
+        said = yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), PlainWords)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(said, dict):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -13,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlhf_ppo.checkpoints.jsonfile import replacing
 from rlhf_ppo.checkpoints.run import Run
 
 COMPLETIONS_DIR = "completions"
@@ -61,15 +61,8 @@ def write_completions(output_dir: str | Path, rows: Sequence[Mapping[str, Any]],
     path = next(path for path in _names(folder, step) if not path.exists() or _holds(path, table, run, step))
     if path.exists():
         return path
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            pq.write_table(table, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
     return path
 
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from rlhf_ppo.checkpoints.jsonfile import read_object
 from rlhf_ppo.config.redaction import shown
-from rlhf_ppo.reporting.judgements import JUDGED, judge_of, win_rate_beside
+from rlhf_ppo.reporting.judgements import FIGURES, JUDGED, judge_of, read_win_rate, win_rate_beside
 from rlhf_ppo.reporting.over_seeds import SeedWinRates
 from rlhf_ppo.rewards.builtin import prompt_text
 
@@ -22,7 +21,6 @@ MAX_PAIRS = 40
 """Most pairs of each outcome in a report."""
 MAX_CHARACTERS = 4000
 
-_FIGURES = ("win_rate", "interval", "wins", "losses", "ties", "failed")
 _OF_RATES = ("win_rate", "interval", "length_controlled")
 _OF_A_SEED = ("model", "seed", "output_dir")
 _COLUMNS = ("prompt", "model", "opponent", "verdict")
@@ -78,7 +76,7 @@ def judged_data(judged: Judged) -> dict[str, Any]:
     rows = [_row(row) for row in judged.table.to_dict("records")]
     return {
         "name": judged.name,
-        **{name: judged.figures.get(name) for name in (*_FIGURES, "length_controlled", "agreement")},
+        **{name: judged.figures.get(name) for name in (*FIGURES, "length_controlled", "agreement")},
         **{name: shown(options.get(name) or options.get(f"{name}_column")) for name in ("model", "opponent")},
         "judge": shown(judge_of(options)),
         "rows": list(_few_of_each(rows)),
@@ -123,11 +121,10 @@ def _read(path: Path) -> Judged:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
     try:
-        figures = read_object(win_rate_beside(path))
+        figures = read_win_rate(win_rate_beside(path))
     except ValueError as error:
         raise ValueError(f"{path} has no win rate: {error}") from None
-    lacking = [name for name in _COLUMNS if name not in table] + [name for name in _FIGURES if name not in figures]
-    if lacking:
+    if lacking := [name for name in _COLUMNS if name not in table]:
         raise ValueError(f"{path} was not written by `rlhf-ppo judge`: it has no {', '.join(lacking)}")
     number = path.stem.removeprefix(JUDGED)
     folder = path.resolve().parent

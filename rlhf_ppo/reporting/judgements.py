@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rlhf_ppo.checkpoints.jsonfile import check_values, read_object
+from rlhf_ppo.config.validation import Interval
 
 JUDGED = "judged"
 """How the name of a table of verdicts begins, and the directory in a run's that may hold such."""
@@ -24,6 +27,36 @@ def win_rate_beside(judged: Path) -> Path:
 def judge_of(options: Mapping[str, Any]) -> str | None:
     """Return who judged, of the options of `rlhf-ppo judge`."""
     return options.get("judge_model") or options.get("judge")
+
+
+_SHARE, _COUNT = Interval(0, 1), Interval(0, math.inf)
+FIGURES = ("win_rate", "interval", "wins", "losses", "ties", "failed")
+"""What every `win_rate.json` holds; `win_rate` and `interval` are null if all verdicts failed."""
+_NAMES = ("model", "model_column", "opponent", "opponent_column", "judge_model", "judge")
+
+
+def read_win_rate(path: Path, required: Sequence[str] = FIGURES) -> dict[str, Any]:
+    """Read the figures that `rlhf-ppo judge` has kept.
+
+    Args:
+        path: A `win_rate.json`.
+        required: Keys that it must have.
+
+    Raises:
+        ValueError: There is no such file, or a figure is missing or impossible; see `read_object`.
+    """
+    said = read_object(path, dict.fromkeys(required, Any))
+    of_figures = dict.fromkeys(FIGURES[2:], int) | {"interval": list[float], "options": dict}
+    given = {name: kind for name, kind in of_figures.items() if said.get(name) is not None}
+    shares = [name for name in ("win_rate", "length_controlled", "agreement") if said.get(name) is not None]
+    check_values(path.name, said, given | dict.fromkeys(shares, _SHARE))
+    check_values(path.name, said, {name: _COUNT for name in given if name in FIGURES[2:]})
+    ends = said["interval"] or []
+    if (len(ends) != 2 and said["win_rate"] is not None) or not all(map(_SHARE.holds, ends)):
+        raise ValueError(f"its {path.name} has interval={said['interval']!r:.80}")
+    options = said.get("options") or {}
+    check_values(path.name, options, {name: str for name in _NAMES if options.get(name) is not None})
+    return said
 
 
 @dataclass(frozen=True)
@@ -46,10 +79,9 @@ class Judgement:
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> Judgement:
-        """Read what a file holds.
+        """Take over what `read_win_rate` returns.
 
         Raises:
-            KeyError: It holds something else.
             ValueError: Nothing was judged.
         """
         options = said["options"]
@@ -78,7 +110,7 @@ def found_judgements(output_dir: str | Path) -> list[Judgement]:
     found, folders = [], (Path(output_dir), Path(output_dir, JUDGED))
     for path in sorted(path for folder in folders for path in folder.glob("win_rate*.json")):
         try:
-            found.append(Judgement.of(json.loads(path.read_text())))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            found.append(Judgement.of(read_win_rate(path, (*FIGURES, "options"))))
+        except ValueError:
             continue
     return found

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from transformers import TrainerState
 
+from rlhf_ppo.checkpoints.jsonfile import replacing
 from rlhf_ppo.reporting.run_log import Log, Run, read_log
 
 PANELS: Mapping[str, str] = {
@@ -97,7 +98,8 @@ def plot_metrics(
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(groups), 6), frameon=False)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110, format=Path(path).suffix.lower().lstrip("."))
     return figure
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
+from rlhf_ppo.checkpoints.jsonfile import write_text
 from rlhf_ppo.reporting.judged import read_judged
 from rlhf_ppo.reporting.report_data import report_data
 from rlhf_ppo.reporting.run_groups import read_runs
@@ -46,9 +47,7 @@ def write_report(
     read = read_runs(runs)
     page = _page(report_data(read, read_judged(runs, judged)), ", ".join(run.name for run in read))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(page, encoding="utf-8", errors="replace")
-    os.replace(temporary, path)
+    write_text(path, page)
     return path
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
+from rlhf_ppo.checkpoints.jsonfile import write_text
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import found_judgements
@@ -81,7 +81,7 @@ def save_run_card(
         license=license,
         language=language,
     )
-    card.save(output_dir / CARD)
+    write_text(output_dir / CARD, str(card))
 
 
 def show_judgements(output_dir: str | Path) -> Path | None:
@@ -99,9 +99,7 @@ def show_judgements(output_dir: str | Path) -> Path | None:
     card = path.read_text(encoding="utf-8")
     if (judged := with_judgements(card, found)) == card:
         return None
-    temporary = path.with_name(f"{CARD}.tmp")
-    temporary.write_text(judged, encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, judged)
     return path
 
 

@@ -20,6 +20,8 @@ from rlhf_ppo.config.settled import settings_of
 from rlhf_ppo.config.trackers import check_keys
 from rlhf_ppo.data.datasets import NoPrompts, check_rows
 from rlhf_ppo.processes.random_numbers import rng_kept
+from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR
+from rlhf_ppo.reporting.results import SAMPLES_DIR
 from rlhf_ppo.training.optimization import checked_pair
 
 _PATH = (str, os.PathLike)
@@ -55,6 +57,12 @@ def check_output_dir(path: str | None) -> None:
     if not place.is_dir() or not os.access(place, os.W_OK):
         reason = "may not be written" if place.is_dir() else "is a file"
         raise ValueError(f"output_dir={path!r} cannot be written, for {str(place)!r} {reason}; name another")
+    for name in (COMPLETIONS_DIR, SAMPLES_DIR):
+        if not missing and (folder := place / name).exists() and not folder.is_dir():
+            raise ValueError(
+                f"output_dir={path!r} cannot be written: {folder} is a file, and the run needs a directory there; "
+                "remove it, or choose another output_dir"
+            )
 
 
 def check_models(reward_model: Any, has_functions: bool, **models: Any) -> None:

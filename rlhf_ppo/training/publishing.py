@@ -17,6 +17,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 from transformers.utils.hub import PushInProgress
 
+from rlhf_ppo.checkpoints.jsonfile import replacing
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.redaction import shown_text, without
 from rlhf_ppo.config.settled import output_directory
@@ -213,7 +214,8 @@ def push_checkpoint(run: PublishedTrainer, checkpoint: str) -> None:
     _begin_push(run)
     for name in published_files(checkpoint):
         Path(directory, name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path(checkpoint, name), Path(directory, name))
+        with replacing(Path(directory, name)) as temporary:
+            shutil.copyfile(Path(checkpoint, name), temporary)
     moment = f"step {run.state.global_step}" if args.save_strategy == "steps" else f"epoch {int(run.state.epoch)}"
     message = f"Training in progress, {moment}"
     api = HfApi(library_name="rlhf_ppo", token=args.hub_token)

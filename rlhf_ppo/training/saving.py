@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from rlhf_ppo.checkpoints.disk import UNFINISHED, naming_full_disk, remove_leftovers
+from rlhf_ppo.checkpoints.disk import UNFINISHED, naming_full_disk, remove_leftovers, remove_links
 from rlhf_ppo.checkpoints.fits import optimizer_name
 from rlhf_ppo.checkpoints.history import last_entries
 from rlhf_ppo.checkpoints.manifest import write_manifest
@@ -238,6 +238,7 @@ class CheckpointWriter:
             self.guard.check_weights(together=is_sharding(self.accelerator))
             if self.args.should_save:
                 remove_leftovers(directory)
+                remove_links(directory)
         together = self._failing_in_saving() if self.is_writing else nullcontext()
         with naming_full_disk(directory, lambda: self.guard.last_checkpoint), together:
             yield

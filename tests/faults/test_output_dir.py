@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.checkpoints import last_whole_checkpoint
-from rlhf_ppo.checkpoints.lock import LOCK_NAME, locked
+from rlhf_ppo.checkpoints.lock import LOCK_NAME, InUseError, locked
 from rlhf_ppo.checkpoints.run import RUN_NAME, Run
 from tests.faults.conftest import make_saving
 from tests.runs import DieAt, RunDied, as_written_before
@@ -204,3 +204,42 @@ def test_the_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
     finally:
         holder.kill()
         os.kill(child, signal.SIGKILL)
+
+
+# ---- Files that are planted where a run writes ----
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "hard link", "fifo", "directory", "others"])
+def test_a_lock_that_is_no_file_of_ours_is_neither_written_nor_waited_for(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    run.mkdir()
+    victim.write_text("mine")
+    lock = run / LOCK_NAME
+    if kind == "others":
+        lock.touch()
+
+        def refuse(*args: Any) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(os, "open", refuse)
+    else:
+        plant: dict[str, Any] = {
+            "link": lambda: lock.symlink_to(victim),
+            "dangling": lambda: lock.symlink_to(tmp_path / "nowhere"),
+            "hard link": lambda: lock.hardlink_to(victim),
+            "fifo": lambda: os.mkfifo(lock),
+            "directory": lock.mkdir,
+        }
+        plant[kind]()
+    with pytest.raises(InUseError, match=f"{LOCK_NAME} (is|has|cannot) .*remove it"), locked(str(run)):
+        pass
+    assert victim.read_text() == "mine" and not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("name", ["completions", "_samples"])
+def test_a_file_where_a_directory_is_needed_is_said_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"{name} is a file, and the run needs a directory there; remove it"):
+        make_saving(tmp_path)

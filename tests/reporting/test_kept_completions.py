@@ -138,7 +138,7 @@ def test_another_run_in_the_directory_has_files_of_its_own(tmp_path: Path) -> No
 
 def test_of_a_killed_write_nothing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(table: Any, file: Any, **settings: Any) -> None:
-        file.write(b"PAR1")
+        file.write_bytes(b"PAR1")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(completion_files.pq, "write_table", dies)
