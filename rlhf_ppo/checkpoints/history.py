@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
-from transformers.utils import logging
+
+from rlhf_ppo.terminal.foreign import visible_logger
 
 from rlhf_ppo.checkpoints.jsonfile import opened_without_links, parsed_json, write_text
 
@@ -21,7 +22,7 @@ HISTORY_NAME = "log_history.jsonl"
 NUM_KEPT = 100
 """Most entries of the log in a checkpoint."""
 
-logger = logging.get_logger(__name__)
+logger = visible_logger(__name__)
 Entry = dict[str, Any]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlhf_ppo.checkpoints.jsonfile import write_text
 from rlhf_ppo.cli.errors import CommandParser, user_errors
+from rlhf_ppo.terminal.foreign import print_text
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "shipped"
@@ -37,8 +38,8 @@ def configs(argv: Sequence[str] | None = None) -> list[Path]:
     with user_errors(parser.prog):
         written = write_configs(options.directory, options.overwrite)
     for path in written:
-        print(path)
-    print(
+        print_text(path)
+    print_text(
         f"In {options.directory.resolve()}: accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml "
         "examples/ppo.py --help"
     )

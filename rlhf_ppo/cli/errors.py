@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rlhf_ppo.config.redaction import shown_addresses
+from rlhf_ppo.terminal.foreign import print_text
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -82,7 +83,7 @@ def fail(program: str, message: str) -> NoReturn:
     """Write one sentence on stderr, once on each machine, and exit with code 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         message = shown_addresses(" ".join(message.split()))
-        print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+        print_text(f"{program}: error: {message}", sys.stderr)
     raise SystemExit(2)
 
 

@@ -33,6 +33,7 @@ from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.vocabulary import vocabulary_of
 from rlhf_ppo.processes.engines import product_dtype
 from rlhf_ppo.rewards.reading import shares_tokens, tokenizer_beside
+from rlhf_ppo.terminal.foreign import cell
 from rlhf_ppo.terminal.quiet import quiet_calls
 from rlhf_ppo.training.datasets import PromptPreparation
 
@@ -228,7 +229,7 @@ def show(
     """
     devices_text = f"{devices.count} device{'s' * (devices.count > 1)}" + f", {devices.engine}" * bool(devices.engine)
     table = Table(
-        "memory per device", "", "for", "divided by", title=f"PPO of {args.sft_model_path} on {devices_text}"
+        "memory per device", "", "for", "divided by", title=cell(f"PPO of {args.sft_model_path} on {devices_text}")
     )
     of_weights = {"frozen": "weights"}
     for name, purpose in PURPOSES.items():

@@ -13,6 +13,7 @@ import yaml
 
 from rlhf_ppo.checkpoints.jsonfile import write_text
 from rlhf_ppo.cli.errors import CommandParser, user_errors
+from rlhf_ppo.terminal.foreign import print_text, visible
 
 PROGRAM = "rlhf-ppo init"
 QUESTIONS = {
@@ -112,7 +113,7 @@ def init(argv: Sequence[str] | None = None) -> None:
         _complete(args)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, written(args))
-    print(f"{args.file} is written; read it, then: rlhf-ppo pipeline {args.file}")
+    print_text(f"{args.file} is written; read it, then: rlhf-ppo pipeline {args.file}")
 
 
 def _complete(args: argparse.Namespace) -> None:
@@ -143,7 +144,7 @@ def _asked(name: str, question: str, default: str | None) -> str:
             raise ValueError(f"--{name} is missing: nobody answers any more") from None
         if answer is not None:
             return answer
-        print(f"--{name} is needed")
+        print_text(f"--{name} is needed")
 
 
 def written(args: argparse.Namespace) -> str:
@@ -154,7 +155,7 @@ def written(args: argparse.Namespace) -> str:
     """
     names = ("model", "texts", "preferences", "judge_preferences", "prompts", "output_dir")
     values = {name: _scalar(getattr(args, name)) for name in names}
-    parts = [HEAD.substitute(values, file=args.file, bf16=str(args.bf16).lower())]
+    parts = [HEAD.substitute(values, file=visible(args.file, one_line=True), bf16=str(args.bf16).lower())]
     starts_from = f"  {{}}: {values['model']}\n"
     if args.texts:
         parts.append(SFT.substitute(values))
@@ -187,7 +188,7 @@ def _scalar(text: str | None) -> str:
     """Write a text so that YAML reads it as the same text."""
     text = text or ""
     try:
-        is_plain = yaml.safe_load(f"[{text}]") == [text]
+        is_plain = yaml.safe_load(f"[{text}]") == [text] and visible(text, one_line=True) == text
     except yaml.YAMLError:
         is_plain = False
     return text if is_plain else json.dumps(text)

@@ -28,6 +28,7 @@ from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.rewards.builtin import Custom
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.resolve import resolve_reward
+from rlhf_ppo.terminal.foreign import cell
 from rlhf_ppo.training.checks import check_output_dir
 
 JUDGES = {"judge", "preference_model", "human_feedback_fn"}
@@ -177,9 +178,9 @@ def reward_sources(params: LLMTrainingParams) -> Rewards:
 
 def print_job(job: Job) -> None:
     """Print every effective value once: those that the parameters set, by the names of the trainer's arguments."""
-    table = Table("argument", "value", title=f"{type(job.args).__name__} of {job.args.output_dir}")
+    table = Table("argument", "value", title=cell(f"{type(job.args).__name__} of {job.args.output_dir}"))
     for name, value in effective_values(job):
-        table.add_row(name, str(value))
+        table.add_row(name, cell(value))
     Console().print(table)
 
 

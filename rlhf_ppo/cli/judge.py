@@ -16,7 +16,6 @@ import pandas as pd
 from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_ppo.checkpoints.jsonfile import replacing, write_json
@@ -38,6 +37,7 @@ from rlhf_ppo.rewards.judges import RewardModelJudge, ScoringJudge, as_judge
 from rlhf_ppo.rewards.preference import Compared, PreferenceReward
 from rlhf_ppo.rewards.reading import Answer
 from rlhf_ppo.rewards.resolve import check_reward_name, resolve_reward
+from rlhf_ppo.terminal.foreign import cell, print_text
 
 OPENAI_NAMES = re.compile(r"(gpt|chatgpt|o\d)-[\w.-]+|o\d")
 """Names of models that are asked at OpenAI's API."""
@@ -179,16 +179,16 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     except Exception:
         path = keep(table, folder, "responses")
         columns = "--model_column model --opponent_column opponent"
-        print(f"The responses are in {path}; judge them with --dataset_name {path} {columns}", file=sys.stderr)
+        print_text(f"The responses are in {path}; judge them with --dataset_name {path} {columns}", sys.stderr)
         raise
     found = add_verdicts(table, compared, isinstance(chosen, ScoringJudge))
     show(table, args.num_shown)
-    print(found)
+    print_text(found)
     path = keep(table, folder, JUDGED)
     keep_win_rate(found, args, path)
-    print(f"The verdicts are in {path}")
+    print_text(f"The verdicts are in {path}")
     if card := show_judgements(folder.parent if folder.name == JUDGED else folder):
-        print(f"The win rate is on the model card {card}")
+        print_text(f"The win rate is on the model card {card}")
     return found
 
 
@@ -363,7 +363,7 @@ def show(table: pd.DataFrame, num_rows: int) -> None:
         return
     printed = Table("prompt", "model", "opponent", "better", show_lines=True)
     for row in table.head(num_rows).to_dict("records"):
-        texts = [Text("" if pd.isna(row[name]) else str(row[name])) for name in ("prompt", "model", "opponent")]
+        texts = [cell("" if pd.isna(row[name]) else row[name]) for name in ("prompt", "model", "opponent")]
         printed.add_row(*texts, _better(row["verdict"]))
     Console().print(printed)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from traceback import format_exception
+from types import TracebackType
 
 from rlhf_ppo.cli.errors import fail
 from rlhf_ppo.config.redaction import hide_in
+from rlhf_ppo.terminal.foreign import print_text
 
 COMMANDS = {
     "llm": ("rlhf_ppo.cli.llm", "AITraining's command line: --train --trainer ppo|reward|sft ..."),
@@ -44,13 +47,14 @@ def main(argv: list[str] | None = None) -> None:
     Raises:
         SystemExit: There is no such subcommand, or it failed.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv, sys.excepthook = sys.argv[1:], _show_traceback
     command, *options = argv or ["--help"]
     if command in ("-h", "--help"):
-        print(usage())
+        print_text(usage())
         return
     if command == "--version":
-        print(f"rlhf_ppo {importlib.import_module('rlhf_ppo').__version__}")
+        print_text(f"rlhf_ppo {importlib.import_module('rlhf_ppo').__version__}")
         return
     if command not in COMMANDS:
         fail("rlhf-ppo", f"there is no command {command!r}: use one of {', '.join(COMMANDS)}")
@@ -59,9 +63,14 @@ def main(argv: list[str] | None = None) -> None:
     try:
         getattr(module, FUNCTIONS.get(command, command))(options)
     except KeyboardInterrupt:
-        print(f"\nrlhf-ppo {command}: ended by SIGINT", file=sys.stderr)
+        print_text(f"\nrlhf-ppo {command}: ended by SIGINT", sys.stderr)
         raise SystemExit(130) from None
     if "accelerate" in sys.modules:
         from accelerate import PartialState
 
         PartialState().destroy_process_group()
+
+
+def _show_traceback(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Print a traceback, whose error may quote anything, visible."""
+    print_text("".join(format_exception(kind, error, traceback)).rstrip(), sys.stderr)

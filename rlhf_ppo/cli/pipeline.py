@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_ppo.cli.errors import CommandParser, user_errors
 from rlhf_ppo.pipeline.running import finished_steps, run_pipeline, start_python
 from rlhf_ppo.pipeline.steps import STEPS, Pipeline, Step, read_pipeline
+from rlhf_ppo.terminal.foreign import print_text
 
 PROGRAM = "rlhf-ppo pipeline"
 
@@ -96,4 +97,4 @@ def _check_what_is_named(steps: Iterable[tuple[Step, Any]]) -> None:
 def _show(read: Pipeline, finished: Container[str]) -> None:
     for step in read.steps:
         words = "finished before" if step.name in finished else shlex.join(["rlhf-ppo", step.command, *step.argv()])
-        print(f"{step.name}: {words}")
+        print_text(f"{step.name}: {words}")

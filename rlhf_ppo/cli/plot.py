@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
+from rlhf_ppo.terminal.foreign import print_text
 
 
 def plot(argv: Sequence[str] | None = None) -> None:
@@ -48,4 +49,4 @@ def plot(argv: Sequence[str] | None = None) -> None:
                 raise ValueError(f"--seeds {label}: give a label of its own, and then the runs")
             groups[label] = seeds
         plot_metrics(groups, options.output, metrics=options.metrics, x=options.x)
-    print(f"The curves are in {options.output}.")
+    print_text(f"The curves are in {options.output}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
+from rlhf_ppo.terminal.foreign import print_text
 
 
 def report(argv: Sequence[str] | None = None) -> None:
@@ -22,7 +23,7 @@ def report(argv: Sequence[str] | None = None) -> None:
 
     with user_errors(parser.prog):
         path = write_report(options.runs, options.output, options.judged)
-    print(f"The report is in {path}.")
+    print_text(f"The report is in {path}.")
 
 
 def report_parser(prog: str = "rlhf-ppo report") -> CommandParser:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.utils import logging
 
 from rlhf_ppo.cli.sources import choose_split, load_splits
 from rlhf_ppo.compat.params import LLMTrainingParams
+from rlhf_ppo.terminal.foreign import visible_logger
 
-logger = logging.get_logger(__name__)
+logger = visible_logger(__name__)
 
 
 def load_rows(params: LLMTrainingParams) -> tuple[Any, Any]:

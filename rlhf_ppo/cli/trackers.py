@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.utils import logging
 
 from rlhf_ppo.config.trackers import check_keys, is_logged_in_to_wandb
+from rlhf_ppo.terminal.foreign import visible_logger
 
-logger = logging.get_logger(__name__)
+logger = visible_logger(__name__)
 
 
 def settle_trackers(args: TrainingArguments) -> None:

@@ -20,7 +20,6 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
-from transformers.utils import logging
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
@@ -41,6 +40,7 @@ from rlhf_ppo.processes.signals import say
 from rlhf_ppo.reporting.results import where_results_are
 from rlhf_ppo.rewards.returned import WrongRewardError
 from rlhf_ppo.rewards.waiting import RewardTimeoutError
+from rlhf_ppo.terminal.foreign import print_text, visible_logger
 from rlhf_ppo.terminal.progress import use_console
 from rlhf_ppo.terminal.quiet import (
     bars_of_data_on_terminals,
@@ -52,7 +52,7 @@ from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.divergence import DivergenceError
 from rlhf_ppo.training.publishing import upload_directory
 
-logger = logging.get_logger(__name__)
+logger = visible_logger(__name__)
 
 
 def ppo_trainer(
@@ -294,7 +294,7 @@ def train_and_save(
         trainer.generate_completions()
     if trainer.is_world_process_zero():
         is_policy = isinstance(trainer, PPOTrainer)
-        print(
+        print_text(
             where_results_are(args.output_dir, args.output_dir) if is_policy else f"The model is in {args.output_dir}."
         )
 

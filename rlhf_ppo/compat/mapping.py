@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.utils import logging
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.config.redaction import shown
+from rlhf_ppo.terminal.foreign import visible_logger
 
-logger = logging.get_logger(__name__)
+logger = visible_logger(__name__)
 
 TRAINING: dict[str, str] = {
     "project_name": "output_dir",

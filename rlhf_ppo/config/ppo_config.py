@@ -12,7 +12,6 @@ from typing import Any, Literal, get_type_hints
 
 import torch
 from transformers import TrainingArguments
-from transformers.utils import logging
 
 from rlhf_ppo.config.engines import ENGINE_RANGES, EngineArguments
 from rlhf_ppo.config.health import parse_thresholds
@@ -26,8 +25,9 @@ from rlhf_ppo.config.shown import ShownArguments
 from rlhf_ppo.config.sizes import Sizes, check_divides
 from rlhf_ppo.config.validation import Interval, check_range, check_type, own_number, parse_strings, parse_weights
 from rlhf_ppo.config.validation import option as _option
+from rlhf_ppo.terminal.foreign import visible_logger
 
-logger = logging.get_logger(__name__)
+logger = visible_logger(__name__)
 
 _POSITIVE = Interval(0, math.inf, open_low=True)
 _NOT_NEGATIVE = Interval(0, math.inf)

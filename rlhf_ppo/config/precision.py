@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 
 from transformers import TrainingArguments
-from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available, logging
+from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-logger = logging.get_logger(__name__)
+from rlhf_ppo.terminal.foreign import visible_logger
+
+logger = visible_logger(__name__)
 
 
 def default_bf16(args: TrainingArguments) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -15,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.data.encoding import PromptEncoder, eos_id, no_row, prompt_column, real_tokens
+from rlhf_ppo.terminal.foreign import visible_logger
 from rlhf_ppo.terminal.quiet import bars_of_long_data
 
-logger = logging.getLogger(__name__)
+logger = visible_logger(__name__)
 
 
 def num_rows(dataset: Any) -> int | None:

@@ -18,6 +18,7 @@ from rlhf_ppo.demo.pipeline import (
 )
 from rlhf_ppo.demo.show import metrics_table, stories_table
 from rlhf_ppo.reporting.plots import plot_metrics
+from rlhf_ppo.terminal.foreign import cell
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,6 @@ def run_demo(output_dir: Path, size: DemoSize | None = None, console: Console | 
     verdicts = compare(ppo_stories, sft_stories, heroes)
     console.print(stories_table(prompts, heroes, sft_stories, ppo_stories))
     console.print(metrics_table(before, after))
-    console.print(f"Curves: {output_dir / 'curves.png'}")
+    console.print(cell(f"Curves: {output_dir / 'curves.png'}"))
     console.print(f"Judge prefers PPO over SFT: {verdicts.win_rate:.2%} (ties {verdicts.tie_rate:.2%})")
     return DemoResult(accuracy, before, after, verdicts)

@@ -8,6 +8,7 @@ from rich.table import Table
 from transformers import ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from rlhf_ppo.demo.judge import pleasantness
+from rlhf_ppo.terminal.foreign import cell
 
 METRICS = {
     "eval_score": "reward model's score",
@@ -86,7 +87,7 @@ def stories_table(
     """
     table = Table("opening", "before PPO", "after PPO", title="Stories (pleasantness)", show_lines=True)
     for prompt, hero, first, second in list(zip(prompts, heroes, before, after, strict=True))[:num_rows]:
-        table.add_row(prompt, _judged(first, hero), _judged(second, hero))
+        table.add_row(cell(prompt), cell(_judged(first, hero)), cell(_judged(second, hero)))
     return table
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
-from transformers.utils import logging
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.settled import settings_of
@@ -32,8 +31,9 @@ from rlhf_ppo.models.modes import as_in_learning
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.sharded import is_sharded
 from rlhf_ppo.processes.engines import is_fsdp, product_dtype, zero_stage
+from rlhf_ppo.terminal.foreign import print_text, visible_logger
 
-logger = logging.get_logger(__name__)
+logger = visible_logger(__name__)
 
 _SHARE_OF_MEMORY = 0.9
 """Of a device's memory, what the estimate may fill."""
@@ -94,7 +94,7 @@ class RunEstimate:
             estimate = self.forecast(rows)
             if estimate is not None:
                 dtype = multiplied_dtype(trainer.accelerator, trainer.policy_model)
-                print(describe(estimate, args.device, dtype, trainer.sizes.num_total_batches))
+                print_text(describe(estimate, args.device, dtype, trainer.sizes.num_total_batches))
         except Exception as error:  # what cannot be counted, or measured in the memory left, can still be trained
             logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from rlhf_ppo.checkpoints.jsonfile import write_text
 from rlhf_ppo.config.settled import output_directory
 from rlhf_ppo.reporting.results import SAMPLES_DIR
+from rlhf_ppo.terminal.foreign import cell, csv_cell, markdown, visible
 from rlhf_ppo.terminal.progress import beside_bars
 
 if TYPE_CHECKING:
@@ -151,20 +150,23 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
 
 def print_table(df: pd.DataFrame, num_rows: int = NUM_PRINTED, title: str | None = None) -> None:
     """Print the first `num_rows` samples in the terminal."""
-    table = Table(show_lines=True, title=None if title is None else Text(title), title_justify="left")
+    table = Table(show_lines=True, title=None if title is None else cell(title), title_justify="left")
     for column in df.columns:
-        table.add_column(Text(str(column)))
+        table.add_column(cell(column))
     for row in df.head(num_rows).itertuples(index=False):
-        # A plain string would be read as markup, and "[/INST]" is no markup.
-        table.add_row(*[Text(_cell(value)) for value in row])
+        table.add_row(*[cell(_figure(value)) for value in row])
     Console().print(table)
 
 
 def save_table(df: pd.DataFrame, trainer: Trainer) -> None:
-    """Write the samples to `output_dir/_samples/update-<step>.csv`; `push_to_hub` leaves such a directory out."""
+    """Write the samples to `output_dir/_samples/update-<step>.csv`; `push_to_hub` leaves such a directory out.
+
+    Cells are `csv_cell`s, which no terminal and no spreadsheet obeys; `completions/` has the texts as they are.
+    """
     directory = Path(output_directory(trainer.args), SAMPLES_DIR)
     directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / f"update-{trainer.state.global_step:05d}.csv", df.to_csv(index=False))
+    path = directory / f"update-{trainer.state.global_step:05d}.csv"
+    write_text(path, _mapped(df, csv_cell).to_csv(index=False))
 
 
 def report_table(df: pd.DataFrame, trainer: Trainer) -> None:
@@ -186,7 +188,12 @@ def _to_wandb(df: pd.DataFrame, trainer: Trainer) -> None:
     import wandb
 
     if wandb.run is not None:
-        wandb.log({"completions": wandb.Table(dataframe=df), "train/global_step": trainer.state.global_step})
+        wandb.log(
+            {
+                "completions": wandb.Table(dataframe=_mapped(df, _visible)),
+                "train/global_step": trainer.state.global_step,
+            }
+        )
 
 
 def _to_tensorboard(df: pd.DataFrame, trainer: Trainer) -> None:
@@ -201,7 +208,12 @@ def _to_trackio(df: pd.DataFrame, trainer: Trainer) -> None:
     import trackio  # pyright: ignore[reportMissingImports]
 
     if trackio.context_vars.current_run.get() is not None:  # pyright: ignore[reportPrivateImportUsage]
-        trackio.log({"completions": trackio.Table(dataframe=df), "train/global_step": trainer.state.global_step})
+        trackio.log(
+            {
+                "completions": trackio.Table(dataframe=_mapped(df, _markdown_text)),
+                "train/global_step": trainer.state.global_step,
+            }
+        )
 
 
 def _to_comet(df: pd.DataFrame, trainer: Trainer) -> None:
@@ -210,7 +222,7 @@ def _to_comet(df: pd.DataFrame, trainer: Trainer) -> None:
     experiment = comet_ml.get_running_experiment()
     if experiment is not None:
         experiment.set_step(trainer.state.global_step)  # the update's metrics, which set it too, are logged later
-        experiment.log_table("completions.csv", tabular_data=df)
+        experiment.log_table("completions.csv", tabular_data=_mapped(df, csv_cell))
 
 
 _REPORTS: dict[str, Callable[[pd.DataFrame, Trainer], None]] = {
@@ -221,20 +233,26 @@ _REPORTS: dict[str, Callable[[pd.DataFrame, Trainer], None]] = {
 }
 
 
+def _mapped(df: pd.DataFrame, show: Callable[[Any], Any]) -> pd.DataFrame:
+    """Return a table with a function of each cell and of each column's name."""
+    return df.map(show).rename(columns=show)
+
+
+def _visible(value: Any) -> Any:
+    return visible(value) if isinstance(value, str) else value
+
+
+def _markdown_text(value: Any) -> Any:
+    return markdown(value) if isinstance(value, str) else value
+
+
 def _markdown(df: pd.DataFrame) -> str:
-    lines = [list(map(str, df.columns)), ["---"] * len(df.columns)]
-    lines += [[_markdown_cell(value) for value in row] for row in df.itertuples(index=False)]
+    lines = [[markdown(column) for column in df.columns], ["---"] * len(df.columns)]
+    lines += [[markdown(_figure(value)) for value in row] for row in df.itertuples(index=False)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _markdown_cell(value: Any) -> str:
-    if not isinstance(value, str):
-        return _cell(value)
-    # As entities, so that no character of a text is markup of the table, of Markdown or of HTML.
-    return re.sub("[!-/:-@[-`{-~]", lambda found: f"&#{ord(found[0])};", value).replace("\n", "<br>")
-
-
-def _cell(value: Any) -> str:
+def _figure(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return "not scored" if math.isnan(value) else f"{value:.3f}"

@@ -20,11 +20,14 @@ from rlhf_ppo.checkpoints.lock import locked
 from rlhf_ppo.checkpoints.run import numbered
 from rlhf_ppo.pipeline.results import keep_win_rates
 from rlhf_ppo.pipeline.steps import FINISHED, TRAINING, Pipeline, Step
+from rlhf_ppo.terminal.foreign import print_text
 
 _PR_SET_PDEATHSIG = 1
 
 
-def run_pipeline(pipeline: Pipeline, start: Callable[[Sequence[str]], int], say: Callable[[str], None] = print) -> int:
+def run_pipeline(
+    pipeline: Pipeline, start: Callable[[Sequence[str]], int], say: Callable[[str], object] = print_text
+) -> int:
     """Run the steps that are left, each in a process of its own.
 
     A training step that was broken off goes on from its newest whole checkpoint; without one, and for the judge, it
@@ -48,7 +51,7 @@ def run_pipeline(pipeline: Pipeline, start: Callable[[Sequence[str]], int], say:
         return _run_steps(pipeline, start, say)
 
 
-def _run_steps(pipeline: Pipeline, start: Callable[[Sequence[str]], int], say: Callable[[str], None]) -> int:
+def _run_steps(pipeline: Pipeline, start: Callable[[Sequence[str]], int], say: Callable[[str], object]) -> int:
     finished = finished_steps(pipeline)
     for step in pipeline.steps:
         if step.name in finished:

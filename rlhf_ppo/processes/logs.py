@@ -9,6 +9,8 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.logging import MultiProcessAdapter
 
+from rlhf_ppo.terminal.foreign import visible_logger
+
 
 class RankedLogger(MultiProcessAdapter):
     """accelerate's logger, which speaks on the main process alone unless `main_process_only=False`."""
@@ -23,4 +25,4 @@ class RankedLogger(MultiProcessAdapter):
 
 def get_logger(name: str) -> RankedLogger:
     """Return the logger of a module."""
-    return RankedLogger(logging.getLogger(name), {})
+    return RankedLogger(visible_logger(name), {})

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl
 
 from rlhf_ppo.processes.relaying import told_to_all_ranks
+from rlhf_ppo.terminal.foreign import visible
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 
@@ -314,7 +315,7 @@ if hasattr(os, "register_at_fork"):
 def say(text: str) -> None:
     """Write a line on stderr, once on each machine, below a progress bar that may stand there."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        os.write(2, f"\n{text}\n".encode())
+        os.write(2, f"\n{visible(text)}\n".encode())
 
 
 def end_despite_threads(code: int) -> None:

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from rlhf_ppo.config.redaction import shown_addresses
 from rlhf_ppo.reporting.judgements import Judgement
+from rlhf_ppo.terminal.foreign import code_span, markdown, visible
 
 TAGS = ("rlhf_ppo", "ppo")
 """The tags of every card."""
@@ -123,7 +124,8 @@ def model_card(
         language: The language in the card's metadata.
 
     Returns:
-        The card. Local paths appear by their last part only, and not in the metadata that the hub links.
+        The card; no name in it is markup. Local paths appear by their last part only, and not in the metadata that
+        the hub links.
     """
     data = ModelCardData(
         base_model=_hub_id(base_model),
@@ -131,15 +133,15 @@ def model_card(
         library_name=library_name,
         license=license,
         language=language,
-        model_name=model_name,
+        model_name=visible(model_name, one_line=True),
         pipeline_tag="text-generation",
-        tags=["generated_from_trainer", *TAGS, *tags],
+        tags=["generated_from_trainer", *TAGS, *(visible(tag, one_line=True) for tag in tags)],
     )
     sections = [
         f"---\n{data.to_yaml()}\n---",
-        f"# {model_name}",
+        f"# {_line(model_name)}",
         _summary(base_model, dataset),
-        "## Rewards\n\n" + ("\n".join(f"- `{_last_part(name)}`" for name in reward_sources) or "None named."),
+        "## Rewards\n\n" + ("\n".join(f"- {code_span(_last_part(name))}" for name in reward_sources) or "None named."),
         "## Final metrics\n\n" + _table("metric", {name: f"{value:.4g}" for name, value in metrics.items()}),
         *([f"## Curves\n\n![Curves of the training]({curves})"] if curves else []),
         *([_judged(judgements)] if judgements else []),
@@ -222,8 +224,8 @@ def installed_versions() -> dict[str, str]:
 
 
 def _summary(base_model: str | None, dataset: str | None) -> str:
-    start = f"from `{_last_part(base_model)}` " if base_model else ""
-    prompts = f"on the prompts of `{_last_part(dataset)}` " if dataset else ""
+    start = f"from {code_span(_last_part(base_model))} " if base_model else ""
+    prompts = f"on the prompts of {code_span(_last_part(dataset))} " if dataset else ""
     return (
         f"A language model trained {start}with PPO ([Schulman et al., 2017](https://arxiv.org/abs/1707.06347)) "
         f"{prompts}by rlhf_ppo."
@@ -236,10 +238,10 @@ def _judged(judgements: Sequence[Judgement]) -> str:
 
 def _shown(judgement: Judgement) -> str:
     low, high = judgement.interval
-    opponent, judge = _last_part(judgement.opponent), _last_part(judgement.judge)
+    opponent, judge = code_span(_last_part(judgement.opponent)), code_span(_last_part(judgement.judge))
     return (
-        f"Win rate {judgement.win_rate:.2%} (95% interval {low:.2%} to {high:.2%}) against `{opponent}` on "
-        f"{judgement.num_prompts} prompts, each judged in both orders by `{judge}`"
+        f"Win rate {judgement.win_rate:.2%} (95% interval {low:.2%} to {high:.2%}) against {opponent} on "
+        f"{judgement.num_prompts} prompts, each judged in both orders by {judge}"
     )
 
 
@@ -247,8 +249,16 @@ def _table(header: str, rows: Mapping[str, Any]) -> str:
     if not rows:
         return "None logged."
     return "\n".join(
-        [f"| {header} | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+        [
+            f"| {header} | value |",
+            "|---|---|",
+            *(f"| {_line(name)} | {_line(value)} |" for name, value in rows.items()),
+        ]
     )
+
+
+def _line(value: Any) -> str:
+    return markdown(visible(str(value), one_line=True))
 
 
 def _hub_id(name: str | None) -> str | None:

@@ -18,6 +18,7 @@ from transformers import TrainerState
 
 from rlhf_ppo.checkpoints.jsonfile import replacing
 from rlhf_ppo.reporting.run_log import Log, Run, read_log
+from rlhf_ppo.terminal.foreign import visible
 
 PANELS: Mapping[str, str] = {
     "objective/scores": "mean score of a response",
@@ -195,18 +196,23 @@ def _what_is_logged(logs: Sequence[Log], x: str) -> str:
     return f"it has logged {shown}, and none of it with {x!r}{other}"
 
 
+def _label(text: str) -> str:
+    """Return a text as a label in which `$` begins no formula."""
+    return visible(text, one_line=True).replace("$", r"\$")
+
+
 def _draw(panel: Axes, metric: str, groups: Mapping[str, list[Log]], x: str) -> None:
     for label, logs in groups.items():
         points, means, deviations = mean_curve(logs, metric, x)
         marker = "o" if len(points) == 1 else None
-        (line,) = panel.plot(points, means, label=label, linewidth=1.6, marker=marker, markersize=4)
+        (line,) = panel.plot(points, means, label=_label(label), linewidth=1.6, marker=marker, markersize=4)
         if len(logs) > 1:
             panel.fill_between(points, means - deviations, means + deviations, color=line.get_color(), alpha=0.2, lw=0)
-    panel.set_title(metric, loc="left", fontsize=10, fontweight="bold", pad=20 if metric in PANELS else 6)
+    panel.set_title(_label(metric), loc="left", fontsize=10, fontweight="bold", pad=20 if metric in PANELS else 6)
     panel.annotate(
         PANELS.get(metric, ""), (0, 1), (0, 5), "axes fraction", textcoords="offset points", fontsize=9, color="0.4"
     )
-    panel.set_xlabel(_AXES.get(x, x), fontsize=9)
+    panel.set_xlabel(_label(_AXES.get(x, x)), fontsize=9)
     panel.tick_params(labelsize=8)
     panel.ticklabel_format(axis="y", useOffset=False)
     panel.yaxis.get_offset_text().set(x=1.0, ha="right", fontsize=8)  # on the left is what the metric says

@@ -15,6 +15,7 @@ from rlhf_ppo.checkpoints.jsonfile import write_text
 from rlhf_ppo.reporting.judged import read_judged
 from rlhf_ppo.reporting.report_data import report_data
 from rlhf_ppo.reporting.run_groups import read_runs
+from rlhf_ppo.terminal.foreign import visible
 
 _SCRIPTS = ("page.js", "curves.js", "judged.js", "responses.js", "settings.js")
 
@@ -59,7 +60,7 @@ def _page(data: dict[str, object], names: str) -> str:
     sources = {name: loader.get_source(environment, name)[0] for name in ("page.css", *_SCRIPTS)}
     return environment.get_template("page.html").render(
         data=data,
-        names=names,
+        names=visible(names, one_line=True),
         made=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         version=version("rlhf_ppo"),
         style=Markup(sources["page.css"]),

@@ -23,6 +23,7 @@ from rlhf_ppo.reporting.plots import PANELS, mean_curve
 from rlhf_ppo.reporting.run_groups import RecordedRun, grouped
 from rlhf_ppo.reporting.run_log import Log
 from rlhf_ppo.reporting.run_settings import SETTINGS_NAME
+from rlhf_ppo.terminal.foreign import from_csv_cell, visible
 
 MAX_POINTS = 1000
 """Most points of a curve; a longer one is thinned out evenly, its first and last point kept."""
@@ -74,7 +75,7 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
         "settings": _settings([group[0] for group in groups.values()]),
         "versions": _versions(runs),
     }
-    return _finite(data)
+    return _shown(data)
 
 
 def curve(logs: Sequence[Log], metric: str) -> dict[str, list[Any]] | None:
@@ -197,8 +198,8 @@ def _samples(path: Path) -> list[dict[str, Any]]:
         rows = pd.read_csv(path, keep_default_na=False, nrows=MAX_SAMPLES).to_dict("records")
         return [
             {
-                "prompt": str(row["query"]),
-                "response": str(row["model response"]),
+                "prompt": from_csv_cell(str(row["query"])),
+                "response": from_csv_cell(str(row["model response"])),
                 "score": math.nan if row["score"] == "" else float(row["score"]),
             }
             for row in rows
@@ -239,10 +240,12 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _finite(value: Any) -> Any:
-    """Return a value with None in place of numbers that JSON does not have."""
+def _shown(value: Any) -> Any:
+    """Return a value with visible texts, and None in place of numbers that JSON does not have."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {_shown(key): _shown(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [_shown(item) for item in value]
+    if isinstance(value, str):
+        return visible(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,13 +14,12 @@ import urllib.parse
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.utils import logging
-
 from rlhf_ppo.config.redaction import secrets_of, shown_address, shown_addresses, without
 from rlhf_ppo.config.validation import Interval, check_range, check_type
 from rlhf_ppo.rewards.posting import TooLargeError, post
+from rlhf_ppo.terminal.foreign import visible, visible_logger
 
-logger = logging.get_logger(__name__)
+logger = visible_logger(__name__)
 
 _NOT_NEGATIVE, _AT_LEAST_ONE = Interval(0, math.inf), Interval(1, math.inf)
 _SETTINGS: dict[str, tuple[type, Interval, str]] = {
@@ -123,10 +122,10 @@ class Server:
             return _Failure(f"answered something that is no JSON ({error})")
 
     def shown(self, text: str) -> str:
-        """Return a text without what nobody may see of the address, and without the token."""
+        """Return a text in one visible line, without what nobody may see of the address, and without the token."""
         sent = self._authorization().rpartition(" ")[2]
         token = os.environ.get(self.token_variable, "")
-        return without(shown_addresses(text), {*secrets_of(self.url), sent, token})
+        return visible(without(shown_addresses(text), {*secrets_of(self.url), sent, token}), one_line=True)
 
     def _authorization(self) -> str:
         userinfo = urllib.parse.urlsplit(self.url).netloc.rpartition("@")[0]

@@ -24,13 +24,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from transformers.utils import logging
-
 from rlhf_ppo.config.redaction import shown
 from rlhf_ppo.rewards import answers
 from rlhf_ppo.rewards.reading import Answer
+from rlhf_ppo.terminal.foreign import visible_logger
 
-logger = logging.get_logger(__name__)
+logger = visible_logger(__name__)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers.utils import logging
-
 from rlhf_ppo.rewards.asking import RefusedError, Server
+from rlhf_ppo.terminal.foreign import visible_logger
 
-logger = logging.get_logger(__name__)
+logger = visible_logger(__name__)
 
 OPENAI_URL = "https://api.openai.com/v1"
 KEY_VARIABLE = "OPENAI_API_KEY"

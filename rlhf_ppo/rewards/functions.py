@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.data.encoding import is_conversation
 from rlhf_ppo.processes.signals import Stopped, is_main_thread_interruptible, may_be_given_up
+from rlhf_ppo.rewards.logged import CheckedLog
 from rlhf_ppo.rewards.reading import answers_of
 from rlhf_ppo.rewards.returned import check_scores
 from rlhf_ppo.rewards.scorer import Refuse, ScoringBatch, refuse_by_raising, selected
@@ -28,6 +29,7 @@ from rlhf_ppo.rewards.waiting import (
     leave_event_loop,
     on_event_loop,
 )
+from rlhf_ppo.terminal.foreign import visible
 
 # The trainer's own arguments, which would take the place of columns of their names.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "policy_answers")
@@ -76,7 +78,7 @@ class RewardFunction:
         self.function, self.tokenizer, self.trainer_state_getter = function, tokenizer, trainer_state_getter
         self.log_metric, self.log_extra = log_metric or _drop, log_extra or _drop
         self.refuse, self.timeout = refuse, timeout
-        self.name = name or function_name(function)
+        self.name = visible(name, one_line=True) if name else function_name(function)
         self.is_async = _is_async(function)
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
@@ -158,6 +160,7 @@ class RewardFunction:
         prompts = batch.columns.get("prompt")
         if prompts is None:
             prompts = batch.prompt_texts(self.tokenizer)
+        log = CheckedLog(self.name, len(batch), self.log_metric, self.log_extra)
         offered: dict[str, Any] = {
             **{key: list(values) for key, values in batch.columns.items() if key not in _NOT_PASSED},
             "prompts": [[dict(part) for part in prompt] if is_conversation(prompt) else prompt for prompt in prompts],
@@ -167,8 +170,8 @@ class RewardFunction:
             ],
             "completion_ids": batch.response_ids(),
             "trainer_state": self.trainer_state_getter(),
-            "log_extra": self.log_extra,
-            "log_metric": self.log_metric,
+            "log_extra": log.log_extra,
+            "log_metric": log.log_metric,
         }
         if "policy_answers" in named_parameters(self.function):
             offered.setdefault("policy_answers", answers_of(batch, self.tokenizer))
@@ -268,10 +271,10 @@ def accepted_arguments(function: Callable[..., Any], offered: Mapping[str, Any],
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return a function's name: of the function in a partial without one, of an object's class, or `lambda`."""
+    """Return a function's visible name: of the one in a partial without a name, of an object's class, or `lambda`."""
     while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
         function = function.func
-    return getattr(function, "__name__", type(function).__name__).strip("<>")
+    return visible(getattr(function, "__name__", type(function).__name__).strip("<>"), one_line=True)
 
 
 def _listed(function: Callable[..., Any], arguments: Mapping[str, Any], num_rows: int) -> Any:

@@ -13,7 +13,7 @@ from rlhf_ppo.rewards.scorer import MAX_SCORE, Refuse, refuse_by_raising
 
 
 class WrongRewardError(TypeError, ValueError):
-    """A reward function has returned what is no reward; the message says what, and what to return."""
+    """A reward function returned no reward, or logged what cannot be logged; the message says what to do instead."""
 
 
 def check_scores(

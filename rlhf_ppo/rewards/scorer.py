@@ -20,6 +20,7 @@ from torch import Tensor
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.processes.signals import may_be_given_up
+from rlhf_ppo.terminal.foreign import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -216,7 +217,7 @@ class Scorer:
     ) -> None:
         if not sources:
             raise ValueError("no reward: pass a reward_model, reward_funcs, or both")
-        self.names = _unique([source.name for source in sources])
+        self.names = _unique([visible(source.name, one_line=True) for source in sources])
         self.sources = dict(zip(self.names, sources, strict=True))
         self.weights = weights_by_name(self.names, weights)
         self.refuse = refuse

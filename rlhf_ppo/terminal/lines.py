@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from rlhf_ppo.terminal.foreign import visible
+
 Logs = Mapping[str, Any]
 
 
@@ -128,5 +130,5 @@ def _fitted(parts: list[str], width: int | None) -> str:
     parts = list(parts)
     while width is not None and len(" | ".join(parts)) > width and len(parts) > 2:
         del parts[-2]
-    line = " | ".join(parts)
+    line = visible(" | ".join(parts), one_line=True)
     return line if width is None else line[:width]

@@ -16,6 +16,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import has_length
 from transformers.utils.import_utils import is_in_notebook
 
+from rlhf_ppo.terminal.foreign import print_text
 from rlhf_ppo.terminal.lines import Moment, line_of
 from rlhf_ppo.terminal.quiet import is_terminal
 from rlhf_ppo.terminal.summary import summary_table
@@ -94,7 +95,7 @@ class LogLines(PrinterCallback):
             line = line_of(logs, self._moment(state), _width())
             if line is not None:
                 with beside_bars():
-                    print(line, flush=True)
+                    print_text(line)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print the table."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from rlhf_ppo.terminal.foreign import cell
 from rlhf_ppo.terminal.lines import duration, number
 
 _ROWS = {
@@ -48,7 +49,7 @@ def summary_table(log_history: Sequence[Mapping[str, Any]]) -> Table | None:
     for logs, rows in ((updates, _with_rewards(_ROWS, updates)), (evaluations, _IN_EVALUATION)):
         for key, meaning in rows.items():
             if values := [float(log[key]) for log in logs if key in log]:
-                table.add_row(meaning, *map(number, (values[0], values[-1], min(values), max(values))))
+                table.add_row(cell(meaning), *map(number, (values[0], values[-1], min(values), max(values))))
     return table
 
 

@@ -37,6 +37,7 @@ from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.run_card import names_of_parts
 from rlhf_ppo.reporting.watching import health_settings
 from rlhf_ppo.rewards.scorer import Scorer
+from rlhf_ppo.terminal.foreign import print_text
 from rlhf_ppo.training.critic import CriticLearning
 from rlhf_ppo.training.data_order import batches_of_pass
 from rlhf_ppo.training.figures import UpdatedTrainer, UpdateFigures
@@ -154,7 +155,7 @@ class Loop:
     def _announce_preset(self) -> None:
         args = self.run.args
         if (preset := describe_preset(args)) and args.log_console != "none" and self.run.accelerator.is_main_process:
-            print(preset)
+            print_text(preset)
 
     def begin(
         self, checkpoint: str | None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None

@@ -14,16 +14,16 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
-from transformers.utils import logging
 from transformers.utils.hub import PushInProgress
 
 from rlhf_ppo.checkpoints.jsonfile import replacing
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.redaction import shown_text, without
 from rlhf_ppo.config.settled import output_directory
+from rlhf_ppo.terminal.foreign import visible_logger
 from rlhf_ppo.training.withholding import WithheldArguments
 
-logger = logging.get_logger(__name__)
+logger = visible_logger(__name__)
 
 _HTTPError: Any = HfHubHTTPError.__bases__[0]
 """What the library raises through which the hub is asked: httpx or its successor."""

@@ -28,6 +28,7 @@ from rlhf_ppo.processes.engines import is_fsdp, is_sharding, zero_stage
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.results import where_results_are
+from rlhf_ppo.terminal.foreign import print_text
 from rlhf_ppo.training.divergence import DivergenceGuard
 from rlhf_ppo.training.half_learned import LearningInParts
 from rlhf_ppo.training.publishing import PublishedTrainer, push_checkpoint
@@ -209,7 +210,7 @@ class CheckpointWriter:
                 run._save(output_dir, state_dict=cast(Any, self.accelerator.get_state_dict(run.model_wrapped)))
             write()
         if not is_of_checkpoint and run.is_world_process_zero() and not self.args.disable_tqdm:
-            print(where_results_are(directory, own))
+            print_text(where_results_are(directory, own))
 
     def save_files(self, output_dir: str | None, state_dict: dict[str, Any] | None) -> None:
         """Write models, tokenizer and arguments, in the processes that save."""

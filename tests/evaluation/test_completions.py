@@ -140,7 +140,14 @@ def test_trackio_and_comet_get_the_table_when_a_run_is_active(
     assert calls == []
     active.set(Experiment())
     report_table(table, make_trainer("trackio", "comet_ml"))
-    assert calls[0]["completions"] is table and calls[0]["train/global_step"] == 7
+    shown = calls[0]["completions"]  # Trackio shows texts as Markdown
+    assert [html.unescape(text.replace("<br>", "\n")) for text in shown["model response"]] == list(
+        table["model response"]
+    )
+    assert (
+        not shown["model response"].str.replace("<br>", "").str.contains("[<>|*`]").any()
+        and calls[0]["train/global_step"] == 7
+    )
     assert calls[1] == (7, "completions.csv", table.to_csv())
 
 

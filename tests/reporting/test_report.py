@@ -22,12 +22,14 @@ from rlhf_ppo.reporting import judged, report_data
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
 from rlhf_ppo.reporting.report import write_report
 from rlhf_ppo.rewards.preference import Compared
+from rlhf_ppo.terminal.foreign import visible
 from tests.reporting.browser import CHROMIUM, Browser
 from tests.runs import QUICK
 
 HOSTILE = (
     "</script><script>window.hacked=1</script><img src=x onerror='hacked=1'>\u2028 \"&amp; {{ 7 * 7 }} <!-- \U0001f600"
 )
+VISIBLE = visible(HOSTILE)
 UPDATES = (1, 2, 3, 4)
 
 
@@ -142,7 +144,7 @@ def test_the_curves_are_those_of_the_log(runs: list[Path], tmp_path: Path) -> No
     ]
     metrics = {metric["key"]: metric["curves"] for metric in data["metrics"]}
     logged = {key for entry in log_of(0) for key in entry if not key.startswith("health/")}
-    assert metrics.keys() == logged - {"step", "episode", "epoch", "train_runtime"}
+    assert metrics.keys() == {*map(visible, logged - {"step", "episode", "epoch", "train_runtime"})}
     logs = [log_of(seed)[:4] for seed in (0, 1, 2)]
     seeds, single = metrics["objective/kl"]
     assert single["mean"] == [entry["objective/kl"] for entry in logs[2]] and single["std"] == [0.0] * 4
@@ -168,7 +170,7 @@ def test_samples_and_responses_are_those_of_the_files(runs: list[Path], tmp_path
     run = page_of(runs, tmp_path).data["runs"][1]
     assert [table["step"] for table in run["samples"]] == list(UPDATES)
     assert run["samples"][2]["rows"] == [
-        {"prompt": HOSTILE, "response": f"{HOSTILE} 3", "score": 3.0},
+        {"prompt": VISIBLE, "response": f"{VISIBLE} 3", "score": 3.0},
         {"prompt": "second", "response": "", "score": None},
     ]
     table = runs[1] / "_samples/update-00001.csv"
@@ -179,10 +181,10 @@ def test_samples_and_responses_are_those_of_the_files(runs: list[Path], tmp_path
         (step, 10, 10) for step in UPDATES
     ]
     row = run["responses"][0]["rows"][4]
-    assert row["text"] == [HOSTILE, " gap", "", " end"] and row["written"] == [True, False, True, True]
+    assert row["text"] == [VISIBLE, " gap", "", " end"] and row["written"] == [True, False, True, True]
     assert list(row["tokens"]) == ["value", "advantage", "kl", "reward"]
     assert all(figures == [0.1235, None, -1.0, None] for figures in row["tokens"].values())
-    assert row["prompt"] == f"{HOSTILE} 4" and row["score"] == pytest.approx(1.4) and row["rewards"]["b"] is None
+    assert row["prompt"] == f"{VISIBLE} 4" and row["score"] == pytest.approx(1.4) and row["rewards"]["b"] is None
 
 
 def test_what_the_judge_said_is_that_of_its_files(runs: list[Path], tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_what_the_judge_said_is_that_of_its_files(runs: list[Path], tmp_path: Pa
     assert [row["outcome"] for row in inside["rows"]] == OUTCOMES and "hf_secret" not in page.texts["data"]
     tie = inside["rows"][3]
     assert (tie["first"], tie["second"], tie["verdict"]) == (1.0, -1.0, 0.0)
-    assert tie["model"] == f"{HOSTILE} 3" and tie["opponent"] == "xxx" and inside["rows"][6]["opponent"] is None
+    assert tie["model"] == f"{VISIBLE} 3" and tie["opponent"] == "xxx" and inside["rows"][6]["opponent"] is None
     assert len(many["rows"]) == 5 * judged.MAX_PAIRS and (many["wins"], many["failed"]) == (100, 100)
 
 

@@ -154,7 +154,10 @@ def read_trackio(place: Path) -> Read:
     for row in SQLiteStorage.get_logs("huggingface", "experiment__3"):
         step = row["train/global_step"]
         if "completions" in row:
-            tables[step] = [list(values.values()) for values in row["completions"]["_value"]]
+            tables[step] = [
+                [html.unescape(value) if isinstance(value, str) else value for value in values.values()]
+                for values in row["completions"]["_value"]
+            ]
         metrics.setdefault(step, {}).update({name: value for name, value in row.items() if _is_metric(name)})
     return Read(metrics=metrics, tables=tables)
 

@@ -109,6 +109,8 @@ def test_arguments_and_scores_are_those_of_grpo(form: str, is_async: bool, token
     log_metric, log_extra = trainer._log_metric, trainer._log_completion_extra
     ours = source(function, tokenizer, log_metric=log_metric, log_extra=log_extra)(batch)
     assert torch.equal(ours.nan_to_num(99), theirs[:, 0].nan_to_num(99))
+    for name in ("log_metric", "log_extra"):  # ours are checked, see test_logged.py
+        assert all(callable(call.pop(name)) for call in calls)
     assert calls[1] == calls[0]
     loop.close()
 

@@ -108,7 +108,7 @@ def test_the_table_compares_the_first_log_with_the_last():
     table = summary_table(history)
 
     assert table is not None and str(table.title) == "9 updates, 72 episodes, 0:01:15 since the run was started"
-    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    rows = list(zip(*(map(str, column.cells) for column in table.columns), strict=True))
     assert rows == [
         ("score", "1.000", "2.000", "1.000", "4.000"),
         ("a", "0.000", "1.000", "0.000", "2.000"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +10,10 @@ from transformers import TrainerCallback
 from rlhf_ppo.config.health import HealthThresholds
 from rlhf_ppo.reporting.health.checks import CHECKS, Check
 from rlhf_ppo.reporting.health.history import History, Log, Surroundings
+from rlhf_ppo.terminal.foreign import visible_logger
 from rlhf_ppo.terminal.progress import beside_bars
 
-logger = logging.getLogger(__name__)
+logger = visible_logger(__name__)
 
 SILENT_LOGS = 10
 """After how many logs in which a check found nothing it speaks again."""
