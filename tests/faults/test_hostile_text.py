@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import html.parser
 import io
 import json
@@ -40,6 +41,7 @@ from tests.runs import QUICK
 
 MARKUP = "|# heading<script>alert(1)</script><img src=x onerror=alert(1)>$x$`code`[a](http://evil)*b* [red]"
 TEXT = f'=HYPERLINK("http://evil")\x1b[2J\x1b]0;title\x07\x9b31m\rforged\u202e\x00{MARKUP}\n# heading\n| a | b |'
+TEXT_NAME = visible(TEXT, one_line=True)
 NAME = "=\x1b[2J\x9b31m\r\u202e|# $x$`b`<b>[a](c)"
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 FORMULA = tuple("=+-@\t\n\r")
@@ -87,7 +89,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         "eval_steps": 1, "log_console": "line", "disable_tqdm": True, "stop_token": "eos",
     }  # fmt: skip
     rows = Dataset.from_list([{"input_ids": [3 + index, 4], "prompt": TEXT, NAME: TEXT} for index in range(4)])
-    with printed() as found:
+    with printed() as found, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhf_ppo.estimate.run.RunEstimate.announce", lambda self: None)
+        patch.setattr("rlhf_ppo.reporting.run_card._draw", lambda log, path: path.touch())
         trainer = PPOTrainer(
             args=PPOConfig(**settings), processing_class=tokenizer(), model=tiny_policy(),
             value_model=tiny_scorer(seed=2), train_dataset=rows, eval_dataset={NAME: rows.select(range(2))},
@@ -96,7 +100,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         trainer.train()
         trainer.generate_completions()
         trainer.create_model_card(model_name=TEXT, dataset_name=TEXT, tags=[TEXT])
-        plot([str(folder), "--output", str(folder / "curves.svg")])
+        plot(
+            [str(folder), "--output", str(folder / "curves.svg"), "--metrics", f"rewards/{TEXT_NAME}/mean", TEXT_NAME]
+        )
         report([str(folder), "--output", str(folder / "report.html")])
     return folder, found.getvalue()
 
@@ -223,7 +229,10 @@ def completion(text: str) -> str:
 
 @pytest.mark.parametrize("answer", [completion(f"{TEXT}\ud800"), json.dumps({"error": TEXT}), TEXT])
 @pytest.mark.parametrize("status", [200, 400])
-def test_what_a_judges_server_says_is_one_visible_line(server: Any, answer: str, status: int, tmp_path: Path) -> None:
+def test_what_a_judges_server_says_is_one_visible_line(
+    server: Any, answer: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_ppo.cli.judge.ChatJudge", functools.partial(ChatJudge, backoff=0.001))
     pd.DataFrame({"prompt": [TEXT] * 3, "a": [TEXT, "x", "z"], "b": ["y", TEXT, "w"]}).to_parquet(
         tmp_path / "r.parquet"
     )
