@@ -204,6 +204,27 @@ def test_no_trainer_is_passed_as_anything(path):
     assert untyped == []
 
 
+def written_raw(tree: ast.AST) -> list[str]:
+    """Calls of `print` with a text, and of loggers that do not make their messages visible."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    prints = [call for call in calls if ast.unparse(call.func) == "print" and call.args]
+    loggers = [
+        call for call in calls if ast.unparse(call) in ("logging.getLogger(__name__)", "logging.get_logger(__name__)")
+    ]
+    return [ast.unparse(call) for call in (*prints, *loggers)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_what_is_printed_and_logged_is_visible(path):
+    """`print_text` and `visible_logger` show what a model, a server or a data set says, and obey nothing of it."""
+    assert written_raw(ast.parse("print(x); print(); logging.getLogger(__name__)")) == [
+        "print(x)",
+        "logging.getLogger(__name__)",
+    ]
+    if path != PACKAGE / "terminal" / "foreign.py":
+        assert written_raw(ast.parse(path.read_text())) == []
+
+
 def num_casts(tree: ast.AST) -> int:
     calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
     return sum(ast.unparse(called) in ("cast", "typing.cast") for called in calls)

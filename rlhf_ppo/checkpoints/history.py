@@ -14,9 +14,8 @@ from typing import Any
 
 from transformers import TrainerState
 
-from rlhf_ppo.terminal.foreign import visible_logger
-
 from rlhf_ppo.checkpoints.jsonfile import opened_without_links, parsed_json, write_text
+from rlhf_ppo.terminal.foreign import visible_logger
 
 HISTORY_NAME = "log_history.jsonl"
 NUM_KEPT = 100
