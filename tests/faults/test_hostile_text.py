@@ -41,7 +41,6 @@ from tests.runs import QUICK
 
 MARKUP = "|# heading<script>alert(1)</script><img src=x onerror=alert(1)>$x$`code`[a](http://evil)*b* [red]"
 TEXT = f'=HYPERLINK("http://evil")\x1b[2J\x1b]0;title\x07\x9b31m\rforged\u202e\x00{MARKUP}\n# heading\n| a | b |'
-TEXT_NAME = visible(TEXT, one_line=True)
 NAME = "=\x1b[2J\x9b31m\r\u202e|# $x$`b`<b>[a](c)"
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 FORMULA = tuple("=+-@\t\n\r")
@@ -100,9 +99,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         trainer.train()
         trainer.generate_completions()
         trainer.create_model_card(model_name=TEXT, dataset_name=TEXT, tags=[TEXT])
-        plot(
-            [str(folder), "--output", str(folder / "curves.svg"), "--metrics", f"rewards/{TEXT_NAME}/mean", TEXT_NAME]
-        )
+        metrics = sorted({key for entry in trainer.state.log_history for key in entry if "evil" in key})
+        plot([str(folder), "--output", str(folder / "curves.svg"), "--metrics", *metrics[:2]])
         report([str(folder), "--output", str(folder / "report.html")])
     return folder, found.getvalue()
 
