@@ -61,7 +61,7 @@ def what_is_damaged(directory: str) -> str | None:
         if path.stat().st_size != entry["size"]:
             return f"its {name} has {path.stat().st_size} bytes instead of {entry['size']}"
     with ThreadPoolExecutor(8) as pool:
-        hashes = pool.map(lambda name: _hash(Path(directory, name)), files)
+        hashes = pool.map(lambda name: hash_of_file(Path(directory, name)), files)
         for (name, entry), found in zip(files.items(), hashes, strict=True):
             if found != entry["xxh3_128"]:
                 return f"its {name} was changed after it was written: its hash is not the manifest's"
@@ -72,7 +72,8 @@ def _files(directory: Path) -> Iterator[Path]:
     return (path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST_NAME)
 
 
-def _hash(path: Path) -> str:
+def hash_of_file(path: Path) -> str:
+    """Return the XXH3-128 of a file."""
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_BLOCK):
@@ -82,7 +83,7 @@ def _hash(path: Path) -> str:
 
 def _stored_hash(path: Path) -> str:
     """Hash a file, and wait until the disk has it: a manifest must not outlive a power cut that its files do not."""
-    value = _hash(path)
+    value = hash_of_file(path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return value

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
@@ -61,9 +62,32 @@ def what_is_missing(directory: str) -> str | None:
     for name in ("rng_state*.pth", "scheduler.pt"):
         if not any(Path(directory).glob(name)):
             return f"it has no {name.replace('*', '')}, which save_only_model=True leaves out like the optimizer"
-    if not any(path for name in OPTIMIZERS for path in Path(directory).glob(name)):
+    if not _has_optimizer(Path(directory)):
         return "it has no optimizer.pt, nor another engine's optimizer state"
     return _what_is_illegible(directory) if _is_of_old_format(directory) else None
+
+
+def newest_of_trl(output_dir: str | Path) -> Path | None:
+    """Return the newest checkpoint that TRL's trainers of SFT and reward models continue from exactly, or None.
+
+    The last file of such a checkpoint is `trainer_state.json`.
+
+    Args:
+        output_dir: The run's directory.
+    """
+    return next((path for path in numbered(output_dir) if _continues_with_trl(path)), None)
+
+
+def _continues_with_trl(checkpoint: Path) -> bool:
+    try:
+        read_object(checkpoint / TRAINER_STATE_NAME)
+    except (OSError, ValueError):
+        return False
+    return _has_optimizer(checkpoint) and _what_is_illegible(str(checkpoint)) is None
+
+
+def _has_optimizer(checkpoint: Path) -> bool:
+    return any(path for name in OPTIMIZERS for path in checkpoint.glob(name))
 
 
 def what_was_changed(directory: str) -> str | None:
@@ -99,12 +123,15 @@ def _state_files(directory: Path) -> Iterator[Path]:
         yield from (path for path in sorted(directory.rglob(ending)) if path.name != "training_args.bin")
 
 
-def last_whole_checkpoint(output_dir: str, run: Run | None = None) -> str | None:
+def last_whole_checkpoint(
+    output_dir: str, run: Run | None = None, warn: Callable[[str], Any] = logger.warning
+) -> str | None:
     """Find the newest checkpoint of a run that is whole; warn about newer ones that are not, or not the run's.
 
     Args:
         output_dir: The run's directory.
         run: The run; None takes the one whose directory it is.
+        warn: Prints a warning.
 
     Returns:
         The checkpoint's directory, or None if there is none.
@@ -112,10 +139,10 @@ def last_whole_checkpoint(output_dir: str, run: Run | None = None) -> str | None
     run = run_in(output_dir) if run is None else run
     for folder in numbered(output_dir):
         if run is not None and is_of_another(folder, run):
-            logger.warning(f"Skipping {folder}: it is not of the run that {RUN_NAME} in {output_dir} names.")
+            warn(f"Skipping {folder}: it is not of the run that {RUN_NAME} in {output_dir} names.")
             continue
         reason = what_is_missing(str(folder))
         if reason is None:
             return str(folder)
-        logger.warning(f"Skipping {folder}: {reason}, so it is not whole.")
+        warn(f"Skipping {folder}: {reason}, so it is not whole.")
     return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
-from rlhf_ppo.pipeline.running import finished_steps, run_pipeline, start_python
+from rlhf_ppo.pipeline.running import Plan, planned, run_pipeline, start_python
 from rlhf_ppo.pipeline.steps import STEPS, Pipeline, Step, read_pipeline
 from rlhf_ppo.terminal.foreign import print_text
 
@@ -31,10 +31,10 @@ def pipeline(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with user_errors(PROGRAM):
         read = read_pipeline(args.file)
-        finished = finished_steps(read)
-    left = [(step, check_step(step)) for step in read.steps if step.name not in finished]
+        plans = planned(read)
+    left = [(step, check_step(step)) for step in read.steps if plans[step.name] != Plan("keep")]
     if args.dry_run:
-        _show(read, finished.keys())
+        _show(read, plans)
         return
     _check_what_is_named(left)
     with user_errors(PROGRAM):
@@ -94,7 +94,14 @@ def _check_what_is_named(steps: Iterable[tuple[Step, Any]]) -> None:
                 check_judge(options)
 
 
-def _show(read: Pipeline, finished: Container[str]) -> None:
+def _show(read: Pipeline, plans: Mapping[str, Plan]) -> None:
     for step in read.steps:
-        words = "finished before" if step.name in finished else shlex.join(["rlhf-ppo", step.command, *step.argv()])
+        plan = plans[step.name]
+        words = shlex.join(["rlhf-ppo", step.command, *step.argv()])
+        if plan.action == "keep":
+            words = "finished before"
+            if plan.depends:
+                words += f"; run again if {' or '.join(plan.depends)} writes something else this time"
+        elif plan.reason:
+            words += f"  # {plan.reason}"
         print_text(f"{step.name}: {words}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rlhf_ppo.checkpoints.jsonfile import write_json
-from rlhf_ppo.pipeline.steps import FINISHED, Pipeline, Step
+from rlhf_ppo.pipeline.steps import Pipeline, Step
 from rlhf_ppo.reporting.judgements import read_win_rate
 from rlhf_ppo.reporting.over_seeds import SeedWinRates
 
@@ -29,7 +28,7 @@ def keep_win_rates(pipeline: Pipeline) -> SeedWinRates | None:
     steps = [step for step in pipeline.steps if step.kind == "judge"]
     if not steps:
         return None
-    said = [_read(step, pipeline.output_dir / FINISHED) for step in steps]
+    said = [check_result(step) for step in steps]
     found = SeedWinRates(
         [step.options["seed"] for step in steps],
         [each["win_rate"] for each in said],
@@ -40,8 +39,16 @@ def keep_win_rates(pipeline: Pipeline) -> SeedWinRates | None:
     return found
 
 
-def _read(step: Step, finished: Path) -> dict[str, Any]:
-    folder, again = step.output_dir, f"remove the entry {step.name!r} of {finished}, and run this again"
+def check_result(step: Step) -> dict[str, Any]:
+    """Return what the judge wrote of a seed.
+
+    Args:
+        step: The judge's.
+
+    Raises:
+        ValueError: It is gone or damaged, or there is no verdict.
+    """
+    folder, again = step.output_dir, "run the same command again"
     try:
         said = read_win_rate(folder / "win_rate.json", ("win_rate", "interval"))
     except ValueError as error:

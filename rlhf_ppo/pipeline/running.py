@@ -1,28 +1,104 @@
-"""Running a pipeline's steps: those that are finished stay as they are, the one that was broken off goes on."""
+"""Running a pipeline's steps: finished ones stay as they are, an interrupted one continues, the others begin."""
 
 from __future__ import annotations
 
 import ctypes
-import json
+import itertools
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
 from rlhf_ppo.checkpoints.lock import locked
-from rlhf_ppo.checkpoints.run import numbered
-from rlhf_ppo.pipeline.results import keep_win_rates
-from rlhf_ppo.pipeline.steps import FINISHED, TRAINING, Pipeline, Step
+from rlhf_ppo.checkpoints.run import finished_in
+from rlhf_ppo.checkpoints.whole import last_whole_checkpoint, newest_of_trl
+from rlhf_ppo.pipeline.record import Entry, hash_of_all, hashes_of, read_record, what_is_missing, write_record
+from rlhf_ppo.pipeline.results import check_result, keep_win_rates
+from rlhf_ppo.pipeline.steps import TRAINING, Pipeline, Step
 from rlhf_ppo.terminal.foreign import print_text
 
 _PR_SET_PDEATHSIG = 1
+_PASSED_ON = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+REPLACED = "replaced"
+"""The directory in the pipeline's where results are kept that no step reads any more."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done with a step.
+
+    Attributes:
+        action: "keep" a finished step; "continue" one that is not, from its newest checkpoint if it has one; begin
+            "anew" where what is there was made of other models, data or options.
+        reason: Why a step that was started before is run again; empty if it was interrupted.
+        depends: Earlier steps that are run again: if one writes something else, so is this.
+    """
+
+    action: Literal["keep", "continue", "anew"]
+    reason: str = ""
+    depends: tuple[str, ...] = ()
+
+
+def planned(pipeline: Pipeline) -> dict[str, Plan]:
+    """Return what the next start does with each step, by its name.
+
+    Args:
+        pipeline: The steps.
+
+    Raises:
+        OSError: The record cannot be opened.
+        ValueError: The record is damaged, or a finished step has other options or data now.
+    """
+    record, plans = read_record(pipeline.output_dir), dict[str, Plan]()
+    for step in pipeline.steps:
+        plan = _plan(step, record.get(step.name), _now(step, pipeline, record))
+        again = tuple(name for name in pipeline.inputs_of(step) if plans[name].action != "keep" or plans[name].depends)
+        plans[step.name] = replace(plan, depends=again)
+    return plans
+
+
+def _now(step: Step, pipeline: Pipeline, record: Mapping[str, Entry]) -> Entry:
+    """Return what a step would be started with now; a model that is not finished yet is left out."""
+    outputs = {name: record[name].output for name in pipeline.inputs_of(step) if name in record}
+    inputs = {name: hash_of_all(output) for name, output in outputs.items() if output is not None}
+    return Entry(step.recorded_options(), pipeline.files_of(step), inputs)
+
+
+def _plan(step: Step, before: Entry | None, now: Entry) -> Plan:
+    if before is None:
+        return Plan("continue")
+    changes = before.changes(now)
+    if inputs := before.changed_inputs(now):
+        return Plan("anew", f"{' and '.join(inputs)} wrote something else since")
+    if before.output is None:
+        return Plan("continue", f"it was interrupted, and {changes}" if changes else "")
+    missing = what_is_missing(before.output)
+    if missing is not None:
+        return Plan("anew", f"{missing}, and {changes}") if changes else Plan("continue", missing)
+    if not changes:
+        return Plan("keep")
+    if step.kind == "report":
+        return Plan("continue", changes)
+    kept = _free(step.output_dir.with_name(f"{step.output_dir.name}-before"))
+    raise ValueError(
+        f"{step.name} was finished with other options or data: {changes}; restore them, name another output_dir, or "
+        f"run it again: `{shlex.join(['mv', str(step.output_dir), str(kept)])}` keeps its result, and steps that read "
+        "it run again too"
+    )
+
+
+def _free(path: Path) -> Path:
+    """Return the first of `path`, `path-2`, `path-3`... that is not there."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], others) if not os.path.lexists(each))
 
 
 def run_pipeline(
@@ -30,9 +106,10 @@ def run_pipeline(
 ) -> int:
     """Run the steps that are left, each in a process of its own.
 
-    A training step that was broken off goes on from its newest whole checkpoint; without one, and for the judge, it
-    begins anew. A step counts as finished once its process has ended well. After the last one the judge's win rates
-    are said and kept, those of all seeds together.
+    A step is finished if its process has ended well and its output is still there as it was written. Others are run: a
+    training step continues from its newest whole checkpoint; without one, and for judge and report, it begins. A step
+    begins anew if an earlier step has written another model since; its old result is moved to `replaced`. After the
+    last one the judge's win rates are printed and kept, those of all seeds together.
 
     Args:
         pipeline: The steps.
@@ -40,95 +117,125 @@ def run_pipeline(
         say: Prints a line.
 
     Returns:
-        The exit code of the step that failed, or 0.
+        The exit code of the step that failed, 128 and the signal's number where a signal came, or 0.
 
     Raises:
         InUseError: The pipeline's directory has another one that runs.
-        ValueError: A step is finished, but with other options than the file has now.
+        OSError: There is no room, or no right, to write the record.
+        ValueError: A step is finished, but with other options or data than now; or the record is damaged; or the judge
+            gave no verdict.
     """
     pipeline.output_dir.mkdir(parents=True, exist_ok=True)
-    with locked(str(pipeline.output_dir)):
-        return _run_steps(pipeline, start, say)
+    with locked(str(pipeline.output_dir)), _signals_noted() as noted:
+        planned(pipeline)  # raises before anything is run
+        return _run_steps(pipeline, start, say, noted)
 
 
-def _run_steps(pipeline: Pipeline, start: Callable[[Sequence[str]], int], say: Callable[[str], object]) -> int:
-    finished = finished_steps(pipeline)
+def _run_steps(
+    pipeline: Pipeline, start: Callable[[Sequence[str]], int], say: Callable[[str], object], noted: Sequence[int]
+) -> int:
+    record = read_record(pipeline.output_dir)
     for step in pipeline.steps:
-        if step.name in finished:
+        now = _now(step, pipeline, record)
+        plan = _plan(step, record.get(step.name), now)
+        if plan.action == "keep":
             say(f"{step.name}: finished before, in {step.output_dir}")
             continue
-        words = [*_going_on(step), *step.argv()]
+        if noted:
+            say(f"{signal.Signals(noted[0]).name}: the pipeline has ended before {step.name}; {_AGAIN}")
+            return 128 + noted[0]
+        if plan.reason:
+            say(f"{step.name} {'begins anew' if plan.action == 'anew' else 'is run again'}: {plan.reason}")
+        words = [*_prepare(step, plan, pipeline.output_dir, say), *step.argv()]
+        record[step.name] = now
+        write_record(pipeline.output_dir, record)
         launch = pipeline.launch if step.kind in TRAINING else ()
         say(f"{step.name}: {shlex.join(['rlhf-ppo', step.command, *words])}")
-        code = start(["-m", *launch, *(["-m"] if launch else []), "rlhf_ppo", step.command, *words])
-        if code:
-            say(f"{step.name} has ended with exit code {code}; the same command goes on with it")
+        if code := start(["-m", *launch, *(["-m"] if launch else []), "rlhf_ppo", step.command, *words]):
+            say(f"{step.name} has ended with exit code {code}; {_AGAIN}")
             return code
-        finished[step.name] = _fingerprint(step)
-        write_json(pipeline.output_dir / FINISHED, finished)
+        record[step.name] = replace(now, output=_written(step))
+        write_record(pipeline.output_dir, record)
     if rates := keep_win_rates(pipeline):
         say("\n".join(rates.lines()))
     say(f"All steps are finished: {', '.join(step.name for step in pipeline.steps)}, in {pipeline.output_dir}")
     return 0
 
 
-def finished_steps(pipeline: Pipeline) -> dict[str, Any]:
-    """Return by name the options with which steps were finished.
+_AGAIN = "the same command continues"
 
-    Args:
-        pipeline: The steps as the file has them now.
+
+def _written(step: Step) -> dict[str, str]:
+    """Return the hashes of what a step has written.
 
     Raises:
-        ValueError: One was finished with other options, or the list cannot be read.
+        ValueError: It has written nothing, or the judge gave no verdict.
     """
-    path = pipeline.output_dir / FINISHED
-    try:
-        finished = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}; remove it to run all steps again") from None
-    for step in pipeline.steps:
-        before, now = finished.get(step.name), _fingerprint(step)
-        if before is None or before == now:
-            continue
-        changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-        shown = ", ".join(f"{name}={before.get(name)!r} is {now.get(name)!r} now" for name in changed)
+    files = list(step.written())
+    if not files:
         raise ValueError(
-            f"{step.name} was finished with other options: {shown}; name another output_dir, or remove "
-            f"{step.output_dir} and the entry {step.name!r} of {path}"
+            f"{step.name} has ended well, but {step.output_dir} holds no model; run the same command again"
         )
-    return finished
+    if step.kind == "judge":
+        check_result(step)
+    return hashes_of(files)
 
 
-def _fingerprint(step: Step) -> dict[str, Any]:
-    options: Mapping[str, Any] = {**step.options, "runs": list(step.runs)}
-    return json.loads(json.dumps(options, default=str))
-
-
-def _going_on(step: Step) -> list[str]:
-    """Return the option that lets a step go on; of one that cannot, remove what it left."""
+def _prepare(step: Step, plan: Plan, pipeline_dir: Path, say: Callable[[str], object]) -> list[str]:
+    """Return the option that lets a step continue; move away what a step that begins anew has left."""
+    checkpoint = None if plan.action == "anew" else _newest_checkpoint(step)
+    # beside checkpoints that are damaged PPO starts no new run
+    is_in_the_way = plan.action == "anew" or (
+        step.kind == "ppo" and checkpoint is None and finished_in(step.output_dir)
+    )
+    if is_in_the_way and step.kind != "report" and step.output_dir.exists():
+        kept = _free(pipeline_dir / REPLACED / step.name)
+        kept.parent.mkdir(exist_ok=True)
+        os.rename(step.output_dir, kept)
+        say(f"{step.name}: its earlier files are in {kept}")
     if step.kind not in TRAINING:
-        if step.kind == "judge":
-            shutil.rmtree(step.output_dir, ignore_errors=True)
-        return []
-    if step.kind == "ppo":
-        return ["--resume_from_checkpoint", "true"] if any(step.output_dir.glob("checkpoint-*")) else []
-    checkpoint = newest_whole_checkpoint(step.output_dir)
-    return [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
+        for path in step.written():  # which the judge would write beside
+            path.unlink()
+    return [] if checkpoint is None else ["--resume_from_checkpoint", checkpoint]
 
 
-def newest_whole_checkpoint(output_dir: Path) -> Path | None:
-    """Return the newest checkpoint of TRL's trainers that was written to its end, whose last file is the state.
+def _newest_checkpoint(step: Step) -> str | None:
+    if step.kind == "ppo":  # which chooses it itself, and warns of others
+        return "true" if last_whole_checkpoint(str(step.output_dir), warn=lambda _: None) else None
+    newest = newest_of_trl(step.output_dir) if step.kind in TRAINING else None
+    return None if newest is None else str(newest)
 
-    Args:
-        output_dir: The run's directory.
+
+@contextmanager
+def _signals_noted() -> Iterator[list[int]]:
+    """Give a list that each signal is added to, so that the pipeline ends with the step that runs then."""
+    noted: list[int] = []
+    with _handling((*_PASSED_ON, signal.SIGINT), noted.append):
+        yield noted
+
+
+@contextmanager
+def _handling(numbers: Sequence[int], handle: Callable[[int], None]) -> Iterator[None]:
+    """Call a function for each of these signals, and then the handler that was there; one that is ignored stays so.
+
+    In a thread other than the main one nothing is handled.
     """
-    for path in numbered(output_dir):
-        try:
-            read_object(path / "trainer_state.json")
-        except ValueError:
-            continue
-        return path
-    return None
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.getsignal(number) for number in numbers if is_main}
+    previous = {number: handler for number, handler in previous.items() if handler not in (signal.SIG_IGN, None)}
+
+    def both(number: int, frame: Any) -> None:
+        handle(number)
+        if callable(before := previous[number]) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    for number in previous:
+        signal.signal(number, both)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def start_python(words: Sequence[str]) -> int:
@@ -140,7 +247,7 @@ def start_python(words: Sequence[str]) -> int:
     Returns:
         Its exit code; 128 and the signal's number where a signal ended it.
     """
-    parent, signals = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    parent, signals = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
 
     def begin() -> None:
         end_with_parent(parent)
@@ -170,13 +277,6 @@ def end_with_parent(parent: int) -> None:
 
 @contextmanager
 def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass SIGTERM on; SIGINT comes to the process by itself, from the terminal that both have."""
-    handlers = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number)),
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
-    }
-    try:
+    """Pass SIGTERM and SIGHUP on; SIGINT comes to the process by itself, from the terminal that both have."""
+    with _handling(_PASSED_ON, process.send_signal), _handling([signal.SIGINT], lambda _: None):
         yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

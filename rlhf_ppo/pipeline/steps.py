@@ -11,13 +11,11 @@ from typing import Any
 import yaml
 
 from rlhf_ppo.config.yaml_files import PlainWords
-from rlhf_ppo.reporting.judgements import JUDGED
+from rlhf_ppo.pipeline.record import Entry, model_files, named_files, read_record
+from rlhf_ppo.reporting.judgements import JUDGED, win_rate_beside
 
 STEPS = ("sft", "reward", "judge_reward", "ppo", "judge", "report")
 """The sections of a pipeline's file that are steps, in order."""
-
-FINISHED = "pipeline.json"
-"""The file in the pipeline's directory that says which steps are finished, and with which options."""
 
 COMMANDS = {"ppo": "train", "judge_reward": "reward"}
 """Steps that are not called as their command is."""
@@ -54,6 +52,20 @@ class Step:
         """Return the words behind the subcommand."""
         return [*self.runs, *(word for name, value in self.options.items() for word in _words(name, value))]
 
+    def recorded_options(self) -> dict[str, Any]:
+        """Return the options as JSON values."""
+        return json.loads(json.dumps({**self.options, "runs": self.runs}, default=str))
+
+    def written(self) -> Iterator[Path]:
+        """Yield the files that are there of those without which the step is not finished."""
+        if self.kind in TRAINING:
+            yield from model_files(self.output_dir)
+        elif self.kind == "judge":
+            table = self.output_dir / f"{JUDGED}.parquet"
+            yield from (path for path in (table, win_rate_beside(table)) if path.exists())
+        elif (page := Path(self.options["output"]).expanduser()).exists():
+            yield page
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -69,9 +81,32 @@ class Pipeline:
     steps: tuple[Step, ...]
     launch: tuple[str, ...] = ()
 
+    def inputs_of(self, step: Step) -> list[str]:
+        """Name the earlier steps that a step reads the output of.
+
+        Args:
+            step: One of the steps.
+        """
+        earlier = self.steps[: self.steps.index(step)]
+        if step.kind == "report":
+            return [other.name for other in earlier if other.kind in ("ppo", "judge")]
+        values = [value for name, value in step.options.items() if name != "output_dir"]
+        named = {Path(word) for value in values for word in _listed(value) if isinstance(word, str)}
+        return [other.name for other in earlier if other.output_dir in named]
+
+    def files_of(self, step: Step) -> dict[str, str]:
+        """Return hashes of the data, code and models that a step reads, without those of other steps.
+
+        Args:
+            step: One of the steps.
+        """
+        return named_files(step.options, [other.output_dir for other in self.steps])
+
 
 def read_pipeline(path: str | Path) -> Pipeline:
     """Read a pipeline's file.
+
+    A seed keeps the name of the step in which it was started, which `pipeline.json` lists.
 
     A later step takes from the earlier ones what it does not name itself: the reward models and the policy start from
     the language model that `sft` trained, PPO is paid by the model that `reward` trained, the judge compares the
@@ -83,7 +118,7 @@ def read_pipeline(path: str | Path) -> Pipeline:
 
     Raises:
         OSError: There is no such file.
-        ValueError: It is no such file; the message names the section and what to write.
+        ValueError: It is no such file; the message names the section and what to write. Or `pipeline.json` is damaged.
     """
     try:
         said = yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), PlainWords)
@@ -101,19 +136,19 @@ def read_pipeline(path: str | Path) -> Pipeline:
     if not wanted:
         raise ValueError(f"{path} has no step; write at least one of {list(STEPS)}")
     folder = Path(output_dir).expanduser()
-    steps = tuple(_steps(folder, wanted, sections, _seeds(said.get("seeds"))))
+    policies = _policies(_seeds(said.get("seeds")), read_record(folder))
+    steps = tuple(_steps(folder, wanted, sections, policies))
     return Pipeline(folder, steps, _launch(said.get("launch")))
 
 
 def _steps(
-    folder: Path, wanted: Sequence[str], sections: Mapping[str, dict[str, Any]], seeds: Sequence[int]
+    folder: Path, wanted: Sequence[str], sections: Mapping[str, dict[str, Any]], policies: Mapping[int, str]
 ) -> Iterator[Step]:
     common = sections["common"]
     made = {name: str(folder / name) for name in ("sft", *REWARD_MODELS) if name in wanted}
     for name in made:
         start = {"model_name_or_path": made["sft"]} if name in REWARD_MODELS and "sft" in made else {}
         yield _step(name, name, folder / name, start | common | sections[name])
-    policies = {seed: "ppo" if len(seeds) == 1 else f"ppo-seed{seed}" for seed in seeds}
     if "ppo" in wanted:
         start = {"sft_model_path": made.get("sft"), "reward_model_path": made.get("reward")}
         given = _known(start) | common | sections["ppo"]
@@ -137,6 +172,15 @@ def _steps(
         runs = tuple(str(folder / name) for name in policies.values())
         options = {"output": str(folder / "report.html"), **sections["report"]}
         yield Step("report", "report", folder, options, runs)
+
+
+def _policies(seeds: Sequence[int], record: Mapping[str, Entry]) -> dict[int, str]:
+    """Name the step of each seed: as it was when it was started, so that its work stays when seeds come or go."""
+    ppo = [(name, entry) for name, entry in record.items() if name == "ppo" or name.startswith("ppo-seed")]
+    finished_last = sorted(ppo, key=lambda named: named[1].output is not None)
+    started = {json.dumps(entry.options.get("seed")): name for name, entry in finished_last}
+    alone = len(seeds) == 1 and "ppo" not in record
+    return {seed: started.get(str(seed), "ppo" if alone else f"ppo-seed{seed}") for seed in seeds}
 
 
 def _check_ppo(options: Mapping[str, Any]) -> None:
@@ -190,6 +234,10 @@ def _launch(said: Any) -> tuple[str, ...]:
             "configs .` writes"
         )
     return ("accelerate.commands.launch", "--config_file", said)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _words(name: str, value: Any) -> list[str]:

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from rlhf_ppo.checkpoints.whole import newest_of_trl
 from rlhf_ppo.cli.pipeline import pipeline as command
-from rlhf_ppo.pipeline.running import newest_whole_checkpoint, run_pipeline, start_python
+from rlhf_ppo.pipeline.running import run_pipeline, start_python
 from rlhf_ppo.pipeline.steps import Pipeline, read_pipeline
+from tests.pipeline.stand_ins import Steps
 
 TEXT = """
 output_dir: out
@@ -41,75 +43,144 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pipel
     return make
 
 
-class Starts:
-    """Notes what is started, and writes what the judge would; a step that is named fails."""
+def failing(step: str) -> Callable[[str, str], None]:
+    def strike(name: str, moment: str) -> None:
+        if name == step:
+            raise OSError
 
-    def __init__(self, failing: str | None = None) -> None:
-        self.failing, self.words = failing, []
-
-    def __call__(self, words: Sequence[str]) -> int:
-        self.words.append(list(words))
-        if "judge" in words:
-            folder = Path(words[words.index("--output_dir") + 1])
-            folder.mkdir(parents=True)
-            (folder / "win_rate.json").write_text('{"win_rate": 0.75, "interval": [0.5, 1.0]}')
-        return 3 if self.failing is not None and self.failing in words else 0
-
-    @property
-    def commands(self) -> list[str]:
-        return [words[words.index("rlhf_ppo") + 1] for words in self.words]
+    return strike
 
 
 def test_what_is_finished_is_not_run_again(read: Callable[..., Pipeline]) -> None:
-    first, again = Starts(failing="train"), Starts()
+    first, again = Steps(failing("ppo")), Steps()
 
-    assert run_pipeline(read(), first) == 3 and first.commands == ["sft", "reward", "train"]
-    assert run_pipeline(read(), again) == 0 and again.commands == ["train", "judge"]
-    last, said = Starts(), []
+    assert run_pipeline(read(), first) == 2 and first.names == ["sft", "reward", "ppo"]
+    assert run_pipeline(read(), again) == 0 and again.names == ["ppo", "judge"]
+    last, said = Steps(), list[str]()
     assert run_pipeline(read(), last, said.append) == 0 and last.words == []
     assert "Win rates:\n  seed 0: 75.00% (95% interval 50.00 to 100.00)" in said
     assert list(json.loads(Path("out/pipeline.json").read_text())) == NAMES
 
 
 def test_a_finished_step_whose_options_have_changed_is_an_error(read: Callable[..., Pipeline]) -> None:
-    run_pipeline(read(), Starts())
+    run_pipeline(read(), Steps())
     changed = read(TEXT.replace("texts.jsonl", "others.jsonl"))
 
-    with pytest.raises(ValueError, match=r"sft was .* other options: dataset_name='texts\.jsonl' is 'others"):
-        run_pipeline(changed, Starts())
-    Path("out/pipeline.json").write_text("{")
-    with pytest.raises(ValueError, match=r"pipeline.json cannot be read"):
-        run_pipeline(read(), Starts())
+    with pytest.raises(ValueError, match=r"sft was .* other options or data: dataset_name='texts\.jsonl' is 'others"):
+        run_pipeline(changed, Steps())
 
 
 def test_a_training_step_goes_on_from_its_newest_whole_checkpoint(read: Callable[..., Pipeline]) -> None:
-    states = {"checkpoint-2": "{}", "checkpoint-10": "{}", "checkpoint-20": '{"a', "checkpoint-30": ""}
+    states = {
+        "checkpoint-2": "{}",
+        "checkpoint-10": "{}",
+        "checkpoint-20": '{"a',
+        "checkpoint-30": "",
+        "checkpoint-40": "{}",
+    }
     for name, state in states.items():
-        Path("out/sft", name).mkdir(parents=True)
+        Path("out/sft", name, "optimizer_0").mkdir(parents=True)
+        Path("out/sft", name, "made_of").touch()
         if state:
             Path("out/sft", name, "trainer_state.json").write_text(state)
+    Path("out/sft/checkpoint-40/optimizer_0").rmdir()  # of save_only_model=True
+    Path("out/sft/checkpoint-1").mkdir()
+    Path("out/sft/checkpoint-1/made_of").touch()
     Path("out/ppo/checkpoint-1").mkdir(parents=True)
-    started = Starts()
+    started = Steps()
     run_pipeline(read(), started)
 
-    sft, reward, ppo, _ = started.words
+    sft = started.words[0]
     assert sft[sft.index("--resume_from_checkpoint") + 1] == "out/sft/checkpoint-10"
-    assert "--resume_from_checkpoint" not in reward  # has none: from the beginning
-    assert ppo[ppo.index("--resume_from_checkpoint") + 1] == "true"  # chooses by itself
-    assert newest_whole_checkpoint(Path("nowhere")) is None
+    assert started.started[1:3] == [("reward", False), ("ppo", False)]  # have none that is whole
+    assert newest_of_trl(Path("nowhere")) is None
 
 
-def test_a_judge_that_was_broken_off_leaves_nothing(read: Callable[..., Pipeline]) -> None:
-    Path("out/ppo/judged").mkdir(parents=True)
-    Path("out/ppo/judged/judged.parquet").touch()
-    run_pipeline(read(), Starts())
+def test_checkpoints_of_ppo_that_are_all_damaged_are_moved_out_of_the_way(read: Callable[..., Pipeline]) -> None:
+    """PPO starts no new run beside checkpoints that were once whole."""
+    run_pipeline(read(), Steps())
+    Path("out/ppo/model.safetensors").unlink()
+    Path("out/ppo/checkpoint-1/made_of").write_text("damaged")
+    started, said = Steps(), list[str]()
+    run_pipeline(read(), started, said.append)
 
-    assert not Path("out/ppo/judged/judged.parquet").exists()
+    assert started.started == [("ppo", False), ("judge", False)]
+    assert "ppo is run again: out/ppo/model.safetensors is gone" in said
+    assert "ppo: its earlier files are in out/replaced/ppo" in said
+    assert Path("out/replaced/ppo/checkpoint-1").is_dir()
+
+
+def test_what_is_kept_of_a_step_is_never_overwritten(read: Callable[..., Pipeline]) -> None:
+    run_pipeline(read(), Steps())
+    for number in range(3):
+        Path("pairs.jsonl").write_text(f"{number}")
+        Path("out/reward/model.safetensors").unlink()
+        run_pipeline(read(), Steps())
+
+    assert sorted(path.name for path in Path("out/replaced").iterdir()) == [
+        "ppo", "ppo-2", "ppo-3", "reward", "reward-2", "reward-3",
+    ]  # fmt: skip
+
+
+def test_other_verdicts_in_the_judge_s_directory_stay(read: Callable[..., Pipeline]) -> None:
+    run_pipeline(read(), Steps())
+    for name in ("judged-2.parquet", "win_rate-2.json", "responses.parquet"):
+        Path("out/ppo/judged", name).write_text("another judge's")
+    Path("out/ppo/judged/win_rate.json").unlink()
+    run_pipeline(read(), Steps())
+
+    assert len(list(Path("out/ppo/judged").iterdir())) == 5
+
+
+@pytest.mark.parametrize(
+    ("win_rate", "words"),
+    [('{"win_rate": null, "interval": null}', "no verdict"), ("{}", "lacks win_rate"), ("", "cut off")],
+)
+def test_a_judge_without_a_verdict_is_not_finished(win_rate: str, words: str, read: Callable[..., Pipeline]) -> None:
+    class Silent(Steps):
+        def judge(self, options: dict[str, str], runs: list[str]) -> None:
+            super().judge(dict(options), runs)
+            Path(options["output_dir"], "win_rate.json").write_text(win_rate)
+
+    with pytest.raises(ValueError, match=f"{words}.*run the same command again"):
+        run_pipeline(read(), Silent())
+    again = Steps()
+    run_pipeline(read(), again)
+    assert again.names == ["judge"]
+
+
+def test_a_step_that_wrote_nothing_is_not_finished(read: Callable[..., Pipeline]) -> None:
+    with pytest.raises(ValueError, match="sft has ended well, but out/sft holds no model"):
+        run_pipeline(read(), lambda _: 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_the_pipeline_after_a_step_that_ended_well(
+    number: signal.Signals, read: Callable[..., Pipeline]
+) -> None:
+    def strike(name: str, moment: str) -> None:
+        if (name, moment) == ("reward", "ends"):
+            signal.raise_signal(number)
+
+    before, said = signal.getsignal(number), list[str]()
+    assert run_pipeline(read(), Steps(strike), said.append) == 128 + number
+    assert said[-1] == f"{number.name}: the pipeline has ended before ppo; the same command continues"
+    assert signal.getsignal(number) == before
+    again = Steps()
+    assert run_pipeline(read(), again) == 0 and again.names == ["ppo", "judge"]
+
+
+def test_a_signal_that_is_ignored_stays_ignored(read: Callable[..., Pipeline]) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run_pipeline(read(), Steps(lambda *_: signal.raise_signal(signal.SIGHUP))) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_launched_are_the_training_steps_alone(read: Callable[..., Pipeline]) -> None:
     Path("zero2.yaml").touch()
-    started = Starts()
+    started = Steps()
     run_pipeline(read(f"launch: zero2.yaml{TEXT}"), started)
 
     launch = ["-m", "accelerate.commands.launch", "--config_file", "zero2.yaml", "-m", "rlhf_ppo"]
@@ -169,7 +240,7 @@ def test_a_second_pipeline_in_its_directory_is_refused(
 
     assert ended.value.code == 3  # the first goes on, to where its own step fails
     assert "rlhf-ppo pipeline: error: output_dir='out' is in use: " in capsys.readouterr().err
-    assert not list(Path("out").iterdir())
+    assert [path.name for path in Path("out").iterdir()] == ["pipeline.json"]  # and no lock
 
 
 def test_a_dry_run_names_the_commands_and_starts_none(
@@ -182,6 +253,13 @@ def test_a_dry_run_names_the_commands_and_starts_none(
     printed = capsys.readouterr().out
     assert "ppo: rlhf-ppo train --sft_model_path out/sft --reward_model_path out/reward" in printed
     assert """ --reward_weights '{"reward_model": 2}' """ in printed  # for the shell
+    run_pipeline(read(TEXT), Steps())
+    Path("out/sft/model.safetensors").unlink()
+    capsys.readouterr()
+    command(["run.yaml", "--dry-run"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].endswith("--output_dir out/sft  # out/sft/model.safetensors is gone")
+    assert printed[1] == "reward: finished before; run again if sft writes something else this time"
     with pytest.raises(SystemExit) as stopped:
         command(["nowhere.yaml"])
     assert stopped.value.code == 2 and "nowhere.yaml" in capsys.readouterr().err
@@ -192,6 +270,7 @@ def test_a_process_s_exit_code_comes_back() -> None:
     assert start_python(["-c", "import os; os.kill(os.getpid(), 9)"]) == 128 + signal.SIGKILL
 
 
+BEGINS = "running.end_with_parent = slow"
 SLEEPER = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 PARENT = """
 import os, time
@@ -208,8 +287,11 @@ raise SystemExit(running.start_python(['-c', {!r}]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("patch", ["", "running.end_with_parent = slow"], ids=["it runs", "it begins"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "patch"),
+    [(signal.SIGHUP, ""), *((number, patch) for number in (signal.SIGTERM, signal.SIGKILL) for patch in ("", BEGINS))],
+    ids=["HUP runs", "TERM runs", "TERM begins", "KILL runs", "KILL begins"],
+)
 def test_a_step_does_not_outlive_the_pipeline(number: int, patch: str) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT.format(patch, SLEEPER)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -221,7 +303,7 @@ def test_a_step_does_not_outlive_the_pipeline(number: int, patch: str) -> None:
     while runs(child) and time.monotonic() < until:
         time.sleep(0.02)
     assert not runs(child)
-    assert code == (128 + signal.SIGTERM if number == signal.SIGTERM else -signal.SIGKILL)
+    assert code == (-signal.SIGKILL if number == signal.SIGKILL else 128 + number)
 
 
 def runs(process: int) -> bool:
