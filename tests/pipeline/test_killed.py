@@ -45,8 +45,13 @@ def written(path: str) -> Callable[[], bool]:
 
 
 def finished(step: str) -> Callable[[], bool]:
+    return lambda: step in finished_steps()
+
+
+def finished_steps() -> list[str]:
     path = OUT / "pipeline.json"
-    return lambda: path.exists() and step in json.loads(path.read_text())
+    record = json.loads(path.read_text()) if path.exists() else {}
+    return [name for name, entry in record.items() if entry["output"] is not None]
 
 
 MOMENTS: dict[str, Callable[[], bool]] = {
@@ -134,8 +139,7 @@ def files() -> dict[str, tuple[int, str]]:
 
     The judge's lie in the policy's directory, and are written anew where it was broken off.
     """
-    path = OUT / "pipeline.json"
-    steps = json.loads(path.read_text()) if path.exists() else {}
+    steps = finished_steps()
     found = [file for step in steps for file in (OUT / step).rglob("*") if file.is_file() and file.name != "README.md"]
     found = [file for file in found if "judge" in steps or OUT / "ppo/judged" not in file.parents]
     return {str(file): (file.stat().st_mtime_ns, hashed(file)) for file in found}
