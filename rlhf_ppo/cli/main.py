@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from traceback import format_exception
 from types import TracebackType
 
 from rlhf_ppo.cli.errors import fail
-from rlhf_ppo.config.redaction import hide_in
+from rlhf_ppo.config.redaction import hide_in, shown_traceback, with_hidden_words
 from rlhf_ppo.terminal.foreign import print_text
 
 COMMANDS = {
@@ -48,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         SystemExit: There is no such subcommand, or it failed.
     """
     if argv is None:
-        argv, sys.excepthook = sys.argv[1:], _show_traceback
+        argv, sys.excepthook = with_hidden_words(sys.argv[1:]), _show_traceback
     command, *options = argv or ["--help"]
     if command in ("-h", "--help"):
         print_text(usage())
@@ -73,4 +72,4 @@ def main(argv: list[str] | None = None) -> None:
 
 def _show_traceback(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Print a traceback, whose error may quote anything, visible."""
-    print_text("".join(format_exception(kind, error, traceback)).rstrip(), sys.stderr)
+    print_text(shown_traceback(error).rstrip(), sys.stderr)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
+from rlhf_ppo.config.redaction import shown_words
 from rlhf_ppo.pipeline.running import Plan, planned, run_pipeline, start_python
 from rlhf_ppo.pipeline.steps import STEPS, Pipeline, Step, read_pipeline
 from rlhf_ppo.terminal.foreign import print_text
@@ -97,7 +98,7 @@ def _check_what_is_named(steps: Iterable[tuple[Step, Any]]) -> None:
 def _show(read: Pipeline, plans: Mapping[str, Plan]) -> None:
     for step in read.steps:
         plan = plans[step.name]
-        words = shlex.join(["rlhf-ppo", step.command, *step.argv()])
+        words = shlex.join(shown_words(["rlhf-ppo", step.command, *step.argv()]))
         if plan.action == "keep":
             words = "finished before"
             if plan.depends:

@@ -33,6 +33,7 @@ from rlhf_ppo.cli.quantization import quantization_options
 from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, load_splits
 from rlhf_ppo.cli.trackers import settle_trackers
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.redaction import shown
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.loading import load_classifier, load_pretrained
 from rlhf_ppo.models.reference import asks_for_reference
@@ -280,6 +281,7 @@ def train_and_save(
         show_samples: Whether a `PPOTrainer` shows a table of all samples at the end.
     """
     args: Any = trainer.args
+    dataset_name = shown(dataset_name)  # for model cards
     settle_trackers(args)
     if isinstance(trainer, PPOTrainer):
         trainer.dataset_name = dataset_name

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import re
+import traceback
 import urllib.parse
-from collections.abc import Iterable, Mapping, MutableSequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
 HIDDEN = "***"
 """What stands in place of a secret."""
 
+_WHOLE_WORDS = "RLHF_PPO_HIDDEN_WORDS"
 _SPECIAL_TOKENS = "stop|eos|bos|pad|unk|sep|cls|mask|image|video|audio|start|end|decoder_start"
 _SECRET = re.compile(
     rf"(?<!\w)(?!(?:{_SPECIAL_TOKENS})_token(?!\w))"
-    r"(?:\w*_)?(?:token|secret|password|passwd|pwd|credentials?|api_?key|access_?key|private_?key|secret_?key|key"
+    r"(?:\w*_)?(?:token|secret|password|passwd|passphrase|pwd|cookie|credentials?|api_?key|access_?key|private_?key|secret_?key|key"
     r"|authorization|auth)(?!\w)",
     re.IGNORECASE,
 )
 _ADDRESS = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s\"'<>,;)\]}]+", re.IGNORECASE)
 _SETTING = re.compile(
-    rf"(?P<name>{_SECRET.pattern})(?P<between>[\"']?\s*[:=]\s*)(?:\"[^\"]*\"|'[^']*'|[^\s,;&)}}\]]+)", re.IGNORECASE
+    rf"(?P<name>{_SECRET.pattern})(?P<between>[\"']?\s*[:=]\s*)"
+    r"(?:\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[^\s,;&)}\]]+)",
+    re.IGNORECASE,
 )
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.+/=~-]+", re.IGNORECASE)
 
@@ -63,13 +69,13 @@ def shown(value: Any, name: str = "") -> Any:
         value: A setting; of dicts, lists and tuples every item is looked at.
         name: Its name, which may say that it is secret.
     """
-    if value is not None and not isinstance(value, bool | int | float) and is_secret(name):
+    if value is not None and not isinstance(value, bool | float) and is_secret(name):
         return HIDDEN
     if isinstance(value, Mapping):
         return {key: shown(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return type(value)(shown(item) for item in value)
-    return shown_text(value) if type(value) is str else value
+    return _shown_value(value) if type(value) is str else value
 
 
 def hide_in(words: MutableSequence[str]) -> None:
@@ -81,7 +87,64 @@ def hide_in(words: MutableSequence[str]) -> None:
     for index, word in enumerate(words):
         before = words[index - 1] if index else ""
         follows_secret = before.startswith("--") and "=" not in before and is_secret(before.lstrip("-"))
-        words[index] = HIDDEN if follows_secret else shown_text(word)
+        words[index] = HIDDEN if follows_secret else _shown_word(word)
+
+
+def _shown_word(word: str) -> str:
+    option, equals, value = word.partition("=")
+    if equals and option.startswith("--"):
+        return f"{option}={HIDDEN if is_secret(option.lstrip('-')) else _shown_value(value)}"
+    return _shown_value(word)
+
+
+def _shown_value(text: str) -> str:
+    """Return a text as `shown_text` has it; a JSON object or list without the secrets of its items."""
+    try:
+        content = json.loads(text) if text.lstrip()[:1] in ("{", "[") else None
+    except (ValueError, RecursionError):
+        content = None
+    if content is None:
+        return shown_text(text)
+    hidden = shown(content)
+    return text if hidden == content else json.dumps(hidden)
+
+
+def shown_words(words: Sequence[str]) -> list[str]:
+    """Return a command line's words with its secrets hidden."""
+    hidden = list(words)
+    hide_in(hidden)
+    return hidden
+
+
+def hide_from_ps(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Move the secrets of a command line, which every user of the machine can read, into the environment.
+
+    Args:
+        words: A subcommand of `rlhf-ppo` and its options.
+
+    Returns:
+        The words with the secrets hidden, and the environment variable that holds the whole words; empty without
+        secrets.
+    """
+    hidden = shown_words(words)
+    whole = {index: word for index, word in enumerate(words) if word != hidden[index]}
+    return hidden, {_WHOLE_WORDS: json.dumps(whole)} if whole else {}
+
+
+def with_hidden_words(words: Sequence[str]) -> list[str]:
+    """Undo `hide_from_ps` in the process that was started, and remove the variable from its environment.
+
+    Args:
+        words: A subcommand of `rlhf-ppo` and its options, as they stand in the command line.
+    """
+    whole: dict[str, str] = json.loads(os.environ.pop(_WHOLE_WORDS, "{}"))
+    return [whole.get(str(index), word) for index, word in enumerate(words)]
+
+
+def shown_traceback(error: BaseException) -> str:
+    """Return an error's traceback whose messages, but not lines of code, are as `shown_text` has them."""
+    lines = traceback.TracebackException.from_exception(error).format()
+    return "".join(line if line.startswith("  File ") else shown_text(line) for line in lines)
 
 
 def without(text: str, secrets: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ import xxhash
 
 from rlhf_ppo.checkpoints.jsonfile import parsed_json, write_json
 from rlhf_ppo.checkpoints.manifest import hash_of_file
+from rlhf_ppo.config.redaction import shown
 from rlhf_ppo.config.validation import check_type
 
 RECORD = "pipeline.json"
@@ -178,7 +179,7 @@ def named_files(options: Mapping[str, Any], made: Sequence[Path]) -> dict[str, s
             if isinstance(word, str) and name in (*_DATA, *_MODELS) and Path(word) not in made:
                 files = list(_files_of(word, is_model=name in _MODELS))
                 if files:
-                    found[word] = hash_of_all(hashes_of(files))
+                    found[shown(word)] = hash_of_all(hashes_of(files))
     return found
 
 

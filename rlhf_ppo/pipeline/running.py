@@ -19,6 +19,7 @@ from typing import Any, Literal
 from rlhf_ppo.checkpoints.lock import locked
 from rlhf_ppo.checkpoints.run import finished_in
 from rlhf_ppo.checkpoints.whole import last_whole_checkpoint, newest_of_trl
+from rlhf_ppo.config.redaction import hide_from_ps, shown_words
 from rlhf_ppo.pipeline.record import Entry, hash_of_all, hashes_of, read_record, what_is_missing, write_record
 from rlhf_ppo.pipeline.results import check_result, keep_win_rates
 from rlhf_ppo.pipeline.steps import TRAINING, Pipeline, Step
@@ -150,7 +151,7 @@ def _run_steps(
         record[step.name] = now
         write_record(pipeline.output_dir, record)
         launch = pipeline.launch if step.kind in TRAINING else ()
-        say(f"{step.name}: {shlex.join(['rlhf-ppo', step.command, *words])}")
+        say(f"{step.name}: {shlex.join(shown_words(['rlhf-ppo', step.command, *words]))}")
         if code := start(["-m", *launch, *(["-m"] if launch else []), "rlhf_ppo", step.command, *words]):
             say(f"{step.name} has ended with exit code {code}; {_AGAIN}")
             return code
@@ -247,6 +248,7 @@ def start_python(words: Sequence[str]) -> int:
     Returns:
         Its exit code; 128 and the signal's number where a signal ended it.
     """
+    words, environment = _without_secrets(words)
     parent, signals = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
 
     def begin() -> None:
@@ -254,13 +256,20 @@ def start_python(words: Sequence[str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)
 
     try:
-        process = subprocess.Popen([sys.executable, *words], preexec_fn=begin)
+        process = subprocess.Popen([sys.executable, *words], env=environment, preexec_fn=begin)
         with _passing_on(process):
             signal.pthread_sigmask(signal.SIG_SETMASK, signals)  # one that came before is passed on now
             code = process.wait()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)
     return 128 - code if code < 0 else code
+
+
+def _without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return a command line that everybody may read, and the environment that has its secrets."""
+    start = next((place for place, word in enumerate(words, 1) if word == "rlhf_ppo"), len(words))
+    hidden, secrets = hide_from_ps(words[start:])
+    return [*words[:start], *hidden], {**os.environ, **secrets}
 
 
 def end_with_parent(parent: int) -> None:

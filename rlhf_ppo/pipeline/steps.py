@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_ppo.config.redaction import shown
 from rlhf_ppo.config.yaml_files import PlainWords
 from rlhf_ppo.pipeline.record import Entry, model_files, named_files, read_record
 from rlhf_ppo.reporting.judgements import JUDGED, win_rate_beside
@@ -53,8 +54,8 @@ class Step:
         return [*self.runs, *(word for name, value in self.options.items() for word in _words(name, value))]
 
     def recorded_options(self) -> dict[str, Any]:
-        """Return the options as JSON values."""
-        return json.loads(json.dumps({**self.options, "runs": self.runs}, default=str))
+        """Return the options as JSON values, without secrets."""
+        return json.loads(json.dumps(shown({**self.options, "runs": list(self.runs)}), default=str))
 
     def written(self) -> Iterator[Path]:
         """Yield the files that are there of those without which the step is not finished."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import copy
+import json
 import logging
 import os
 import pickle
@@ -14,16 +16,27 @@ import traceback
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from datasets import Dataset
 
 from rlhf_ppo import PPOConfig
+from rlhf_ppo.cli.main import main
 from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
 from rlhf_ppo.compat.environments import make_environment
 from rlhf_ppo.compat.params import LLMTrainingParams
-from rlhf_ppo.config.redaction import hide_in, is_secret, shown, shown_address, shown_text
+from rlhf_ppo.config.redaction import (
+    hide_from_ps,
+    hide_in,
+    is_secret,
+    shown,
+    shown_address,
+    shown_text,
+    with_hidden_words,
+)
+from rlhf_ppo.pipeline.running import run_pipeline, start_python
+from rlhf_ppo.pipeline.steps import Step, read_pipeline
 from rlhf_ppo.reporting.model_card import model_card
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.resolve import resolve_reward
@@ -90,6 +103,48 @@ def test_a_command_line_is_hidden_in_place() -> None:
     words = ["--hub_token", HUB, f"--token={HUB}", "--reward_funcs", with_secrets("http://h/x"), "--stop_token", "eos"]
     hide_in(words)
     assert words == ["--hub_token", "***", "--token=***", "--reward_funcs", "http://h/x", "--stop_token", "eos"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hub_token": KEY},
+        {"hub_token": 7474747474},
+        {"reward_funcs": ["length", with_secrets("http://h/x")]},
+        {"judge_url": with_secrets("https://h/v1")},
+        {"dataset_name": with_secrets("https://h/rows.jsonl")},
+        {"judge_options": json.dumps({"headers": {"X-Api-Key": f'{KEY}"{HUB}'}, "seed": 1})},
+        {"model_init_kwargs": {"token": [KEY, HUB], "dtype": "bfloat16"}},
+        {"reward_funcs": f"keyword(api_key='{KEY}')"},
+        {"lr_scheduler_kwargs": {"comet": {"access_key": KEY, "cookie": HUB}}},
+    ],
+)
+def test_what_starts_a_step_holds_secrets_in_its_environment_only(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train", *Step("ppo", "ppo", Path("out"), {"seed": 1, **options}).argv()]
+    hidden, environment = hide_from_ps(words)
+    assert not leaks(" ".join(hidden)) and "7474747474" not in " ".join(hidden)
+    assert not leaks(json.dumps(shown(options))) and "7474747474" not in json.dumps(shown(options))
+    assert hidden[:3] == ["train", "--seed", "1"] and len(environment) == 1
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert with_hidden_words(hidden) == words
+    assert not environment.keys() & os.environ.keys() and with_hidden_words(hidden) == hidden
+    assert hide_from_ps(["train", "--stop_token", "eos"]) == (["train", "--stop_token", "eos"], {})
+
+
+def test_a_traceback_of_the_program_shows_no_secret(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlhf-ppo", "--version"])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    main()
+    try:
+        raise RuntimeError(f"401 for url: {with_secrets('https://host/x')}, Authorization: Bearer {HUB}")
+    except RuntimeError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    printed = capsys.readouterr().err
+    assert not leaks(printed)
+    assert "RuntimeError: 401 for url: https://host/x, Authorization: ***" in printed and "File " in printed
 
 
 # ---- Arguments ----
@@ -270,3 +325,96 @@ def test_a_command_line_writes_and_prints_no_secret(ending: str, server: Any, tm
     if ending == "fails":
         assert f"endpoint {url(server)}, asked for the rows" in done.stderr
     assert_clean(tmp_path, done.stdout + done.stderr, ("checkpoint-1/training_args.bin:", ".wandb"))
+
+
+# ---- The pipeline ----
+
+
+PIPELINE = """
+output_dir: out
+common: {{use_cpu: true, bf16: false, report_to: none, hub_token: "{hub}", max_steps: 1}}
+sft: {{model_name_or_path: sft, dataset_name: texts.jsonl, max_length: 8}}
+reward: {{model_name_or_path: reward, dataset_name: pairs.jsonl, max_length: 8}}
+ppo:
+  dataset_name: prompts.jsonl
+  reward_funcs: ["{url}"]
+  response_length: 4
+  per_device_train_batch_size: 2
+judge: {{dataset_name: prompts.jsonl, num_prompts: 2, max_new_tokens: 4, judge: "{url}"}}
+report: {{}}
+"""
+
+
+@pytest.fixture
+def place(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a pipeline's file that holds secrets, and what it names."""
+    monkeypatch.chdir(tmp_path)
+    for name, model in (("sft", tiny_policy()), ("reward", tiny_scorer())):
+        model.save_pretrained(name)
+        make_tokenizer().save_pretrained(name)
+    rows = {"texts": {"text": "w1 w2 w3"}, "prompts": {"prompt": "w1 w2"}, "pairs": {"chosen": "w1", "rejected": "w2"}}
+    for name, row in rows.items():
+        Path(f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    Path("run.yaml").write_text(PIPELINE.format(hub=HUB, url=with_secrets(url(server))))
+    return tmp_path
+
+
+class Started:
+    """Stands in for a step's process, which has ended well; keeps command line and environment."""
+
+    all: ClassVar[list[tuple[list[str], dict[str, str]]]] = []
+
+    def __init__(self, words: list[str], env: dict[str, str], **_: Any) -> None:
+        self.all.append((words, env))
+
+    def wait(self) -> int:
+        return 0
+
+
+def test_a_pipeline_writes_prints_and_passes_on_no_secret_but_by_the_environment(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(Started, "all", [])
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    Path("run.yaml").write_text(Path("run.yaml").read_text().partition("judge:")[0])
+    main(["pipeline", "run.yaml", "--dry_run"])
+    read = read_pipeline("run.yaml")
+    assert run_pipeline(read, start_python) == 0 and len(Started.all) == 3
+    for (words, environment), step in zip(Started.all, read.steps, strict=True):
+        assert not leaks(" ".join(words))
+        monkeypatch.setenv("RLHF_PPO_HIDDEN_WORDS", environment["RLHF_PPO_HIDDEN_WORDS"])
+        assert with_hidden_words(words[words.index("rlhf_ppo") + 1 :]) == [step.command, *step.argv()]
+    assert HUB in " ".join(read.steps[0].argv())
+    written = Path("out/pipeline.json")
+    assert "***" in written.read_text() and not leaks(written.read_bytes())
+    assert not leaks("".join(capsys.readouterr()))
+    with_clear = written.read_text().replace('"***"', json.dumps(HUB))  # as earlier versions wrote it
+    written.write_text(with_clear)
+    assert run_pipeline(read, start_python) == 0 and len(Started.all) == 3
+
+
+def command_lines() -> Iterator[bytes]:
+    """Those of all processes, which every user of a machine can read."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            yield path.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_a_whole_pipeline_shows_no_secret_in_files_output_or_command_lines(place: Path) -> None:
+    environment = {**os.environ, "HF_TOKEN": ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with open("printed.txt", "wb") as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rlhf_ppo", "pipeline", "run.yaml"], env=environment, stdout=printed, stderr=printed
+        )
+        seen: set[bytes] = set()
+        while process.poll() is None:
+            seen |= {line for line in command_lines() if b"rlhf_ppo" in line}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
+    assert process.returncode == 0, Path("printed.txt").read_text()[-3000:]
+    for command in ("sft", "reward", "train", "judge", "report"):
+        assert any(f"rlhf_ppo\0{command}\0".encode() in line for line in seen), command
+    assert not [line for line in seen if leaks(line)]
+    assert_clean(place / "out", Path("printed.txt").read_text(), ("pipeline.json", "win_rate.json", "report.html"))
