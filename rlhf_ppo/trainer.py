@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -277,12 +277,43 @@ class PPOTrainer(TrainerHooks):
             TypeError: Something is no tensor of ids, or no number.
             ValueError: The rows are not those of an update, or too long for the models; or a log-probability is not
                 finite or above 0.
-            RuntimeError: The run has had all its updates.
+            RuntimeError: The run has had all its updates, or `close` has ended it.
             RunStopped: A signal has ended the run.
         """
         if self._own_loop is None:
             self._own_loop = OwnLoop(self)
         return self._own_loop.step(queries, responses, scores, response_masks, sampling_logprobs)
+
+    def close(self) -> None:
+        """End the run that `step` has begun, before its last update.
+
+        Writes a checkpoint unless `save_strategy="no"` or one of the latest update exists, logs the updates since the
+        last log, fires `on_train_end`, frees `output_dir` and handles signals as before. With several processes all of
+        them call it. `with PPOTrainer(...) as trainer:` calls it at the end of the block, also after an error (of one
+        of several processes: then `output_dir` is freed, and nothing written).
+
+        Call it as often as you like: it does nothing where no run is open, that is before the first `step`, after the
+        last update, and after `train`, which closes its own run. After it `save_model`, `evaluate` and
+        `generate_completions` work as after `train`, `train` begins another run, and `step` is an error: to continue
+        the run, make a new trainer with `resume_from_checkpoint=True`.
+
+        Raises:
+            DivergenceError: A weight is not finite; `output_dir` is freed nevertheless.
+            RunStopped: A signal has come since the last update; the run has ended with a checkpoint.
+        """
+        self._close(saves=True)
+
+    def _close(self, saves: bool) -> None:
+        if self._own_loop is not None:
+            self._own_loop.close(saves)
+
+    def __enter__(self) -> Self:
+        """Return the trainer, whose `step` loop `close` ends with the block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Call `close`; an error of one of several processes only frees `output_dir`, since the others do not save."""
+        self._close(saves=kind is None or self.accelerator.num_processes == 1)
 
     def _inner_training_loop(
         self,
@@ -292,7 +323,7 @@ class PPOTrainer(TrainerHooks):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        if self._own_loop is not None:
+        if self._own_loop is not None and self._own_loop.is_beginning:
             return self._own_loop.begin(resume_from_checkpoint)
         loop = self._loop
         model = loop.begin(resume_from_checkpoint, trial, ignore_keys_for_eval)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import socket
@@ -44,15 +45,20 @@ def locked(output_dir: str) -> Iterator[None]:
     """
     path = Path(output_dir, LOCK_NAME)
     key = os.getpid(), os.path.realpath(path)
+    if key in _held:
+        gc.collect()  # a notebook may have replaced the trainer that holds it
     if key in _held:  # a process never waits for itself, and closing the file once would free it
-        raise InUseError(_refusal(output_dir, "another trainer of this process"))
+        raise InUseError(
+            f"output_dir={output_dir!r} is in use: a trainer of this process trains in it; call that trainer's "
+            "close(), or choose another output_dir"
+        )
     file = _open_locked(path, output_dir)
     _held.add(key)
     try:
         yield
     finally:
         _held.discard(key)
-        if file is not None:
+        if file is not None and key[0] == os.getpid():  # a forked process has inherited the file, not the lock
             path.unlink(missing_ok=True)
             os.close(file)
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ _WAKING = getattr(signal, "SIGURG", None)
 """Interrupts the main thread, and means nothing; one that is ignored where nobody handles it."""
 
 _listening: list[EndsOnSignals] = []
+"""The runs that are open; a signal is for all of them, and the latest stands for the one that is running."""
 
 
 class Stopped(BaseException):
@@ -75,14 +76,14 @@ class RunStopped(SystemExit):
 
 def give_up_if_stopped() -> None:
     """Raise `Stopped` if a signal has come; called from time to time by what can be given up."""
-    for listener in _listening:
-        listener.give_up_if_stopped()
+    if _listening:
+        _listening[-1].give_up_if_stopped()
 
 
 def give_up_together(device: torch.device) -> None:
     """Raise `Stopped` on all ranks if any of them has received a signal; where every rank calls this in step."""
-    for listener in _listening:
-        listener.give_up_together(device)
+    if _listening:
+        _listening[-1].give_up_together(device)
 
 
 @contextmanager
@@ -125,24 +126,28 @@ class EndsOnSignals(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals while the context lasts; a thread other than the main one cannot, and does not."""
+        """Handle the signals while the context lasts; a thread other than the main one cannot, and does not.
+
+        Several may listen at a time and end in any order: a signal is for all of them.
+        """
         self.received = self.stopped = None
         self._told.clear()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
-        watcher = _Watcher(self.awaited, self.same_signal, lambda: self.received is not None, self._told)
-        with _watching(watcher):
-            previous = {number: signal.signal(number, self._note) for number in heard}
-            _listening.append(self)
-            try:
-                with told_to_all_ranks(lambda: self.received):
-                    yield
-            finally:
+        _handle_signals()
+        _listening.append(self)
+        try:
+            with told_to_all_ranks(lambda: self.received):
+                yield
+        finally:
+            if self in _listening:  # not in a forked process
                 _listening.remove(self)
-                for number, handler in previous.items():
-                    signal.signal(number, handler)
+            _restore_signals()
+
+    def told(self) -> None:
+        """Note that the line on the signal is written."""
+        self._told.set()
 
     def wait_until_told(self) -> None:
         """Wait for the line on the signal that this rank has received, which another thread writes."""
@@ -187,12 +192,12 @@ class EndsOnSignals(TrainerCallback):
         *flags, total = self.reduce_sum(torch.tensor(own, device=device)).tolist()
         return next((int(number) for number, flag in zip(STOPPING, flags, strict=True) if flag > 0), None), total
 
-    def _note(self, number: int, frame: Any) -> None:
+    def note(self, number: int) -> bool:
+        """Take note of a signal, and return whether `Stopped` is to be raised at once."""
         if self.received is None:
             self.received = number
-        if self._gives_up:
-            self._gives_up = False  # once: what handles `Stopped` is not to be broken off in turn
-            raise Stopped(self.received)
+        gives_up, self._gives_up = self._gives_up, False  # once: what handles `Stopped` is not to be broken off
+        return gives_up
 
 
 class BetweenMicroBatches:
@@ -237,38 +242,79 @@ class BetweenMicroBatches:
 class _Watcher:
     """Says what a signal waits for, and ends the process with the second one, whatever the main thread is busy with.
 
-    Args:
-        awaited: Says what is finished before the run ends.
-        same_signal: Seconds in which further signals count as the first one.
-        is_noticed: Tells whether the main thread knows of the signal.
-        told: Set once the first signal's line is written.
+    Attributes:
+        first: When the first signal came, in seconds of a clock that never goes back; None before it.
+        is_over: Whether nobody listens any more.
     """
 
-    def __init__(
-        self, awaited: Callable[[], str], same_signal: float, is_noticed: Callable[[], bool], told: threading.Event
-    ) -> None:
-        self.awaited, self.same_signal, self.is_noticed, self.told = awaited, same_signal, is_noticed, told
-        self._first: float | None = None
+    def __init__(self) -> None:
+        self.first: float | None = None
         self.is_over = False
 
     def hear(self, number: int) -> None:
-        """Take note of a signal."""
-        name = signal.Signals(number).name
-        if self._first is None:
-            self._first = time.monotonic()
+        """Take note of a signal, which is the first for all that listen, or a further one."""
+        name, listeners = signal.Signals(number).name, list(_listening)
+        if not listeners:
+            return
+        if self.first is None:
+            self.first = time.monotonic()
             threading.Thread(target=self._wake_main_thread, name="rlhf_ppo-waker", daemon=True).start()
-            say(f"{name}: {self.awaited()}. A second signal ends the process at once.")
-            self.told.set()
-        elif time.monotonic() - self._first > self.same_signal:
+            say(f"{name}: {listeners[-1].awaited()}. A second signal ends the process at once.")
+            for listener in listeners:
+                listener.told()
+        elif time.monotonic() - self.first > listeners[-1].same_signal:
             say(f"{name}, the second signal: the process ends at once.")
             os._exit(128 + number)
 
     def _wake_main_thread(self) -> None:
         """Interrupt what the main thread waits for: the system may have given the signal to another thread."""
         main = threading.main_thread().ident
-        while _WAKING is not None and main is not None and not self.is_over and not self.is_noticed():
+        while _WAKING is not None and main is not None and not self.is_over:
+            if all(listener.received is not None for listener in list(_listening)):
+                return
             signal.pthread_kill(main, _WAKING)
             time.sleep(0.05)
+
+
+_handlers = ExitStack()
+"""Puts the signal handlers back that were there before anybody listened."""
+
+_watchers: list[_Watcher] = []
+
+
+def _handle_signals() -> None:
+    """Install the handlers; where they are installed, the next signal counts as the first again."""
+    if _watchers:
+        _watchers[0].first = None
+        return
+    heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+    _watchers.append(_Watcher())
+    _handlers.callback(_watchers.clear)
+    _handlers.enter_context(_watching(_watchers[0]))
+    for number in heard:
+        _handlers.callback(signal.signal, number, signal.signal(number, _note))
+
+
+def _restore_signals() -> None:
+    """Put the handlers back if nobody listens any more, in the main thread, which alone can do so.
+
+    Another thread gets here where it collects the garbage that a trainer has become in the middle of its `step` loop.
+    """
+    if _listening:
+        return
+    if threading.current_thread() is threading.main_thread():
+        _handlers.close()
+    elif _WAKING is not None and (main := threading.main_thread().ident) is not None:
+        signal.pthread_kill(main, _WAKING)
+
+
+def _note(number: int, frame: Any) -> None:
+    """Tell all that listen of a signal; where the last has ended in another thread, the handler before gets it."""
+    if not _listening:
+        _restore_signals()
+        os.kill(os.getpid(), number)
+    if given_up := [listener.received for listener in _listening if listener.note(number)]:
+        raise Stopped(given_up[-1] or number)
 
 
 @contextmanager
@@ -280,7 +326,7 @@ def _watching(watcher: _Watcher) -> Iterator[None]:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    waking = None if _WAKING is None else signal.signal(_WAKING, lambda *_: None)
+    waking = None if _WAKING is None else signal.signal(_WAKING, lambda *_: _restore_signals())
 
     def watch() -> None:
         with reader:
@@ -306,6 +352,8 @@ def _forget_in_child() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _listening.clear()
+        _watchers.clear()
+        _handlers.pop_all()
 
 
 if hasattr(os, "register_at_fork"):

@@ -6,6 +6,7 @@ that does one of the trainer's parts (see ADR 0016).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -123,7 +124,8 @@ class TrainerHooks(Trainer):
         draw_apart(self.callback_handler, self._streams.callbacks)
         self._directory = RunDirectory(self.args, self.accelerator, self.is_deepspeed_enabled, self.is_fsdp_enabled)
         self._withheld = WithheldArguments(self.args)
-        self._signals = EndsOnSignals(self._sum, self._awaited, self.accelerator.num_processes)
+        this = weakref.proxy(self)  # who listens to signals is known globally, which must not keep the trainer alive
+        self._signals = EndsOnSignals(self._sum, lambda: this._awaited(), self.accelerator.num_processes)
         self._loop = Loop(self)
         self._learning = LearningInParts(self, self._loop.figures.keep)
         self._checkpoints, self._steps = CheckpointWriter(self), OptimizerSteps(self, self._guard)

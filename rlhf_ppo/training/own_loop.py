@@ -18,6 +18,7 @@ from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.lengths import PositionLimit, check_lengths
 from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.processes.random_numbers import rng_kept
 from rlhf_ppo.processes.signals import EndsOnSignals
 from rlhf_ppo.rewards.scorer import RewardSource, Scores, ScoringBatch
 from rlhf_ppo.training.half_learned import LearningInParts
@@ -71,13 +72,17 @@ class OwnLoop:
 
     Args:
         run: The trainer.
+
+    Attributes:
+        is_beginning: Whether `Trainer.train` is being called to set the run up.
     """
 
     def __init__(self, run: SteppedTrainer) -> None:
         self.run = run
+        self.is_beginning = False
         self._stack = ExitStack()
         self._model: nn.Module | None = None
-        self._is_over = False
+        self._is_over = self._is_closed = False
 
     def step(
         self,
@@ -102,6 +107,11 @@ class OwnLoop:
         run = self.run
         if self._is_over:
             done = run.state.global_step
+            if self._is_closed:
+                raise RuntimeError(
+                    f"the run was closed after {done} of {run.state.max_steps} updates; make a new PPOTrainer with "
+                    "resume_from_checkpoint=True in its arguments to continue the run"
+                )
             raise RuntimeError(f"the run is over after {done} updates; raise total_episodes for more, or resume it")
         with self._closed_by_errors():
             model = self._begun()
@@ -114,23 +124,45 @@ class OwnLoop:
                 self._finish()
         return metrics
 
+    def close(self, saves: bool) -> None:
+        """End the run before its last update, see `PPOTrainer.close`; a run that is over stays as it is.
+
+        Args:
+            saves: Whether to save, log and fire `on_train_end`, which all ranks do together.
+        """
+        if self._is_over or self._model is None:
+            return
+        self._is_closed = True
+        with self._closed_by_errors():
+            if saves:
+                self._stopped_between()
+                if self.run.args.save_strategy != "no":
+                    with rng_kept():
+                        self.run._end.save_where_it_stopped(self._model, None)
+                self.run._loop.finish()
+        self._release()
+
     @contextmanager
     def _closed_by_errors(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self._close()
+            self._release()
             raise
 
-    def _close(self) -> None:
-        self._is_over = True
+    def _release(self) -> None:
+        self._is_over = self._model is not None  # else a later call may set the run up
         self._stack.close()
 
     def _begun(self) -> nn.Module:
         """Set the run up with the first call, and finish what a resumed one was learning."""
         if self._model is None:
             checkpoint = self._stack.enter_context(self.run._loop.opened(None, None))
-            Trainer.train(cast(Trainer, self.run), checkpoint)  # which ends with a call of `begin`
+            self.is_beginning = True
+            try:
+                Trainer.train(cast(Trainer, self.run), checkpoint)  # which ends with a call of `begin`
+            finally:
+                self.is_beginning = False
             assert self._model is not None
             if self.run._learning.unfinished is not None:
                 self._update(self._model, _no_rollout)
@@ -164,7 +196,7 @@ class OwnLoop:
 
     def _finish(self) -> None:
         self.run._loop.finish()
-        self._close()
+        self._release()
 
 
 def _no_rollout() -> Rollout:

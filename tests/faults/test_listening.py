@@ -36,6 +36,21 @@ def test_a_signal_that_is_ignored_stays_ignored(ends: EndsOnSignals) -> None:
         signal.signal(signal.SIGINT, before)
 
 
+def test_runs_that_listen_at_a_time_may_end_in_any_order(ends: EndsOnSignals) -> None:
+    """A signal is for all that are left."""
+    other, before = EndsOnSignals(lambda flags: flags, awaited=lambda: "it ends"), signal.getsignal(signal.SIGTERM)
+    first, second = ends.listening(), other.listening()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Stopped):
+        other.give_up_if_stopped()
+    ends.give_up_if_stopped()
+    second.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGTERM) is before and signal.set_wakeup_fd(-1) == -1
+
+
 def test_in_another_thread_signals_stay_the_programs(ends: EndsOnSignals) -> None:
     seen: list[bool] = []
     before = signal.getsignal(signal.SIGTERM)

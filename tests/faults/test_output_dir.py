@@ -158,7 +158,10 @@ def test_without_a_legible_note_it_is_the_newest_checkpoints_run(text: str, run:
 def test_a_second_run_in_the_same_directory_is_refused(run: Path, tmp_path: Path) -> None:
     with (
         locked(str(run)),
-        pytest.raises(RuntimeError, match=r"output_dir=.* is in use: another trainer of this process"),
+        pytest.raises(
+            RuntimeError,
+            match=r"output_dir=.* is in use: a trainer of this process trains in it; call that trainer's close",
+        ),
     ):
         make_saving(run).train(resume_from_checkpoint=True)
     died = make_saving(tmp_path / "died", given={"callbacks": [DieAt("on_step_begin", 1)]})

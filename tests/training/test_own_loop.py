@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import signal
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +19,14 @@ from transformers import TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.checkpoints import last_whole_checkpoint
+from rlhf_ppo.checkpoints.lock import LOCK_NAME, InUseError
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.processes.signals import RunStopped
+from rlhf_ppo.training.divergence import DivergenceError
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
-from tests.runs import QUICK, history, parameters
+from tests.runs import QUICK, assert_identical, history, parameters
 
 RUN = QUICK | {"num_ppo_epochs": 2, "learning_rate": 0.01, "kl_coef": 0.3, "missing_eos_penalty": 0.5}
 Rows = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
@@ -48,16 +54,22 @@ def rows_of(rollout: Rollout) -> Rows:
 
 
 @pytest.fixture
-def make_stepper(make_args: Callable[..., PPOConfig]) -> Steps:
-    """Factory of trainers without prompts and rewards."""
+def make_stepper(make_args: Callable[..., PPOConfig]) -> Iterator[Steps]:
+    """Factory of trainers without prompts and rewards; those that are still open are closed."""
+    made: list[weakref.ref[PPOTrainer]] = []
 
     def make(trainer_class: type[PPOTrainer] = PPOTrainer, **overrides: Any) -> PPOTrainer:
         given = {name: overrides.pop(name) for name in ("callbacks", "train_dataset") if name in overrides}
         args = make_args(**{**RUN, **overrides})
         models = {"ref_model": tiny_policy(seed=5), "value_model": tiny_scorer(seed=2)}
-        return trainer_class(args, make_tokenizer(), tiny_policy(), **models, **given)
+        trainer = trainer_class(args, make_tokenizer(), tiny_policy(), **models, **given)
+        made.append(weakref.ref(trainer))
+        return trainer
 
-    return make
+    yield make
+    for kept in made:
+        if (trainer := kept()) is not None:
+            trainer._close(saves=False)
 
 
 def rows(number: int) -> Rows:
@@ -85,29 +97,163 @@ def test_steps_on_the_rollouts_of_a_run_give_that_run(make_trainer: Callable[...
     assert returned[0]["rewards/score/mean"] == pytest.approx(float(trained.rows[0][2].mean()))
 
 
+class Events(TrainerCallback):
+    """Keeps the events of a run's beginning, updates, saves and end."""
+
+    seen: tuple[str, ...] = ()
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.seen += ("begin",)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seen += ("step",)
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        self.seen += ("save",)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seen += ("end",)
+
+
 def test_the_run_ends_with_its_last_update(make_stepper: Steps) -> None:
-    class Events(TrainerCallback):
-        seen: tuple[str, ...] = ()
-
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.seen += ("begin",)
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.seen += ("step",)
-
-        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            self.seen += ("end",)
-
     events = Events()
     trainer = make_stepper(callbacks=[events], save_strategy="steps", save_steps=2)
     for number in range(3):
         trainer.step(*rows(number))
 
-    assert events.seen == ("begin", "step", "step", "step", "end")
+    trainer.close()  # does nothing any more
+    assert events.seen == ("begin", "step", "step", "save", "step", "save", "end")
     assert last_whole_checkpoint(str(trainer.args.output_dir)) is not None
     assert "train_loss" in trainer.state.log_history[-1]
     with pytest.raises(RuntimeError, match="the run is over after 3 updates; raise total_episodes"):
         trainer.step(*rows(3))
+
+
+# ---- close ----
+
+
+def test_two_trainers_one_after_the_other_in_one_directory(make_stepper: Steps) -> None:
+    """As cells of a notebook make them: the first is closed, and the second goes on bit for bit."""
+    whole = make_stepper(score_scaling=True)
+    for number in range(3):
+        whole.step(*rows(number))
+    shutil.rmtree(str(whole.args.output_dir))
+    settings = {"score_scaling": True, "save_strategy": "steps", "save_steps": 10}
+    first, events = make_stepper(**settings, logging_steps=2), Events()
+    first.add_callback(events)
+    before = signal.getsignal(signal.SIGTERM)
+    first.step(*rows(0))
+    second = make_stepper(**settings, resume_from_checkpoint="True")
+    with pytest.raises(
+        InUseError, match=r"output_dir='.*' is in use: a trainer of this process .*; call .* close\(\)"
+    ):
+        second.step(*rows(1))
+    torch.rand(3)  # the caller's own
+    drawn = torch.get_rng_state()
+    first.close()
+    first.close()
+
+    assert events.seen == ("begin", "step", "save", "end") and signal.getsignal(signal.SIGTERM) is before
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert os.listdir(str(first.args.output_dir)).count(LOCK_NAME) == 0
+    assert [entry["step"] for entry in first.state.log_history if "loss" in entry] == [1]
+    with pytest.raises(RuntimeError, match=r"closed after 1 of 3 updates; .* resume_from_checkpoint=True"):
+        first.step(*rows(1))
+    first.save_model()
+    for number in (1, 2):
+        second.step(*rows(number))
+    assert_identical(parameters(second), parameters(whole))
+    assert history(second) == history(whole)
+
+
+def test_close_without_an_open_run_does_nothing(make_stepper: Steps, make_trainer: Callable[..., Any]) -> None:
+    with make_stepper() as trainer:
+        trainer.close()
+        trainer.step(*rows(0))
+    with make_trainer(**QUICK, output_dir=str(trainer.args.output_dir) + "2") as trained:
+        trained.train()
+    assert trained.state.global_step == 3
+
+
+def test_without_checkpoints_close_writes_none(make_stepper: Steps) -> None:
+    trainer = make_stepper(save_strategy="no")
+    trainer.step(*rows(0))
+    trainer.close()
+    assert last_whole_checkpoint(str(trainer.args.output_dir)) is None
+
+
+def test_an_error_in_the_block_closes_the_run(make_stepper: Steps) -> None:
+    events = Events()
+    with pytest.raises(KeyError, match="mine"), make_stepper(callbacks=[events], save_strategy="steps") as trainer:
+        trainer.step(*rows(0))
+        raise KeyError("mine")
+    assert events.seen == ("begin", "step", "save", "end")
+    assert last_whole_checkpoint(str(trainer.args.output_dir)) == f"{trainer.args.output_dir}/checkpoint-1"
+    with make_stepper(resume_from_checkpoint="True") as resumed:
+        resumed.step(*rows(1))
+        assert resumed.state.global_step == 2
+
+
+def test_an_error_of_one_of_several_processes_frees_the_directory_and_saves_nothing(
+    make_stepper: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyError, match="mine"), make_stepper(save_strategy="steps", save_steps=10) as trainer:
+        trainer.step(*rows(0))
+        monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+        raise KeyError("mine")
+    assert last_whole_checkpoint(str(trainer.args.output_dir)) is None
+    assert LOCK_NAME not in os.listdir(str(trainer.args.output_dir))
+
+
+def test_weights_that_are_not_finite_do_not_keep_the_directory(make_stepper: Steps) -> None:
+    trainer = make_stepper(save_strategy="no")
+    trainer.step(*rows(0))
+    with torch.no_grad():
+        next(trainer.policy_model.parameters()).view(-1)[0] = float("nan")
+    with pytest.raises(DivergenceError):
+        trainer.close()
+    assert LOCK_NAME not in os.listdir(str(trainer.args.output_dir))
+
+
+def test_a_signal_before_close_is_not_lost(make_stepper: Steps) -> None:
+    trainer = make_stepper()
+    trainer.step(*rows(0))
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(RunStopped):
+        trainer.close()
+
+
+@pytest.mark.parametrize("thread", ["main", "another"])
+def test_a_trainer_that_nobody_refers_to_frees_directory_and_signals(make_stepper: Steps, thread: str) -> None:
+    """Where a thread of its own collects it, the main thread is woken to restore the signals."""
+    before = signal.getsignal(signal.SIGTERM)
+    trainer: Any = make_stepper()
+    trainer.step(*rows(0))
+    directory, kept = str(trainer.args.output_dir), weakref.ref(trainer)
+    del trainer
+    if thread == "another":
+        collecting = threading.Thread(target=gc.collect)
+        collecting.start()
+        collecting.join()
+    second = make_stepper()
+    second.step(*rows(0))  # which collects, where nobody has
+    second.close()
+
+    assert kept() is None and LOCK_NAME not in os.listdir(directory)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_after_close_train_begins_another_run(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(**QUICK)
+    trainer.step(*rows(0))
+    with pytest.raises(InUseError, match="close"):
+        trainer.train()
+    trainer.close()
+    shutil.rmtree(str(trainer.args.output_dir))
+    assert trainer.train().global_step == trainer.state.global_step == 3
+
+
+# ---- Signals and resuming ----
 
 
 @pytest.mark.parametrize("done", [1, 2])
