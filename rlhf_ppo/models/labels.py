@@ -66,7 +66,7 @@ def keep_label(model: nn.Module, label: str) -> nn.Module:
     name, layer = layers[0]
     _replace(base, name, _row_of(layer, index))
     base.config.num_labels = cast(Any, base).num_labels = 1
-    if expected is not None and not torch.allclose(_probe(base)[:, 0], expected, rtol=1e-3, atol=1e-4):
+    if expected is not None and not torch.allclose(_probe(base)[:, 0], expected, 1e-3, 1e-4, equal_nan=True):
         raise ValueError(
             f"reward_head={label!r}: {type(base).__name__} computes its labels from more than one linear layer; pass "
             "the model with one label"

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 
 from rlhf_ppo.processes.signals import Stopped
 
 
 @contextmanager
-def failing_together(accelerator: Accelerator) -> Iterator[None]:
+def failing_together(accelerator: Accelerator | PartialState) -> Iterator[None]:
     """Run a block of each rank's own work; an error on one rank is raised on all, which would else wait forever.
 
     Args:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.data.encoding import is_conversation
+from rlhf_ppo.models.finite import check_finite
 from rlhf_ppo.models.heads import FrozenScorer, check_classifier
 from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.models.positions import positions
@@ -122,6 +123,7 @@ class RewardModelJudge(ScoringJudge):
             ValueError: Nothing loadable is there.
         """
         model = load_reward_model(self.path, "preference_model", None)
+        check_finite(model, "preference_model")
         check_classifier(model, "preference_model")
         scorer = FrozenScorer(model.to(PartialState().device))
         return RewardModel(scorer, self.batch_size, max_positions=positions(model))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -20,6 +20,7 @@ from rlhf_ppo.estimate.counting import copy_without_storage
 from rlhf_ppo.models.adapter_checks import check_adapter, warn_of_rank_allocation
 from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
 from rlhf_ppo.models.consistency import check_consistent
+from rlhf_ppo.models.finite import check_finite
 from rlhf_ppo.models.float32_head import multiply_head_in_float32
 from rlhf_ppo.models.heads import FrozenScorer, check_classifier, reads_last_token
 from rlhf_ppo.models.loading import (
@@ -185,6 +186,8 @@ def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> No
     for name, module in loaded.items():
         if module is not None:
             check_runs_on(module, name, args.device)
+            with failing_together(PartialState()):  # its share on each rank
+                check_finite(module, name)
             check_adapter(module, name)
             if name in ("model", "ref_model"):
                 check_consistent(module, name, args if name == "model" else None)

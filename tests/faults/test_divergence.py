@@ -224,10 +224,11 @@ def test_a_learning_rate_that_is_too_large_is_named(
 
 def test_a_reward_model_of_nan_is_named(make_trainer: MakeTrainer) -> None:
     broken = tiny_scorer()
+    trainer = make_trainer(**QUICK, reward_model=broken, value_model=tiny_scorer(2))
     with torch.no_grad():
         broken.score.weight[0, 0] = math.nan
     with pytest.raises(DivergenceError, match="update 1: the reward model's score of row 0 is nan"):
-        make_trainer(**QUICK, reward_model=broken, value_model=tiny_scorer(2)).train()
+        trainer.train()
 
 
 def test_one_nan_of_ten_updates_is_left_out_and_said(make_trainer: MakeTrainer, tmp_path: Path, caplog: Any) -> None:
