@@ -105,7 +105,6 @@ class PPOTrainer(TrainerHooks):
     """
 
     _tag_names = ("rlhf_ppo", "ppo")
-    _own_loop: OwnLoop | None = None
 
     def __init__(
         self,
@@ -184,7 +183,7 @@ class PPOTrainer(TrainerHooks):
         given = (args, models.policy, self.accelerator, self._tokenizer, tokens.stop, tokens.stop_strings, opponents)
         rows = (lambda: self._estimate.generation_rows, self.sizes.local_batch_size)
         self._engine = make_engine(*given, *rows) if engine is None else engine
-        self._rollouts, self._objective = Rollouts(self, opponents), Objective(self)
+        self._rollouts, self._objective, self._own_loop = Rollouts(self, opponents), Objective(self), OwnLoop(self)
         self._ptx = LanguageModeling(self, ptx_dataset)
         surroundings = (self.accelerator, lambda: self.state, self._logged, self._guard.refuse)
         self.scorer = construction.make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
@@ -280,8 +279,6 @@ class PPOTrainer(TrainerHooks):
             RuntimeError: The run has had all its updates, or `close` has ended it.
             RunStopped: A signal has ended the run.
         """
-        if self._own_loop is None:
-            self._own_loop = OwnLoop(self)
         return self._own_loop.step(queries, responses, scores, response_masks, sampling_logprobs)
 
     def close(self) -> None:
@@ -301,11 +298,7 @@ class PPOTrainer(TrainerHooks):
             DivergenceError: A weight is not finite; `output_dir` is freed nevertheless.
             RunStopped: A signal has come since the last update; the run has ended with a checkpoint.
         """
-        self._close(saves=True)
-
-    def _close(self, saves: bool) -> None:
-        if self._own_loop is not None:
-            self._own_loop.close(saves)
+        self._own_loop.close(saves=True)
 
     def __enter__(self) -> Self:
         """Return the trainer, whose `step` loop `close` ends with the block."""
@@ -313,7 +306,7 @@ class PPOTrainer(TrainerHooks):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Call `close`; an error of one of several processes only frees `output_dir`, since the others do not save."""
-        self._close(saves=kind is None or self.accelerator.num_processes == 1)
+        self._own_loop.close(saves=kind is None or self.accelerator.num_processes == 1)
 
     def _inner_training_loop(
         self,
@@ -323,7 +316,7 @@ class PPOTrainer(TrainerHooks):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        if self._own_loop is not None and self._own_loop.is_beginning:
+        if self._own_loop.is_beginning:
             return self._own_loop.begin(resume_from_checkpoint)
         loop = self._loop
         model = loop.begin(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -331,8 +324,7 @@ class PPOTrainer(TrainerHooks):
             loop.evaluate_first()
             for epoch in loop.epochs:
                 for prompts in loop.prompts(epoch):
-                    experience = loop.experience(partial(self.collect_rollout, model, prompts))
-                    loop.grad_norm = self.learn(model, experience)
+                    loop.grad_norm = self.learn(model, loop.experience(partial(self.collect_rollout, model, prompts)))
                     loop.end_update()
                     if self.control.should_epoch_stop or self.control.should_training_stop:
                         break
@@ -383,8 +375,7 @@ class PPOTrainer(TrainerHooks):
             NonFiniteLogitsError: The policy's logits are NaN or infinite.
         """
         check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._longest_sequence)
-        role = "policy" if policy is self.policy_model else "reference"
-        with self._rollouts.sampling(policy, role):
+        with self._rollouts.sampling(policy, "policy" if policy is self.policy_model else "reference"):
             ids, logprobs = self._engine.sample(policy, prompts, config)
             give_up_if_stopped()
         return join_responses(prompts, ids, self.tokens.stop, self.tokens.pad, self.tokens.stop_strings, logprobs)
@@ -503,8 +494,7 @@ class PPOTrainer(TrainerHooks):
         if num_tokens == 0:
             return 0.0
         parts = self._objective.micro_batches(minibatch, num_tokens, self._unwrapped(model).packs_rows)
-        losses: list[Tensor] = []
-        of_texts = self._ptx.learn(model, statistics)
+        losses, of_texts = list[Tensor](), self._ptx.learn(model, statistics)
         for index, part in enumerate(parts):
             self._learning.begin_micro_batch(index)
             is_last = index == len(parts) - 1
@@ -582,9 +572,8 @@ class PPOTrainer(TrainerHooks):
         """
         if self._policy_loss is not None:
             return self._policy_loss(logprobs, experience, self.args)
-        args, old, weights = self.args, experience.logprobs, experience.importance_weights
-        clips = (args.cliprange, weights, args.cliprange_high, args.dual_clip)
-        return clipped_policy_loss(logprobs, old, experience.advantages, *clips)
+        clips = (self.args.cliprange, experience.importance_weights, self.args.cliprange_high, self.args.dual_clip)
+        return clipped_policy_loss(logprobs, experience.logprobs, experience.advantages, *clips)
 
     def value_loss(self, values: Tensor, experience: Experience) -> ValueLoss:
         """Compute the value model's loss of each token: the clipped squared error, before `vf_coef`.

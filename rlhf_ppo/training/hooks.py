@@ -123,16 +123,15 @@ class TrainerHooks(Trainer):
         self._streams = Streams(self.args.process_index, self.args.seed)
         draw_apart(self.callback_handler, self._streams.callbacks)
         self._directory = RunDirectory(self.args, self.accelerator, self.is_deepspeed_enabled, self.is_fsdp_enabled)
-        self._withheld = WithheldArguments(self.args)
-        this = weakref.proxy(self)  # who listens to signals is known globally, which must not keep the trainer alive
-        self._signals = EndsOnSignals(self._sum, lambda: this._awaited(), self.accelerator.num_processes)
-        self._loop = Loop(self)
+        self._loop, self._withheld = Loop(self), WithheldArguments(self.args)
+        # Who listens to signals is known globally, which must not keep the trainer alive.
+        awaited = partial(TrainerHooks._awaited, weakref.proxy(self))
+        self._signals = EndsOnSignals(self._sum, awaited, self.accelerator.num_processes)
         self._learning = LearningInParts(self, self._loop.figures.keep)
         self._checkpoints, self._steps = CheckpointWriter(self), OptimizerSteps(self, self._guard)
         self._end = EndAfterSignal(self, self._signals, self._learning, self._streams, self._guard)
         self._evaluation = Evaluation(self, lambda: self._loop.latest_prompts)
-        self._logged = LoggedByFunctions(is_used=bool(self._functions))
-        self._metrics: dict[str, float] = {}
+        self._logged, self._metrics = LoggedByFunctions(is_used=bool(self._functions)), dict[str, float]()
         watch_run(self, self.args, self.sizes.batch_size)
         self.add_callback(self._signals)
         set_up_engine(self.accelerator, self._unwrapped(self.model))

@@ -69,7 +69,7 @@ def make_stepper(make_args: Callable[..., PPOConfig]) -> Iterator[Steps]:
     yield make
     for kept in made:
         if (trainer := kept()) is not None:
-            trainer._close(saves=False)
+            trainer._own_loop.close(saves=False)
 
 
 def rows(number: int) -> Rows:
