@@ -26,6 +26,7 @@ from rlhf_ppo.cli.training import load_tokenizer
 from rlhf_ppo.config import RANGES
 from rlhf_ppo.config.redaction import shown
 from rlhf_ppo.config.validation import Interval, check_range
+from rlhf_ppo.data.encoding import is_conversation
 from rlhf_ppo.evaluation.answering import Answering, given_answers, respond
 from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.models.loading import load_pretrained
@@ -79,7 +80,9 @@ class JudgeArguments:
     )
     judge_prompt: str | None = field(
         default=None,
-        metadata={"help": "File with what a chat model is asked, with the fields {prompt}, {first} and {second}."},
+        metadata={
+            "help": "File with what a chat model is asked, with the fields {prompt}, {first} and {second}, and {tag}."
+        },
     )
     judge_options: str | None = field(
         default=None,
@@ -161,7 +164,7 @@ def judge_responses(args: JudgeArguments) -> WinRate:
 
     Raises:
         ConnectionError: A judge behind an address cannot be asked.
-        OSError, ValueError: The data, a model or the judge is wrong.
+        OSError, ValueError: The data, a model or the judge is wrong, or it gave no verdict at all.
     """
     folder = _folder(args.output_dir)
     chosen = make_judge(args)
@@ -178,18 +181,26 @@ def judge_responses(args: JudgeArguments) -> WinRate:
         compared = compare(chosen, rows, ours, theirs)
     except Exception:
         path = keep(table, folder, "responses")
-        columns = "--model_column model --opponent_column opponent"
-        print_text(f"The responses are in {path}; judge them with --dataset_name {path} {columns}", sys.stderr)
+        print_text(f"The responses are in {path}; judge them with {_again(path)}", sys.stderr)
         raise
     found = add_verdicts(table, compared, isinstance(chosen, ScoringJudge))
     show(table, args.num_shown)
     print_text(found)
     path = keep(table, folder, JUDGED)
     keep_win_rate(found, args, path)
+    if not found.judged:
+        raise ValueError(
+            f"no verdict on any of {len(table)} prompts; the responses are in {path}: judge them again with "
+            f"{_again(path)}"
+        )
     print_text(f"The verdicts are in {path}")
     if card := show_judgements(folder.parent if folder.name == JUDGED else folder):
         print_text(f"The win rate is on the model card {card}")
     return found
+
+
+def _again(path: Path) -> str:
+    return f"--dataset_name {path} --model_column model --opponent_column opponent"
 
 
 def add_verdicts(table: pd.DataFrame, compared: Sequence[Compared], is_scoring: bool) -> WinRate:
@@ -313,6 +324,10 @@ def _rows(args: JudgeArguments) -> Any:
 def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
     """Return both sides' answers."""
     prompts = rows["prompt"] if "prompt" in rows.column_names else [None] * len(rows)
+    if "input_ids" not in rows.column_names:
+        _check_texts(args.dataset_name, "prompt", prompts)
+    for column in filter(None, (args.model_column, args.opponent_column)):
+        _check_texts(args.dataset_name, column, [text for text in rows[column] if text is not None])
     named = {name: path for name in ("model", "opponent") if (path := getattr(args, name)) is not None}
     tokenizers = {name: load_tokenizer(path, False, name) for name, path in named.items()}  # of both before either
     if args.model is not None:
@@ -322,6 +337,21 @@ def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], 
     if args.opponent is not None:
         return ours, _respond(args, rows, args.opponent, tokenizers["opponent"], "opponent")
     return ours, given_answers(prompts, rows[args.opponent_column], ours)
+
+
+def _check_texts(dataset: str, column: str, values: Sequence[Any]) -> None:
+    """Check that values are texts or messages.
+
+    Raises:
+        ValueError: One is something else.
+    """
+    for value in values:
+        is_messages = is_conversation(value) and all(isinstance(each.get("content"), str) for each in value)
+        if not isinstance(value, str) and not is_messages:
+            raise ValueError(
+                f"dataset_name={dataset!r}: the column {column!r} holds {value!r:.60} ({type(value).__name__}); make "
+                "it texts, or lists of messages with role and content"
+            )
 
 
 def _texts(answers: Sequence[Answer | None]) -> list[str | None]:
@@ -375,7 +405,7 @@ def _better(verdict: Any) -> str:
 
 
 def keep(table: pd.DataFrame, folder: Path, name: str) -> Path:
-    """Write a table under a name that is free.
+    """Write a table under a name that is free, which no other process that writes there takes meanwhile.
 
     Args:
         table: The table.
@@ -386,10 +416,26 @@ def keep(table: pd.DataFrame, folder: Path, name: str) -> Path:
         Its path.
     """
     numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    path = next(path for number in numbers if not (path := folder / f"{name}{number}.parquet").exists())
-    with replacing(path) as temporary:
-        table.to_parquet(temporary)
+    path = next(path for number in numbers if _claimed(path := folder / f"{name}{number}.parquet"))
+    try:
+        with replacing(path) as temporary:
+            table.to_parquet(temporary)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     return path
+
+
+def _claimed(path: Path) -> bool:
+    """Create an empty file, unless the file or the win rate beside it is there."""
+    try:
+        open(path, "xb").close()
+    except FileExistsError:
+        return False
+    if win_rate_beside(path).exists() and path.name.startswith(JUDGED):
+        path.unlink()
+        return False
+    return True
 
 
 def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:

@@ -106,9 +106,9 @@ class Server:
     async def _attempt(self, body: bytes) -> Any:
         try:
             answer = await post(self._address(), body, self._headers(), self.timeout, self.max_answer_bytes)
-            return json.loads(answer)
+            return json.loads(answer, object_pairs_hook=_object)
         except urllib.error.HTTPError as error:
-            reason = f"answered with the status {error.code} ({error.reason})"
+            reason = f"answered with the status {error.code} ({error.reason}){self._elsewhere(error)}"
             asks_for = _seconds(error.headers.get("Retry-After"))
             return _Failure(reason, error.code in _RETRIED_STATUS, asks_for, error.code)
         except TooLargeError as error:
@@ -119,13 +119,24 @@ class Server:
         except (OSError, http.client.HTTPException) as error:
             return _Failure(f"did not answer ({getattr(error, 'reason', error)!r})")
         except ValueError as error:
-            return _Failure(f"answered something that is no JSON ({error})")
+            return _Failure(
+                f"answered something that is no JSON ({error}): check the address, and what the server logs"
+            )
 
     def shown(self, text: str) -> str:
         """Return a text in one visible line, without what nobody may see of the address, and without the token."""
         sent = self._authorization().rpartition(" ")[2]
         token = os.environ.get(self.token_variable, "")
         return visible(without(shown_addresses(text), {*secrets_of(self.url), sent, token}), one_line=True)
+
+    def _elsewhere(self, error: urllib.error.HTTPError) -> str:
+        location = error.headers.get("Location")
+        if not 300 <= error.code < 400 or location is None:
+            return ""
+        place = shown_address(urllib.parse.urljoin(self.url, location))
+        return (
+            f"; redirects are not followed, so that no secret goes elsewhere: give the address {place} if you trust it"
+        )
 
     def _authorization(self) -> str:
         userinfo = urllib.parse.urlsplit(self.url).netloc.rpartition("@")[0]
@@ -171,6 +182,15 @@ class _Failure:
     is_repeated: bool = True
     asks_for: float = 0.0
     status: int | None = None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dict of an object of JSON; a key that stands there twice is an error."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"an object with two values of the key {max(keys, key=keys.count)!r}")
+    return found
 
 
 def _seconds(retry_after: str | None) -> float:

@@ -30,7 +30,7 @@ from rlhf_ppo.rewards.functions import (
     takes_any_argument,
 )
 from rlhf_ppo.rewards.reading import Answer, shares_tokens, tokenizer_beside
-from rlhf_ppo.rewards.returned import check_scores
+from rlhf_ppo.rewards.returned import check_scores, described
 from rlhf_ppo.rewards.reward_model import RewardModel
 
 Pair = tuple[Answer, Answer]
@@ -171,7 +171,7 @@ class FunctionJudge(ScoringJudge):
         arguments = accepted_arguments(self.function, offered, self.__name__)
         with nullcontext() if isinstance(self.function, RewardEndpoint) else naming(self.__name__, len(ids)):
             returned = finished(self.function(**arguments))
-        scores = check_scores(returned, self.__name__, list(map(len, ids)))
+        scores = check_scores(returned, described(self.function, self.__name__), list(map(len, ids)))
         if scores.dim() == 2:
             scores = torch.stack([_total(row, answer) for row, answer in zip(scores, answers, strict=True)])
         totals: list[float] = scores.tolist()

@@ -39,6 +39,7 @@ async def post(address: str, body: bytes, headers: dict[str, str], seconds: floa
         TooLargeError: The answer is longer.
         OSError: The server cannot be reached, or breaks off; `urllib.error.HTTPError` if its status is an error.
         http.client.HTTPException: What it answers is no HTTP.
+        ValueError: The answer is compressed.
     """
     exchange = _Exchange(seconds, most_bytes)
     request = urllib.request.Request(address, data=body, headers=headers, method="POST")
@@ -88,6 +89,8 @@ class _Exchange:
             self.cut()
 
     def _read(self, response: Any) -> bytes:
+        if (packed := response.headers.get("Content-Encoding", "identity")) != "identity":
+            raise ValueError(f"compressed as {packed!r}, which was not asked for: turn compression off")
         announced = response.length
         if announced is not None and announced > self.most_bytes:
             raise TooLargeError(f"{announced} bytes")

@@ -213,11 +213,13 @@ def test_a_row_without_a_response_is_a_failed_verdict(tmp_path, monkeypatch):
 def test_where_nothing_was_judged_the_file_is_json_without_a_rate(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     pd.DataFrame({"prompt": ["p"], "one": [None], "two": ["x"]}).to_parquet("rows.parquet")
-    evaluate(
-        ["--dataset_name", "rows.parquet", "--model_column", "one", "--opponent_column", "two", "--judge", "length"]
-    )
+    columns = ["--model_column", "one", "--opponent_column", "two"]
+    with pytest.raises(SystemExit) as stopped:
+        evaluate(["--dataset_name", "rows.parquet", *columns, "--judge", "length"])
 
-    assert "Model win rate: none, as nothing was judged; 1 failed verdicts" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert stopped.value.code == 2 and "Model win rate: none, as nothing was judged; 1 failed verdicts" in said.out
+    assert "error: no verdict on any of 1 prompts; the responses are in judged/judged.parquet: judge them" in said.err
     said = json.loads(Path("judged/win_rate.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert (said["win_rate"], said["interval"], said["failed"]) == (None, None, 1)
     (judged,) = read_judged([], ["judged"])
@@ -247,6 +249,48 @@ def test_the_likeliest_tokens_are_taken_with_any_engine(engine, sampling, places
         assert row["model"] == expected
 
 
+@pytest.mark.parametrize("column", ["prompt", "one", "two"])
+@pytest.mark.parametrize(
+    ("value", "said"), [(7, "holds 7 (int)"), ([{"role": "user"}], "(list)"), ([["x"]], "holds [['x']] (list)")]
+)
+def test_data_that_are_no_texts_are_one_sentence(column, value, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Dataset.from_dict({name: [value] if name == column else ["text"] for name in ("prompt", "one", "two")}).to_parquet(
+        "rows.parquet"
+    )
+    columns = ["--model_column", "one", "--opponent_column", "two", "--judge", "length"]
+    with pytest.raises(SystemExit, match="2"):
+        evaluate(["--dataset_name", "rows.parquet", *columns])
+
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert f"the column {column!r} holds " in error and said in error and "make it texts" in error
+
+
+def test_two_judges_in_one_folder_keep_both_results(tmp_path, monkeypatch):
+    """The second one writes while the first one does; a win rate whose table is gone stays too."""
+    (tmp_path / "win_rate-2.json").write_text("{}")
+    write, places = pd.DataFrame.to_parquet, []
+
+    def write_late(table: pd.DataFrame, path: Any) -> None:
+        monkeypatch.setattr(pd.DataFrame, "to_parquet", write)
+        places.append(module.keep(pd.DataFrame({"prompt": ["second"]}), tmp_path, "judged"))
+        write(table, path)
+
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", write_late)
+    places.append(module.keep(pd.DataFrame({"prompt": ["first"]}), tmp_path, "judged"))
+
+    assert [place.name for place in places] == ["judged-3.parquet", "judged.parquet"]
+    assert [pd.read_parquet(place)["prompt"].tolist() for place in places] == [["second"], ["first"]]
+
+
+def test_a_table_that_cannot_be_written_takes_no_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        module.keep(pd.DataFrame({"prompt": ["p"]}), tmp_path, "judged")
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def chat(verdict: Callable[[str], str]) -> Any:
     """A chat API's reply to the question."""
 
@@ -259,7 +303,7 @@ def chat(verdict: Callable[[str], str]) -> Any:
 
 
 def longer(question: str) -> str:
-    first, second = re.findall(r"<response .>\n(.*?)\n</response", question, re.DOTALL)
+    first, second = re.findall(r"<response . \w+>\n(.*?)\n</response", question, re.DOTALL)
     return "tie" if len(first) == len(second) else "A" if len(first) > len(second) else "B"
 
 

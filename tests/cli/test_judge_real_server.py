@@ -114,9 +114,12 @@ def test_the_verdicts_are_those_of_the_model_that_is_served(
     assert (found.judged, found.ties, found.failed) == (len(ROWS), len(ROWS) - sum(agree), 0)
 
     # Without the bias it writes nonsense, of which each reply is a failed verdict.
-    found, table = judged(address)
-    assert (found.judged, found.failed) == (0, len(ROWS)) and set(table["verdict"].isna()) == {True}
-    assert "Model win rate: none, as nothing was judged; 12 failed verdicts" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        judged(address)
+    assert stopped.value.code == 2 and set(pd.read_parquet("judged/judged-2.parquet")["verdict"].isna()) == {True}
+    said = capsys.readouterr()
+    assert "Model win rate: none, as nothing was judged; 12 failed verdicts" in said.out
+    assert f"no verdict on any of {len(ROWS)} prompts" in said.err
     (said,) = [message for message in caplog.messages if "verdicts failed" in message]
     assert said.startswith("24 of 24 verdicts failed: the judge 'chat' at http://127.0.0.1:")
     assert "did not end its reply with A, B or tie, but for example" in said and "limit of tokens" in said

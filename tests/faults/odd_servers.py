@@ -93,7 +93,7 @@ def rewards(value: Any) -> Act:
 SHAPE = r'must answer \{"rewards": \[...\]\} with 2 entries'
 NO_JSON = "answered something that is no JSON"
 LATE = "did not answer .*timed out: no whole answer after 0.4 seconds"
-VALUE = "the reward function 'score' returned"
+VALUE = "the reward function 'score' at http://127.0.0.1:[0-9]+/score returned"
 
 ODD: dict[str, Case] = {
     "closes at once": Case(raw(), "did not answer"),
@@ -110,7 +110,10 @@ ODD: dict[str, Case] = {
     "sends a thousand headers": Case(raw(HEAD + b"X: y\r\n" * 1000), "did not answer .*HTTPException"),
     "is not found": Case(status("404 Not Found", body=b"no such judge"), r"status 404 \(no such judge\)", False),
     "refuses the token": Case(status("401 Unauthorized"), r"status 401 \(Unauthorized\)", False),
-    "redirects": Case(status("302 Found", "Location: /elsewhere"), "status 302", False),
+    "redirects": Case(status("302 Found", "Location: /elsewhere?key=s3cret"),
+                      r"status 302 .*give the address http://127.0.0.1:[0-9]+/elsewhere if you trust it", False),
+    "says its rewards twice": Case(respond(b'{"rewards": [1, 2], "rewards": [2, 1]}'),
+                                   "an object with two values of the key 'rewards'"),
     "redirects to itself": Case(status("307 Temporary Redirect", "Location: /score"), "status 307", False),
     "says nothing": Case(status("204 No Content"), NO_JSON),
     "is overloaded": Case(status("429 Too Many Requests", "Retry-After: 0"), "status 429"),
@@ -123,7 +126,8 @@ ODD: dict[str, Case] = {
     "answers with a byte order mark": Case(respond(b"\xef\xbb\xbf" + GOOD), None),
     "answers with chunks": Case(raw(HEAD + CHUNKED + b"17\r\n" + GOOD + b"\r\n0\r\n\r\n"), None),
     "answers without a length": Case(raw(HEAD + b"\r\n" + GOOD), None),
-    "packs a bomb": Case(respond(gzip.compress(b"0" * 10**7), HEAD + b"Content-Encoding: gzip\r\n"), NO_JSON),
+    "packs a bomb": Case(respond(gzip.compress(b"0" * 10**7), HEAD + b"Content-Encoding: gzip\r\n"),
+                         f"{NO_JSON} .*compressed as 'gzip'"),
     "nests deeply": Case(respond(b"[" * 10**5 + b"]" * 10**5), "JSON that is nested too deeply", False),
     "announces gigabytes": Case(respond(b"[", length=2 * 10**9), "answered with 2000000000 bytes", False),
     "answers without end": Case(endless, "answered with more than 1000000 bytes", False),

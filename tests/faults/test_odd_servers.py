@@ -50,7 +50,7 @@ def test_it_ends_in_time_and_in_one_sentence(oddity: str, lines: list[str]) -> N
             ask(address, timeout=timeout)
         assert time.monotonic() - before < FOR_EVER / 2
         said = " ".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
-        assert address in said or "'score'" in said
+        assert address in said
         assert [address in line and "repetition 1 of 1 in 0.01 s" in line for line in lines] == [True] * case.repeated
         assert SECRET not in said + "".join(lines)
         deadline = time.monotonic() + 30

@@ -158,9 +158,9 @@ def test_an_answer_of_another_form_is_an_error(server: Any, answer: str) -> None
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
-        ('{"rewards": [1, "good", 2]}', TypeError, r"'score' returned 'good' \(str\) for row 1"),
-        ('{"rewards": [1, 2, NaN]}', ValueError, "'score' returned nan for row 2"),
-        ('{"rewards": [[1, 2], null, null]}', ValueError, "'score' returned 2 rewards for the 3 tokens of row 0"),
+        ('{"rewards": [1, "good", 2]}', TypeError, r"'score' at \S+ returned 'good' \(str\) for row 1"),
+        ('{"rewards": [1, 2, NaN]}', ValueError, r"'score' at \S+ returned nan for row 2"),
+        ('{"rewards": [[1, 2], null, null]}', ValueError, r"at \S+ returned 2 rewards for the 3 tokens of row 0"),
     ],
 )
 def test_a_wrong_value_names_the_source_and_the_row(

@@ -318,7 +318,7 @@ def test_none_is_not_scored() -> None:
 )
 def test_anything_else_names_the_function_the_row_and_the_fix(returned: Any, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says) as error:
-        check_scores(returned, "my_reward", [2, 2, 2])
+        check_scores(returned, "the reward function 'my_reward'", [2, 2, 2])
     assert "reward function 'my_reward'" in str(error.value) and "return " in str(error.value).rsplit(": ", 1)[1]
 
 
