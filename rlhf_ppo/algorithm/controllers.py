@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -11,7 +13,7 @@ class KLController(Protocol):
 
     @property
     def coef(self) -> float:
-        """Reward per nat, of the update to come; an attribute will do."""
+        """Reward per nat, of the update to come, finite and at least 0; an attribute will do."""
         ...
 
     def update(self, mean_kl: float, num_episodes: int) -> None:
@@ -67,23 +69,30 @@ class FixedKLController:
 class AdaptiveKLController:
     """Moves the coefficient until the KL of a response is the target.
 
-        coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)
+        coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) min(n / horizon, 1))
 
-    after each update of n episodes. Ziegler et al., 1909.08593, section 2.2.
+    after each update of n episodes. Ziegler et al., 1909.08593, section 2.2, where updates are shorter than the
+    horizon; the limit of one horizon keeps the factor between 0.8 and 1.2, so the coefficient stays positive.
 
     Args:
         coef: Reward per nat, of the first update; positive.
-        target: KL of a response, summed over its tokens, nats.
-        horizon: Episodes; the fewer, the faster it moves.
+        target: KL of a response, summed over its tokens, nats; positive.
+        horizon: Episodes; the fewer, the faster it moves. At least 1.
     """
 
     def __init__(self, coef: float, target: float, horizon: float) -> None:
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, mean_kl: float, num_episodes: int) -> None:
-        """Move the coefficient towards the target by at most a fifth, times the episodes' share of the horizon."""
+        """Move the coefficient towards the target by at most a fifth, times the episodes' share of the horizon.
+
+        A KL of NaN says nothing: the coefficient stays.
+        """
+        if math.isnan(mean_kl):
+            return
         error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * num_episodes / self.horizon
+        moved = self.coef * (1 + error * min(num_episodes, self.horizon) / self.horizon)
+        self.coef = min(max(moved, sys.float_info.min), sys.float_info.max)
 
     def state_dict(self) -> dict[str, float]:
         """Return the coefficient; target and horizon are those of the arguments."""
@@ -92,3 +101,17 @@ class AdaptiveKLController:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on with a coefficient."""
         self.coef = state["coef"]
+
+
+def check_coefficient(controller: KLController) -> None:
+    """Check that a controller's coefficient is one that a run can use.
+
+    Raises:
+        ValueError: It is negative, which would reward divergence, or not finite.
+    """
+    coef = float(controller.coef)
+    if not 0 <= coef < math.inf:
+        raise ValueError(
+            f"kl_controller: {type(controller).__name__}.coef={coef} must be finite and at least 0, or the penalty "
+            "would reward divergence; bound it in the controller's update()"
+        )

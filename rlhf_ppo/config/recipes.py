@@ -15,7 +15,8 @@ RECIPE_RANGES: dict[str, Interval] = {
     "ptx_coef": Interval(0, math.inf),
     "positive_nll_coef": Interval(0, math.inf),
     "positive_nll_threshold": Interval(-math.inf, math.inf),
-    **dict.fromkeys(("kl_target", "kl_horizon", "kl_stop"), Interval(0, math.inf, open_low=True)),
+    **dict.fromkeys(("kl_target", "kl_stop"), Interval(0, math.inf, open_low=True)),
+    "kl_horizon": Interval(1, math.inf),
     "critic_learning_rate": Interval(0, math.inf),
     "reference_ema": Interval(0, 1, open_high=True),
     "lam_policy": Interval(0, 1),
@@ -48,7 +49,11 @@ class RecipeArguments:
         "KL of a response, in nats, towards which kl_coef moves after each update: by at most a fifth, times the "
         "update's share of kl_horizon (arXiv 1909.08593, section 2.2). None: kl_coef stays.",
     )
-    kl_horizon: float = _option(10_000, "Episodes over which kl_coef moves towards kl_target; the fewer, the faster.")
+    kl_horizon: float = _option(
+        10_000,
+        "Episodes over which kl_coef moves towards kl_target; the fewer, the faster. An update counts as at most one "
+        "horizon, so fewer than batch_size change nothing more.",
+    )
     kl_stop: float | None = _option(
         None,
         "End an update's epochs once the policy has moved this far from where it sampled, in nats per token: the "

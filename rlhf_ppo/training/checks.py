@@ -15,6 +15,7 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils.import_utils import is_peft_available
 
+from rlhf_ppo.algorithm.controllers import check_coefficient
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.settled import settings_of
 from rlhf_ppo.config.trackers import check_keys
@@ -181,7 +182,7 @@ def check_others(
 
     Raises:
         TypeError: Something is of another kind.
-        ValueError: The scheduler is of another optimizer.
+        ValueError: The scheduler is of another optimizer, or the KL coefficient is negative or not finite.
     """
     if data_collator is not None and not callable(data_collator):
         raise TypeError(
@@ -218,6 +219,8 @@ def _check_doors(kl_controller: Any, engine: Any) -> None:
             missing = [f"{name}={value.__name__}() instead of the class"]
         if missing:
             raise TypeError(f"{name}={value!r:.60} needs {', '.join(missing)}")
+    if kl_controller is not None:
+        check_coefficient(kl_controller)
 
 
 def _is_peft_config(value: Any) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
+from rlhf_ppo.algorithm.controllers import check_coefficient
 from rlhf_ppo.checkpoints.progress import Progress
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.presets import describe_preset
@@ -253,6 +254,7 @@ class Loop:
             self.figures.restore(learned)
             return learned.experience
         run._fire("on_step_begin")
+        check_coefficient(run.kl_controller)  # a checkpoint may have held another
         with run._guard.explaining():
             rollout = run._guard.checked_rollout(collect())
         return run._guard.checked_experience(run.estimate_advantages(rollout))
@@ -263,6 +265,7 @@ class Loop:
         mean_kl = run._metrics.get("objective/kl")  # an overridden step may give none
         if mean_kl is not None and not run._critic.is_alone:  # which says nothing of what the coefficient does
             run.kl_controller.update(mean_kl, run.sizes.batch_size)
+            check_coefficient(run.kl_controller)  # before it is saved
         if run.reference is not None:
             run.reference.follow(self.model)
         self._learning_rate = learning_rate = run._get_learning_rate()

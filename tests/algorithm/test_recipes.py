@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from torch import Tensor
 
 from rlhf_ppo.algorithm.advantages import gae, length_adaptive_lam
 from rlhf_ppo.algorithm.aggregation import aggregation_weights, imitation_weights
-from rlhf_ppo.algorithm.controllers import AdaptiveKLController
+from rlhf_ppo.algorithm.controllers import AdaptiveKLController, check_coefficient
 from rlhf_ppo.algorithm.losses import (
     PolicyLoss,
     clipped_policy_loss,
@@ -164,6 +167,47 @@ def test_the_coefficient_moves_by_at_most_a_fifth_of_the_share_of_the_horizon(
     controller = AdaptiveKLController(0.2, target=6.0, horizon=1000)
     controller.update(kl, episodes)
     assert controller.coef == pytest.approx(coef, rel=1e-9)
+
+
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+anything = st.floats()
+
+
+@given(positive, positive, st.floats(min_value=1, allow_infinity=False), st.lists(st.tuples(anything, st.integers(1))))
+def test_the_coefficient_stays_positive_and_finite_and_moves_towards_the_target(
+    coef: float, target: float, horizon: float, updates: list[tuple[float, int]]
+) -> None:
+    controller = AdaptiveKLController(coef, target, horizon)
+    for kl, episodes in updates:
+        before = controller.coef
+        controller.update(kl, episodes)
+        check_coefficient(controller)
+        assert 0 < controller.coef < math.inf
+        least, most = max(0.8 * before, sys.float_info.min), max(1.2 * before, sys.float_info.min)
+        assert min(least, sys.float_info.max) * (1 - 1e-9) <= controller.coef <= most * (1 + 1e-9)
+        if kl > target:
+            assert controller.coef >= before
+        elif kl < target:
+            assert controller.coef <= max(before, sys.float_info.min)
+        elif math.isnan(kl):
+            assert controller.coef == before
+
+
+@pytest.mark.parametrize("kl", [100.0, 0.0])
+def test_a_coefficient_at_its_limit_comes_back(kl: float) -> None:
+    controller = AdaptiveKLController(0.1, target=6.0, horizon=1)
+    for _ in range(5000):
+        controller.update(kl, 64)
+    limit = controller.coef
+    for _ in range(100):
+        controller.update(100.0 - kl, 64)
+    assert 0 < controller.coef < math.inf and controller.coef / limit != pytest.approx(1, rel=0.9)
+
+
+@pytest.mark.parametrize("coef", [-1e-9, math.nan, math.inf])
+def test_a_coefficient_that_would_reward_divergence_is_an_error(coef: float) -> None:
+    with pytest.raises(ValueError, match=rf"kl_controller: AdaptiveKLController\.coef={coef} must be finite and"):
+        check_coefficient(AdaptiveKLController(coef, 6.0, 100))
 
 
 def test_imitation_is_a_mean_over_the_tokens_of_positive_responses_of_all_ranks() -> None:

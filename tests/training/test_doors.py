@@ -64,6 +64,46 @@ def test_a_kl_controller_sets_the_coefficient_of_the_next_update(make_trainer: M
     assert controller.seen == [(each, trainer.args.batch_size) for each in kl]
 
 
+class Leaving(Doubling):
+    """Comes to a coefficient that no run can use."""
+
+    def __init__(self, coef: float, at_update: int) -> None:
+        super().__init__()
+        self.bad, self.at_update = coef, at_update
+
+    def update(self, mean_kl: float, num_episodes: int) -> None:
+        super().update(mean_kl, num_episodes)
+        self.coef = self.bad if len(self.seen) == self.at_update else self.coef
+
+
+@pytest.mark.parametrize("coef", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("at_update", [1, 3])
+def test_a_coefficient_that_rewards_divergence_ends_the_run(
+    coef: float, at_update: int, make_trainer: MakeTrainer
+) -> None:
+    """After the update that made it, the last one too, before anything is saved."""
+    settings = QUICK | {"save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(**settings, ref_model=tiny_policy(seed=5), kl_controller=Leaving(coef, at_update))
+    with pytest.raises(ValueError, match=rf"kl_controller: Leaving\.coef={coef} must be finite and at least 0"):
+        trainer.train()
+    assert len(list(Path(trainer.args.output_dir).glob("checkpoint-*"))) == at_update - 1
+
+
+def test_a_coefficient_of_a_checkpoint_that_rewards_divergence_is_refused(make_trainer: MakeTrainer) -> None:
+    settings = QUICK | {"save_strategy": "steps", "save_steps": 2}
+    make_trainer(**settings, kl_controller=Doubling()).train()
+    controller = Doubling()
+    controller.load_state_dict = lambda state: setattr(controller, "coef", -state["coef"])
+    trainer = make_trainer(**settings | {"total_episodes": 12}, kl_controller=controller)
+    with pytest.raises(ValueError, match=r"Doubling\.coef=-4\.0 must be finite and at least 0"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_coefficient_that_rewards_divergence_is_refused_at_once(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match=r"kl_controller: Doubling\.coef=-0\.5 must be finite and at least 0"):
+        make_trainer(**QUICK, kl_controller=Doubling(-0.5))
+
+
 def test_without_one_the_coefficient_is_that_of_the_arguments(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**QUICK, ref_model=tiny_policy(seed=5), kl_coef=0.5)
     trainer.train()

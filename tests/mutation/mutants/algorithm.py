@@ -100,7 +100,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("-0.2), 0.2)", "-0.2), 0.3)"),
         ("mean_kl / self.target - 1, -0.2", "mean_kl / self.target - 1, -0.3"),
         ("mean_kl / self.target - 1", "mean_kl / self.target"),
-        ("1 + error * num_episodes / self.horizon", "1 + error * self.horizon / num_episodes"),
+        ("error * min(num_episodes, self.horizon) / self.horizon", "error * self.horizon / num_episodes"),
+        ("min(num_episodes, self.horizon) / self.horizon", "num_episodes / self.horizon"),
+        ("if math.isnan(mean_kl):", "if False:"),
+        ("max(moved, sys.float_info.min)", "moved"),
+        ("if not 0 <= coef < math.inf", "if not coef < math.inf"),
     ],
     ("aggregation.py", "tests/algorithm/test_recipes.py"): [
         ("(lengths > 0).sum()", "torch.tensor(len(lengths))"),
