@@ -542,7 +542,8 @@ class PPOTrainer(TrainerHooks):
         """Compute `policy loss + vf_coef * value loss` of a micro-batch, from `policy_loss` and `value_loss`.
 
         Where nothing wraps the models and this method is not overridden, training takes the two terms' backward
-        passes one after the other instead, which needs less memory. To change a term, override that term.
+        passes one after the other instead, which needs less memory. To change a term, override that term. In critic
+        warm-up the loss is the value term alone.
 
         Args:
             model: The `PolicyAndValue`.

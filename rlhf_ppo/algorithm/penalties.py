@@ -13,10 +13,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     With `d = logprob - ref_logprob` of the sampled token:
 
-        k1 = d                       unbiased; a single token's may be negative
-        k3 = exp(-d) - 1 + d         unbiased and never negative, of lower variance while the policies are close
+        k1 = d                       a single token's may be negative
+        k3 = exp(-d) - 1 + d         never negative, of lower variance while the policies are close
 
-    J. Schulman, *Approximating KL Divergence* (2020, joschu.net/blog/kl-approx.html).
+    As estimates of the KL both are unbiased (J. Schulman, *Approximating KL Divergence*, 2020,
+    joschu.net/blog/kl-approx.html). In the reward only k1 gives the KL's own policy gradient; that of k3 is biased
+    (*A Comedy of Estimators*, 2512.21852).
 
     Args:
         logprobs: Log-probabilities of the sampled tokens under the policy that sampled them, nats, `(B, T)`.
@@ -36,8 +38,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         # expm1: near d = 0, where training starts, exp(-d) - 1 would round k3 (about d^2 / 2) away.
         return torch.expm1(-log_ratio) + log_ratio
     raise ValueError(
-        f"kl_estimator={estimator!r} is unknown; use 'k1' (the log-ratio) or 'k3' (never negative, lower variance), "
-        "the two that are unbiased"
+        f"kl_estimator={estimator!r} is unknown; use 'k1' (the log-ratio, whose gradient in the reward is unbiased) "
+        "or 'k3' (never negative, lower variance)"
     )
 
 

@@ -12,6 +12,7 @@ from trl.scripts.utils import TrlParser
 from rlhf_ppo.cli.errors import CommandParser, left_over
 from rlhf_ppo.config.inherited import reject_removed
 from rlhf_ppo.config.presets import PRESETS, preset_options
+from rlhf_ppo.config.recipes import settle_clip_ranges
 from rlhf_ppo.config.redaction import hide_in
 from rlhf_ppo.config.validation import check_json_file
 from rlhf_ppo.config.yaml_files import UniqueKeys
@@ -48,9 +49,12 @@ class PPOArgumentParser(CommandParser, TrlParser):
             path = getattr(parsed, name, None)
             if isinstance(path, str) and not path.lstrip().startswith("{"):
                 check_json_file(path, name)
-        if getattr(parsed, "preset", None) in PRESETS:
-            for name, value in preset_options(parsed.preset, self._named(args)).items():
+        has_preset = getattr(parsed, "preset", None) in PRESETS
+        if has_preset or getattr(parsed, "policy_loss", None) == "gspo":
+            named = self._named(args)
+            for name, value in (preset_options(parsed.preset, named) if has_preset else {}).items():
                 setattr(parsed, name, value)
+            settle_clip_ranges(parsed, named)
         return parsed, unknown
 
     def _named(self, args: Sequence[str] | None) -> set[str]:

@@ -201,8 +201,9 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
     kl_coef: float = _option(0.05, "Coefficient of the per-token KL penalty, in reward per nat.")
     kl_estimator: Literal["k1", "k3"] = _option(
         "k1",
-        "KL estimator (http://joschu.net/blog/kl-approx.html): 'k1', the log-ratio, or 'k3', of lower variance; both "
-        "are unbiased. 'k2' is biased and only logged (policy/approxkl_avg).",
+        "KL estimator (http://joschu.net/blog/kl-approx.html) in the reward: 'k1', the log-ratio, whose policy "
+        "gradient is that of the KL, or 'k3', never negative and of lower variance, whose policy gradient is biased "
+        "(arXiv 2512.21852). 'k2' is biased and only logged (policy/approxkl_avg).",
     )
     whiten_rewards: bool = _option(False, "Scale the token rewards to variance 1, their mean kept.")
 
@@ -244,7 +245,7 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
         self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
-        settle_recipes(self)
+        settle_recipes(self, self._named, is_known={field.name for field in fields(self)} > {*self._named})
         if self.metric_for_best_model is None and self.compares_models():
             self.metric_for_best_model = "score"
         with self.explaining_preset():

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from rlhf_ppo.config.inherited import RejectsRemoved
+from rlhf_ppo.config.recipes import GSPO_CLIP_RANGES
 from rlhf_ppo.config.validation import option as _option
 
 _TRL: dict[str, Any] = {
@@ -162,15 +163,15 @@ def preset_options(preset: str, named: Collection[str]) -> dict[str, Any]:
 
 
 def describe_preset(args: PresetArguments) -> str | None:
-    """Return the preset of a run with all its options, and those that were given instead; None without one."""
+    """Return the preset of a run with all its options, and those with other values and why; None without one."""
     if args.preset is None:
         return None
     options = PRESETS[args.preset]
     taken = [f"{name}={value}" for name, value in options.items() if getattr(args, name) == value]
-    others = [
-        f"{name}={getattr(args, name)} (not {value})"
-        for name, value in options.items()
-        if getattr(args, name) != value
-    ]
-    beside = f"; given beside it: {', '.join(others)}" if others else ""
-    return f"Preset {args.preset}: {', '.join(taken)}{beside}"
+    others: dict[str, list[str]] = {"given beside it": [], "of policy_loss='gspo'": []}
+    for name, value in options.items():
+        if (found := getattr(args, name)) != value:
+            is_gspos = getattr(args, "policy_loss", None) == "gspo" and GSPO_CLIP_RANGES.get(name) == found
+            others["of policy_loss='gspo'" if is_gspos else "given beside it"].append(f"{name}={found} (not {value})")
+    beside = [f"; {reason}: {', '.join(values)}" for reason, values in others.items() if values]
+    return f"Preset {args.preset}: {', '.join(taken)}{''.join(beside)}"

@@ -1,8 +1,10 @@
 """The arguments of `PPOConfig` from published recipes of PPO on language models, all off by default."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
 
 from rlhf_ppo.config.validation import Interval
 from rlhf_ppo.config.validation import option as _option
@@ -127,9 +129,9 @@ class RecipeArguments:
     policy_loss: str = _option(
         "ppo",
         "The policy's loss of a token: 'ppo'; 'gspo', with the ratio of the whole response (arXiv 2507.18071; "
-        "cliprange is then 3e-4 and cliprange_high 4e-4 where not set); 'cispo', the policy gradient weighted by the "
-        "ratio up to 1 + cliprange_high (arXiv 2506.13585); or a function (logprobs, experience, args), as "
-        "'path/file.py:function' or 'package.module.function'.",
+        "cliprange is then 3e-4 and cliprange_high 4e-4 where neither is given, whatever the preset); 'cispo', the "
+        "policy gradient weighted by the ratio up to 1 + cliprange_high (arXiv 2506.13585); or a function (logprobs, "
+        "experience, args), as 'path/file.py:function' or 'package.module.function'.",
     )
     cliprange: float = _option(0.2, "How far the importance ratio may leave 1 before its gain is clipped.")
     cliprange_value: float | None = _option(
@@ -186,10 +188,32 @@ class _Checked(Protocol):
     policy_loss: str
 
 
-def settle_recipes(args: _Checked) -> None:
-    """Fill in what depends on other arguments."""
-    if args.policy_loss == "gspo" and args.cliprange == 0.2 and args.cliprange_high is None:
-        args.cliprange, args.cliprange_high = 3e-4, 4e-4
+GSPO_CLIP_RANGES = MappingProxyType({"cliprange": 3e-4, "cliprange_high": 4e-4})
+"""The clip ranges of `policy_loss="gspo"`, for the ratio of a whole response, 2507.18071, section 5.1."""
+
+
+def settle_clip_ranges(args: Any, named: Collection[str], is_known: bool = True) -> None:
+    """Give `policy_loss="gspo"` its own clip ranges where neither range is given.
+
+    Args:
+        args: Arguments with `policy_loss`, `cliprange` and `cliprange_high`; the two are set in place.
+        named: The options that are given.
+        is_known: Whether `named` says what the user gave. A plain `HfArgumentParser`, and `dataclasses.replace`, name
+            every option: ranges that are the defaults then count as not given.
+    """
+    if args.policy_loss != "gspo":
+        return
+    are_defaults = (args.cliprange, args.cliprange_high) == (0.2, None)
+    is_given = bool({*GSPO_CLIP_RANGES} & {*named}) if is_known else not are_defaults
+    if not is_given:
+        args.cliprange, args.cliprange_high = GSPO_CLIP_RANGES.values()
+    elif args.cliprange_high is None:
+        args.cliprange_high = args.cliprange  # which None means; a copy of the arguments then keeps both
+
+
+def settle_recipes(args: _Checked, named: Collection[str], is_known: bool) -> None:
+    """Fill in what depends on other arguments; see `settle_clip_ranges` for the last two."""
+    settle_clip_ranges(args, named, is_known)
     if args.cliprange_value == math.inf:
         args.cliprange_value = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -16,11 +16,15 @@ from rlhf_ppo.models.logprobs import ResponseLogprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.training.advantages import valued_tokens
 
+if TYPE_CHECKING:
+    from rlhf_ppo.training.critic import CriticLearning
+
 
 class LearningTrainer(Protocol):
     """What the objective asks of its trainer."""
 
     args: PPOConfig
+    _critic: CriticLearning
     _sum: Callable[[Tensor], Tensor]
     _gather: Callable[[Tensor], Tensor]
 
@@ -65,8 +69,13 @@ class Objective:
         part: Experience,
         num_tokens: float,
     ) -> Tensor:
-        """Return a micro-batch's share of the whole loss; see the two terms."""
-        return self.policy_term(policy, output, part, num_tokens) + self.value_term(value, part, num_tokens)
+        """Return a micro-batch's share of the whole loss; see the two terms.
+
+        In critic warm-up it is the value term alone: the policy has a gradient of 0, for engines that wait for one.
+        """
+        of_policy = self.policy_term(policy, output, part, num_tokens)
+        of_policy = 0.0 * of_policy if self.run._critic.is_alone else of_policy
+        return of_policy + self.value_term(value, part, num_tokens)
 
     def policy_term(
         self, policy: PolicyLoss, output: ResponseLogprobs | PolicyAndValueOutput, part: Experience, num_tokens: float

@@ -48,7 +48,7 @@ def test_log_probabilities_are_subtracted_in_float32():
 
 @pytest.mark.parametrize("estimator", ["k2", "K1", "", None])
 def test_an_unknown_estimator_is_an_error_that_names_the_choices(estimator):
-    with pytest.raises(ValueError, match=r"kl_estimator=.*'k1'.*'k3'.*unbiased"):
+    with pytest.raises(ValueError, match=r"kl_estimator=.*'k1'.*unbiased.*'k3'"):
         kl_estimate(torch.zeros(1, 1), torch.zeros(1, 1), estimator)
 
 

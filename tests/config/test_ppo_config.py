@@ -511,7 +511,7 @@ def test_values_are_not_clipped_with_none_nor_inf(tmp_path: Path):
 def test_a_ratio_of_whole_responses_has_clip_ranges_of_its_own():
     assert (make(policy_loss="gspo").cliprange, make(policy_loss="gspo").cliprange_high) == (3e-4, 4e-4)
     given = make(policy_loss="gspo", cliprange=0.01)
-    assert (given.cliprange, given.cliprange_high) == (0.01, None)
+    assert (given.cliprange, given.cliprange_high) == (0.01, 0.01)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.compat.mapping import ppo_arguments
 from rlhf_ppo.compat.params import LLMTrainingParams
-from rlhf_ppo.config.presets import PRESETS
+from rlhf_ppo.config.presets import PRESETS, describe_preset
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 CPU: dict[str, Any] = {"use_cpu": True, "report_to": "none"}
@@ -131,3 +131,70 @@ def test_a_preset_is_printed_in_full_when_training_starts(
 
     make_trainer(preset="nplus", log_console="none", **sizes).train()
     assert "Preset" not in capsys.readouterr().out
+
+
+GSPO, GIVEN = (3e-4, 4e-4), (0.2, 0.2)
+
+
+@pytest.mark.parametrize("preset", [None, "trl", "reasoning", "aitraining"])
+@pytest.mark.parametrize(
+    ("options", "ranges"),
+    [
+        ({}, GSPO),
+        ({"cliprange": 0.2}, GIVEN),
+        ({"cliprange": 0.2, "cliprange_high": 0.28}, (0.2, 0.28)),
+        ({"cliprange": 3e-4, "cliprange_high": 4e-4}, GSPO),
+    ],
+)
+def test_clip_ranges_that_are_given_are_in_force_with_every_loss(
+    preset: str | None, options: dict[str, float], ranges: tuple[float, float], tmp_path: Path
+) -> None:
+    """In Python, on the command line, in YAML, in copies and in replaced arguments; with the default's value too."""
+    given = {"policy_loss": "gspo", **options} | ({} if preset is None else {"preset": preset})
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    config = tmp_path / "config.yaml"
+    config.write_text("\n".join(f"{name}: {value}" for name, value in given.items()))
+    python = made(**given)
+    for args in (
+        python,
+        parsed(*words),
+        parsed("--config", str(config)),
+        copy.deepcopy(python),
+        pickle.loads(pickle.dumps(python)),
+        dataclasses.replace(python, seed=1),
+        dataclasses.replace(dataclasses.replace(python, seed=1), seed=2),
+    ):
+        found = (args.cliprange, args.cliprange_high)
+        preset_gives_high = preset == "reasoning" and "cliprange" in options and "cliprange_high" not in options
+        assert found == ((0.2, 0.28) if preset_gives_high else ranges)
+    if preset is not None:
+        line = describe_preset(python) or ""
+        of_gspo = [
+            part for part in line.split("; ") if part.startswith("of policy_loss='gspo': cliprange=0.0003 (not")
+        ]
+        assert bool(of_gspo) is (ranges == GSPO) and "beside it: cliprange" not in line
+
+
+def test_a_plain_parser_and_a_later_choice_of_the_loss_have_its_clip_ranges() -> None:
+    words = ["--output_dir", "out", "--use_cpu", "--report_to", "none", "--policy_loss", "gspo"]
+    (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(words)
+    assert (args.cliprange, args.cliprange_high) == GSPO
+    args = dataclasses.replace(made(), policy_loss="gspo")
+    assert (args.cliprange, args.cliprange_high) == GSPO
+
+
+@pytest.mark.parametrize("preset", [None, *PRESETS])
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo"])
+def test_no_option_replaces_a_given_one(preset: str | None, policy_loss: str) -> None:
+    """Each of PPO's own options, given with its default's value beside all others, is in force."""
+    own = {
+        name
+        for part in PPOConfig.__mro__
+        if part.__module__.startswith("rlhf_ppo")
+        for name in vars(part).get("__annotations__", {})
+    }
+    defaults = {f.name: f.default for f in dataclasses.fields(PPOConfig) if f.name in own and f.init}
+    given = {name: value for name, value in defaults.items() if value is not None and name != "output_dir"}
+    given |= {"preset": preset, "policy_loss": policy_loss, "cliprange_high": 0.3}
+    args = made(**given)
+    assert {name: getattr(args, name) for name in given} == given

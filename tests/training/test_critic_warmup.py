@@ -104,6 +104,18 @@ def test_the_policy_stays_and_nothing_of_it_is_begun(
     assert last["val/critic_warmup"] == 0 and last["policy/grad_norm"] > 0 and "policy/entropy_avg" in last
 
 
+def test_the_loss_that_is_logged_has_the_same_terms_where_compute_loss_is_overridden(
+    make_trainer: MakeTrainer,
+) -> None:
+    run = WARM | {"entropy_coef": 0.5, "positive_nll_coef": 0.5, "positive_nll_threshold": -1.0}
+    logged = []
+    for trainer_class in (PPOTrainer, InOnePass):
+        trainer = make_trainer(trainer_class, **run)
+        trainer.train()
+        logged.append([log["loss"] for log in history(trainer) if "loss" in log])
+    assert len(logged[0]) == 3 and logged[0] == logged[1]
+
+
 class WithoutPolicy(PPOTrainer):
     def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:
         loss = super().policy_loss(logprobs, experience)

@@ -101,9 +101,9 @@ CHECKS: tuple[Check, ...] = (
         "responses are not sampled from what the log-probabilities say: sampling is narrowed, or the policy makes "
         "ever likelier for the reference what it makes less likely itself",
         {
-            "kl_estimator": "take kl_estimator='k3', which is never negative",
             "top_k": "sample from all tokens (top_k=0)",
             "top_p": "leave top_p at 1",
+            "min_p": "leave min_p unset",
             "learning_rate": "lower learning_rate",
         },
         policy.negative_kl,
