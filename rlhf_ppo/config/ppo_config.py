@@ -201,9 +201,8 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
     kl_coef: float = _option(0.05, "Coefficient of the per-token KL penalty, in reward per nat.")
     kl_estimator: Literal["k1", "k3"] = _option(
         "k1",
-        "KL estimator (http://joschu.net/blog/kl-approx.html) in the reward: 'k1', the log-ratio, whose policy "
-        "gradient is that of the KL, or 'k3', never negative and of lower variance, whose policy gradient is biased "
-        "(arXiv 2512.21852). 'k2' is biased and only logged (policy/approxkl_avg).",
+        "KL estimator in the reward: 'k1', the log-ratio, whose policy gradient is the KL's; 'k3', never negative, "
+        "whose gradient there is biased (arXiv 2512.21852). 'k2' is biased and only logged (policy/approxkl_avg).",
     )
     whiten_rewards: bool = _option(False, "Scale the token rewards to variance 1, their mean kept.")
 
