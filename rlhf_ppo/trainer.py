@@ -25,7 +25,7 @@ from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.generation.choosing import make_engine
 from rlhf_ppo.generation.opponents import Opponents
-from rlhf_ppo.generation.protocol import GenerationEngine
+from rlhf_ppo.generation.protocol import GenerationEngine, sample_with
 from rlhf_ppo.generation.sequences import join_responses
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.models.unwrapping import configuration_kept
@@ -183,6 +183,7 @@ class PPOTrainer(TrainerHooks):
         given = (args, models.policy, self.accelerator, self._tokenizer, tokens.stop, tokens.stop_strings, opponents)
         rows = (lambda: self._estimate.generation_rows, self.sizes.local_batch_size)
         self._engine = make_engine(*given, *rows) if engine is None else engine
+        self._preparation = self._preparation.within(self._engine, self.train_dataset, self.eval_dataset)
         self._rollouts, self._objective, self._own_loop = Rollouts(self, opponents), Objective(self), OwnLoop(self)
         self._ptx = LanguageModeling(self, ptx_dataset)
         surroundings = (self.accelerator, lambda: self.state, self._logged, self._guard.refuse)
@@ -374,10 +375,9 @@ class PPOTrainer(TrainerHooks):
         Raises:
             NonFiniteLogitsError: The policy's logits are NaN or infinite.
         """
-        check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._longest_sequence)
+        check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._preparation.longest_sequence)
         with self._rollouts.sampling(policy, "policy" if policy is self.policy_model else "reference"):
-            ids, logprobs = self._engine.sample(policy, prompts, config)
-            give_up_if_stopped()
+            ids, logprobs, _ = sample_with(self._engine, policy, prompts, config, self.tokens.stop_strings)
         return join_responses(prompts, ids, self.tokens.stop, self.tokens.pad, self.tokens.stop_strings, logprobs)
 
     def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:

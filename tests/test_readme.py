@@ -187,7 +187,7 @@ OPTIONS_OF_OTHERS = {
         "target",
         "tasks",
     },  # of run.py and pip
-    "docs/generation.md": {"logprobs-mode", "weight-transfer-config"},  # vLLM's server
+    "docs/generation.md": {"logprobs-mode", "max-model-len", "weight-transfer-config"},  # vLLM's server
 }
 ARGUMENTS_OF_OTHERS = {
     "docs/from-old-trl.md": {"kl_penalty"},

@@ -60,7 +60,11 @@ class EngineArguments:
     )
     vllm_server_host: str = _option("0.0.0.0", "Host of the vLLM server.")
     vllm_server_port: int = _option(8000, "Port of the vLLM server.")
-    vllm_server_timeout: float = _option(240.0, "How long to wait for the vLLM server to be up, in seconds.")
+    vllm_server_timeout: float = _option(
+        240.0,
+        "How long the vLLM server may leave the question unanswered whether it is up, in seconds: at the start, and "
+        "while it generates or takes weights. One request may take ddp_timeout seconds.",
+    )
     vllm_group_port: int = _option(51216, "Port through which the vLLM server is sent the policy's weights.")
     vllm_gpu_memory_utilization: float = _option(
         0.3, "Share of the device's memory that a colocated vLLM may take, for weights and cache."

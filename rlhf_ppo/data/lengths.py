@@ -12,10 +12,12 @@ class PositionLimit(NamedTuple):
     Attributes:
         tokens: Number of tokens.
         reason: What sets the limit, for error messages.
+        remedy: How to raise it, for error messages.
     """
 
     tokens: int
     reason: str
+    remedy: str = "use a model with more positions"
 
 
 def smallest(limits: Iterable[PositionLimit | None]) -> PositionLimit | None:
@@ -40,5 +42,5 @@ def check_lengths(longest_prompt: int, response_length: int, limit: PositionLimi
         fix = f"set max_prompt_length={room}" if room > 0 else "lower response_length"
         raise ValueError(
             f"the longest prompt ({longest_prompt} tokens) and response_length={response_length} take {total} "
-            f"positions, but {limit.reason}: {fix}, or use a model with more positions"
+            f"positions, but {limit.reason}: {fix}, or {limit.remedy}"
         )

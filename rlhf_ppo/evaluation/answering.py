@@ -12,9 +12,11 @@ from transformers import set_seed
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.encoding import PromptEncoder
+from rlhf_ppo.data.lengths import PositionLimit
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.choosing import make_engine
 from rlhf_ppo.generation.opponents import Opponents
+from rlhf_ppo.generation.protocol import sample_with
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.rewards.builtin import response_texts
 from rlhf_ppo.rewards.reading import Answer
@@ -60,7 +62,8 @@ def respond(
         how: How to generate.
 
     Raises:
-        ValueError: A prompt cannot be read, or the engine cannot run here.
+        RuntimeError: The engine gave responses that it did not sample whole.
+        ValueError: A prompt cannot be read or is too long, or the engine cannot run here.
     """
     encode = PromptEncoder(tokenizer, dataset, len(tokenizer))
     encoded = [{**row, **encode(row, index)} for index, row in enumerate(rows)]
@@ -73,6 +76,7 @@ def respond(
     engine = make_engine(
         args, model, Accelerator(), tokenizer, tokenizer.eos_token_id, None, Opponents((), tokenizer, _all_ended)
     )
+    _check_lengths(max(len(row["input_ids"]) for row in encoded), how, getattr(engine, "longest_sequence", None))
     config = (greedy_config if how.is_greedy else sampling_config)(args, ends[0] if ends else None)
     config.eos_token_id = ends or None
     set_seed(how.seed)
@@ -80,7 +84,7 @@ def respond(
     for start in range(0, len(encoded), how.batch_size):
         batch = encoded[start : start + how.batch_size]
         padded = tokenizer.pad([{"input_ids": row["input_ids"]} for row in batch], return_tensors="pt")
-        sampled = engine.sample(model, Prompts.from_collated(padded, model.device), config).ids
+        sampled = sample_with(engine, model, Prompts.from_collated(padded, model.device), config).ids
         answers += [_answer(row, ids, set(ends), tokenizer) for row, ids in zip(batch, sampled.tolist(), strict=True)]
     return answers
 
@@ -118,6 +122,16 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     configured = model.generation_config.eos_token_id
     several = configured if isinstance(configured, list) else [configured]
     return list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
+
+
+def _check_lengths(longest_prompt: int, how: Answering, limit: PositionLimit | None) -> None:
+    """Raise where the engine would cut a response; `transformers` and `continuous` have the model's own limits."""
+    total = longest_prompt + how.max_new_tokens
+    if limit is not None and total > limit.tokens:
+        raise ValueError(
+            f"the longest prompt ({longest_prompt} tokens) and max_new_tokens={how.max_new_tokens} take {total} "
+            f"positions, but {limit.reason}: lower max_new_tokens, leave out prompts, or take another engine"
+        )
 
 
 def _answer(row: Mapping[str, Any], sampled: list[int], ends: set[int], tokenizer: Any) -> Answer:

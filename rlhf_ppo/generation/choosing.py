@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ENGINE_NEEDS: dict[str, tuple[str, str]] = {
     "continuous": ("transformers", "5.11"),  # the first that can be told how many rows run at a time
-    "vllm": ("trl", "1.11"),  # the first that sends weights once, whether vLLM has slept or not
+    "vllm": ("trl", "1.16"),  # the one that was run; 1.11 and older have no `get_server_info`
 }
 """The library that an engine builds on and its lowest version, where that is above the package's own."""
 

@@ -44,6 +44,7 @@ class ContinuousEngine:
     max_rows: Callable[[], int]
     dtype: torch.dtype | None = None
     reads_sharded: bool = False
+    called: str = "generation_engine='continuous'"
 
     @torch.no_grad()
     def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:

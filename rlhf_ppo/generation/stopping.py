@@ -52,9 +52,10 @@ class StopStrings:
     def is_completed(self, ids: Sequence[int]) -> bool:
         """Tell whether a response's last token completes a stop string."""
         # Only the whole response decides: the first token of a tail may decode to another text than it has inside.
-        return self._is_in(ids[-self.num_tail_tokens :]) and self._is_in(ids)
+        return self.is_in(ids[-self.num_tail_tokens :]) and self.is_in(ids)
 
-    def _is_in(self, ids: Sequence[int]) -> bool:
+    def is_in(self, ids: Sequence[int]) -> bool:
+        """Tell whether a response's text holds a stop string."""
         text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(string in str(text) for string in self.strings)
 

@@ -169,6 +169,7 @@ class TransformersEngine:
     stop_strings: StopStrings | None = None
     gather: Callable[[Tensor], Tensor] | None = None
     reads_sharded: bool = False
+    called: str = "generation_engine='transformers'"
 
     def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
         """Generate a response to each prompt; see `sample_responses`."""

@@ -40,7 +40,7 @@ SECONDS_UNTIL_TOLD = 5.0
 """How long the end of a run waits for the line that says that a signal has come."""
 
 SECONDS_FOR_THREADS = 5.0
-"""How long a process that was told to end waits for threads that a reward function has started."""
+"""How long a process that was told to end waits for threads that are left of a reward function or an engine."""
 
 _WAKING = getattr(signal, "SIGURG", None)
 """Interrupts the main thread, and means nothing; one that is ignored where nobody handles it."""
@@ -377,7 +377,7 @@ def end_despite_threads(code: int) -> None:
     def wait() -> None:
         ending.wait()
         if not over.wait(SECONDS_FOR_THREADS):
-            say(f"Threads that a reward function has started are still running: the process ends with code {code}.")
+            say(f"Threads of a reward function or an engine are still running: the process ends with code {code}.")
             sys.stdout.flush()
             os._exit(code)
 

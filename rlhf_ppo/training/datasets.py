@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from datasets import Dataset
@@ -13,8 +13,10 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.datasets import longest_prompt, num_rows, prepare_prompts
 from rlhf_ppo.data.encoding import PROMPT_COLUMNS, prompt_column
-from rlhf_ppo.data.lengths import PositionLimit, check_lengths
+from rlhf_ppo.data.lengths import PositionLimit, check_lengths, smallest
 from rlhf_ppo.evaluation.best_metric import check_best_metric
+from rlhf_ppo.generation.protocol import GenerationEngine
+from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.vocabulary import Vocabulary
 from rlhf_ppo.rewards.functions import check_columns, check_names_of_columns
@@ -117,7 +119,7 @@ class PromptPreparation:
         tokenizer: The policy's tokenizer.
         args: Gives `max_prompt_length`, `dataset_num_proc` and `response_length`.
         vocabulary: The ids that all models embed.
-        limit: Longest sequence that the models can place; None if there is no limit.
+        limit: Longest sequence that the models, and an engine that has started, can place; None if there is no limit.
         columns_are_read: Whether a reward reads columns beside the prompts; they are left out where none does, so
             that they are not copied along.
     """
@@ -163,6 +165,31 @@ class PromptPreparation:
             vocab_size=self.vocabulary.size,
             vocab_of=self.vocabulary.limited_by,
         )
-        if num_rows(rows) is not None:
-            check_lengths(longest_prompt(rows), args.response_length, self.limit)
+        self._check_lengths(rows)
         return rows
+
+    @property
+    def longest_sequence(self) -> PositionLimit | None:
+        """Longest sequence that the models and the engine can place, as far as is known by now."""
+        return smallest((self.limit, longest_colocated(self.args)))
+
+    def within(self, engine: GenerationEngine, *datasets: Any) -> PromptPreparation:
+        """Return the preparation for an engine that has started.
+
+        Args:
+            engine: It may say the longest sequence that it can place, as `longest_sequence`.
+            *datasets: The data sets that were prepared before; None and dicts of them are allowed.
+
+        Raises:
+            ValueError: A prompt and its response exceed that limit.
+        """
+        preparation = replace(self, limit=smallest((self.limit, getattr(engine, "longest_sequence", None))))
+        if preparation.longest_sequence != self.longest_sequence:
+            for dataset in datasets:
+                for rows in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
+                    preparation._check_lengths(rows)
+        return preparation
+
+    def _check_lengths(self, rows: Any) -> None:
+        if rows is not None and num_rows(rows) is not None:
+            check_lengths(longest_prompt(rows), self.args.response_length, self.longest_sequence)

@@ -104,6 +104,7 @@ class Rollouts:
         naming = naming_the_model(policy, role, run._moment())
         with failing_together(run.accelerator), naming, run.accelerator.autocast():
             yield
+            give_up_if_stopped()
 
     def _responses(self, model: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
         run = self.run

@@ -189,7 +189,7 @@ def test_continuous_batching_needs_a_whole_policy(make_args: Any) -> None:
     assert make(make_args, accelerator=zero3, local_rollout_forward_batch_size=7, **continuous).max_rows() == 7
 
 
-@pytest.mark.parametrize(("engine", "needed"), [("continuous", r"transformers 5\.11"), ("vllm", r"trl 1\.11")])
+@pytest.mark.parametrize(("engine", "needed"), [("continuous", r"transformers 5\.11"), ("vllm", r"trl 1\.16")])
 def test_an_engine_may_need_a_newer_library_than_the_package(
     engine: str, needed: str, make_args: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

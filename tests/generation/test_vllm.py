@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, create_autospec
 
@@ -25,12 +28,15 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.config import engines as engine_arguments
+from rlhf_ppo.generation import vllm, vllm_server
+from rlhf_ppo.generation.protocol import sample_with
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.generation.vllm import VLLMEngine, start_vllm
 from rlhf_ppo.models.adapters import base_kept
 from rlhf_ppo.processes.signals import EndsOnSignals, Stopped
 from tests.conftest import make_tokenizer, needs_vllm_of_trl, tiny_policy
 from tests.generation.test_transformers_engine import prompts
+from tests.ports import free_port
 
 pytestmark = needs_vllm_of_trl
 
@@ -57,6 +63,7 @@ def fake_generation(ids: list[list[int]], logprobs: Any) -> Any:
     fake = create_autospec(VLLMGeneration, instance=True)
     fake.generate.return_value = ([], ids, logprobs, None)
     fake.mode, fake.enable_sleep_mode, fake.tensor_parallel_size = "colocate", False, 1
+    fake.generation_kwargs = {"ignore_eos": True}
     return fake
 
 
@@ -70,14 +77,24 @@ def test_rows_go_in_without_padding_and_come_out_padded(make_vllm_args: MakeArgs
     assert (fake.temperature, fake.top_k, fake.top_p, fake.min_p) == (0.8, 5, 0.9, 0.1)
     assert sampled.ids.tolist() == [[7, 8, 1], [9, 1, 1]] and sampled.ids.dtype == torch.long
     assert sampled.logprobs is not None
-    assert sampled.logprobs.tolist() == [[-0.5, -1.0, -2.0], [-0.25, 0.0, 0.0]]
+    assert sampled.logprobs[0].tolist() == [-0.5, -1.0, -2.0] and sampled.logprobs[1, 0] == -0.25
+    assert sampled.lengths is not None and sampled.lengths.tolist() == [3, 1]
 
 
-def test_ids_that_are_never_sampled_are_not_allowed(make_vllm_args: MakeArgs) -> None:
+def test_ids_that_are_never_sampled_have_a_bias_in_that_call_only(make_vllm_args: MakeArgs) -> None:
+    """Of the policy's 32 ids: the reference may have more, which vLLM would refuse."""
     fake = fake_generation([[7]], [[[-0.5]]])
-    fake.generation_kwargs = {"ignore_eos": True}
-    VLLMEngine(fake).sample(tiny_policy(), prompts([4]), sampling_config(make_vllm_args(), 1, list(range(9, 32))))
-    assert fake.generation_kwargs == {"ignore_eos": True, "allowed_token_ids": list(range(9))}
+    engine, policy = VLLMEngine(fake), tiny_policy()
+    engine.sample(policy, prompts([4]), sampling_config(make_vllm_args(), 1, list(range(30, 40))))
+    assert fake.generation_kwargs == {"ignore_eos": True, "logit_bias": {30: -100.0, 31: -100.0}}
+    engine.sample(policy, prompts([4]), sampling_config(make_vllm_args(), 1))
+    assert fake.generation_kwargs == {"ignore_eos": True}
+
+
+def test_more_ids_than_vllm_can_keep_from_being_sampled(make_vllm_args: MakeArgs) -> None:
+    policy, config = tiny_policy(vocab_size=1100), sampling_config(make_vllm_args(), 1, list(range(75, 1100)))
+    with pytest.raises(ValueError, match=r"can keep 1024 ids .* but 1025 of the policy's .* 'continuous' or 'tr"):
+        VLLMEngine(fake_generation([[7]], [[[-0.5]]])).sample(policy, prompts([4]), config)
 
 
 def test_greedy_is_temperature_0_for_that_call_only(make_vllm_args: MakeArgs) -> None:
@@ -224,9 +241,16 @@ def test_a_base_is_kept_in_the_host_s_memory() -> None:
 
 @pytest.mark.parametrize("logprobs", [[[[-0.5], [None]]], [[[-0.5]]], [[[-0.5], [float("nan")]]], None])
 def test_a_logprob_that_is_missing_is_an_error(make_vllm_args: MakeArgs, logprobs: Any) -> None:
-    engine = VLLMEngine(fake_generation([[7, 8]], logprobs))
-    with pytest.raises(RuntimeError, match="'vllm' gave no finite log-probability for each token of row 0"):
-        engine.sample(tiny_policy(), prompts([4]), sampling_config(make_vllm_args(), 1))
+    engine = VLLMEngine(fake_generation([[7, 1]], logprobs))
+    with pytest.raises(RuntimeError, match=r"='vllm' gave no finite log-probability for token [01] of row 0"):
+        sample_with(engine, tiny_policy(), prompts([4]), sampling_config(make_vllm_args(), 1))
+
+
+def with_model_config(**values: Any) -> Any:
+    """A colocated `LLM` with this configuration."""
+    return SimpleNamespace(
+        llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(**values)))
+    )
 
 
 def test_every_argument_is_passed_on(make_vllm_args: MakeArgs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +267,7 @@ def test_every_argument_is_passed_on(make_vllm_args: MakeArgs, monkeypatch: pyte
         "vllm_group_port": 4321,
     }
     made = create_autospec(VLLMGeneration)
+    made.return_value.llm = with_model_config(dtype=torch.float32, max_model_len=77)
     monkeypatch.setattr(vllm_generation, "VLLMGeneration", made)
     args = make_vllm_args(response_length=9, **given)
     policy, accelerator, tokenizer = tiny_policy(), Accelerator(cpu=True), make_tokenizer()
@@ -264,6 +289,91 @@ def test_a_policy_made_in_memory_cannot_be_colocated(make_vllm_args: MakeArgs) -
         start_vllm(make_vllm_args(), tiny_policy(), Accelerator(cpu=True), make_tokenizer(), 1, 2)
 
 
+# ---- How long a prompt may be ----
+
+
+@pytest.fixture
+def colocated(make_vllm_args: MakeArgs, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A colocated vLLM that answers nothing; the number of tokens for which it says that it has room can be set."""
+    made = create_autospec(VLLMGeneration)
+    made.return_value.llm = with_model_config(dtype=torch.float32, max_model_len=64)
+    monkeypatch.setattr(vllm_generation, "VLLMGeneration", made)
+    return made
+
+
+def make_long(make_trainer: Any, longest: int, response_length: int, **given: Any) -> Any:
+    policy = tiny_policy()
+    policy.name_or_path = "somewhere"
+    rows = [{"input_ids": [5] * (10 if index % 2 else longest)} for index in range(8)]
+    return make_trainer(
+        model=policy, train_dataset=rows, generation_engine="vllm", response_length=response_length, **given
+    )
+
+
+def test_a_prompt_that_vllm_would_leave_no_room_for_is_an_error_before_it_starts(
+    make_trainer: Any, colocated: Any
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"prompt \(36 tokens\) and response_length=12 take 48 .* but vllm_max_model_length=47: set "
+        "max_prompt_length=35, or raise vllm_max_model_length",
+    ):
+        make_long(make_trainer, 36, 12, vllm_max_model_length=47)
+    assert not colocated.called
+    assert make_long(make_trainer, 36, 12, vllm_max_model_length=48)
+
+
+def test_a_prompt_that_is_given_later_is_held_against_the_same_limit(make_trainer: Any, colocated: Any) -> None:
+    trainer = make_long(make_trainer, 36, 12, vllm_max_model_length=48)
+    with pytest.raises(ValueError, match=r"take 49 positions, but vllm_max_model_length=48"):
+        trainer.evaluate([{"input_ids": [5] * 37}])
+
+
+def test_vllm_may_have_less_room_than_the_model(make_trainer: Any, colocated: Any) -> None:
+    colocated.return_value.llm = with_model_config(dtype=torch.float32, max_model_len=40)
+    with pytest.raises(ValueError, match=r"take 48 positions, but vLLM has room for 40: set max_prompt_length=28, or"):
+        make_long(make_trainer, 36, 12)
+    with pytest.raises(ValueError, match=r"take 48 positions, but vLLM has room for 40"):
+        make_long(make_trainer, 20, 12, eval_dataset={"a": [{"input_ids": [5] * 36}]})
+
+
+def test_a_server_s_own_limit_is_read_when_it_is_connected_to(
+    make_trainer: Any, make_vllm_args: Any, server: Any
+) -> None:
+    url, handler = server
+    handler.model_config["max_model_len"] = 40
+    server_options = {"vllm_mode": "server", "vllm_server_base_url": url}
+    with pytest.raises(
+        ValueError,
+        match=r"take 48 positions, but the vLLM server at http://127.* runs with --max-model-len 40: set "
+        "max_prompt_length=28, or restart the server with a larger --max-model-len",
+    ):
+        make_long(make_trainer, 36, 12, **server_options)
+    assert make_long(make_trainer, 28, 12, **server_options)
+
+
+# ---- Precision ----
+
+
+@pytest.mark.parametrize(
+    ("sampled", "given", "expected"),
+    [
+        (torch.float32, {}, None),
+        (torch.bfloat16, {"bf16": True}, None),
+        (torch.bfloat16, {}, "samples in bfloat16, but the policy is trained in float32; .*=True corrects for"),
+        (torch.float16, {"bf16": True, "importance_sampling_correction": False}, "in float16, .*=False does not corr"),
+    ],
+)
+def test_sampling_in_another_precision_is_said(
+    sampled: torch.dtype, given: Any, expected: str | None, make_trainer: Any, colocated: Any, caplog: Any
+) -> None:
+    """vLLM's `dtype="auto"` makes 16 bits of a float32 checkpoint."""
+    colocated.return_value.llm = with_model_config(dtype=sampled, max_model_len=64)
+    make_long(make_trainer, 20, 12, **given)
+    lines = [record.getMessage() for record in caplog.records if "vLLM samples" in record.getMessage()]
+    assert len(lines) == (expected is not None) and all(re.search(str(expected), line) for line in lines)
+
+
 # ---- Server mode: TRL's own adapter and client, over HTTP ----
 
 
@@ -271,14 +381,14 @@ class FakeServer(BaseHTTPRequestHandler):
     """The endpoints of `vllm serve` that TRL's client calls; answers the prompt's last token plus one, plus two."""
 
     received: list[tuple[str, Any]]
-    logprobs_mode = "processed_logprobs"
+    model_config: dict[str, Any]
 
     def do_GET(self) -> None:
         self._send(
             {
                 "/health": {},
                 "/v1/models": {"data": [{"id": "policy"}]},
-                "/server_info": {"vllm_config": {"model_config": {"logprobs_mode": self.logprobs_mode}}},
+                "/server_info": {"vllm_config": {"model_config": self.model_config}},
             }[self.path.partition("?")[0]]
         )
 
@@ -307,7 +417,8 @@ class FakeServer(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[FakeServer]]]:
     """A server, its URL, and what it received; the NCCL group through which weights would go is not made."""
-    handler = type("Server", (FakeServer,), {"received": []})
+    model_config = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32", "max_model_len": 64}
+    handler = type("Server", (FakeServer,), {"received": [], "model_config": model_config})
 
     def receive(self: Any, metadata: list[Any], named_params: Iterator[tuple[str, Tensor]]) -> None:
         weights = {name: tensor.clone() for name, tensor in named_params}
@@ -399,10 +510,153 @@ def test_an_adapter_is_sent_merged_and_the_base_stays_bit_for_bit(make_vllm_args
 
 def test_a_server_whose_logprobs_cannot_be_corrected_for(make_vllm_args: MakeArgs, server: Any) -> None:
     url, handler = server
-    handler.logprobs_mode = "raw_logprobs"
+    handler.model_config["logprobs_mode"] = "raw_logprobs"
     args = make_vllm_args(vllm_mode="server", vllm_server_base_url=url)
     start = (tiny_policy(), Accelerator(cpu=True), make_tokenizer(), 1, 2)
     with pytest.raises(ValueError, match=r"--logprobs-mode raw_logprobs.*importance_sampling_correction=False"):
         start_vllm(args, *start)
     args.importance_sampling_correction = False
     start_vllm(args, *start)
+
+
+# ---- A server that dies or hangs ----
+
+
+def hangs(self: Any) -> None:
+    """Answer nothing until the test is over."""
+    self.received.append((self.path, None))
+    self.is_over.wait(30)
+
+
+def broken(self: Any) -> None:
+    self.received.append((self.path, None))
+    self.send_error(500, "the engine is dead")
+
+
+def dies(self: Any) -> None:
+    """Close the connection without an answer."""
+    self.received.append((self.path, None))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server, "SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(vllm_server, "end_despite_threads", lambda code: None)
+
+
+@pytest.fixture
+def is_over(server: Any) -> Iterator[threading.Event]:
+    """Lets what still hangs in the server go, before it is shut down."""
+    _, handler = server
+    handler.is_over = threading.Event()
+    yield handler.is_over
+    handler.is_over.set()
+
+
+def connected(make_vllm_args: MakeArgs, url: str, **given: Any) -> Any:
+    given = {"vllm_mode": "server", "vllm_server_base_url": url.replace("http://", "http://somebody:secret@"), **given}
+    args = make_vllm_args(vllm_server_timeout=0.2, **given)
+    return start_vllm(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), stop_token_id=1, rows=2), args
+
+
+UNUSABLE = (
+    r"the vLLM server at http://127\.0\.0\.1:\d+ cannot be used: it was to {doing}, but .*{reason}.* Look at its log"
+)
+
+
+@pytest.mark.parametrize(
+    ("health", "post", "reason"),
+    [
+        (None, dies, "without response"),
+        (None, broken, "engine is dead"),
+        (hangs, hangs, r"has not answered for vllm_server_timeout=0\.2 seconds"),
+        (broken, hangs, "/health answers 500"),
+        (None, hangs, "took longer than ddp_timeout=1 seconds; raise that if"),
+    ],
+)
+def test_a_server_that_does_not_generate_is_one_clear_error(
+    health: Any, post: Any, reason: str, make_vllm_args: MakeArgs, server: Any, impatient: None, is_over: Any
+) -> None:
+    url, handler = server
+    engine, args = connected(make_vllm_args, url, ddp_timeout=1)
+    engine.vllm.vllm_client.session.get_adapter(url).max_retries = 0  # of answers such as 503, after two seconds
+    engine.sample(tiny_policy(), prompts([4]), sampling_config(args, 1))
+    handler.do_POST, handler.do_GET = post, health or handler.do_GET
+    with pytest.raises(ConnectionError, match=UNUSABLE.format(doing="generate", reason=reason)) as raised:
+        engine.sample(tiny_policy(), prompts([4]), sampling_config(args, 1))
+    assert "secret" not in str(raised.value)
+
+
+def test_the_weights_are_read_to_the_end_when_a_server_dies_while_it_takes_them(
+    make_vllm_args: MakeArgs, server: Any, impatient: None, is_over: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's adapter takes adapters out again at the end, and reads what is sharded together with the other ranks."""
+    url, handler = server
+    engine, args = connected(make_vllm_args, url)
+    taken, read = [], []
+
+    def receive(self: Any, metadata: Any, named_params: Any) -> None:
+        """A broadcast whose peer is gone: it never returns."""
+        taken.append(next(named_params)[0])
+        handler.do_GET = broken
+        is_over.wait(30)
+
+    monkeypatch.setattr(VLLMClient, "update_named_params", receive)
+    weights = engine.vllm._iter_named_params
+    engine.vllm._iter_named_params = lambda: (read.append(each[0]) or each for each in weights())
+    with pytest.raises(
+        ConnectionError, match=UNUSABLE.format(doing="take the policy's weights", reason="answers 500")
+    ):
+        engine.sample(tiny_policy(), prompts([4]), sampling_config(args, 1))
+    names = [name for name, _ in engine.vllm.model.named_parameters()]
+    assert taken == names[:1] and read == names * 2  # for their shapes, and to be sent
+
+
+def test_each_weight_is_read_when_it_is_asked_for(
+    make_vllm_args: MakeArgs, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under ZeRO-3 a weight is whole only until the next one is read."""
+    url, _ = server
+    engine, args = connected(make_vllm_args, url)
+    order: list[str] = []
+
+    def receive(self: Any, metadata: Any, named_params: Any) -> None:
+        for name, _ in named_params:
+            order.append(f"used {name}")
+
+    monkeypatch.setattr(VLLMClient, "update_named_params", receive)
+    engine.vllm._weight_metadata = []
+    weights = engine.vllm._iter_named_params
+    engine.vllm._iter_named_params = lambda: (order.append(f"read {each[0]}") or each for each in weights())
+    engine.sample(tiny_policy(), prompts([4]), sampling_config(args, 1))
+    names = [name for name, _ in engine.vllm.model.named_parameters()]
+    assert order == [f"{what} {name}" for name in names for what in ("read", "used")]
+
+
+def test_no_server_is_an_error_after_vllm_server_timeout(make_vllm_args: MakeArgs, server: Any) -> None:
+    with pytest.raises(ConnectionError, match=UNUSABLE.format(doing="start", reason="not up after vllm_server_timeo")):
+        connected(make_vllm_args, f"http://127.0.0.1:{free_port()}")
+
+
+def test_other_ranks_raise_the_error_of_the_one_that_asks(
+    make_vllm_args: MakeArgs, server: Any, impatient: None, is_over: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Main's part: it comes to where the ranks meet after each call, with its error; tests/vllm has two processes."""
+    url, handler = server
+    engine, args = connected(make_vllm_args, url)
+    met: list[Any] = []
+
+    @contextmanager
+    def meeting(accelerator: Any) -> Iterator[None]:
+        try:
+            yield
+        except ConnectionError as error:
+            met.append(str(error))
+            raise
+        met.append(None)
+
+    monkeypatch.setattr(vllm, "failing_together", meeting)
+    handler.do_POST = dies
+    with pytest.raises(ConnectionError):
+        engine.sample(tiny_policy(), prompts([4]), sampling_config(args, 1))
+    assert len(met) == 1 and "it was to forget its cache" in met[0]

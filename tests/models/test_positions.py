@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.lengths import PositionLimit
 from rlhf_ppo.models.passes import hidden_states
 from rlhf_ppo.models.positions import position_limit, positions
 from tests.conftest import tiny_policy, tiny_scorer
@@ -47,7 +48,7 @@ def test_the_reason_is_said() -> None:
     )
     assert positions(phi3(max_position_embeddings=8)) == 8  # the smaller of both
     plain = position_limit(tiny_policy())
-    assert plain is not None and plain == (64, "the model has 64")
+    assert plain == PositionLimit(64, "the model has 64")
     assert positions(tiny_model("bloom")) is None
 
 

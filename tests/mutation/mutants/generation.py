@@ -30,8 +30,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("stopping.py", "tests/generation/test_stopping.py"): [
         ("input_ids[:, self.prompt_length :].tolist()", "input_ids.tolist()"),
-        ("self._is_in(ids[-self.num_tail_tokens :]) and self._is_in(ids)", "self._is_in(ids[-6:])"),
-        ("self._is_in(ids[-self.num_tail_tokens :]) and self._is_in(ids)", "self._is_in(ids[1:])"),
+        ("self.is_in(ids[-self.num_tail_tokens :]) and self.is_in(ids)", "self.is_in(ids[-6:])"),
+        ("self.is_in(ids[-self.num_tail_tokens :]) and self.is_in(ids)", "self.is_in(ids[1:])"),
         ("max(len(text.encode()) for text in self.strings) + _CONTEXT", "1 + _CONTEXT"),
         ("range(1, len(ids) + 1)", "range(1, len(ids))"),
         ("any(string in str(text)", "all(string in str(text)"),

@@ -1,0 +1,164 @@
+"""Every engine's answer is checked in one place: no token that was not sampled enters a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.lengths import PositionLimit
+from rlhf_ppo.evaluation import answering
+from rlhf_ppo.evaluation.answering import Answering, respond
+from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
+from rlhf_ppo.generation.protocol import Sampled, sample_with, stack_rows
+from rlhf_ppo.generation.stopping import StopStrings
+from tests.conftest import make_tokenizer, tiny_policy
+from tests.generation.test_transformers_engine import prompts
+from tests.runs import QUICK
+
+STOP = 1
+
+
+class Answers:
+    """An engine that gives a fixed answer, or one for each call."""
+
+    reads_sharded = False
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def sample(self, policy: nn.Module, prompts: Any, config: GenerationConfig) -> Any:
+        return self.answer(prompts, config) if callable(self.answer) else self.answer
+
+    def policy_changed(self) -> None:
+        pass
+
+
+def config(most: int = 4, stop: Any = STOP, **given: Any) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=most, eos_token_id=stop, pad_token_id=STOP, **given)
+
+
+def ask(answer: Any, strings: tuple[str, ...] = (), **given: Any) -> Sampled:
+    stop_strings = StopStrings(make_tokenizer(), strings) if strings else None
+    return sample_with(Answers(answer), tiny_policy(), prompts([5, 9, 3], [4]), config(**given), stop_strings)
+
+
+def stacked(*rows: list[int]) -> Sampled:
+    """What a colocated or served engine gives: rows of any lengths, filled with the stop token."""
+    return stack_rows(rows, [[-0.5] * len(row) for row in rows], STOP, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "given"),
+    [
+        (stacked([7, 8, 9, 6], [7, STOP]), {}),
+        (stacked([7, 8, 9, STOP], [STOP]), {}),
+        (stacked([7, 3], [8, 5]), {"stop": [STOP, 5, 3]}),
+        (stacked([7, 8, 9, 6], [7, 8, 9, 6]), {"stop": None}),
+        (stacked([7, 8], [9, 8]), {"strings": ("w5",)}),  # the id 8 is the word w5
+        (Sampled(torch.tensor([[7, 8, 9, 6], [7, STOP, 0, 0]])), {}),
+        (Sampled(torch.tensor([[7, 8, STOP], [7, STOP, 0]])), {}),
+        ((torch.tensor([[7, STOP], [STOP, 0]]), None), {}),
+        (Sampled(torch.tensor([[STOP, 40], [7, STOP]]), torch.tensor([[-1.0, torch.nan], [-1.0, -1.0]])), {}),
+    ],
+)
+def test_rows_that_end_with_a_stop_or_at_the_limit_are_taken(answer: Any, given: dict[str, Any]) -> None:
+    assert ask(answer, **given).ids is answer[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "given", "row", "length", "prompt"),
+    [
+        (stacked([7, 8, 9, 6], [7, 8]), {}, 1, 2, 1),  # the filling is the stop token
+        (stacked([7, 8], [7, 8]), {}, 0, 2, 3),
+        (stacked([], [7, STOP]), {}, 0, 0, 3),
+        (stacked([7, 8, 9], [7, 8, 9, 6]), {"stop": None}, 0, 3, 3),
+        (stacked([7, 8], [7, 9]), {"strings": ("w5",)}, 1, 2, 1),
+        (Sampled(torch.tensor([[7, 8, 9], [7, STOP, 0]])), {}, 0, 3, 3),
+    ],
+)
+def test_a_row_that_was_cut_is_an_error(
+    answer: Any, given: dict[str, Any], row: int, length: int, prompt: int
+) -> None:
+    expected = (
+        rf"engine=Answers cut the response to row {row} of the batch: {length} tokens after a prompt of {prompt}"
+    )
+    with pytest.raises(RuntimeError, match=expected + r", where 4 were asked for, and no stop token at its end; give"):
+        ask(answer, **given)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_log_probability_of_a_real_token_that_is_not_finite(value: float) -> None:
+    answer = Sampled(torch.tensor([[7, STOP], [7, STOP]]), torch.tensor([[-1.0, -1.0], [-1.0, value]]))
+    with pytest.raises(
+        NonFiniteLogitsError, match="engine=Answers gave no finite log-probability for token 1 of row 1"
+    ):
+        ask(answer)
+
+
+@pytest.mark.parametrize(("token", "given"), [(-1, {}), (30, {"suppress_tokens": [30, 31]})])
+def test_an_id_that_no_model_embeds(token: int, given: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=rf"engine=Answers sampled the id {token} in row 0 .* suppress_tokens"):
+        ask(Sampled(torch.tensor([[token, STOP], [7, STOP]])), **given)
+
+
+IDS = torch.tensor([[7, STOP], [7, STOP]])
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (None, TypeError, "gave a NoneType; sample"),
+        (IDS, TypeError, r"gave a Tensor; sample\(\) must return Sampled"),
+        (([[7, 1]], None), TypeError, "gave a tuple; sample"),
+        (Sampled(IDS.float()), ValueError, r"gave ids torch.float32 \(2, 2\)"),
+        (
+            Sampled(IDS[:1]),
+            ValueError,
+            r"gave ids torch.int64 \(1, 2\); sample\(\) must give torch.int64 \(2, T\) with 1 <= T <= 4",
+        ),
+        (Sampled(IDS.repeat(1, 3)), ValueError, r"gave ids torch.int64 \(2, 6\); sample\(\) must give"),
+        (Sampled(IDS, torch.zeros(2, 3)), ValueError, r"gave logprobs \(2, 3\) beside ids .*; give \(2, 2\)"),
+        (Sampled(IDS, None, torch.ones(3)), ValueError, r"gave lengths \(3,\) beside ids .*; give \(2,\)"),
+    ],
+)
+def test_an_answer_of_another_shape(answer: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"engine=Answers {message}"):
+        ask(answer)
+
+
+def test_a_run_does_not_learn_from_a_cut_row(make_trainer: Callable[..., PPOTrainer]) -> None:
+    """Its filling would make a response that ended, and have log-probabilities that were never sampled from."""
+
+    def cut(prompts: Any, config: GenerationConfig) -> Sampled:
+        rows = [[7, 8, 9] if index == 1 else [7] * 4 for index in range(len(prompts.input_ids))]
+        return stack_rows(rows, [[-0.5] * len(row) for row in rows], STOP, torch.device("cpu"))
+
+    trainer = make_trainer(**QUICK, engine=Answers(cut))
+    with pytest.raises(RuntimeError, match=r"engine=Answers cut the response to row 1 .* where 4 were asked for"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("limit", "answer", "expected"),
+    [
+        (None, stacked([7, 8], [7, STOP]), r"engine=Answers cut the response to row 0 .* where 4 were asked for"),
+        (
+            PositionLimit(6, "it has 6"),
+            None,
+            r"prompt \(3 tokens\) and max_new_tokens=4 take 7 positions, but it has 6",
+        ),
+    ],
+)
+def test_a_judge_s_answers_are_whole(limit: Any, answer: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = Answers(answer)
+    engine.longest_sequence = limit
+    monkeypatch.setattr(answering, "make_engine", lambda *given: engine)
+    rows = [{"input_ids": [5, 9, 3]}, {"input_ids": [4]}]
+    with pytest.raises((RuntimeError, ValueError), match=expected):
+        respond(tiny_policy(), make_tokenizer(), rows, "the data", Answering(max_new_tokens=4))
