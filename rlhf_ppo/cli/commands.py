@@ -9,7 +9,7 @@ from transformers import Trainer
 from trl.scripts.utils import ScriptArguments
 from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.checkpoints.run import check_start, wanted_checkpoint
+from rlhf_ppo.checkpoints.run import check_start
 from rlhf_ppo.cli.errors import program_name, user_errors
 from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
 from rlhf_ppo.cli.parser import PPOArgumentParser
@@ -24,6 +24,7 @@ from rlhf_ppo.cli.training import (
     train_and_save,
 )
 from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
+from rlhf_ppo.cli.trl_training import resumed_checkpoint
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited_values import check_inherited, check_numbers
 from rlhf_ppo.config.settled import output_directory
@@ -128,8 +129,7 @@ def _train(command: str, config: type, make_trainer: Callable[..., Trainer], arg
     program = program_name(command, argv)
     with user_errors(program):
         script_args, args, model_args = _parse(program, ScriptArguments, config, argv)
-        if (resumed := wanted_checkpoint(args.resume_from_checkpoint)) is not False:
-            check_start(args.output_dir, resumed, overwrite=False)
+        resumed_checkpoint(args)
         trainer = make_trainer(args, model_args, *_splits(script_args))
     with running(program, trainer):
         train_and_save(trainer, script_args.dataset_name)

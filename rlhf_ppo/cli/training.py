@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,7 @@ from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.cli.quantization import quantization_options
 from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, load_splits
 from rlhf_ppo.cli.trackers import settle_trackers
+from rlhf_ppo.cli.trl_training import ending_with_checkpoint, resumed_checkpoint
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.redaction import shown
 from rlhf_ppo.models.adapters import is_adapter_directory
@@ -274,6 +275,8 @@ def train_and_save(
 ) -> None:
     """Train, save the model with its tokenizer, log and card, upload it if asked to, and say in one line where all is.
 
+    A signal ends TRL's trainers with a checkpoint, as it does PPO.
+
     Args:
         trainer: The trainer.
         dataset_name: Name of the data set, for the model card.
@@ -285,11 +288,12 @@ def train_and_save(
     settle_trackers(args)
     if isinstance(trainer, PPOTrainer):
         trainer.dataset_name = dataset_name
-    trainer.train(resume_from_checkpoint=wanted_checkpoint(args.resume_from_checkpoint))
-    if trainer.is_world_process_zero():
-        remove_links(args.output_dir)
-    trainer.save_model(args.output_dir, _internal_call=True)  # uploaded below, with its card
-    trainer.save_state()
+    with nullcontext() if isinstance(trainer, PPOTrainer) else ending_with_checkpoint(trainer):
+        trainer.train(resume_from_checkpoint=_resumed(trainer))
+        if trainer.is_world_process_zero():
+            remove_links(args.output_dir)
+        trainer.save_model(args.output_dir, _internal_call=True)  # uploaded below, with its card
+        trainer.save_state()
     cast(Any, trainer).create_model_card(dataset_name=dataset_name)
     _merge_and_upload(trainer, dataset_name, merge)
     if isinstance(trainer, PPOTrainer) and show_samples:
@@ -299,6 +303,12 @@ def train_and_save(
         print_text(
             where_results_are(args.output_dir, args.output_dir) if is_policy else f"The model is in {args.output_dir}."
         )
+
+
+def _resumed(trainer: Trainer) -> str | bool | None:
+    if isinstance(trainer, PPOTrainer):
+        return wanted_checkpoint(trainer.args.resume_from_checkpoint)
+    return resumed_checkpoint(trainer.args)
 
 
 def _merge_and_upload(trainer: Trainer, dataset_name: str | None, merge: bool) -> None:
