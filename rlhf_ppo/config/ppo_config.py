@@ -182,11 +182,13 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
     )
     score_clip: float | None = _option(
         None,
-        "Clip the summed score to [-score_clip, score_clip], after score_scaling and before missing_eos_penalty or "
-        "missing_eos_score; must be positive.",
+        "Clip the summed score to [-score_clip, score_clip], after score_scaling or score_normalization (then in "
+        "standard deviations) and before missing_eos_penalty or missing_eos_score; must be positive.",
     )
     missing_eos_penalty: float | None = _option(
-        None, "Subtracted from the score of a response that has neither stop token nor stop string; must be positive."
+        None,
+        "Subtracted from the score of a response that has neither stop token nor stop string; must be positive. In "
+        "standard deviations with score_scaling or score_normalization, as is missing_eos_score.",
     )
     missing_eos_score: float | None = _option(
         None,

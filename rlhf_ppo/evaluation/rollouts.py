@@ -22,7 +22,7 @@ def evaluated(
 
     Args:
         batches: Collated batches of this process.
-        evaluate: Takes a batch's prompts, returns what `episode_columns` gives for their rollout.
+        evaluate: Takes a batch's prompts, returns what `evaluation_columns` gives for their rollout.
         gather: Concatenates over ranks, without rows that only fill the last batch up.
         device: Where the prompts are put.
         after_batch: Called after each batch.

@@ -14,7 +14,7 @@ from rlhf_ppo.algorithm.masked import ReduceSum, zero_outside
 from rlhf_ppo.algorithm.moments import ScoreMoments
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.processes.logs import get_logger
-from rlhf_ppo.rewards.shaping import masked_kl, shape_scores
+from rlhf_ppo.rewards.shaping import masked_kl, shape_scores, token_score_sums
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
@@ -53,20 +53,36 @@ def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor | None, kl_coef
 def rollout_columns(
     rollout: Rollout, args: PPOConfig, kl_coef: float, score_unit: ScoreMoments | None
 ) -> dict[str, Tensor]:
-    """Return what each episode of a rollout is worth and what it costs, for the metrics.
+    """Return the metrics of each episode of a rollout of training.
 
     Args:
         rollout: `B` scored responses.
         args: Gives what shapes the scores, and the KL estimator.
         kl_coef: Reward per nat.
-        score_unit: What scores are scaled by; None leaves them in their own unit.
+        score_unit: The moments that scores are scaled by; None leaves them in the reward's unit.
 
     Returns:
-        What `episode_columns` gives.
+        What `episode_columns` gives; with a `score_unit` also `raw_scores`, the scores in the reward's unit.
     """
     scores, token_scores = shape_scores(rollout, args, score_unit)
+    raw = {} if score_unit is None else {"raw_scores": rollout.scores + token_score_sums(rollout)}
     kl = masked_kl(rollout, args.kl_estimator)
-    return episode_columns(rollout, scores + token_scores.sum(dim=1), kl, kl_coef)
+    return episode_columns(rollout, scores + token_scores.sum(dim=1), kl, kl_coef) | raw
+
+
+def evaluation_columns(rollout: Rollout, args: PPOConfig, kl_coef: float) -> dict[str, Tensor]:
+    """Return the metrics of each episode of an evaluation, whose scores are not shaped yet.
+
+    Args:
+        rollout: `B` scored responses.
+        args: Gives the KL estimator.
+        kl_coef: Reward per nat.
+
+    Returns:
+        What `episode_columns` gives, its `scores` without the rewards of single tokens; `token_scores` are their sums.
+    """
+    columns = episode_columns(rollout, rollout.scores, masked_kl(rollout, args.kl_estimator), kl_coef)
+    return columns | {"token_scores": token_score_sums(rollout)}
 
 
 def gather_columns(columns: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -89,7 +105,7 @@ def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
     `objective/kl` (left out without a reference), `objective/entropy` and `objective/non_score_reward` are sums over a
     response's real tokens, then means over episodes;
     `objective/rlhf_reward = objective/scores + objective/non_score_reward`. Means of scores run over the episodes that
-    have one.
+    have one. `objective/raw_scores`, with scaling only, is the mean before shaping, in the reward's unit.
 
     Args:
         columns: What `episode_columns` gave, gathered; NaN where an episode has no score.
@@ -113,6 +129,8 @@ def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
     }
     if score.isnan():
         del metrics["objective/rlhf_reward"], metrics["objective/scores"]
+    elif "raw_scores" in columns:
+        metrics["objective/raw_scores"] = float(columns["raw_scores"].nanmean())
     for name, values in columns.items():
         scored = values[~values.isnan()]
         if name.startswith("rewards/") and len(scored) > 0:

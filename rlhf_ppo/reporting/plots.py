@@ -28,6 +28,7 @@ PANELS: Mapping[str, str] = {
     "val/ratio": "mean importance ratio",
     "policy/clipfrac_avg": "share of tokens clipped",
     "loss/value_avg": "value loss",
+    "objective/raw_scores": "mean score before scaling",
     "response/length_mean": "response length, tokens",
     "response/length_min": "shortest response, tokens",
     "response/length_max": "longest response, tokens",

@@ -19,24 +19,59 @@ from rlhf_ppo.data.rollout import Rollout
 
 
 def shape_scores(rollout: Rollout, args: PPOConfig, unit: ScoreMoments | None = None) -> tuple[Tensor, Tensor]:
-    """Scale, clip, and apply what is said about responses without the stop token.
+    """Scale and clip the scores, and apply `missing_eos_penalty` or `missing_eos_score`.
 
     Args:
         rollout: `B` scored responses.
         args: Gives `score_normalization`, `score_clip`, `missing_eos_penalty` and `missing_eos_score`.
-        unit: What scores are scaled by; None leaves them in their own unit, in which an evaluation states them. A
-            `score_clip` that is meant for scaled scores is then left out.
+        unit: The moments that scores are scaled by; None leaves the scores in the reward's unit.
 
     Returns:
         The scores to pay at the last token, float32 `(B,)`, NaN for responses that no source scored; and the rewards
         of single tokens, float32 `(B, T)`, 0 outside the response mask.
     """
     std = 1.0 if unit is None else unit.std
-    mean = unit.mean if unit is not None and args.score_normalization else 0.0
-    clip = None if unit is None and args.counts_scores else args.score_clip
-    scores = clip_scores((rollout.scores - mean) / std, clip)
-    scores = penalize_missing_eos(scores, rollout.stopped, args.missing_eos_penalty)
-    return replace_missing_eos(scores, rollout.stopped, args.missing_eos_score), _of_tokens(rollout) / std
+    return _shaped(rollout.scores, rollout.stopped, args, unit), _of_tokens(rollout) / std
+
+
+def scores_in_reward_unit(
+    scores: Tensor, token_scores: Tensor, stopped: Tensor, args: PPOConfig, unit: ScoreMoments | None
+) -> Tensor:
+    """Return the amount that training would pay for each response, converted back into the reward's unit.
+
+        score = mean + std * shaped score + sum of token rewards
+
+    `mean` is 0 without `score_normalization`; `std` is 1 and `mean` 0 without scaling. The penalties and the clip are
+    thus multiples of the same standard deviation as in training, and the rest keeps the reward's unit.
+
+    Args:
+        scores: Weighted sums, before shaping, `(N,)`; NaN for responses that no source scored.
+        token_scores: Sums of the rewards of single tokens, `(N,)`.
+        stopped: Whether the response ended by itself, bool `(N,)`.
+        args: As for `shape_scores`.
+        unit: The moments of the run so far; None without `score_scaling` and `score_normalization`. Before the first
+            update, where they count nothing, the moments of these scores take their place.
+
+    Returns:
+        float32 `(N,)`, in the reward's unit.
+    """
+    if unit is None:
+        return _shaped(scores, stopped, args) + token_scores
+    if unit.count == 0:
+        total = scores + token_scores
+        unit = unit.including(total[~total.isnan()], lambda summand: summand)
+    return _mean(args, unit) + unit.std * _shaped(scores, stopped, args, unit) + token_scores
+
+
+def _shaped(scores: Tensor, stopped: Tensor, args: PPOConfig, unit: ScoreMoments | None = None) -> Tensor:
+    if unit is not None:
+        scores = (scores - _mean(args, unit)) / unit.std
+    scores = penalize_missing_eos(clip_scores(scores, args.score_clip), stopped, args.missing_eos_penalty)
+    return replace_missing_eos(scores, stopped, args.missing_eos_score)
+
+
+def _mean(args: PPOConfig, unit: ScoreMoments) -> float:
+    return unit.mean if args.score_normalization else 0.0
 
 
 def masked_kl(rollout: Rollout, estimator: str) -> Tensor | None:
@@ -61,9 +96,14 @@ def positive_responses(scores: Tensor, args: PPOConfig) -> Tensor | None:
 
 
 def whole_scores(rollout: Rollout) -> Tensor:
-    """Return what each scored response is worth in all, before shaping, float32 `(num_scored,)`."""
-    total = rollout.scores + _of_tokens(rollout).sum(dim=1)
+    """Return the total score of each scored response before shaping, float32 `(num_scored,)`."""
+    total = rollout.scores + token_score_sums(rollout)
     return total[~total.isnan()]
+
+
+def token_score_sums(rollout: Rollout) -> Tensor:
+    """Return the sum of each response's rewards of single tokens, before shaping, float32 `(B,)`."""
+    return _of_tokens(rollout).sum(dim=1)
 
 
 def _of_tokens(rollout: Rollout) -> Tensor:

@@ -12,6 +12,7 @@ from rlhf_ppo.terminal.lines import duration, number
 
 _ROWS = {
     "objective/scores": "score",
+    "objective/raw_scores": "score before scaling",
     "objective/kl": "KL to the reference",
     "objective/rlhf_reward": "score and KL penalty",
     "response/length_mean": "response length, tokens",

@@ -17,6 +17,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import EvalLoopOutput
 
 from rlhf_ppo.algorithm.controllers import KLController
+from rlhf_ppo.algorithm.moments import ScoreMoments
 from rlhf_ppo.checkpoints.progress import PPOTrainerState
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.datasets import num_rows
@@ -32,10 +33,11 @@ from rlhf_ppo.models.unwrapping import as_module
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.random_numbers import isolated_rng
 from rlhf_ppo.processes.streams import Streams
-from rlhf_ppo.reporting.metrics import evaluation_metrics, rollout_columns
+from rlhf_ppo.reporting.metrics import evaluation_columns, evaluation_metrics
 from rlhf_ppo.reporting.timing import PhaseTimer
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import Scorer
+from rlhf_ppo.rewards.shaping import scores_in_reward_unit
 from rlhf_ppo.training.checks import check_datasets, check_is_name
 from rlhf_ppo.training.datasets import PromptPreparation
 from rlhf_ppo.training.divergence import DivergenceGuard
@@ -70,6 +72,7 @@ class EvaluatedTrainer(Protocol):
     _logged: LoggedByFunctions
     _preparation: PromptPreparation
     _rollouts: Rollouts
+    _score_unit: ScoreMoments | None
     _streams: Streams
     _timer: PhaseTimer
     _tokenizer: PreTrainedTokenizerBase
@@ -129,6 +132,8 @@ class Evaluation:
             run.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]
             after_batch = partial(run._fire, "on_prediction_step")
             columns = evaluated(dataloader, partial(self._columns, model), gather, run.args.device, after_batch)
+        shaped = (columns["scores"], columns.pop("token_scores"), columns["stopped"].bool(), run.args)
+        columns["scores"] = scores_in_reward_unit(*shaped, run._score_unit)
         run._timer.drain()
         extra = {f"{prefix}_{name}": value for name, value in run._logged.drain().items()}
         metrics = evaluation_metrics(columns, prefix) | extra
@@ -137,7 +142,7 @@ class Evaluation:
     def _columns(self, model: nn.Module, prompts: Prompts) -> dict[str, Tensor]:
         run = self.run
         rollout = run._guard.checked_rollout(run.collect_rollout(model, prompts))
-        return rollout_columns(rollout, run.args, run.kl_controller.coef, score_unit=None)
+        return evaluation_columns(rollout, run.args, run.kl_controller.coef)
 
     def finish(self, metrics: Mapping[str, float], trial: Any) -> None:
         """Write what an evaluation in training has logged, and check that it gave the metric of the best model.

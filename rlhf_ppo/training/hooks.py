@@ -269,9 +269,9 @@ class TrainerHooks(Trainer):
             metric_key_prefix: Put before each key.
 
         Returns:
-            `eval_score` (as it is paid in training, but never scaled), `eval_kl` and `eval_entropy`
-            (nats per response), `eval_response_length_mean` (tokens), `eval_ended_frac`,
-            `eval_rewards/<name>/mean|std`, and speed.
+            `eval_score` (the amount that training would pay, in the reward's unit: see
+            `rlhf_ppo.rewards.shaping.scores_in_reward_unit`), `eval_kl` and `eval_entropy` (nats per response),
+            `eval_response_length_mean` (tokens), `eval_ended_frac`, `eval_rewards/<name>/mean|std`, and speed.
         """
         dataset = self._evaluation.prepared(eval_dataset)
         return super().evaluate(dataset, ignore_keys, metric_key_prefix)

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.algorithm.moments import ScoreMoments
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.rewards.shaping import shape_scores, whole_scores
+from rlhf_ppo.rewards.shaping import scores_in_reward_unit, shape_scores, whole_scores
 
 NAN = float("nan")
 
@@ -62,12 +62,38 @@ def test_the_order_by_hand(settings: dict[str, Any], std: float, scores: list[fl
     assert ours[1].tolist() == token_scores
 
 
-def test_an_evaluation_s_scores_keep_their_unit() -> None:
-    """Without a spread to divide by, a limit that is meant for scaled scores is left out."""
-    scaled = PPOConfig(score_scaling=True, score_clip=3.5, missing_eos_penalty=1.5)
-    assert shape_scores(rollout(), scaled)[0].tolist() == pytest.approx([8, -7.5, -0.5, NAN], nan_ok=True)
-    scaled.score_scaling = False
-    assert shape_scores(rollout(), scaled)[0].tolist() == pytest.approx([3.5, -5, -0.5, NAN], nan_ok=True)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # In deviations of 2 from a mean of 3: 2.5, -4.5, -1; clipped to 2; less 1.5; then 3 + 2 x, and the tokens.
+        ({"score_normalization": True}, [8 + 2, -6 - 4, 1, NAN]),
+        ({"score_normalization": True, "missing_eos_penalty": 1.5}, [8 + 2, -6 - 3 - 4, 1 - 3, NAN]),
+        ({"score_normalization": True, "missing_eos_score": -1.0}, [8 + 2, 1 - 4, 1, NAN]),
+        ({"score_normalization": True, "score_clip": 2.0}, [7 + 2, -1 - 4, 1, NAN]),
+        ({"score_scaling": True, "missing_eos_penalty": 1.5}, [8 + 2, -6 - 3 - 4, 1 - 3, NAN]),
+        ({"score_scaling": True, "missing_eos_score": -1.0}, [8 + 2, -2 - 4, -2, NAN]),
+        ({"score_scaling": True, "score_clip": 2.0, "missing_eos_penalty": 1.5}, [4 + 2, -4 - 3 - 4, 1 - 3, NAN]),
+        ({"score_clip": 2.0, "missing_eos_penalty": 1.5}, [2 + 2, -2 - 1.5 - 4, 1 - 1.5, NAN]),
+    ],
+)
+def test_an_evaluation_s_scores_keep_the_reward_s_unit(settings: dict[str, Any], expected: list[float]) -> None:
+    """A response's score is what training would pay for it, times the deviation, plus the mean."""
+    args, made = PPOConfig(**settings), rollout()
+    unit = ScoreMoments(2, 3.0, 4.0) if args.counts_scores else None
+    given = (made.scores, made.token_scores.sum(dim=1), made.stopped, args)
+    ours = scores_in_reward_unit(*given, unit)
+    assert ours.tolist() == pytest.approx(expected, nan_ok=True) and ours.dtype == torch.float32
+    paid, of_tokens = shape_scores(made, args, unit)
+    mean, std = (3.0 if args.score_normalization else 0.0, 2.0) if unit else (0.0, 1.0)
+    torch.testing.assert_close(ours, mean + std * (paid + of_tokens.sum(dim=1)), equal_nan=True)
+
+
+def test_before_the_first_update_an_evaluation_takes_the_moments_of_its_own_scores() -> None:
+    args, made = PPOConfig(score_normalization=True, missing_eos_score=-1.0), rollout()
+    given = (made.scores, made.token_scores.sum(dim=1), made.stopped, args)
+    mean, std = np.mean([10, -10, 1]), np.std([10, -10, 1], ddof=1)
+    expected = [10, mean - std - 4, mean - std, NAN]
+    assert scores_in_reward_unit(*given, ScoreMoments()).tolist() == pytest.approx(expected, nan_ok=True)
 
 
 def test_the_spread_is_that_of_whole_scores_of_scored_responses() -> None:
@@ -149,4 +175,3 @@ def test_normalized_scores_are_paid_their_distance_from_the_mean_of_all() -> Non
         [NAN if score != score else score for score in expected[:3]] + [NAN], nan_ok=True
     )
     assert torch.equal(per_token, of_tokens / 2)
-    assert torch.equal(shape_scores(rollout(), args)[0][:3], plain[:3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,7 @@ from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK, RecordingTrainer, assert_identical, end_of_run, history
+from tests.runs import QUICK, RecordingTrainer, assert_identical, die_and_resume, end_of_run, history
 
 MakeTrainer = Callable[..., PPOTrainer]
 FIVE_ROWS = Dataset.from_list([{**row, "number": index} for index, row in enumerate(prompt_rows(5, seed=1))])
@@ -20,6 +21,7 @@ KEYS = {
     "eval_score", "eval_kl", "eval_entropy", "eval_response_length_mean", "eval_ended_frac",
     "eval_rewards/count_w4/mean", "eval_rewards/count_w4/std",
 }  # fmt: skip
+SPREAD = 2.5**0.5
 SPEED = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
 
 
@@ -78,7 +80,8 @@ def test_keys_and_values_follow_their_definitions(make_trainer: MakeTrainer) -> 
         ({"missing_eos_score": -3.0}, (0 + 1 - 3 * 3) / 5),
         ({"score_clip": 0.5, "missing_eos_score": -3.0}, (0 + 0.5 - 3 * 3) / 5),
         ({"score_clip": 2.5, "missing_eos_penalty": 1.0}, (0 + 1 + 1 + 1.5 + 1.5) / 5),
-        ({"score_clip": 2.5, "missing_eos_penalty": 1.0, "score_scaling": True}, (0 + 1 + 1 + 2 + 3) / 5),
+        # Of a standard deviation of the square root of 2.5: there are no scores of training yet.
+        ({"score_clip": 2.0, "missing_eos_penalty": 1.0, "score_scaling": True}, (6 + 2 * SPREAD - 3 * SPREAD) / 5),
     ],
 )
 def test_scores_are_clipped_and_judged_for_their_stop_token(
@@ -93,6 +96,53 @@ def test_scores_are_clipped_and_judged_for_their_stop_token(
 
     trainer = make_trainer(TwoStop, **QUICK, eval_dataset=FIVE_ROWS, reward_funcs=numbers, **settings)
     assert trainer.evaluate()["eval_score"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("scaling", ["score_scaling", "score_normalization"])
+@pytest.mark.parametrize("punished", [{"missing_eos_penalty": 1.0}, {"missing_eos_score": -1.0}])
+def test_the_best_model_is_the_one_that_stops(
+    scaling: str, punished: dict[str, float], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    """The reward has a deviation of about 60, and gives 10 more without a stop token: the penalty takes more."""
+
+    class UnlearnsToStop(PPOTrainer):
+        def collect_rollout(self, *args: Any, **kwargs: Any) -> Any:
+            rollout = super().collect_rollout(*args, **kwargs)
+            if not self._evaluation.is_running:
+                return dataclasses.replace(rollout, scores=torch.tensor([0.0, 100.0]))
+            stops = torch.full_like(rollout.stopped, self.state.global_step < 2)
+            return dataclasses.replace(rollout, stopped=stops, scores=torch.where(stops, 50.0, 60.0))
+
+    trainer = make_trainer(
+        UnlearnsToStop,
+        **{**QUICK, "total_episodes": 4},
+        **punished,
+        **{scaling: True, "output_dir": str(tmp_path), "metric_for_best_model": "eval_score"},
+        eval_dataset=FIVE_ROWS,
+        eval_strategy="steps",
+        save_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        load_best_model_at_end=True,
+    )
+    trainer.train()
+    assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-1")
+    first, second = (log["eval_score"] for log in trainer.state.log_history if "eval_score" in log)
+    std, mean = trainer.score_moments.std, trainer.score_moments.moments.mean * (scaling == "score_normalization")
+    assert first == pytest.approx(50.0)
+    assert second == pytest.approx(60 - std if "missing_eos_penalty" in punished else mean - std)
+    assert [log["objective/raw_scores"] for log in trainer.state.log_history if "loss" in log] == [50.0, 50.0]
+
+
+def test_a_resumed_run_evaluates_in_the_same_unit(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    def make(name: str, **arguments: Any) -> PPOTrainer:
+        saving = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
+        scaled = {"score_normalization": True, "missing_eos_penalty": 1.0, "score_clip": 2.0}
+        return make_trainer(
+            **QUICK, **saving, **scaled, eval_dataset=FIVE_ROWS, eval_strategy="steps", eval_steps=1, **arguments
+        )
+
+    die_and_resume(make)
 
 
 def test_same_numbers_each_time_before_and_after_other_draws(make_trainer: MakeTrainer) -> None:

@@ -31,7 +31,9 @@ def judge(history: History, limits: HealthThresholds) -> str | None:
     verdicts = [float(log[history.run.judge]) for log in last]
     if not all(after < before for before, after in itertools.pairwise(verdicts)):
         return None
-    scores = history.between("objective/scores", last[0]["step"], last[-1]["step"])
+    between = (last[0]["step"], last[-1]["step"])
+    # Scaled scores say little about a rise: the mean and the deviation that they are measured with move along.
+    scores = history.between("objective/raw_scores", *between) or history.between("objective/scores", *between)
     half = len(scores) // 2
     if half == 0 or statistics.fmean(scores[half:]) <= statistics.fmean(scores[:half]):
         return None

@@ -5,8 +5,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         "shaping.py",
         "tests/rewards/test_shaping.py::test_normalized_scores_are_paid_their_distance_from_the_mean_of_all",
     ): [
-        ("(rollout.scores - mean) / std", "rollout.scores / std"),
-        ("(rollout.scores - mean) / std", "(rollout.scores - mean)"),
+        ("(scores - _mean(args, unit)) / unit.std", "scores / unit.std"),
+        ("(scores - _mean(args, unit)) / unit.std", "scores - _mean(args, unit)"),
         ("_of_tokens(rollout) / std", "_of_tokens(rollout)"),
     ],
     ("judges.py", "tests/rewards/test_judges.py"): [
@@ -36,11 +36,13 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ): [
         ("final + self.weights[name] * torch.where", "final + torch.where"),
     ],
-    ("shaping.py", "tests/rewards/test_shaping.py::test_an_evaluation_s_scores_keep_their_unit"): [
-        ("None if unit is None and args.counts_scores else", "None if unit is None else"),
+    ("shaping.py", "tests/rewards/test_shaping.py::test_an_evaluation_s_scores_keep_the_reward_s_unit"): [
+        ("_mean(args, unit) + unit.std * _shaped(", "_mean(args, unit) + _shaped("),
+        ("_mean(args, unit) + unit.std * _shaped(", "unit.std * _shaped("),
+        ("total = scores + token_scores", "total = scores"),
     ],
     ("shaping.py", "tests/rewards/test_shaping.py::test_the_order_by_hand"): [
-        ("clip_scores((rollout.scores - mean) / std, clip)", "clip_scores(rollout.scores - mean, clip)"),
+        ("clip_scores(scores, args.score_clip)", "scores"),
         ("_of_tokens(rollout) / std", "_of_tokens(rollout)"),
     ],
 }
