@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
@@ -119,15 +118,14 @@ def mean_curve(
         The points, the mean at each, and the standard deviation over runs (n - 1 below; 0 for a single run). A run
         that did not log the metric at a point does not count there.
     """
-    values: defaultdict[float, list[float]] = defaultdict(list)
-    for log in logs:
-        for entry in log:
-            if metric in entry and x in entry:
-                values[entry[x]].append(entry[metric])
-    points = sorted(values)
-    means = [np.mean(values[point]) for point in points]
-    deviations = [np.std(values[point], ddof=1) if len(values[point]) > 1 else 0.0 for point in points]
-    return np.array(points, float), np.array(means, float), np.array(deviations, float)
+    found = [(entry[x], entry[metric]) for log in logs for entry in log if metric in entry and x in entry]
+    places, values = np.array(found, float).reshape(-1, 2).T
+    points, numbers, counts = np.unique(places, return_inverse=True, return_counts=True)
+    with np.errstate(invalid="ignore"):  # a figure that is not finite stays one
+        means = np.bincount(numbers, values, len(points)) / np.maximum(counts, 1)
+        squares = np.bincount(numbers, (values - means[numbers]) ** 2, len(points))
+        deviations = np.where(counts > 1, np.sqrt(squares / np.maximum(counts - 1, 1)), 0.0)
+    return points, means, deviations
 
 
 def _read_groups(runs: Sequence[Run] | Mapping[str, Sequence[Run]]) -> dict[str, list[Log]]:
@@ -142,11 +140,10 @@ def training_log(run: Run) -> Log:
     known = [(entry["step"], entry["episode"]) for entry in log if "step" in entry and "episode" in entry]
     if not known:
         return log
-    steps, episodes = zip(*[(0, 0), *known], strict=True)
-    return [
-        {"episode": float(np.interp(entry["step"], steps, episodes)), **entry} if "step" in entry else entry
-        for entry in log
-    ]
+    placed = [entry for entry in log if "step" in entry]
+    episodes = np.interp([entry["step"] for entry in placed], *np.array([(0, 0), *known], float).T)
+    with_episode = iter(episodes.tolist())
+    return [{"episode": next(with_episode), **entry} if "step" in entry else entry for entry in log]
 
 
 def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:

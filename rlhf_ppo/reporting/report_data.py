@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.health import HealthThresholds
@@ -26,7 +28,7 @@ from rlhf_ppo.reporting.run_settings import SETTINGS_NAME
 from rlhf_ppo.terminal.foreign import from_csv_cell, visible
 
 MAX_POINTS = 1000
-"""Most points of a curve; a longer one is thinned out evenly, its first and last point kept."""
+"""Most points of a curve; of a longer one each stretch keeps its extremes, and the first and last point are kept."""
 MAX_UPDATES = 16
 """Most updates of a run whose responses, or samples, are in a report."""
 MAX_TOKENS = 200_000
@@ -78,12 +80,13 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
     return _shown(data)
 
 
-def curve(logs: Sequence[Log], metric: str) -> dict[str, list[Any]] | None:
-    """Return the mean of a metric over runs, and its standard deviation, at each update.
+def curve(logs: Sequence[Log], metric: str, episodes: Mapping[float, float]) -> dict[str, list[Any]] | None:
+    """Return the mean of a metric over runs, and its standard deviation, at each update that is drawn.
 
     Args:
         logs: The logs of the runs.
         metric: The key.
+        episodes: Episodes after each update.
 
     Returns:
         `step`, `episode`, `mean` and `std`, or None where no run has logged it.
@@ -91,10 +94,7 @@ def curve(logs: Sequence[Log], metric: str) -> dict[str, list[Any]] | None:
     steps, means, deviations = mean_curve(logs, metric, "step")
     if len(steps) == 0:
         return None
-    episodes = {
-        entry["step"]: entry["episode"] for log in logs for entry in log if {"step", "episode"} <= entry.keys()
-    }
-    kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MAX_POINTS)).round().astype(int))
+    kept = drawn_points(means, deviations)
     return {
         "step": steps[kept].astype(int).tolist(),
         "episode": [episodes.get(step) for step in steps[kept].tolist()],
@@ -103,12 +103,43 @@ def curve(logs: Sequence[Log], metric: str) -> dict[str, list[Any]] | None:
     }
 
 
+def drawn_points(means: NDArray[np.float64], deviations: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Choose the points of a curve that are drawn, so that its picture shows every extreme.
+
+    A curve of more than `MAX_POINTS` points is cut into stretches of equal length. Each keeps its lowest and highest
+    mean, and the lowest and highest edge of its band.
+
+    Args:
+        means: The curve, `(N,)`; NaN where there is no value.
+        deviations: Half the height of its band, `(N,)`.
+
+    Returns:
+        Their places, in order, at most `MAX_POINTS` unless there are fewer; the first and the last are among them.
+    """
+    if len(means) <= MAX_POINTS:
+        return np.arange(len(means))
+    edges = [means] if not deviations.any() else [means, means - deviations, means + deviations]
+    bounds = np.linspace(0, len(means), (MAX_POINTS - 2) // (2 * len(edges)) + 1).astype(int)
+    kept = {0, len(means) - 1}
+    for start, end in itertools.pairwise(bounds.tolist()):
+        for edge in edges:
+            part = edge[start:end]
+            kept |= {start + int(np.where(np.isnan(part), np.inf, part).argmin())}
+            kept |= {start + int(np.where(np.isnan(part), -np.inf, part).argmax())}
+    return np.array(sorted(kept))
+
+
 def _metrics(groups: Sequence[Sequence[Log]]) -> list[dict[str, Any]]:
     logged = dict.fromkeys(key for logs in groups for log in logs for entry in log for key in entry)
     keys = [key for key in PANELS if key in logged]
     keys += sorted(key for key in logged if key not in PANELS and key not in _NO_METRICS)
+    episodes = [
+        {entry["step"]: entry["episode"] for log in logs for entry in log if "step" in entry and "episode" in entry}
+        for logs in groups
+    ]
+    both = list(zip(groups, episodes, strict=True))
     return [
-        {"key": key, "says": PANELS.get(key, ""), "curves": [curve(logs, key) for logs in groups]}
+        {"key": key, "says": PANELS.get(key, ""), "curves": [curve(logs, key, known) for logs, known in both]}
         for key in keys
         if not key.startswith(_HEALTH)
     ]

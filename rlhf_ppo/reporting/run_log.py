@@ -71,7 +71,10 @@ def _read_path(path: Path) -> Log:
         raise FileNotFoundError(
             f"{path} holds no run: there is {what}; pass the output_dir of a run that has logged something"
         )
-    log, written = _read_state(state) if state is not None else [], _read_lines(lines)
+    written = _read_lines(lines)
+    if state is None:
+        return written
+    log = _read_state(state)
     # A state of before the run went on, or of another run, does not begin with what the run has logged.
     return log if _text(log[: len(written)]) == _text(written) else written
 

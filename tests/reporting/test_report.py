@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import html.parser
 import json
+import math
 import re
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +23,7 @@ from rlhf_ppo.cli.judge import JudgeArguments, add_verdicts, keep, keep_win_rate
 from rlhf_ppo.cli.main import main
 from rlhf_ppo.reporting import judged, report_data
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
+from rlhf_ppo.reporting.health import CHECKS
 from rlhf_ppo.reporting.report import write_report
 from rlhf_ppo.rewards.preference import Compared
 from rlhf_ppo.terminal.foreign import visible
@@ -249,10 +253,75 @@ def test_a_long_run_stays_a_page_that_opens(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(report_data, "MAX_UPDATES", 3)
     data = page_of([run], tmp_path).data
     curve = data["metrics"][0]["curves"][0]
-    assert len(curve["step"]) == report_data.MAX_POINTS and curve["step"][0] == 1 and curve["step"][-1] == 5000
+    assert 900 <= len(curve["step"]) <= report_data.MAX_POINTS and curve["step"][0] == 1 and curve["step"][-1] == 5000
     assert all(mean == step / 7 for step, mean in zip(curve["step"], curve["mean"], strict=True))
     shown = [(update["step"], update["kept"], len(update["rows"])) for update in data["runs"][0]["responses"]]
     assert shown == [(1, 10, 4), (3, 10, 4), (4, 10, 4)]  # 48 tokens: 3 updates of 4 responses of 4
+
+
+def write_log(run: Path, entries: list[dict[str, Any]]) -> None:
+    (run / "log_history.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+
+
+def test_a_curve_that_is_thinned_out_keeps_its_extremes(tmp_path: Path) -> None:
+    """One spike up and one down in each of two seeds, which differ for one update only."""
+    spikes, runs = {1234: 9.0, 3210: -8.0}, []
+    for seed in (0, 1):
+        runs.append(make_run(tmp_path / f"ours-seed{seed}", seed))
+        apart = {2500: 20.0 * (2 * seed - 1)}
+        values = ({**spikes, **apart}.get(step, step / 5001) for step in range(1, 5001))
+        entries = [{"step": step, "episode": 8 * step, "objective/kl": kl} for step, kl in enumerate(values, start=1)]
+        write_log(runs[-1], entries)
+    for shown in (runs[:1], runs):
+        curve = page_of(shown, tmp_path).data["metrics"][0]["curves"][0]
+        drawn = dict(zip(curve["step"], zip(curve["mean"], curve["std"], strict=True), strict=True))
+        assert len(drawn) <= report_data.MAX_POINTS and {1, 1234, 2500, 3210, 5000} <= drawn.keys()
+        assert drawn[1234][0] == 9.0 and drawn[3210][0] == -8.0
+    assert drawn[2500] == (0.0, pytest.approx(800**0.5))
+
+
+@pytest.mark.parametrize("values", [[math.nan] * 3000, [math.nan, 1.0] * 1500])
+def test_gaps_of_a_long_curve_are_no_extremes(values: list[float]) -> None:
+    means = np.array(values)
+    kept = report_data.drawn_points(means, np.zeros(3000))
+    assert len(kept) <= report_data.MAX_POINTS and kept[0] == 0 and kept[-1] == 2999
+    assert np.isnan(means).all() or (~np.isnan(means[kept])).sum() > 400
+
+
+def test_the_work_of_a_report_grows_as_the_log_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are counted, and the numbers that NumPy is given."""
+    monkeypatch.setattr(report_data, "MAX_POINTS", 20)
+    interpolated, interp = 0, np.interp
+
+    def counted(x: Any, xp: Any, fp: Any) -> Any:
+        nonlocal interpolated
+        interpolated += np.size(x) + np.size(xp)
+        return interp(x, xp, fp)
+
+    monkeypatch.setattr(np, "interp", counted)
+
+    def work(num_updates: int) -> tuple[int, int]:
+        nonlocal interpolated
+        run, calls, interpolated = make_run(tmp_path / f"long{num_updates}"), 0, 0
+        first, *_, evaluation, _ = log_of(0)
+        fires = {f"health/{check.name}": 1.0 for check in CHECKS if not check.of_evaluations}
+        at = [{"step": step, "episode": 8 * step} for step in range(1, num_updates + 1)]
+        write_log(run, [each for place in at for each in ({**first, **place, **fires}, {**evaluation, **place})])
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            write_report([run], tmp_path / "report.html")
+        finally:
+            sys.setprofile(None)
+        return calls, interpolated
+
+    small, middle, large = work(200), work(400), work(800)
+    for first, second, third in zip(small, middle, large, strict=True):
+        assert third - second < 2.2 * (second - first)
 
 
 def test_a_run_that_goes_on_and_one_of_an_earlier_version(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def reward_variance(history: History, limits: HealthThresholds) -> str | None:
     keys = [key for key in history.updates[-1] if key.startswith("rewards/") and key.endswith("/std")]
     found = {key: history.last(key, limits.patience) for key in keys}
     if not keys or not all(
-        stds and max(stds) <= limits.reward_std * max(history.all(key)) for key, stds in found.items()
+        stds and max(stds) <= limits.reward_std * history.largest(key) for key, stds in found.items()
     ):
         return None
     names = ", ".join(key.removeprefix("rewards/").removesuffix("/std") for key in keys)
@@ -52,13 +52,12 @@ def explained_variance(history: History, limits: HealthThresholds) -> str | None
 
 def gradient_spike(history: History, limits: HealthThresholds) -> str | None:
     """Find a gradient many times as large as the median of those before, and clipped."""
-    norms = history.of_policy("grad_norm")
-    if limits.gradient_spike is None or len(norms) <= limits.patience or not history.last("grad_norm", 1):
+    if limits.gradient_spike is None or not history.last("grad_norm", 1):
         return None
-    usual = statistics.median(norms[:-1])
-    if norms[-1] <= max(limits.gradient_spike * usual, history.run.max_grad_norm):
+    norm, usual, number = history.newest_and_usual("grad_norm")
+    if number < limits.patience or norm <= max(limits.gradient_spike * usual, history.run.max_grad_norm):
         return None
-    return f"the gradient norm is {norms[-1]:.3g}, where it was {usual:.3g}"
+    return f"the gradient norm is {norm:.3g}, where it was {usual:.3g}"
 
 
 def no_gradient(history: History, limits: HealthThresholds) -> str | None:

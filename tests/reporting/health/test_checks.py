@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,38 @@ def test_the_judge_is_compared_with_scores_in_the_reward_s_unit() -> None:
     assert find("judge", logs) is None and find("judge", raw) is not None
 
 
+class CountedLog(dict[str, Any]):
+    """A log that counts how often a metric is read from it."""
+
+    num_reads = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        CountedLog.num_reads += 1
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        CountedLog.num_reads += 1
+        return super().__getitem__(key)
+
+
+def test_a_check_of_a_log_does_not_read_all_before() -> None:
+    """An evaluation after every fourth update; every score and gradient is such that each check looks all the way."""
+
+    def num_reads(num_updates: int) -> int:
+        history, CountedLog.num_reads = History((), RUN), 0
+        for step in range(1, num_updates + 1):
+            log = {**HEALTHY, "step": step, "objective/scores": float(step), "rewards/a/std": 0.0, "grad_norm": 99.0}
+            history.add(CountedLog(log))
+            if step % 4 == 0:
+                history.add(CountedLog(step=step, eval_score=-float(step)))
+            for check in CHECKS:
+                check.find(history, HealthThresholds())
+        return CountedLog.num_reads
+
+    first, second, third = (num_reads(100 * 2**size) for size in range(3))
+    assert third - second == pytest.approx(2 * (second - first), rel=0.01)
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_steady_run_is_healthy(name: str) -> None:
     assert find(name, series("loss", [0.1] * 60)) is None
@@ -183,6 +216,18 @@ def test_no_log_makes_a_check_fail(logs: list[dict[str, Any]]) -> None:
 
 
 # ---- What a user is told, and sets ----
+
+
+@given(st.lists(st.tuples(st.floats(-3, 3) | st.none(), st.booleans()), min_size=1, max_size=12))
+def test_the_newest_value_is_compared_with_the_median_of_those_before(logs: list[tuple[float | None, bool]]) -> None:
+    entries = [{"loss": 0.0, "a": value, "val/critic_warmup": float(warms)} for value, warms in logs]
+    values = [value for value, warms in logs if value is not None and not warms]
+    newest, usual, number = History(entries, RUN).newest_and_usual("a")
+    assert number == max(len(values) - 1, 0)
+    if values:
+        assert newest == values[-1]
+    if number:
+        assert usual == statistics.median(values[:-1])
 
 
 def test_every_option_that_is_named_exists() -> None:
