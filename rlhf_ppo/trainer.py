@@ -218,8 +218,8 @@ class PPOTrainer(TrainerHooks):
     ) -> TrainOutput:
         """Run PPO.
 
-        SIGTERM and SIGINT end the run with a checkpoint: sampling, rewards, evaluations and the learning of one
-        mini-batch are given up, a save is finished. A second signal ends the process at once.
+        SIGTERM, SIGINT and SIGHUP end the run with a checkpoint: sampling, rewards, evaluations and the learning of
+        one mini-batch are given up, a save is finished. A second signal ends the process at once.
 
         Args:
             resume_from_checkpoint: A checkpoint's directory; True for the newest whole one of the run in `output_dir`;
@@ -233,7 +233,8 @@ class PPOTrainer(TrainerHooks):
         Raises:
             ValueError: The checkpoint is not whole, or of another model; or `output_dir` holds another run's.
             RuntimeError: Another process trains in `output_dir`.
-            RunStopped: A signal has ended the run; a `SystemExit` with the code 143 (SIGTERM) or 130 (SIGINT).
+            RunStopped: A signal has ended the run; a `SystemExit` with the code 143 (SIGTERM), 130 (SIGINT) or
+                129 (SIGHUP).
         """
         if self._is_stepped:
             raise ValueError("train_dataset=None: pass the prompts to train on, or call step() with responses")

@@ -40,6 +40,7 @@ from rlhf_ppo.models.loading import load_classifier, load_pretrained
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.processes.signals import say
 from rlhf_ppo.reporting.results import where_results_are
+from rlhf_ppo.reporting.timing import note_on_memory
 from rlhf_ppo.rewards.returned import WrongRewardError
 from rlhf_ppo.rewards.waiting import RewardTimeoutError
 from rlhf_ppo.terminal.foreign import print_text, visible_logger
@@ -236,8 +237,8 @@ class _Begun(TrainerCallback):
 def running(program: str, trainer: Trainer) -> Iterator[None]:
     """Turn what a run cannot help into one sentence: options that its start refuses, a server that does not answer.
 
-    So are a full disk, numbers that are not finite, what a reward function returns that is no reward, and Ctrl-C
-    outside of PPO's training, which handles it itself.
+    So are a full disk, too little memory, numbers that are not finite, what a reward function returns that is no
+    reward, and Ctrl-C outside of PPO's training, which handles it itself.
 
     Everything else that is raised while a run goes on keeps its traceback, what a user's reward function raises too.
 
@@ -260,7 +261,10 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
             raise
         print(file=sys.stderr)  # the progress bar leaves its line unfinished
         fail(program, str(error))
-    except Exception:
+    except Exception as error:
+        if (note := note_on_memory(error)) and not wants_tracebacks():
+            print(file=sys.stderr)
+            fail(program, f"{note} ({error})")
         if callback.begun:
             raise
         with user_errors(program):

@@ -20,7 +20,7 @@ def check_best_metric(
     eval_dataset: Any,
     has_reference: bool = True,
 ) -> None:
-    """Check `metric_for_best_model`, which Trainer looks for in every evaluation of a run.
+    """Check `metric_for_best_model`, which Trainer looks for in every evaluation of a run, and `health_judge`.
 
     Reward functions may log metrics of any name. Where one names `log_metric`, in its signature or its code, what
     evaluation gives is known only after the first one: `missing_best_metric` looks there.
@@ -35,17 +35,24 @@ def check_best_metric(
     Raises:
         ValueError: Evaluation gives no such metric.
     """
-    evaluates = args.eval_strategy != "no" or args.eval_on_start
-    if not evaluates or args.metric_for_best_model is None or any(map(_may_log, functions)):
+    if any(map(_may_log, functions)):
         return
     parts = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else [""]
     rewards = [f"rewards/{name}/{what}" for name in names for what in ("mean", "std")]
     of_episodes = [name for name in EVALUATED.values() if has_reference or name != "kl"]
-    known = [f"{part}{name}" for part in parts for name in (*of_episodes, *rewards, *_SPEED)]
-    if args.metric_for_best_model.removeprefix("eval_") not in known:
+    known = [f"{part}{name}" for part in parts for name in (*of_episodes, *rewards)]
+    evaluates, best = args.eval_strategy != "no" or args.eval_on_start, args.metric_for_best_model
+    with_speed = [*known, *(f"{part}{name}" for part in parts for name in _SPEED)]
+    if evaluates and best is not None and best.removeprefix("eval_") not in with_speed:
         raise ValueError(
-            f"metric_for_best_model={args.metric_for_best_model!r} is no metric of evaluation, which gives {known}; "
-            "a reward function that logs another one must name log_metric in its signature"
+            f"metric_for_best_model={best!r} is no metric of evaluation, which gives {with_speed}; a reward function "
+            "that logs another one must name log_metric in its signature"
+        )
+    judges = [evaluated_name(name) for name in known]
+    if args.health_checks and args.health_judge not in (PPOConfig.health_judge, *judges):
+        raise ValueError(
+            f"health_judge={args.health_judge!r} is no metric of evaluation: name one of {judges}, or set "
+            "health_checks=False; a reward function that logs another one must name log_metric in its signature"
         )
 
 

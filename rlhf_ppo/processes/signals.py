@@ -1,8 +1,8 @@
-"""SIGTERM and SIGINT: the run ends with a checkpoint, and the process with it; a second signal ends it at once.
+"""SIGTERM, SIGINT and SIGHUP: the run ends with a checkpoint, then the process; a second signal ends it at once.
 
-Schedulers send SIGTERM before they take a machine away, Ctrl-C sends SIGINT. What a resumed run repeats exactly is
-given up: sampling, rewards, evaluation, the learning of a mini-batch. What cannot be taken back is finished: an
-optimizer step, a save.
+Schedulers send SIGTERM before they take a machine away, Ctrl-C sends SIGINT, a closed terminal SIGHUP. Work that a
+resumed run repeats exactly is given up: sampling, rewards, evaluation, the learning of a mini-batch. Work that cannot
+be undone is finished: an optimizer step, a save.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainerControl
 from rlhf_ppo.processes.relaying import told_to_all_ranks
 from rlhf_ppo.terminal.foreign import visible
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
+STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 SAME_SIGNAL = 0.3
 """Seconds in which signals count as one: a scheduler, or a terminal, may signal a process and what started it."""
@@ -62,7 +62,9 @@ class Stopped(BaseException):
 
 
 class RunStopped(SystemExit):
-    """A signal has ended the run. A script that does not catch it exits with 143 after SIGTERM, 130 after SIGINT.
+    """A signal has ended the run. A script that does not catch it exits with 128 plus its number.
+
+    That is 143 after SIGTERM, 130 after SIGINT and 129 after SIGHUP.
 
     Attributes:
         number: The signal's number.
@@ -101,9 +103,9 @@ def is_main_thread_interruptible() -> bool:
 
 
 class EndsOnSignals(TrainerCallback):
-    """Ends training after SIGTERM or SIGINT to any rank, with a checkpoint from which the run can be resumed exactly.
+    """Ends training after a signal to any rank, with a checkpoint from which the run can be resumed exactly.
 
-    A signal that the program ignores, as SIGINT under nohup, stays ignored.
+    A signal that the program ignores, as SIGHUP under nohup, stays ignored.
 
     Args:
         reduce_sum: Adds a tensor up over all ranks, so that all of them stop after the same update.
@@ -256,6 +258,8 @@ class _Watcher:
         name, listeners = signal.Signals(number).name, list(_listening)
         if not listeners:
             return
+        if name == "SIGHUP":
+            leave_closed_terminal()
         if self.first is None:
             self.first = time.monotonic()
             threading.Thread(target=self._wake_main_thread, name="rlhf_ppo-waker", daemon=True).start()
@@ -346,11 +350,11 @@ def _watching(watcher: _Watcher) -> Iterator[None]:
 
 
 def _forget_in_child() -> None:
-    """Let a forked process, such as a worker that loads data, die of SIGTERM, and leave Ctrl-C to its parent."""
+    """Let a forked process, such as a worker that loads data, die of SIGTERM, and leave the terminal to its parent."""
     if _listening:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
         _listening.clear()
         _watchers.clear()
         _handlers.pop_all()
@@ -363,7 +367,19 @@ if hasattr(os, "register_at_fork"):
 def say(text: str) -> None:
     """Write a line on stderr, once on each machine, below a progress bar that may stand there."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        os.write(2, f"\n{visible(text)}\n".encode())
+        with suppress(OSError):  # the terminal is closed
+            os.write(2, f"\n{visible(text)}\n".encode())
+
+
+def leave_closed_terminal() -> None:
+    """Drop further output to a terminal that is closed, where each line would be an error that ends the run."""
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
 
 
 def end_despite_threads(code: int) -> None:

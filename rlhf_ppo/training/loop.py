@@ -36,6 +36,7 @@ from rlhf_ppo.processes.signals import EndsOnSignals
 from rlhf_ppo.processes.streams import Streams
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.run_card import names_of_parts
+from rlhf_ppo.reporting.timing import rate
 from rlhf_ppo.reporting.watching import health_settings
 from rlhf_ppo.rewards.scorer import Scorer
 from rlhf_ppo.terminal.foreign import print_text
@@ -192,7 +193,8 @@ class Loop:
         if checkpoint is not None and run.reference is not None:
             run.reference.take_up(checkpoint, self.model)
         self._trial, self._ignore_keys = trial, ignore_keys_for_eval
-        self._start, self._episodes_before = time.time(), run.state.episode
+        self._start = time.time()  # which Trainer's summary is told
+        self._began, self._episodes_before = time.monotonic(), run.state.episode
         self.grad_norm, self._learning_rate, self._epoch = None, None, 0
         run._fire("on_train_begin")
         return self.model
@@ -286,15 +288,13 @@ class Loop:
         run._progress.episode += run.sizes.batch_size
         state.episode = run._progress.episode
         seconds = run._timer.drain()
+        num_episodes, elapsed = state.episode - self._episodes_before, time.monotonic() - self._began
         run._window.add(
             run._metrics
             | seconds
-            | {
-                "time/tokens_per_second": self.figures.num_response_tokens / sum(seconds.values()),
-                "eps": (state.episode - self._episodes_before) / (time.time() - self._start),
-                "lr": learning_rate,
-                "episode": state.episode,
-            }
+            | rate("time/tokens_per_second", self.figures.num_response_tokens, sum(seconds.values()))
+            | rate("eps", num_episodes, elapsed)
+            | {"lr": learning_rate, "episode": state.episode}
         )
         run._metrics = {}
         if args.torch_empty_cache_steps is not None and state.global_step % args.torch_empty_cache_steps == 0:

@@ -24,7 +24,7 @@ from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.vocabulary import Vocabulary
 from rlhf_ppo.processes.failing import failing_together
 from rlhf_ppo.processes.signals import give_up_if_stopped
-from rlhf_ppo.reporting.timing import PhaseTimer
+from rlhf_ppo.reporting.timing import PhaseTimer, noting_out_of_memory
 from rlhf_ppo.rewards.scorer import Scores
 from rlhf_ppo.training.sharding import on_whole_policy
 from rlhf_ppo.training.special_tokens import SpecialTokens
@@ -120,8 +120,10 @@ class Rollouts:
     def greedy(self, model: nn.Module, prompts: Prompts) -> tuple[Prompts, Responses, Scores]:
         """Respond with the likeliest tokens, let the opponents respond, and score the responses, for a table."""
         config = greedy_config(self.run.args, self.run.tokens.stop, self.run._vocabulary.never_sampled)
-        responses, prompts = self.generate(model, prompts, config)
-        return prompts, responses, self.run.score_responses(responses, prompts)
+        with noting_out_of_memory("generate"):
+            responses, prompts = self.generate(model, prompts, config)
+        with noting_out_of_memory("score"):
+            return prompts, responses, self.run.score_responses(responses, prompts)
 
     def evaluated(
         self, model: nn.Module, responses: Responses, stopped: Tensor, score: Callable[[], Scores]

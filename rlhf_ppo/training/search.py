@@ -241,6 +241,7 @@ def search(
         ValueError: A trial could not start anew, or nothing could be compared.
     """
     check_backend(backend, options)
+    check_n_trials(n_trials, options)
     if compute_objective is None:
         check_has_score(run.eval_dataset, direction)
     check_can_search(run.args, run.eval_dataset, run.is_deepspeed_enabled or run.is_fsdp_enabled)
@@ -366,6 +367,21 @@ def check_backend(backend: Any, options: Mapping[str, Any]) -> None:
             f"n_jobs={options['n_jobs']}: trials of one process share its random numbers and run one after the other; "
             "for several at a time start several processes with the same storage and study_name"
         )
+
+
+def check_n_trials(n_trials: Any, options: Mapping[str, Any]) -> None:
+    """Check that there is something to search.
+
+    Raises:
+        TypeError: The number of trials is no whole number.
+        ValueError: There are none.
+    """
+    if n_trials is None and options.get("timeout") is not None:
+        return
+    if not isinstance(n_trials, int) or isinstance(n_trials, bool):
+        raise TypeError(f"n_trials={n_trials!r} must be a whole number, or None together with timeout")
+    if n_trials < 1:
+        raise ValueError(f"n_trials={n_trials} leaves nothing to compare: ask for 1 or more")
 
 
 def _started_anew(callbacks: list[Any] | None) -> list[Any] | None:

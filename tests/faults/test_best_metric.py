@@ -66,3 +66,36 @@ def test_a_schedule_that_is_given_follows_the_score(tmp_path: Path) -> None:
     )  # fmt: skip
     trainer.train()
     assert trainer.optimizer.param_groups[0]["lr"] == 0.5e-7  # the second evaluation's score is the first's
+
+
+# ---- The judge of the health checks ----
+
+
+def scored(completion_ids: Any, **columns: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def judged(output_dir: Path, judge: str, **arguments: Any) -> Any:
+    given = {"reward_funcs": [scored], "eval_dataset": prompt_rows(4), **arguments.pop("given", {})}
+    return make_saving(output_dir, given=given, health_judge=judge, **arguments)
+
+
+@pytest.mark.parametrize(
+    "judge", ["eval_rewards/none/mean", "rewards/scored/mean", "eval_runtime", "", "eval_few_score"]
+)
+def test_a_judge_that_no_evaluation_gives_is_refused(judge: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        judged(tmp_path, judge)
+    said = str(error.value)
+    assert said.startswith(f"health_judge={judge!r} is no metric of evaluation: name one of ['eval_score', ")
+    assert "'eval_rewards/scored/mean'" in said and "health_checks=False" in said and "log_metric" in said
+
+
+def test_a_judge_that_may_be_given_is_taken(tmp_path: Path) -> None:
+    for judge in ("eval_score", "eval_rewards/scored/mean", "eval_kl"):
+        judged(tmp_path, judge)
+    judged(tmp_path, "eval_mine", given={"reward_funcs": logs})
+    judged(tmp_path, "eval_none", health_checks=False)
+    several = {"eval_dataset": {"few": prompt_rows(4)}}
+    for judge in ("eval_few_score", "eval_few_rewards/scored/mean", "eval_score"):
+        judged(tmp_path, judge, given=several)

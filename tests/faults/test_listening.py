@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ import torch
 from torch.distributed import HashStore
 
 from rlhf_ppo.processes import relaying
-from rlhf_ppo.processes.signals import SAME_SIGNAL, EndsOnSignals, Stopped, give_up_together, may_be_given_up
+from rlhf_ppo.processes.signals import SAME_SIGNAL, EndsOnSignals, Stopped, give_up_together, may_be_given_up, say
 
 
 @pytest.fixture
@@ -24,16 +26,61 @@ def ends() -> EndsOnSignals:
     return EndsOnSignals(lambda flags: flags, awaited=lambda: "it ends")
 
 
-def test_a_signal_that_is_ignored_stays_ignored(ends: EndsOnSignals) -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_stays_ignored(number: signal.Signals, ends: EndsOnSignals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with ends.listening():
-            os.kill(os.getpid(), signal.SIGINT)
-            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            os.kill(os.getpid(), number)
+            assert signal.getsignal(number) == signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
         assert ends.received is None
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
+
+
+def test_a_terminal_that_is_closed_ends_a_run_like_any_signal() -> None:
+    """What the run prints after it is no error."""
+    terminal, of_child = os.openpty()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os.setsid()
+        os.close(terminal)
+        fcntl.ioctl(of_child, termios.TIOCSCTTY, 0)
+        os.dup2(of_child, 1)
+        os.dup2(of_child, 2)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        ends = EndsOnSignals(lambda flags: flags, awaited=lambda: "it ends")
+        try:
+            with ends.listening():
+                os.write(writer, b"ready\n")
+                try:
+                    with may_be_given_up():
+                        time.sleep(20)
+                except Stopped as stopped:
+                    ends.wait_until_told()
+                    os.write(1, b"a line of the log\n")
+                    say("the end")
+                    os.write(writer, f"{stopped.number}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(of_child)
+    os.close(writer)
+    with open(reader) as said:
+        assert said.readline() == "ready\n"
+        os.close(terminal)
+        assert said.read() == f"{int(signal.SIGHUP)}\n"
+    os.waitpid(child, 0)
+
+
+def test_a_forked_worker_leaves_the_terminal_to_its_parent(ends: EndsOnSignals) -> None:
+    with ends.listening():
+        if (child := os.fork()) == 0:
+            ignored = [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGHUP)]
+            os._exit(0 if all(ignored) and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_runs_that_listen_at_a_time_may_end_in_any_order(ends: EndsOnSignals) -> None:

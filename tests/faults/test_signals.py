@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT at every moment of a run: it ends in time, with a checkpoint to resume from bit for bit."""
+"""A signal at every moment of a run: it ends in time, with a checkpoint to resume from bit for bit."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return end_of_run(trainer)
 
 
-BOTH = {"in_a_reward_that_catches_errors", "in_a_save"}
-"""Moments at which either signal is tried; at the others the two take turns."""
+ALL = {"in_a_reward_that_catches_errors", "in_a_save"}
+"""Moments at which each signal is tried; at the others they take turns."""
 
 
-NUMBERS = [signal.SIGTERM, signal.SIGINT]
+NUMBERS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ NUMBERS = [signal.SIGTERM, signal.SIGINT]
     [
         (moment, number)
         for index, moment in enumerate(sorted(MOMENTS.keys() - {LASTS, TAKES}))
-        for number in (NUMBERS if moment in BOTH else [NUMBERS[index % 2]])
+        for number in (NUMBERS if moment in ALL else [NUMBERS[index % 3]])
     ],
 )
 def test_a_signal_ends_the_run_with_a_checkpoint(

@@ -87,7 +87,8 @@ def train(output_dir: str, moment: str, address: str) -> None:
 
 def announced(output_dir: str) -> Now:
     """Write this process's errors into `<output_dir>-stderr`; return what writes `<output_dir>-ready`."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it,
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and this one under nohup
     os.dup2(os.open(f"{output_dir}-stderr", os.O_WRONLY | os.O_CREAT), 2)
     return Path(f"{output_dir}-ready").touch
 

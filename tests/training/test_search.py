@@ -180,13 +180,18 @@ def test_sigterm_ends_the_search_not_one_trial(make_searcher: Callable[..., Kept
         ({}, {"direction": "minimize"}, "would look for the worst eval_score"),
         ({}, {"backend": "ray"}, "^backend='ray': .* 'optuna' only"),
         ({}, {"n_jobs": 2}, "^n_jobs=2: "),
+        ({}, {"n_trials": 0}, "^n_trials=0 leaves nothing to compare: ask for 1 or more"),
+        ({}, {"n_trials": -1}, "^n_trials=-1 leaves"),
+        ({}, {"n_trials": 1.0}, "^n_trials=1.0 must be a whole number"),
+        ({}, {"n_trials": True}, "^n_trials=True must be a whole number"),
+        ({}, {"n_trials": None}, "^n_trials=None must be a whole number, or None together with timeout"),
     ],
 )
 def test_what_cannot_be_searched_is_refused_before_anything_runs(
     given: dict[str, Any], asked: dict[str, Any], message: str, make_searcher: Callable[..., Kept]
 ) -> None:
     searcher = make_searcher(**given)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         searcher.hyperparameter_search(**asked)
     assert len(searcher.made) == 1 and searcher.ends == []
 
