@@ -186,14 +186,12 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
         "standard deviations) and before missing_eos_penalty or missing_eos_score; must be positive.",
     )
     missing_eos_penalty: float | None = _option(
-        None,
-        "Subtracted from the score of a response that has neither stop token nor stop string; must be positive. In "
-        "standard deviations with score_scaling or score_normalization, as is missing_eos_score.",
+        None, "Subtracted from the score of a response that has neither stop token nor stop string; must be positive."
     )
     missing_eos_score: float | None = _option(
         None,
         "Replaces the score of a response that has neither stop token nor stop string, such as -1 (the EOS trick of "
-        "arXiv 2403.17031); not together with missing_eos_penalty.",
+        "arXiv 2403.17031); not together with missing_eos_penalty. Both are in standard deviations of scaled scores.",
     )
     bootstrap_truncated: bool = _option(
         False,
