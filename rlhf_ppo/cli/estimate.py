@@ -162,7 +162,7 @@ def _can_be_value_model(
     reward: nn.Module, script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig
 ) -> bool:
     """Tell whether a reward model reads the policy's tokens and, as its head's name says, the last of them."""
-    own = tokenizer_beside(args.reward_model_path)
+    own = tokenizer_beside(args.reward_model_path, script_args.trust_remote_code)
     reads_tokens = own is None or shares_tokens(policy_tokenizer(script_args, args, model_args), own)
     return reads_tokens and isinstance(getattr(reward, "score", None), nn.Module)
 

@@ -69,7 +69,10 @@ class JudgeArguments:
     )
     judge_url: str | None = field(
         default=None,
-        metadata={"help": "Address of a server with OpenAI's API, such as http://localhost:8000/v1."},
+        metadata={
+            "help": "Address of a server with OpenAI's API, such as http://localhost:8000/v1; if it wants a key, set "
+            "the environment variable RLHF_PPO_JUDGE_TOKEN."
+        },
     )
     judge: str | None = field(
         default=None,
@@ -99,6 +102,10 @@ class JudgeArguments:
         default="transformers", metadata={"help": "What generates the responses."}
     )
     batch_size: int = field(default=32, metadata={"help": "Prompts at a time."})
+    trust_remote_code: bool = field(
+        default=False,
+        metadata={"help": "Run the Python code that a model's repository brings along. Only for code you have read."},
+    )
     seed: int = field(default=0, metadata={"help": "Seed of the sampling."})
     output_dir: str = field(
         default="judged", metadata={"help": "Where judged.parquet and win_rate.json go; none is overwritten."}
@@ -252,8 +259,8 @@ def make_judge(args: JudgeArguments) -> Any:
         return chat
     if args.judge is not None:
         return as_judge(resolve_reward(args.judge, "judge"))
-    judge = RewardModelJudge(str(args.judge_model))
-    _refuse_language_model(str(args.judge_model))
+    judge = RewardModelJudge(str(args.judge_model), trust_remote_code=args.trust_remote_code)
+    _refuse_language_model(str(args.judge_model), args.trust_remote_code)
     judge.model  # noqa: B018
     return judge
 
@@ -279,10 +286,10 @@ def _chat_judge(args: JudgeArguments) -> ChatJudge:
     return ChatJudge(str(args.judge_model), args.judge_url or OPENAI_URL, question, options)
 
 
-def _refuse_language_model(path: str) -> None:
+def _refuse_language_model(path: str, trust_remote_code: bool) -> None:
     """Say how a language model judges, rather than give it a score head with random weights."""
     try:
-        architectures = AutoConfig.from_pretrained(path).architectures or []
+        architectures = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).architectures or []
     except (OSError, ValueError):
         return  # which loading the model will say better
     if any(name.endswith("ForCausalLM") for name in architectures):
@@ -329,7 +336,8 @@ def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], 
     for column in filter(None, (args.model_column, args.opponent_column)):
         _check_texts(args.dataset_name, column, [text for text in rows[column] if text is not None])
     named = {name: path for name in ("model", "opponent") if (path := getattr(args, name)) is not None}
-    tokenizers = {name: load_tokenizer(path, False, name) for name, path in named.items()}  # of both before either
+    trusts = args.trust_remote_code
+    tokenizers = {name: load_tokenizer(path, trusts, name) for name, path in named.items()}  # of both before either
     if args.model is not None:
         ours = _respond(args, rows, args.model, tokenizers["model"], "model")
     else:
@@ -359,7 +367,9 @@ def _texts(answers: Sequence[Answer | None]) -> list[str | None]:
 
 
 def _respond(args: JudgeArguments, rows: Any, path: str, tokenizer: Any, argument: str) -> list[Answer]:
-    model: Any = load_pretrained(AutoModelForCausalLM, path, argument, dtype="auto")
+    model: Any = load_pretrained(
+        AutoModelForCausalLM, path, argument, dtype="auto", trust_remote_code=args.trust_remote_code
+    )
     how = Answering(
         args.max_new_tokens, args.temperature, args.top_p, args.batch_size, args.generation_engine, args.seed
     )

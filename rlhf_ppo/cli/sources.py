@@ -82,7 +82,7 @@ def load_splits(
         return datasets.load_dataset(path, name=config, streaming=streaming)
     except DatasetGenerationError as error:
         raise ValueError(f"{argument}={name!r}: it cannot be read: {_cause(error)}") from error
-    except (OSError, ValueError, IndexError) as error:  # the last of a name without a last part
+    except (OSError, ValueError, IndexError, RuntimeError) as error:  # of a name without a last part; of a script
         raise ValueError(
             f"{argument}={name!r} is neither a file nor a directory with data here, nor did the hub give it: "
             f"{_cause(error)}"

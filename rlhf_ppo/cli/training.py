@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
+    dynamic_module_utils,
     set_seed,
 )
 from trl.trainer.model_config import ModelConfig
@@ -36,7 +37,7 @@ from rlhf_ppo.cli.trl_training import ending_with_checkpoint, resumed_checkpoint
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.redaction import shown
 from rlhf_ppo.models.adapters import is_adapter_directory
-from rlhf_ppo.models.loading import load_classifier, load_pretrained
+from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, wants_code
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.processes.signals import say
 from rlhf_ppo.reporting.results import where_results_are
@@ -54,6 +55,8 @@ from rlhf_ppo.terminal.quiet import (
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.divergence import DivergenceError
 from rlhf_ppo.training.publishing import upload_directory
+
+dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error, where a library would ask on stdin about a model's code
 
 logger = visible_logger(__name__)
 
@@ -324,25 +327,27 @@ def _merge_and_upload(trainer: Trainer, dataset_name: str | None, merge: bool) -
             trainer.push_to_hub(dataset_name=dataset_name)
         return
     if trainer.accelerator.is_main_process:
-        merge_adapter(args.output_dir)
+        merge_adapter(args.output_dir, getattr(args, "trust_remote_code", False))
         if args.push_to_hub:
             upload_directory(args)
     trainer.accelerator.wait_for_everyone()
 
 
-def merge_adapter(directory: str) -> None:
+def merge_adapter(directory: str, trust_remote_code: bool = False) -> None:
     """Replace the adapter in a directory by the model that it makes of its base, in the base's own precision.
 
     Args:
         directory: What `save_model` wrote.
+        trust_remote_code: Whether to run code that comes with the base.
     """
     from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftConfig
 
+    trust = {"trust_remote_code": trust_remote_code}
     scores = PeftConfig.from_pretrained(directory).task_type == "SEQ_CLS"
     if scores:
-        adapted = AutoPeftModelForSequenceClassification.from_pretrained(directory, num_labels=1)
+        adapted = AutoPeftModelForSequenceClassification.from_pretrained(directory, num_labels=1, **trust)
     else:
-        adapted = AutoPeftModelForCausalLM.from_pretrained(directory)
+        adapted = AutoPeftModelForCausalLM.from_pretrained(directory, **trust)
     merged: Any = adapted.merge_and_unload()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         os.remove(os.path.join(directory, name))
@@ -373,6 +378,8 @@ def load_tokenizer(path: str, trust_remote_code: bool, argument: str) -> PreTrai
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, KeyError) as error:
+        if wants_code(error):
+            raise ValueError(f"{argument}={path!r} {CODE_IS_RUN_IF}") from error
         what = f"has no tokenizer that can be read: {error}" if os.path.isdir(path) else (
             "is neither a directory with a tokenizer nor a model that the hub gave"
         )  # fmt: skip

@@ -48,7 +48,7 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
 
 
 def load_scalar_model(
-    model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True
+    model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True, **kwargs: Any
 ) -> nn.Module:
     """Return the sequence-classification model itself, or load it with one label from a directory or the hub.
 
@@ -56,17 +56,22 @@ def load_scalar_model(
         model: The model, a directory, or a hub name.
         argument: What the caller's argument is called, for error messages.
         merges_adapter: Whether an adapter in a directory is merged into the base that it names.
+        **kwargs: For `from_pretrained`.
 
     Raises:
         ValueError: Nothing loadable is there, or the model has no, or more than one, output.
     """
-    model = load_classifier(model, argument, merges_adapter, num_labels=1)
+    model = load_classifier(model, argument, merges_adapter, num_labels=1, **kwargs)
     check_one_label(model, argument)
     return model
 
 
 def load_reward_model(
-    model: nn.Module | str | os.PathLike[str], argument: str, label: str | None, merges_adapter: bool = True
+    model: nn.Module | str | os.PathLike[str],
+    argument: str,
+    label: str | None,
+    merges_adapter: bool = True,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Return a reward model with one label: its only one, or the one to keep.
 
@@ -75,13 +80,14 @@ def load_reward_model(
         argument: What the caller's argument is called, for error messages.
         label: Name or position of the label to keep; None for a model that has but one.
         merges_adapter: Whether an adapter in a directory is merged into its base; always where a label is chosen.
+        trust_remote_code: Whether to run code that comes with it.
 
     Raises:
         ValueError: Nothing loadable is there, the model has no such label, or several and `label` is None.
     """
     if label is None:
-        return load_scalar_model(model, argument, merges_adapter)
-    model = load_classifier(model, argument)
+        return load_scalar_model(model, argument, merges_adapter, trust_remote_code=trust_remote_code)
+    model = load_classifier(model, argument, trust_remote_code=trust_remote_code)
     label_index(transformers_model(model).config, label)
     if num_labels(model) > 1:
         model = keep_label(_without_adapters(model, argument), label)
@@ -299,6 +305,7 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
             f"{given} is a directory without a model: it has no config.json or adapter_config.json; pass a directory "
             "written by save_pretrained or save_model"
         )
+    kwargs = {"trust_remote_code": False, **kwargs}  # None would ask on stdin
     if is_adapter_directory(path):
         return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
     try:
@@ -320,11 +327,27 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     except (ValueError, RuntimeError) as error:  # another kind of model, or another number of labels
         if str(error).startswith(given):
             raise
-        labels = ", ".join(f"{name}={value}" for name, value in kwargs.items() if name == "num_labels")
-        raise ValueError(
-            f"{given} cannot be loaded with {auto_class.__name__}.from_pretrained({labels}): {error!s:.600}"
-            + ("; of several labels reward_head takes one" if "reward" in argument else "")
-        ) from error
+        raise ValueError(_of_another_kind(given, auto_class, argument, kwargs, error)) from error
+
+
+def _of_another_kind(given: str, auto_class: Any, argument: str, settings: dict[str, Any], error: Exception) -> str:
+    if wants_code(error):
+        return f"{given} {CODE_IS_RUN_IF}"
+    labels = ", ".join(f"{name}={value}" for name, value in settings.items() if name == "num_labels")
+    refusal = f"{given} cannot be loaded with {auto_class.__name__}.from_pretrained({labels}): {error!s:.600}"
+    return refusal + ("; of several labels reward_head takes one" if "reward" in argument else "")
+
+
+CODE_IS_RUN_IF = (
+    "comes with Python code of its own, which is not run: read it, and allow it by --trust_remote_code, or in Python "
+    "by loading the model yourself with trust_remote_code=True"
+)
+"""What is said of a model, or a tokenizer, whose code may not be run."""
+
+
+def wants_code(error: Exception) -> bool:
+    """Tell whether transformers has refused to run the code that comes with a model."""
+    return "trust_remote_code" in str(error)
 
 
 def _check_has_head(model: nn.Module, missing: Iterable[str], path: str | os.PathLike[str], argument: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import http.client
+import ipaddress
 import itertools
 import json
 import math
@@ -74,6 +75,7 @@ class Server:
                 f"url={self.place!r} has no valid port; special characters of a user and a password are written as "
                 "%40 for @, %3A for :, %2F for /"
             )
+        self._check_channel()
         for field, (kind, interval, meaning) in _SETTINGS.items():
             check_setting(self.place, field, getattr(self, field), kind, interval, meaning)
 
@@ -88,6 +90,7 @@ class Server:
             ConnectionError: The server could not be asked, after all repetitions; `RefusedError` where its status
                 forbids them.
         """
+        self._check_channel()  # again: the environment may have changed
         body = json.dumps(question).encode()
         for attempt in itertools.count():
             outcome = await self._attempt(body)
@@ -137,6 +140,22 @@ class Server:
         return (
             f"; redirects are not followed, so that no secret goes elsewhere: give the address {place} if you trust it"
         )
+
+    def _check_channel(self) -> None:
+        """Refuse to send a password or a token in the clear, but to this machine itself.
+
+        Raises:
+            ValueError: It would be.
+        """
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme == "http" and self._authorization() and not _is_this_machine(str(parts.hostname)):
+            has_user = "@" in parts.netloc
+            secret = "the password in it" if has_user else f"the token of {self.token_variable}"
+            without = "leave the password out" if has_user else f"unset {self.token_variable}"
+            raise ValueError(
+                f"url={self.place!r} is plain http, which shows {secret} to everybody on the way: use https, or a "
+                f"tunnel to localhost, or {without}"
+            )
 
     def _authorization(self) -> str:
         userinfo = urllib.parse.urlsplit(self.url).netloc.rpartition("@")[0]
@@ -203,6 +222,13 @@ def _encoded(userinfo: str) -> str:
     user, _, password = userinfo.partition(":")
     pair = f"{urllib.parse.unquote(user)}:{urllib.parse.unquote(password)}"
     return base64.b64encode(pair.encode()).decode()
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def _has_valid_port(parts: urllib.parse.SplitResult) -> bool:

@@ -21,7 +21,9 @@ logger = visible_logger(__name__)
 
 OPENAI_URL = "https://api.openai.com/v1"
 KEY_VARIABLE = "OPENAI_API_KEY"
-"""The environment variable with the API key: the only place that it is read from."""
+"""The environment variable with the key of OpenAI's API, which is sent to that API alone."""
+OTHER_KEY_VARIABLE = "RLHF_PPO_JUDGE_TOKEN"
+"""The environment variable with the key of any other server."""
 
 QUESTION = """Two assistants have answered the same prompt. Which response is better: more helpful, more accurate, \
 better written? Their order says nothing, nor does their length.
@@ -62,7 +64,8 @@ class ChatJudge:
 
     Attributes:
         model: The model's name at the server.
-        url: The API's address, up to `/v1`.
+        url: The API's address, up to `/v1`. OpenAI's gets the key in OPENAI_API_KEY, any other server the one in
+            RLHF_PPO_JUDGE_TOKEN, if it is set.
         question: What is asked, with the fields `{prompt}`, `{first}` and `{second}`, and `{tag}`, see `tag_of`.
         options: What is sent beside model and messages, such as `{"temperature": 0}`.
         timeout: Seconds that one request may take.
@@ -88,11 +91,11 @@ class ChatJudge:
     def __post_init__(self) -> None:
         self._server = Server(
             f"{self.url.rstrip('/')}/chat/completions", self.timeout, self.retries, self.backoff, self.concurrency,
-            KEY_VARIABLE, 1 << 25,
+            self._key_variable, 1 << 25,
         )  # fmt: skip
         self.__name__ = self.model
         _check_question(self.question)
-        if self.url == OPENAI_URL and not os.environ.get(KEY_VARIABLE):
+        if self._key_variable == KEY_VARIABLE and not os.environ.get(KEY_VARIABLE):
             raise ValueError(
                 f"the judge {self.model!r} is asked at {OPENAI_URL}, which wants a key: set the environment variable "
                 f"{KEY_VARIABLE}, or name another server by its address (judge_url)"
@@ -149,10 +152,18 @@ class ChatJudge:
         except RefusedError as error:
             if error.status == 404 and not urllib.parse.urlsplit(self.url).path.strip("/"):
                 raise RefusedError(f"{error}; the address of an API ends in /v1 as a rule", error.status) from None
+            if error.status in (401, 403):
+                fix = f"the key of this server is read from the environment variable {self._key_variable}"
+                raise RefusedError(f"{error}; {fix}", error.status) from None
             raise
         reply, is_cut = _reply(answer, self._where, self._server)
         verdict = read_verdict(reply)
         return _Unread(reply, is_cut) if verdict is None else verdict
+
+    @property
+    def _key_variable(self) -> str:
+        host = urllib.parse.urlsplit(self.url).hostname
+        return KEY_VARIABLE if host == urllib.parse.urlsplit(OPENAI_URL).hostname else OTHER_KEY_VARIABLE
 
     @property
     def _where(self) -> str:

@@ -99,13 +99,14 @@ class RewardModelJudge(ScoringJudge):
     Args:
         path: Directory or hub name of a sequence-classification model with one label, with its tokenizer.
         batch_size: Texts in one forward pass.
+        trust_remote_code: Whether to run code that comes with the model.
     """
 
-    def __init__(self, path: str, batch_size: int = 32) -> None:
-        self.path, self.batch_size = path, batch_size
+    def __init__(self, path: str, batch_size: int = 32, trust_remote_code: bool = False) -> None:
+        self.path, self.batch_size, self.trust_remote_code = path, batch_size, trust_remote_code
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "batch_size": self.batch_size}
+        return {name: vars(self)[name] for name in ("path", "batch_size", "trust_remote_code")}
 
     def scores(self, answers: Sequence[Answer], columns: Mapping[str, Any]) -> list[float]:
         """Score answers."""
@@ -122,7 +123,7 @@ class RewardModelJudge(ScoringJudge):
         Raises:
             ValueError: Nothing loadable is there.
         """
-        model = load_reward_model(self.path, "preference_model", None)
+        model = load_reward_model(self.path, "preference_model", None, trust_remote_code=self.trust_remote_code)
         check_finite(model, "preference_model")
         check_classifier(model, "preference_model")
         scorer = FrozenScorer(model.to(PartialState().device))
@@ -130,7 +131,7 @@ class RewardModelJudge(ScoringJudge):
 
     @functools.cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase | None:
-        return tokenizer_beside(self.path)
+        return tokenizer_beside(self.path, self.trust_remote_code)
 
     @functools.cached_property
     def _readers(self) -> dict[int, tuple[PreTrainedTokenizerBase, bool]]:

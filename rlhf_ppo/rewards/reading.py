@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_ppo.data.encoding import eos_id, is_conversation
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
+from rlhf_ppo.models.loading import CODE_IS_RUN_IF, wants_code
 from rlhf_ppo.rewards.scorer import ScoringBatch, selected
 
 
@@ -143,21 +144,28 @@ def _templated(answer: Answer, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return _ids(encoded)
 
 
-def tokenizer_beside(path: str | os.PathLike[str] | None) -> PreTrainedTokenizerBase | None:
+def tokenizer_beside(
+    path: str | os.PathLike[str] | None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer that was saved with a model, or return None if there is none.
 
     Args:
         path: The model's directory or hub name; of an adapter, the base's tokenizer serves where it has none itself.
+        trust_remote_code: Whether to run code that comes with it.
+
+    Raises:
+        ValueError: It comes with code, which may not be run.
     """
     if not path:
         return None
     try:
-        found = AutoTokenizer.from_pretrained(path)
+        found = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         if found.get_vocab().keys() - set(found.all_special_tokens):  # without files Qwen2's has only special tokens
             return found
-    except (OSError, ValueError, KeyError):
-        pass
-    return tokenizer_beside(base_of_adapter(path)) if is_adapter_directory(path) else None
+    except (OSError, ValueError, KeyError) as error:
+        if wants_code(error):
+            raise ValueError(f"the tokenizer of {os.fspath(path)!r} {CODE_IS_RUN_IF}") from error
+    return tokenizer_beside(base_of_adapter(path), trust_remote_code) if is_adapter_directory(path) else None
 
 
 def shares_tokens(policy_tokenizer: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -189,7 +189,8 @@ def _own_tokenizer(
     spec: Any, model: nn.Module, policy_tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedTokenizerBase | None:
     path = transformers_model(model).config._name_or_path if isinstance(spec, nn.Module) else spec
-    found = tokenizer_beside(path)
+    runs_code = type(transformers_model(model)).__module__.startswith("transformers_modules")  # as the user allowed
+    found = tokenizer_beside(path, trust_remote_code=runs_code)
     return None if found is None or shares_tokens(policy_tokenizer, found) else found
 
 

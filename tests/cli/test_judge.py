@@ -308,7 +308,8 @@ def longer(question: str) -> str:
 
 
 def test_a_chat_model_judges(places, server, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "of OpenAI")
+    monkeypatch.setenv("RLHF_PPO_JUDGE_TOKEN", "secret")
     Path("characters.py").write_text(CHARACTERS)
     server.replies = [chat(longer)] * 20
     address = f"http://127.0.0.1:{server.server_port}/v1/"

@@ -134,13 +134,48 @@ def test_an_address_without_its_version_is_told(server: Any) -> None:
         finished(ChatJudge("judge", f"http://127.0.0.1:{server.server_port}/").check())
 
 
+@pytest.mark.parametrize(
+    ("address", "key", "other"),
+    [
+        ("https://api.openai.com/v1", "Bearer sk-key", "Bearer sk-key"),
+        ("https://api.openai.com:443/v1/", "Bearer sk-key", "Bearer sk-key"),
+        ("https://api.openai.com.example.org/v1", None, "Bearer other"),
+        ("https://example.org/api.openai.com/v1", None, "Bearer other"),
+        ("https://api.openai.com@example.org/v1", "Basic YXBpLm9wZW5haS5jb206", "Basic YXBpLm9wZW5haS5jb206"),
+        ("http://localhost:8000/v1", None, "Bearer other"),
+        ("http://127.0.0.1:8000/v1", None, "Bearer other"),
+        ("http://[::1]:8000/v1", None, "Bearer other"),
+    ],
+)
+def test_openais_key_goes_to_openai_alone(
+    address: str, key: str | None, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-key")
+    assert ChatJudge("judge", address)._server._headers().get("Authorization") == key
+    monkeypatch.setenv("RLHF_PPO_JUDGE_TOKEN", "other")
+    assert ChatJudge("judge", address)._server._headers().get("Authorization") == other
+
+
+@pytest.mark.parametrize("address", ["http://api.openai.com/v1", "http://example.org/v1", "http://127.0.0.1.org/v1"])
+def test_no_key_goes_over_plain_http_to_another_machine(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-key")
+    judge = None if "openai" in address else ChatJudge("judge", address)  # before there was a key
+    monkeypatch.setenv("RLHF_PPO_JUDGE_TOKEN", "other")
+    with pytest.raises(ValueError, match=r"plain http, .* the token of \w+ .*: use https, or a tunnel to localhost"):
+        ChatJudge("judge", address)
+    if judge is not None:
+        with pytest.raises(ValueError, match="plain http"):
+            finished(judge.check())
+
+
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_what_is_wrong_for_all_ends_at_once(status: int, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
+    monkeypatch.setenv("RLHF_PPO_JUDGE_TOKEN", "sk-very-secret")
     server.replies = [says(completion("A")), says("no: sk-very-secret", status)]
     with pytest.raises(ConnectionError, match=f"the status {status}") as raised:
         ask(server, pairs=2)
     assert "very-secret" not in str(raised.value)
+    assert ("environment variable RLHF_PPO_JUDGE_TOKEN" in str(raised.value)) == (status != 404)
     server.replies = [says("no", status)]
     with pytest.raises(ConnectionError, match=f"the status {status}"):
         finished(judge(server).check())

@@ -1,0 +1,111 @@
+"""Models that come with Python code: no command runs it, or asks on stdin, unless the user has allowed it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_ppo.cli.main import main
+from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+
+PACKAGE = Path(__file__).parents[2] / "rlhf_ppo"
+WITHOUT_CODE = {
+    "checkpoints/fits.py",  # the class of a model that is loaded already
+    *("models/adapters.py", "cli/training.py"),  # PEFT's configuration
+    "demo/pipeline.py",  # models that it has made itself
+}
+
+CODE = """
+from pathlib import Path
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
+Path("was_run").touch()
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+class OwnBody(LlamaModel):
+    config_class = OwnConfig
+AutoModel.register(OwnConfig, OwnBody)
+class OwnScorer(LlamaForSequenceClassification):
+    config_class = OwnConfig
+"""
+
+
+def with_code(path: Path) -> None:
+    """Let a saved model need code that lies beside it."""
+    config = json.loads((path / "config.json").read_text())
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    config |= {"model_type": "own", "auto_map": {**classes, "AutoModelForSequenceClassification": "own.OwnScorer"}}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "own.py").write_text(CODE)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("code")
+    models = {"plain": tiny_policy(), "own": tiny_policy(), "judge": tiny_scorer()}
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+    for name in ("own", "judge"):
+        with_code(folder / name)
+    row = {"prompt": "w1 w2", "chosen": "w3", "rejected": "w4"}
+    (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    (folder / "texts.jsonl").write_text('{"text": "w1 w2"}\n' * 8)
+    return folder
+
+
+TRAIN = "--dataset_name rows.jsonl --use_cpu --bf16 false --report_to none --output_dir out"
+JUDGE = "judge --dataset_name rows.jsonl --num_prompts 2 --max_new_tokens 2 --output_dir judged"
+COMMANDS = [
+    f"{JUDGE} --model own --opponent_column chosen --judge length",
+    f"{JUDGE} --model plain --opponent own --judge length",
+    f"{JUDGE} --model_column chosen --opponent_column rejected --judge_model judge",
+    f"train {TRAIN} --sft_model_path own --reward_funcs length",
+    f"train {TRAIN} --sft_model_path plain --reward_model_path judge",
+    f"estimate {TRAIN} --sft_model_path own --reward_funcs length",
+    f"reward {TRAIN} --model_name_or_path judge",
+    "sft --dataset_name texts.jsonl --use_cpu --bf16 false --report_to none --output_dir out --model_name_or_path own",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_code_is_refused_in_a_sentence_and_nobody_is_asked(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def ask(*_: Any) -> str:
+        raise AssertionError("asked on stdin")
+
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("builtins.input", ask)
+    with pytest.raises(SystemExit) as raised:
+        main(command.split())
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert raised.value.code == 2 and "--trust_remote_code" in said, said
+    assert not os.path.exists("was_run")
+
+
+def test_a_judge_runs_code_that_was_allowed(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(place / "modules"))
+    answers = "judge --dataset_name rows.jsonl --num_prompts 2 --max_new_tokens 2 --output_dir allowed --model own"
+    main([*answers.split(), "--opponent_column", "chosen", "--judge_model", "judge", "--trust_remote_code"])
+    assert "Model win rate" in capsys.readouterr().out
+    os.remove("was_run")
+
+
+def test_every_call_says_whether_code_is_run() -> None:
+    """Without a word about it transformers asks on stdin."""
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "from_pretrained"
+        if not {word.arg for word in node.keywords} & {"trust_remote_code", None}
+    }
+    assert found == WITHOUT_CODE
