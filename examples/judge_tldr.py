@@ -7,8 +7,8 @@ python examples/judge_tldr.py \
     --num_examples 1000
 ```
 
-The key of OpenAI's API is read from the environment variable OPENAI_API_KEY; another server (--judge_url) gets the key in
-RLHF_PPO_JUDGE_TOKEN. `rlhf-ppo judge` has all options.
+The key of OpenAI's API is read from the environment variable OPENAI_API_KEY; another server (--judge_url) gets the key
+in RLHF_PPO_JUDGE_TOKEN. `rlhf-ppo judge` has all options.
 """
 
 # HfArgumentParser reads the annotations, so they are not postponed.
