@@ -223,6 +223,7 @@ def test_what_is_printed_and_logged_is_visible(path):
     ]
     if path != PACKAGE / "terminal" / "foreign.py":
         assert written_raw(ast.parse(path.read_text())) == []
+        assert "rich.text" not in imported_modules(path)  # `cell` makes the texts of tables
 
 
 def num_casts(tree: ast.AST) -> int:

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.cli.init import init
 from rlhf_ppo.cli.judge import judge
+from rlhf_ppo.cli.main import main
 from rlhf_ppo.cli.plot import plot
 from rlhf_ppo.cli.report import report
 from rlhf_ppo.evaluation.completions import report_table
@@ -271,6 +272,33 @@ def test_init_writes_a_file_that_holds_what_was_said(tmp_path: Path, monkeypatch
     assert_shown(written)
     read = yaml.safe_load(written)
     assert read["ppo"]["sft_model_path"] == TEXT and read["ppo"]["dataset_name"] == read["output_dir"] == NAME
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*"llm --train --trainer ppo --dry-run --rl-reward-model-path".split(), NAME, "--project-name", NAME],
+        ["train", "--sft_model_path", NAME, "--dataset_name", NAME, "--output_dir", NAME],
+        ["report", NAME],
+        ["plot", NAME, "--metrics", TEXT],
+        ["judge", "--dataset_name", NAME, "--model", TEXT, "--opponent", NAME, "--judge", TEXT],
+        ["train", f"--{NAME[1:]}"],
+        [NAME],
+        ["pipeline", "run.yaml", "--dry-run"],
+        ["pipeline", NAME],
+    ],
+    ids=lambda words: words[0] if words[0] != NAME else "no command",
+)
+def test_a_command_shows_its_words(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pd.DataFrame({"prompt": ["p"]}).to_json("rows.jsonl", orient="records", lines=True)
+    steps = {"ppo": {"sft_model_path": NAME, "dataset_name": "rows.jsonl", "reward_funcs": ["length"]}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"output_dir": NAME, **steps}))
+    with printed() as found, contextlib.suppress(SystemExit):
+        main(command)
+
+    assert_shown(found.getvalue())
+    assert r"\x1b[2J" in found.getvalue()
 
 
 def test_a_traceback_of_a_command_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,22 @@ def test_one_request_that_fails_is_one_failed_verdict(
     assert said.startswith("1 of 3 verdicts failed: the judge 'judge' at http://127.0.0.1:")
 
 
+CHOICES = [
+    "7", '"A"', "[null]", '[["A"]]', '{"0": "A"}', '[{"message": "A"}]', '[{"message": ["A"]}]', "[" * 600 + "]" * 600,
+    "[" * 10**5 + "]" * 10**5, "9" * 5000,
+    '[{"message": {"content": "A"}}], "choices": [{"message": {"content": "B"}}]',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("choices", CHOICES, ids=lambda text: text[:20])
+def test_an_answer_of_another_shape_names_the_address_without_its_secrets(choices: str, server: Any) -> None:
+    server.replies = [says(f'{{"choices": {choices}}}')]
+    address = f"http://user:s3cret@127.0.0.1:{server.server_port}/v1?key=s3cret"
+    with pytest.raises(ConnectionError, match=f"^the judge 'j' at http://127.0.0.1:{server.server_port}/") as raised:
+        finished(ChatJudge("j", address, retries=0)(["p"], [["a", "b"]]))
+    assert "s3cret" not in str(raised.value) and len(str(raised.value)) < 500
+
+
 @pytest.mark.parametrize("failure", [drop, says("busy", 429), says("<html>")], ids=["drops", "busy", "no JSON"])
 def test_what_may_pass_is_asked_again(failure: Any, server: Any) -> None:
     server.replies = [failure, *[says(completion("A"))] * 3]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_ppo.processes.failing import _Failure
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.logged import LoggedByFunctions
 from rlhf_ppo.rewards.returned import WrongRewardError
@@ -51,6 +52,14 @@ def scored(call: Any) -> LoggedByFunctions:
 def test_what_cannot_be_logged_is_refused_at_the_call(call: Any, said: str) -> None:
     with pytest.raises(WrongRewardError, match=f"^the reward function 'judged' called {said}"):
         scored(call)
+
+
+def test_all_ranks_raise_the_same() -> None:
+    with pytest.raises(WrongRewardError) as raised:
+        scored(lambda metric, extra: extra("c", ["a"]))
+    other = _Failure.of(raised.value, rank=1).error()
+
+    assert (type(other), str(other)) == (WrongRewardError, str(raised.value))
 
 
 @pytest.mark.parametrize("value", [1, True, 0.5, float("nan"), np.float32(2), torch.tensor([3.0]), "4"])
