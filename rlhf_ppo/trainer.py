@@ -275,9 +275,9 @@ class PPOTrainer(TrainerHooks):
             The update's metrics.
 
         Raises:
-            TypeError: Something is no tensor of ids, or no number.
-            ValueError: The rows are not those of an update, or too long for the models; or a log-probability is not
-                finite or above 0.
+            TypeError: Something is no tensor of integer ids, no truth values, or no number; nothing has changed.
+            ValueError: The rows are not those of an update, too long for the models, or hold an id that a model lacks;
+                a score is infinite; or a log-probability is not finite or above 0. Nothing has changed.
             RuntimeError: The run has had all its updates, or `close` has ended it.
             RunStopped: A signal has ended the run.
         """

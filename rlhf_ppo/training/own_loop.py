@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,9 +19,10 @@ from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.lengths import PositionLimit, check_lengths
 from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.models.vocabulary import Vocabulary
 from rlhf_ppo.processes.random_numbers import rng_kept
 from rlhf_ppo.processes.signals import EndsOnSignals
-from rlhf_ppo.rewards.scorer import RewardSource, Scores, ScoringBatch
+from rlhf_ppo.rewards.scorer import MAX_SCORE, RewardSource, Scores, ScoringBatch
 from rlhf_ppo.training.half_learned import LearningInParts
 from rlhf_ppo.training.loop import Loop
 from rlhf_ppo.training.rollouts import Rollouts
@@ -61,6 +63,7 @@ class SteppedTrainer(Protocol):
     _metrics: dict[str, float]
     _rollouts: Rollouts
     _signals: EndsOnSignals
+    _vocabulary: Vocabulary
 
     def learn(self, model: nn.Module, experience: Experience) -> float | Tensor:
         """See `PPOTrainer`."""
@@ -95,6 +98,7 @@ class OwnLoop:
         """Take an update, see `PPOTrainer.step`."""
         run, num_rows = self.run, self.run.sizes.local_batch_size
         device = run.args.device
+        check_rows(queries, responses, response_masks, num_rows, run._vocabulary)
         rows = padded_responses(queries, responses, response_masks, num_rows, run.tokens.pad, device)
         check_lengths(rows.context_length, rows.responses.shape[1], run._longest_sequence)
         if sampling_logprobs is not None:
@@ -211,44 +215,103 @@ def padded_responses(
     pad_token_id: int,
     device: torch.device,
 ) -> Responses:
-    """Pad what a caller gives: queries on the left, responses on the right.
+    """Pad token ids: queries on the left, responses on the right.
 
     Args:
-        queries: Token ids of each prompt, long `(C_i,)`.
+        queries: Token ids of each prompt, long `(C_i,)`, on any device.
         responses: Token ids of each response, its stop token included, long `(T_i,)`.
         response_masks: For each response which tokens the policy wrote, bool `(T_i,)`; None: all.
-        num_rows: How many there must be.
+        num_rows: How many rows there are.
         pad_token_id: Fills the rest.
-        device: Where the tensors go.
-
-    Raises:
-        TypeError: Something is no tensor of ids.
-        ValueError: There are more or fewer than an update takes, or one is empty.
+        device: Where the result goes.
     """
-    masks = [torch.ones(len(ids)) for ids in responses] if response_masks is None else response_masks
-    for name, rows in {"queries": queries, "responses": responses, "response_masks": masks}.items():
-        if len(rows) != num_rows:
-            raise ValueError(
-                f"{name} has {len(rows)} rows, but an update takes {num_rows} on each process: "
-                "per_device_train_batch_size x gradient_accumulation_steps"
-            )
-        for row, ids in enumerate(rows):
-            if not isinstance(ids, Tensor) or ids.dim() != 1 or (name != "response_masks" and ids.is_floating_point()):
-                raise TypeError(f"{name}[{row}]={ids!r:.60} must be a tensor of token ids with one dimension")
-            if len(ids) == 0:
-                raise ValueError(f"{name}[{row}] is empty; each needs at least one token")
-    for row, (ids, mask) in enumerate(zip(responses, masks, strict=True)):
-        if len(ids) != len(mask):
-            raise ValueError(f"response_masks[{row}] has {len(mask)} values for the {len(ids)} tokens of the response")
     context, length = max(map(len, queries)), max(map(len, responses))
     ids = torch.full((num_rows, context + length), pad_token_id, dtype=torch.long)
     attention = torch.zeros(num_rows, context + length, dtype=torch.bool)
     written = torch.zeros(num_rows, length, dtype=torch.bool)
-    for row, (query, response, mask) in enumerate(zip(queries, responses, masks, strict=True)):
+    for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
         real = slice(context - len(query), context + len(response))
-        ids[row, real], attention[row, real] = torch.cat([query, response]).cpu(), True
-        written[row, : len(mask)] = mask.bool().cpu()
+        ids[row, real], attention[row, real] = torch.cat([query.cpu(), response.cpu()]), True
+        written[row, : len(response)] = True if response_masks is None else response_masks[row].bool().cpu()
     return Responses(ids.to(device), attention.to(device), written.to(device))
+
+
+def check_rows(
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    response_masks: Sequence[Tensor] | None,
+    num_rows: int,
+    vocabulary: Vocabulary,
+) -> None:
+    """Check the token ids and masks that a caller of `step` gives.
+
+    Args:
+        queries: Token ids of each prompt.
+        responses: Token ids of each response.
+        response_masks: For each response which tokens the policy wrote; None: all.
+        num_rows: How many rows there must be.
+        vocabulary: The ids that all models embed.
+
+    Raises:
+        TypeError: Something is no tensor of ids, or of truth values.
+        ValueError: There are more or fewer rows than an update takes; one is empty, or holds an id that a model lacks.
+    """
+    for name, rows in {"queries": queries, "responses": responses}.items():
+        for row, ids in enumerate(_counted(name, rows, num_rows)):
+            _check_ids(f"{name}[{row}]", ids, vocabulary)
+    for row, mask in enumerate(() if response_masks is None else _counted("response_masks", response_masks, num_rows)):
+        name, num_tokens = f"response_masks[{row}]", len(responses[row])
+        _check_row(name, mask, "True for the tokens that the policy wrote")
+        if len(mask) != num_tokens:
+            raise ValueError(f"{name} has {len(mask)} values for the {num_tokens} tokens of the response")
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError(f"{name}={mask!r:.60} must hold only True and False")
+        if not bool(mask.any()):
+            raise ValueError(
+                f"{name} marks no token as the policy's; mark at least one, and give the row the score NaN if nothing "
+                "is to be learned from it"
+            )
+
+
+def _counted(name: str, rows: Sequence[Tensor], num_rows: int) -> Sequence[Tensor]:
+    """Return one argument's rows, which must be as many as an update takes."""
+    if (found := _length(name, rows)) != num_rows:
+        raise ValueError(
+            f"{name} has {found} rows, but an update takes {num_rows} on each process: "
+            "per_device_train_batch_size x gradient_accumulation_steps"
+        )
+    return rows
+
+
+def _length(name: str, rows: Sequence[object] | Tensor) -> int:
+    try:
+        return len(rows)
+    except TypeError:
+        raise TypeError(f"{name}={rows!r:.60} must be a list with one entry for each response") from None
+
+
+def _check_row(name: str, row: Tensor, of: str) -> None:
+    if not isinstance(row, Tensor) or row.dim() != 1 or row.is_complex():
+        raise TypeError(f"{name}={row!r:.60} must be a tensor of {of}, with one dimension")
+    if len(row) == 0:
+        raise ValueError(f"{name} is empty; each row needs at least one token")
+    if row.is_meta:
+        raise ValueError(f"{name} is on the device 'meta', where tensors hold no numbers; pass it on 'cpu'")
+
+
+def _check_ids(name: str, ids: Tensor, vocabulary: Vocabulary) -> None:
+    _check_row(name, ids, "token ids")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        advice = "a mask goes into response_masks" if ids.dtype == torch.bool else "convert it with .long()"
+        raise TypeError(f"{name}={ids!r:.60} must hold token ids, which are integers, not {ids.dtype}; {advice}")
+    ids = ids.cpu().long()
+    outside = (ids < 0) | (ids >= vocabulary.size)
+    if bool(outside.any()):
+        token = int(outside.int().argmax())
+        raise ValueError(
+            f"{name}[{token}]={int(ids[token])} is no token id: {vocabulary.limited_by} has {vocabulary.size}, 0 to "
+            f"{vocabulary.size - 1}; pass the ids of the trainer's own tokenizer, without padding"
+        )
 
 
 MAX_ROUNDING = 1e-3
@@ -267,12 +330,13 @@ def padded_logprobs(given: Sequence[Tensor], rows: Responses) -> Tensor:
         ValueError: There are more or fewer than tokens, or one of a token that the policy wrote is not finite or
             above 0.
     """
-    if len(given) != len(rows):
-        raise ValueError(f"sampling_logprobs has {len(given)} rows for the {len(rows)} responses; pass one for each")
+    if (found := _length("sampling_logprobs", given)) != len(rows):
+        raise ValueError(f"sampling_logprobs has {found} rows for the {len(rows)} responses; pass one for each")
     padded = torch.zeros(rows.response_mask.shape)
     written, lengths = rows.response_mask.cpu(), rows.episode_mask.sum(dim=1).tolist()
     for row, (logprobs, length) in enumerate(zip(given, lengths, strict=True)):
         name = f"sampling_logprobs[{row}]"
+        _check_row(name, logprobs, "log-probabilities")
         if not isinstance(logprobs, Tensor) or logprobs.dim() != 1 or not logprobs.is_floating_point():
             raise TypeError(f"{name}={logprobs!r:.60} must be a tensor of log-probabilities with one dimension")
         if len(logprobs) != length:
@@ -294,12 +358,26 @@ def scores_of(scores: Sequence[float] | Sequence[Tensor] | Tensor, num_rows: int
 
     Raises:
         TypeError: One is no number.
-        ValueError: There are more or fewer than `num_rows`.
+        ValueError: There are more or fewer than `num_rows`, or one is infinite or beyond `MAX_SCORE`.
     """
+    if (found := _length("scores", scores)) != num_rows:
+        raise ValueError(f"scores has {found} values for the {num_rows} responses")
+    numbers = [_number(f"scores[{row}]", score) for row, score in enumerate(scores)]
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
+
+
+def _number(name: str, score: object) -> float:
     try:
-        values = torch.tensor([float(score) for score in scores], dtype=torch.float32, device=device)
+        if isinstance(score, str | bytes):  # which float() may read
+            raise TypeError
+        number = float(cast(float, score))
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"scores={scores!r:.60} must be one number for each response") from None
-    if len(values) != num_rows:
-        raise ValueError(f"scores has {len(values)} values for the {num_rows} responses")
-    return values
+        raise TypeError(f"{name}={score!r:.60} must be one number") from None
+    if abs(number) > MAX_SCORE:
+        raise ValueError(
+            f"{name}={number:g} must lie between {-MAX_SCORE:g} and {MAX_SCORE:g}; pass a smaller number, or NaN to "
+            "learn nothing from the response"
+        )
+    return number

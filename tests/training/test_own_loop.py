@@ -25,8 +25,8 @@ from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.processes.signals import RunStopped
 from rlhf_ppo.training.divergence import DivergenceError
-from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
-from tests.runs import QUICK, assert_identical, history, parameters
+from tests.conftest import QUIET, make_tokenizer, tiny_policy, tiny_scorer
+from tests.runs import QUICK, assert_identical, end_of_run, history, parameters
 
 RUN = QUICK | {"num_ppo_epochs": 2, "learning_rate": 0.01, "kl_coef": 0.3, "missing_eos_penalty": 0.5}
 Rows = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
@@ -396,59 +396,137 @@ def test_log_probabilities_of_what_the_policy_did_not_write_are_ignored(make_ste
     assert 0 < metrics["sampling/sampling_logp_difference/max"] < float("inf")
 
 
+@pytest.fixture(scope="module")
+def plain_stepper(tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """Factory of trainers as `make_stepper` makes them, for the whole module."""
+    fixed = {**QUIET, "stop_token": "eos", "logging_steps": 1, "seed": 3, **RUN}
+
+    def make() -> PPOTrainer:
+        args = PPOConfig(str(tmp_path_factory.mktemp("run")), **fixed)
+        models = {"ref_model": tiny_policy(seed=5), "value_model": tiny_scorer(seed=2)}
+        return PPOTrainer(args, make_tokenizer(), tiny_policy(), **models)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def idle(plain_stepper: Steps) -> PPOTrainer:
+    return plain_stepper()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(plain_stepper: Steps) -> dict[str, Any]:
+    """The end of a run of three calls."""
+    trainer = plain_stepper()
+    for number in range(3):
+        trainer.step(*rows(number))
+    return end_of_run(trainer)
+
+
 QUERIES, RESPONSES, SCORES = rows(0)
 LOGPROBS = [torch.tensor([-1.0, -2.0, 0.0]), torch.tensor([-3.0])]
 
 
-@pytest.mark.parametrize(
-    ("given", "kind", "message"),
-    [
-        ((QUERIES[:1], RESPONSES, SCORES), ValueError, r"queries has 1 rows, but an update takes 2 on each process"),
-        ((QUERIES, RESPONSES, [1.0]), ValueError, r"scores has 1 values for the 2 responses"),
-        ((QUERIES, RESPONSES, ["good", "bad"]), TypeError, r"scores=\['good', 'bad'\] must be one number"),
-        ((QUERIES, [[1], [2]], SCORES), TypeError, r"responses\[0\]=\[1\] must be a tensor of token ids"),
-        ((QUERIES, [torch.tensor([0.5]), RESPONSES[1]], SCORES), TypeError, r"responses\[0\]=tensor\(\[0.5"),
-        ((QUERIES, [RESPONSES[0][:0], RESPONSES[1]], SCORES), ValueError, r"responses\[0\] is empty"),
-        (
-            (QUERIES, RESPONSES, SCORES, [torch.ones(2), torch.ones(1)]),
-            ValueError,
-            r"response_masks\[0\] has 2 values",
-        ),
-        ((QUERIES, RESPONSES, SCORES, None, LOGPROBS[:1]), ValueError, r"sampling_logprobs has 1 rows for the 2 resp"),
-        (
-            (QUERIES, RESPONSES, SCORES, None, [LOGPROBS[0], LOGPROBS[0]]),
-            ValueError,
-            r"sampling_logprobs\[1\] has 3 values for the 1 tokens of the response",
-        ),
-        (
-            (QUERIES, RESPONSES, SCORES, None, [LOGPROBS[0], [-3.0]]),
-            TypeError,
-            r"sampling_logprobs\[1\]=\[-3.0\] must be a tensor of log-probabilities",
-        ),
-        (
-            (QUERIES, RESPONSES, SCORES, None, [torch.ones(3, dtype=torch.long), LOGPROBS[1]]),
-            TypeError,
-            r"sampling_logprobs\[0\]=tensor\(\[1, 1, 1\]\) must be a tensor of log-probabilities",
-        ),
-        (
-            (QUERIES, RESPONSES, SCORES, None, [torch.tensor([-1.0, -float("inf"), -1.0]), LOGPROBS[1]]),
-            ValueError,
-            r"sampling_logprobs\[0\] is -inf at token 1; pass the natural logarithm",
-        ),
-        (
-            (QUERIES, RESPONSES, SCORES, None, [torch.tensor([0.5, 0.25, 0.5]), LOGPROBS[1]]),
-            ValueError,
-            r"sampling_logprobs\[0\] is 0.5 at token 0; pass the natural logarithm .* finite and at most 0",
-        ),
-        (([torch.arange(3, 100), QUERIES[1]], RESPONSES, SCORES), ValueError, r"the longest prompt \(97 tokens\)"),
-    ],
-)
-def test_what_is_no_update(given: tuple[Any, ...], kind: type, message: str, make_stepper: Steps) -> None:
-    trainer = make_stepper()
+NO_UPDATE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+    ((QUERIES[:1], RESPONSES, SCORES), ValueError, r"queries has 1 rows, but an update takes 2 on each process"),
+    ((QUERIES, RESPONSES, [1.0]), ValueError, r"scores has 1 values for the 2 responses"),
+    ((QUERIES, RESPONSES, ["good", "bad"]), TypeError, r"scores\[0\]='good' must be one number"),
+    ((QUERIES, [[1], [2]], SCORES), TypeError, r"responses\[0\]=\[1\] must be a tensor of token ids"),
+    ((QUERIES, [torch.tensor([0.5]), RESPONSES[1]], SCORES), TypeError, r"responses\[0\]=tensor\(\[0.5"),
+    ((QUERIES, [RESPONSES[0][:0], RESPONSES[1]], SCORES), ValueError, r"responses\[0\] is empty"),
+    (
+        (QUERIES, RESPONSES, SCORES, [torch.ones(2), torch.ones(1)]),
+        ValueError,
+        r"response_masks\[0\] has 2 values",
+    ),
+    ((QUERIES, RESPONSES, SCORES, None, LOGPROBS[:1]), ValueError, r"sampling_logprobs has 1 rows for the 2 resp"),
+    (
+        (QUERIES, RESPONSES, SCORES, None, [LOGPROBS[0], LOGPROBS[0]]),
+        ValueError,
+        r"sampling_logprobs\[1\] has 3 values for the 1 tokens of the response",
+    ),
+    (
+        (QUERIES, RESPONSES, SCORES, None, [LOGPROBS[0], [-3.0]]),
+        TypeError,
+        r"sampling_logprobs\[1\]=\[-3.0\] must be a tensor of log-probabilities",
+    ),
+    (
+        (QUERIES, RESPONSES, SCORES, None, [torch.ones(3, dtype=torch.long), LOGPROBS[1]]),
+        TypeError,
+        r"sampling_logprobs\[0\]=tensor\(\[1, 1, 1\]\) must be a tensor of log-probabilities",
+    ),
+    (
+        (QUERIES, RESPONSES, SCORES, None, [torch.tensor([-1.0, -float("inf"), -1.0]), LOGPROBS[1]]),
+        ValueError,
+        r"sampling_logprobs\[0\] is -inf at token 1; pass the natural logarithm",
+    ),
+    (
+        (QUERIES, RESPONSES, SCORES, None, [torch.tensor([0.5, 0.25, 0.5]), LOGPROBS[1]]),
+        ValueError,
+        r"sampling_logprobs\[0\] is 0.5 at token 0; pass the natural logarithm .* finite and at most 0",
+    ),
+    (([torch.full((97,), 3), QUERIES[1]], RESPONSES, SCORES), ValueError, r"the longest prompt \(97 tokens\)"),
+    (([QUERIES[0], torch.tensor([6, 32])], RESPONSES, SCORES), ValueError, r"queries\[1\]\[1\]=32 .* policy has 32"),
+    ((QUERIES, [torch.tensor([8, -1, 1]), RESPONSES[1]], SCORES), ValueError, r"responses\[0\]\[1\]=-1 is no token"),
+    ((QUERIES, [RESPONSES[0], torch.tensor([2**40])], SCORES), ValueError, r"responses\[1\]\[0\]=1099511627776 is"),
+    ((QUERIES, [RESPONSES[0] > 3, RESPONSES[1]], SCORES), TypeError, r"responses\[0\]=.* torch.bool; a mask goes"),
+    (([QUERIES[0].float(), QUERIES[1]], RESPONSES, SCORES), TypeError, r"queries\[0\]=.* torch.float32; convert it"),
+    ((QUERIES, [RESPONSES[0], torch.tensor(7)], SCORES), TypeError, r"responses\[1\]=tensor\(7\) must be .* one dim"),
+    ((QUERIES, [RESPONSES[0].to(torch.complex64), RESPONSES[1]], SCORES), TypeError, r"responses\[0\]="),
+    (([QUERIES[0].to("meta"), QUERIES[1]], RESPONSES, SCORES), ValueError, r"queries\[0\] is on the device 'meta'"),
+    ((None, RESPONSES, SCORES), TypeError, r"queries=None must be a list"),
+    ((QUERIES, (ids for ids in RESPONSES), SCORES), TypeError, r"responses=<generator.* must be a list"),
+    ((QUERIES, RESPONSES, 1.0), TypeError, r"scores=1.0 must be a list"),
+    ((QUERIES, RESPONSES, torch.tensor(1.0)), TypeError, r"scores=tensor\(1.\) must be a list"),
+    ((QUERIES, RESPONSES, ["1", "2"]), TypeError, r"scores\[0\]='1' must be one number"),
+    ((QUERIES, RESPONSES, [1.0, None]), TypeError, r"scores\[1\]=None must be one number"),
+    ((QUERIES, RESPONSES, torch.ones(2, 2)), TypeError, r"scores\[0\]=tensor\(\[1., 1.\]\) must be one number"),
+    ((QUERIES, RESPONSES, [1.0, -float("inf")]), ValueError, r"scores\[1\]=-inf must lie between"),
+    ((QUERIES, RESPONSES, [10**400, 1]), ValueError, r"scores\[0\]=inf must lie between -1e\+12 and 1e\+12; .* NaN"),
+    (
+        (QUERIES, RESPONSES, SCORES, [torch.tensor([1.0, 0.5, 0.0]), torch.ones(1)]),
+        ValueError,
+        r"response_masks\[0\]=.* must hold only True and False",
+    ),
+    ((QUERIES, RESPONSES, SCORES, [torch.ones(3), torch.zeros(1)]), ValueError, r"response_masks\[1\] marks no tok"),
+    ((QUERIES, RESPONSES, SCORES, [[True] * 3, torch.ones(1)]), TypeError, r"response_masks\[0\]=\[True"),
+    ((QUERIES, RESPONSES, SCORES, None, -1.0), TypeError, r"sampling_logprobs=-1.0 must be a list"),
+    (
+        (QUERIES, RESPONSES, SCORES, None, [LOGPROBS[0].to("meta"), LOGPROBS[1]]),
+        ValueError,
+        r"sampling_logprobs\[0\] is on the device 'meta'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "message"), NO_UPDATE)
+def test_what_is_no_update(given: tuple[Any, ...], kind: type[Exception], message: str, idle: PPOTrainer) -> None:
     with pytest.raises(kind, match=message):
-        trainer.step(*given)
-    trainer.step(*rows(0))
-    assert trainer.state.global_step == 1
+        idle.step(*given)
+    assert idle.state.global_step == 0
+
+
+def test_what_is_no_update_changes_nothing(plain_stepper: Steps, undisturbed: dict[str, Any]) -> None:
+    """Before the first update and between two: the other calls give the run that was never called so, bit for bit."""
+    trainer = plain_stepper()
+    for number in range(3):
+        drawn = torch.get_rng_state()
+        for given, kind, _ in NO_UPDATE:
+            with pytest.raises(kind):
+                trainer.step(*given)
+        assert torch.equal(torch.get_rng_state(), drawn) and trainer.state.global_step == number
+        trainer.step(*rows(number))
+    assert_identical(end_of_run(trainer), undisturbed)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint16])
+def test_ids_may_be_of_any_integer_type(dtype: torch.dtype, plain_stepper: Steps, undisturbed: dict[str, Any]) -> None:
+    trainer = plain_stepper()
+    for number in range(3):
+        queries, responses, scores = rows(number)
+        given: Any = ([ids.to(dtype) for ids in queries], [ids.to(dtype) for ids in responses], scores.numpy())
+        trainer.step(*given, [torch.ones(len(ids), dtype=torch.uint8) for ids in responses])
+    assert_identical(end_of_run(trainer), undisturbed)
 
 
 def test_without_prompts_there_is_nothing_to_train_on(make_stepper: Steps) -> None:
