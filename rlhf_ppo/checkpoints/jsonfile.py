@@ -30,7 +30,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     if path.exists() and not path.is_file():
-        raise FileExistsError(f"{path} is not a regular file: remove it, or choose another place")
+        raise FileExistsError(f"{path} is not a regular file: rename it, or choose another place")
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     open(temporary, "xb").close()  # "x" follows no link, and keeps the permissions that the user's umask asks for
     try:

@@ -109,7 +109,7 @@ def init(argv: Sequence[str] | None = None) -> None:
     with user_errors(PROGRAM):
         path = Path(args.file).expanduser()
         if path.exists():
-            raise ValueError(f"file={args.file!r} is there already; name another, or remove it")
+            raise ValueError(f"file={args.file!r} is there already; name another with --file, or rename it")
         _complete(args)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, written(args))

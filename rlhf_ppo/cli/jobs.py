@@ -134,7 +134,7 @@ def _check_start(job: Job) -> None:
     elif isinstance(job.args, PPOConfig) and (found := finished_in(directory)):
         raise ValueError(
             f"project_name={job.params.project_name!r} holds the checkpoints of another run ({found}): go on with it "
-            "by --resume-from-checkpoint True, delete them, or choose another project_name"
+            "by --resume-from-checkpoint True, or choose another project_name"
         )
 
 

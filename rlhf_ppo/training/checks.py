@@ -62,7 +62,7 @@ def check_output_dir(path: str | None) -> None:
         if not missing and (folder := place / name).exists() and not folder.is_dir():
             raise ValueError(
                 f"output_dir={path!r} cannot be written: {folder} is a file, and the run needs a directory there; "
-                "remove it, or choose another output_dir"
+                "rename it, or choose another output_dir"
             )
 
 

@@ -244,5 +244,5 @@ def test_a_lock_that_is_no_file_of_ours_is_neither_written_nor_waited_for(
 @pytest.mark.parametrize("name", ["completions", "_samples"])
 def test_a_file_where_a_directory_is_needed_is_said_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=f"{name} is a file, and the run needs a directory there; remove it"):
+    with pytest.raises(ValueError, match=f"{name} is a file, and the run needs a directory there; rename it"):
         make_saving(tmp_path)
