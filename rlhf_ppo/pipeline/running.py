@@ -23,6 +23,7 @@ from rlhf_ppo.config.redaction import hide_from_ps, shown_words
 from rlhf_ppo.pipeline.record import Entry, hash_of_all, hashes_of, read_record, what_is_missing, write_record
 from rlhf_ppo.pipeline.results import check_result, keep_win_rates
 from rlhf_ppo.pipeline.steps import TRAINING, Pipeline, Step
+from rlhf_ppo.processes.signals import leave_closed_terminal
 from rlhf_ppo.terminal.foreign import print_text
 
 _PR_SET_PDEATHSIG = 1
@@ -211,7 +212,13 @@ def _newest_checkpoint(step: Step) -> str | None:
 def _signals_noted() -> Iterator[list[int]]:
     """Give a list that each signal is added to, so that the pipeline ends with the step that runs then."""
     noted: list[int] = []
-    with _handling((*_PASSED_ON, signal.SIGINT), noted.append):
+
+    def note(number: int) -> None:
+        noted.append(number)
+        if signal.Signals(number).name == "SIGHUP":
+            leave_closed_terminal()
+
+    with _handling((*_PASSED_ON, signal.SIGINT), note):
         yield noted
 
 

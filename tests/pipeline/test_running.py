@@ -170,6 +170,13 @@ def test_a_signal_ends_the_pipeline_after_a_step_that_ended_well(
     assert run_pipeline(read(), again) == 0 and again.names == ["ppo", "judge"]
 
 
+def test_the_end_of_the_terminal_is_no_error(read: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch) -> None:
+    left = list[bool]()
+    monkeypatch.setattr("rlhf_ppo.pipeline.running.leave_closed_terminal", lambda: left.append(True))
+    run_pipeline(read(), Steps(lambda *_: signal.raise_signal(signal.SIGHUP)))
+    assert left
+
+
 def test_a_signal_that_is_ignored_stays_ignored(read: Callable[..., Pipeline]) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
