@@ -31,6 +31,7 @@ class UpdateStatistics:
 
     KL = "policy/kl_avg"
     NLL, POSITIVE = "loss/positive_nll_avg", "policy/positive_frac"
+    VALUED, OF_VALUES = "val/valued_frac", ("loss/value_avg", "val/clipfrac_avg")
     NORMS = ("policy/grad_norm", "val/grad_norm")
 
     KEYS = (
@@ -64,8 +65,10 @@ class UpdateStatistics:
         Raises:
             ValueError: The losses give other figures than those of the micro-batch before, or one of another shape.
         """
-        values_count = 1.0 if part.value_weights is None else part.value_weights
         mask, figures = part.loss_mask, {**policy.figures, **value.figures}
+        values_count = torch.ones_like(mask, dtype=torch.float32)
+        if part.value_weights is not None:
+            values_count = figures[self.VALUED] = (part.value_weights > 0).float()
         if self.watches_kl:
             figures[self.KL] = kl_estimate(part.logprobs, output.logprobs, "k3")
         if part.is_positive is not None:
@@ -148,7 +151,8 @@ class UpdateStatistics:
             Token means by `KEYS` and `named`, and of the micro-batches of all ranks `val/ratio_var`, the variance of
             their mean ratios, and `val/first_logratio`, the root mean square of the log-ratio in the first ones, which
             are before any step: how far two forward passes of the same policy are apart.
-            `NLL` is a mean over the tokens of positive responses, and left out where there are none.
+            `NLL` is a mean over the tokens of positive responses, and left out where there are none. `OF_VALUES` are
+            means over the tokens whose values count.
             Nothing if no micro-batch was added, which is so on all ranks or on none.
         """
         if not self.sums:
@@ -168,6 +172,8 @@ class UpdateStatistics:
         if (share := means.get(self.POSITIVE)) is not None:
             nll = means.pop(self.NLL)  # so far a mean over all tokens
             means |= {self.NLL: nll / share} if share > 0 else {}
+        if (share := means.pop(self.VALUED, None)) is not None:
+            means |= {key: means[key] / share for key in self.OF_VALUES}
         return {
             **means,
             **{key: norm for key, norm in zip(self.NORMS, norms, strict=False) if math.isfinite(norm)},
