@@ -158,20 +158,20 @@ NEEDS: dict[str, Configuration] = {
 def draw(seed: int, number: int, attempt: int = 0) -> Configuration:
     """Draw two to four options and a seed.
 
-    One option after the other has its turn, in an order of the seed's, so that as many configurations as there are
-    options hold each.
+    One value after the other has its turn, in an order of the seed's, so that as many configurations as there are
+    values hold each.
 
     Args:
         seed: Of all configurations.
         number: Of this one.
         attempt: How many were refused before.
     """
-    deck = sorted(OPTIONS)
-    random.Random(f"deck {seed}").shuffle(deck)
+    values = [(name, value) for name in sorted(OPTIONS) for value in OPTIONS[name]]
+    random.Random(f"turns {seed}").shuffle(values)
     random_ = random.Random(f"{seed} {number} {attempt}")
-    first = deck[number % len(deck)]
+    first, value = values[number % len(values)]
     others = random_.sample([name for name in sorted(OPTIONS) if name != first], random_.randint(1, 3))
-    drawn = {name: random_.choice(OPTIONS[name]) for name in (first, *others)}
+    drawn = {first: value} | {name: random_.choice(OPTIONS[name]) for name in others}
     needed: Configuration = {}
     for name in drawn:
         needed |= NEEDS.get(name, {})
