@@ -11,6 +11,14 @@ ReduceSum = Callable[[Tensor], Tensor]
 """Sums a small tensor elementwise over all ranks and returns the sum on each of them."""
 
 
+def exact_type(device: torch.device) -> torch.dtype:
+    """Return the type in which up to 2^29 equal float32 values have an exact sum: float64.
+
+    Apple's GPUs have no float64. On them it is float32, and the last bits of a sum are rounded.
+    """
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
     """Replace what is outside the mask by 0, in float32: `x_i if m_i else 0`.
 
@@ -95,15 +103,15 @@ def _mean_and_var(values: Tensor, mask: Tensor, reduce_sum: ReduceSum | None) ->
     """Return mean and unbiased variance over the real tokens of all ranks; of equal values exactly the value and 0.
 
     The rounded float32 mean of equal values differs from them in its last bits, which whitening would multiply by up
-    to 1e4. Their float64 mean is exact, for up to 2^29 float32 values, so comparing with it finds them.
+    to 1e4. Their mean in `exact_type` is exact, so comparing with it finds them.
     """
-    values = zero_outside(values, mask)
-    sums = torch.stack([values.sum().double(), values.double().sum(), mask.sum().double()])
+    values, exact = zero_outside(values, mask), exact_type(values.device)
+    sums = torch.stack([values.sum().to(exact), values.to(exact).sum(), mask.sum().to(exact)])
     total, exact_total, num_tokens = sums if reduce_sum is None else reduce_sum(sums)
     mean = total.float() / num_tokens.clamp(min=1).float()
     exact_mean = exact_total / num_tokens.clamp(min=1)
     squares = zero_outside(values - mean, mask).square()
-    sums = torch.stack([squares.sum().double(), ((values.double() != exact_mean) & mask).sum().double()])
+    sums = torch.stack([squares.sum().to(exact), ((values.to(exact) != exact_mean) & mask).sum().to(exact)])
     total, num_others = sums if reduce_sum is None else reduce_sum(sums)
     var = total.float() / (num_tokens - 1).clamp(min=1).float()
     are_equal = num_others == 0

@@ -11,6 +11,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from rlhf_ppo.algorithm.masked import exact_type
+
 
 @dataclass(frozen=True)
 class ScoreMoments:
@@ -31,13 +33,13 @@ class ScoreMoments:
 
             d = mean_batch - mean        mean' = mean + d n_batch / n'        S' = S + S_batch + d^2 n n_batch / n'
 
-        In float64, where sums of equal float32 scores are exact: their spread is 0, and not what was rounded away.
+        In float64 (see `exact_type`) sums of equal float32 scores are exact, so their spread is 0.
 
         Args:
             scores: This rank's scores, `(N,)`; may be empty.
             reduce_sum: Sums over all ranks, each of which makes the same call.
         """
-        scores = scores.double()
+        scores = scores.to(exact_type(scores.device))
         sums = torch.stack((scores.new_tensor(len(scores)), scores.sum()))
         added, total = (float(value) for value in reduce_sum(sums))
         if added == 0:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
+from rlhf_ppo.algorithm.masked import exact_type
+
 _UNIT = 2**52
 """What a probability of 1 is in integers: a double's digits, and sums of a vocabulary's roundings stay below 2^63."""
 
@@ -28,7 +30,7 @@ class NucleusInIntegers(LogitsProcessor):
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Set the logits of unlikely tokens, `(B, V)`, to minus infinity."""
         ascending, tokens = scores.sort(dim=-1, stable=True)
-        shares = ascending.softmax(dim=-1, dtype=torch.float64).mul_(_UNIT).round_().long()
+        shares = ascending.softmax(dim=-1, dtype=exact_type(scores.device)).mul_(_UNIT).round_().long()
         is_unlikely = shares.cumsum(dim=-1) <= round((1 - self.top_p) * _UNIT)
         is_unlikely[:, -1] = False
         return scores.masked_fill(is_unlikely.gather(1, tokens.argsort(dim=-1)), -torch.inf)

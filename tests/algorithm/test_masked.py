@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_ppo.algorithm.masked import masked_mean, masked_var, masked_whiten, zero_outside
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf_ppo.algorithm import masked, moments
+from rlhf_ppo.algorithm.masked import exact_type, masked_mean, masked_var, masked_whiten, zero_outside
 
 NAN, INF = float("nan"), float("inf")
 
@@ -76,6 +79,30 @@ def test_equal_values_whiten_to_zero_or_to_themselves():
     assert masked_var(values, mask).item() == 0.0
     assert masked_whiten(values, mask).tolist() == [[0.0, 0.0]] * 2
     assert masked_whiten(values, mask, shift_mean=False).tolist() == [[1.5, 1.5]] * 2
+
+
+class WithoutFloat64(TorchDispatchMode):
+    """Refuse float64, as Apple's GPUs do."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            raise TypeError(
+                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
+            )
+        return result
+
+
+def test_apples_gpus_which_have_no_float64(monkeypatch):
+    assert exact_type(torch.device("mps")) == torch.float32 and exact_type(torch.device("cuda")) == torch.float64
+    values, mask = torch.tensor([[1.0, 2.0, 6.0]]), torch.ones(1, 3, dtype=torch.bool)
+    expected = masked_whiten(values, mask)
+    for module in (masked, moments):
+        monkeypatch.setattr(module, "exact_type", lambda device: torch.float32)
+    with WithoutFloat64():
+        assert torch.equal(masked_whiten(values, mask), expected)
+        found = moments.ScoreMoments().including(values[0], lambda total: total)
+    assert (found.mean, found.std) == pytest.approx((3.0, 7**0.5), rel=1e-6)
 
 
 def test_a_large_offset_keeps_the_variance():
