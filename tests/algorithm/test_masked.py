@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_ppo.algorithm import masked, moments
