@@ -1,7 +1,7 @@
-"""A pipeline that is killed in every step and between steps ends with the policy of one that was left alone.
+"""A pipeline that is killed, signalled or without disk at any moment ends with the policy of one that was left alone.
 
-`make test-kills` kills each of `MOMENTS`; the suite a few of them. Every process is forked from one that has imported
-everything, which takes longer than a step.
+`make test-kills` strikes at each of `MOMENTS` and at 50 random ones; the suite at a few. Every process is forked from
+one that has imported everything, which takes longer than a step.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,9 @@ MOMENTS: dict[str, Callable[[], bool]] = {
 
 CHOSEN = ["reward saves its model", "ppo goes on after a save"]
 NUM_KILLS = int(os.environ.get("NUM_KILLS", len(CHOSEN)))
+RANDOM = 50 if NUM_KILLS >= 50 else 3
+"""Random moments at which the pipeline is struck; `SEED` in the environment gives others."""
+
 KILLS = CHOSEN if len(CHOSEN) >= NUM_KILLS else list(MOMENTS)[:NUM_KILLS]
 
 
@@ -92,6 +98,9 @@ def forked(words: Sequence[str]) -> int:
     parent, process = os.getpid(), os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # as after exec
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     end_with_parent(parent)
     code: Any = 1
     try:
@@ -99,8 +108,12 @@ def forked(words: Sequence[str]) -> int:
         code = 0
     except SystemExit as ended:
         code = ended.code or 0
+    except Exception:
+        with suppress(OSError):  # of a full disk, too
+            traceback.print_exc()
     finally:
-        sys.stdout.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
         os._exit(code)
 
 
@@ -117,14 +130,45 @@ def end(process: Any, folder: Path) -> None:
     assert process.exitcode == 0, (folder / "output.txt").read_text()[-5000:]
 
 
-def kill(process: Any, moment: Callable[[], bool], whole_group: bool, delay: float) -> None:
-    """Kill the pipeline, or its step with it, and wait until both have ended."""
+def kill_all(pid: int) -> None:
+    os.killpg(pid, signal.SIGKILL)
+
+
+def kill_pipeline(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def terminate(pid: int) -> None:
+    os.killpg(pid, signal.SIGTERM)
+
+
+def hang_up(pid: int) -> None:
+    os.killpg(pid, signal.SIGHUP)
+
+
+def fill_disk(pid: int, size: int = 0) -> None:
+    """Let no file of the pipeline and its step grow beyond a size, as if the disk had no more."""
+    for each in (pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())):
+        with suppress(ProcessLookupError):
+            resource.prlimit(each, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def nearly_fill_disk(pid: int) -> None:
+    fill_disk(pid, size=40_000)  # a model has 100 kB
+
+
+FAULTS = [kill_all, kill_pipeline, terminate, hang_up, fill_disk, nearly_fill_disk]
+
+
+def strike(process: Any, moment: Callable[[], bool], fault: Callable[[int], None], delay: float) -> None:
+    """Let something happen to the pipeline, and wait until it has ended, and its step."""
     until = time.monotonic() + 300
     while not moment() and process.is_alive() and time.monotonic() < until:
         time.sleep(0.001)
     time.sleep(delay)
-    (os.killpg if whole_group else os.kill)(process.pid, signal.SIGKILL)
-    process.join()
+    with suppress(ProcessLookupError, FileNotFoundError):  # it has ended well before
+        fault(process.pid)
+    process.join(300)
     while time.monotonic() < until:
         try:
             os.killpg(process.pid, 0)  # the step, which takes SIGTERM
@@ -165,16 +209,25 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a pipeline that was left alone."""
+    folder = prepared(tmp_path_factory.mktemp("pipeline") / "alone")
+    end(start(folder), folder)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400 + 60 * len(KILLS))
-def test_a_killed_pipeline_ends_as_one_that_was_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, folder = prepared(tmp_path / "alone"), prepared(tmp_path / "killed")
-    end(start(alone), alone)
+def test_a_killed_pipeline_ends_as_one_that_was_left_alone(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = prepared(tmp_path / "killed")
     monkeypatch.chdir(folder)
     chance, before, killed = random.Random(0), {}, []
     for number, name in enumerate(KILLS):
         process = start(folder)
-        kill(process, MOMENTS[name], whole_group=number % 2 == 0, delay=chance.uniform(0, 0.02))
+        strike(process, MOMENTS[name], (kill_all, kill_pipeline)[number % 2], delay=chance.uniform(0, 0.02))
         killed.append(f"{name}: {'all' if number % 2 == 0 else 'pipeline'}, code {process.exitcode}")
         now = files()
         assert {path: now.get(path) for path in before} == before, name
@@ -186,12 +239,42 @@ def test_a_killed_pipeline_ends_as_one_that_was_left_alone(tmp_path: Path, monke
     now = files()
     assert {path: now.get(path) for path in before} == before
     assert all(each.endswith(f"code {-signal.SIGKILL}") for each in killed)
-    for model in ("sft", "reward", "judge_reward", "ppo"):
-        path = OUT / model / "model.safetensors"
-        assert hashed(path) == hashed(alone / path), model
-    assert (OUT / "results.json").read_text() == (alone / OUT / "results.json").read_text()
-    (verdict,) = re.findall(r"^- Win rate .*", (OUT / "ppo/README.md").read_text(), re.MULTILINE)
-    assert f"{json.loads((OUT / 'results.json').read_text())['win_rate']:.2%}" in verdict
+    assert_same_end(folder, alone)
     assert "--resume_from_checkpoint true" in (folder / "output.txt").read_text()  # PPO did not begin anew
     steps = [json.loads(line)["step"] for line in (OUT / "ppo/log_history.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(1, 13))
+
+
+def assert_same_end(folder: Path, alone: Path) -> None:
+    for model in ("sft", "reward", "judge_reward", "ppo"):
+        path = folder / OUT / model / "model.safetensors"
+        assert hashed(path) == hashed(alone / OUT / model / path.name), model
+    assert (folder / OUT / "results.json").read_text() == (alone / OUT / "results.json").read_text()
+    (verdict,) = re.findall(r"^- Win rate .*", (folder / OUT / "ppo/README.md").read_text(), re.MULTILINE)
+    assert f"{json.loads((OUT / 'results.json').read_text())['win_rate']:.2%}" in verdict
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600 + 40 * RANDOM)
+def test_kills_signals_and_full_disks_at_random_moments(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moment is that at which a file appears that a pipeline left alone has written, and up to 0.1 seconds later."""
+    written = [path for path in (alone / OUT).rglob("*") if path.is_file()]
+    moments = [path.relative_to(alone) for path in sorted(written, key=lambda path: path.stat().st_mtime_ns)]
+    chance, struck, ends = random.Random(int(os.environ.get("SEED", 0))), list[str](), 0
+    while len(struck) < RANDOM:
+        folder, before = prepared(tmp_path / f"struck{ends}"), dict[str, Any]()
+        monkeypatch.chdir(folder)
+        while len(struck) < RANDOM and (left := [path for path in moments if not path.exists()]):
+            fault, path = chance.choice(FAULTS), left[int(len(left) * chance.random() ** 2)]
+            process = start(folder)
+            strike(process, path.exists, fault, chance.uniform(0, 0.1))
+            struck.append(f"{fault.__name__} at {path}: code {process.exitcode}")
+            now = files()
+            assert {path: now.get(path) for path in before} == before, struck
+            before = now
+        end(start(folder), folder)
+        assert_same_end(folder, alone)
+        ends += 1
+    print(f"{len(struck)} faults in {ends} pipelines:", *struck, sep="\n  ")
