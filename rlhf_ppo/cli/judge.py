@@ -332,9 +332,9 @@ def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], 
     """Return both sides' answers."""
     prompts = rows["prompt"] if "prompt" in rows.column_names else [None] * len(rows)
     if "input_ids" not in rows.column_names:
-        _check_texts(args.dataset_name, "prompt", prompts)
+        _check_texts(args.dataset_name, "prompt", prompts, object)  # a chat template may read parts of other kinds
     for column in filter(None, (args.model_column, args.opponent_column)):
-        _check_texts(args.dataset_name, column, [text for text in rows[column] if text is not None])
+        _check_texts(args.dataset_name, column, [text for text in rows[column] if text is not None], str)
     named = {name: path for name in ("model", "opponent") if (path := getattr(args, name)) is not None}
     trusts = args.trust_remote_code
     tokenizers = {name: load_tokenizer(path, trusts, name) for name, path in named.items()}  # of both before either
@@ -347,14 +347,17 @@ def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], 
     return ours, given_answers(prompts, rows[args.opponent_column], ours)
 
 
-def _check_texts(dataset: str, column: str, values: Sequence[Any]) -> None:
-    """Check that values are texts or messages.
+def _check_texts(dataset: str, column: str, values: Sequence[Any], content: type) -> None:
+    """Check that values are texts, or messages with a content of this type.
 
     Raises:
         ValueError: One is something else.
     """
     for value in values:
-        is_messages = is_conversation(value) and all(isinstance(each.get("content"), str) for each in value)
+        is_messages = is_conversation(value) and all(
+            isinstance(each, dict) and each.get("content") is not None and isinstance(each["content"], content)
+            for each in value
+        )
         if not isinstance(value, str) and not is_messages:
             raise ValueError(
                 f"dataset_name={dataset!r}: the column {column!r} holds {value!r:.60} ({type(value).__name__}); make "

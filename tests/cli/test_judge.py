@@ -266,6 +266,14 @@ def test_data_that_are_no_texts_are_one_sentence(column, value, said, tmp_path, 
     assert f"the column {column!r} holds " in error and said in error and "make it texts" in error
 
 
+def test_messages_of_a_prompt_may_hold_parts(tmp_path):
+    parts = [[{"role": "user", "content": [{"type": "text", "text": "p"}]}]]
+
+    module._check_texts("rows", "prompt", parts, object)
+    with pytest.raises(ValueError, match="the column 'one' holds"):
+        module._check_texts("rows", "one", parts, str)
+
+
 def test_two_judges_in_one_folder_keep_both_results(tmp_path, monkeypatch):
     """The second one writes while the first one does; a win rate whose table is gone stays too."""
     (tmp_path / "win_rate-2.json").write_text("{}")
