@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlhf_ppo.checkpoints.jsonfile import parsed_json
 from rlhf_ppo.config.validation import check_type
 from rlhf_ppo.data.experience import Experience
 
@@ -140,7 +141,7 @@ def _read(path: str) -> Iterator[Any]:
 
 
 def _values(file: Any) -> dict[str, Any]:
-    values, types = json.loads(file.metadata()[_VALUES]), _value_types()
+    values, types = parsed_json(file.metadata()[_VALUES]), _value_types()
     if (
         not types.keys() - {"named", "completions", "epoch_start"} <= values.keys() <= types.keys()
     ):  # earlier versions had none

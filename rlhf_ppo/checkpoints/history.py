@@ -84,7 +84,8 @@ def whole_history(checkpoint: str | Path, last: list[Entry], num_logged: int) ->
             entries = [parsed_json(line) for line, _ in zip(file, range(num_logged), strict=False)]
     except (OSError, ValueError):
         entries = []
-    if len(entries) == num_logged and _text(entries[-len(last) :]) == _text(last):
+    are_entries = all(isinstance(entry, dict) for entry in entries)
+    if are_entries and len(entries) == num_logged and _text(entries[-len(last) :]) == _text(last):
         return entries
     logger.warning(f"{path} does not hold the {num_logged} entries that were logged; the last {len(last)} are kept.")
     return last

@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
+from rlhf_ppo.checkpoints.jsonfile import check_values, read_object, write_json
 
 MANIFEST_NAME = "manifest.json"
 _BLOCK = 1 << 22
@@ -53,7 +53,13 @@ def what_is_damaged(directory: str) -> str | None:
     expected = content.pop("xxh3_128", None)
     if content.get("format") != _FORMAT or expected != _hash_of(content):
         return f"its {MANIFEST_NAME} was changed after it was written, or by another version"
-    files: dict[str, dict[str, Any]] = content["files"]
+    try:
+        check_values(MANIFEST_NAME, content, {"files": dict[str, dict]})
+        files: dict[str, dict[str, Any]] = content["files"]
+        for entry in files.values():
+            check_values(MANIFEST_NAME, entry, {"size": int, "xxh3_128": str})
+    except ValueError as error:
+        return str(error)
     for name, entry in files.items():  # sizes first: they cost nothing
         path = Path(directory, name)
         if not path.is_file():

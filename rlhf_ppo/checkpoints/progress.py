@@ -13,11 +13,12 @@ from typing import Any, Self, get_type_hints
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from rlhf_ppo.checkpoints.jsonfile import read_object, replacing, write_json
+from rlhf_ppo.checkpoints.jsonfile import check_values, read_object, replacing, write_json
 from rlhf_ppo.config.validation import Interval, check_range, check_type
 
 PROGRESS_NAME = "ppo_state.json"
-_COUNT = Interval(0, math.inf)
+_COUNT = Interval(0, 2.0**63)
+_SKIPPED = frozenset({"rows", "updates", "in_a_row", "overflows_in_a_row"})
 
 
 class PPOTrainerState(TrainerState):
@@ -106,6 +107,11 @@ class Progress:
         if unknown := values.keys() - known.keys():
             raise ValueError(f"its {PROGRESS_NAME} has {sorted(unknown)[0]}, which this version does not know")
         _check(PROGRESS_NAME, values, known)
+        skipped, optimization = values.get("skipped", {}), values.get("optimization", {})
+        if skipped.keys() - _SKIPPED or not all(map(_COUNT.holds, skipped.values())):
+            raise ValueError(f"its {PROGRESS_NAME} has skipped={skipped!r:.80}")
+        if "learning_rate" in optimization:
+            check_values(f"{PROGRESS_NAME}: optimization", optimization, {"learning_rate": list[float]})
         return cls(**values)
 
 
@@ -117,6 +123,10 @@ def check_state(directory: str, progress: Progress) -> None:
     """
     values = read_object(Path(directory, TRAINER_STATE_NAME))
     _check(TRAINER_STATE_NAME, values, _state_types())
+    if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(TrainerState)}):
+        raise ValueError(
+            f"its {TRAINER_STATE_NAME} has {unknown[0]}, which this version of transformers does not know"
+        )
     step = values["global_step"]
     if progress.episode != step * progress.batch_size:
         raise ValueError(
@@ -150,4 +160,5 @@ def _state_types() -> dict[str, Any]:
         *("epoch", "global_step", "num_input_tokens_seen", "best_metric", "best_global_step"),
         "best_model_checkpoint",
     )
-    return {name: hints[name] for name in names} | {"log_history": list[dict]}
+    of_callbacks = dict[str, dict | list] | None
+    return {name: hints[name] for name in names} | {"log_history": list[dict], "stateful_callbacks": of_callbacks}

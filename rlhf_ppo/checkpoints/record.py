@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
-from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
+from rlhf_ppo.checkpoints.jsonfile import check_values, read_object, write_json
 from rlhf_ppo.config.redaction import is_secret
 from rlhf_ppo.processes.random_numbers import isolated_rng
 
@@ -108,9 +108,18 @@ def save_record(directory: str, record: Mapping[str, Any]) -> None:
 
 
 def load_record(directory: str) -> dict[str, Any] | None:
-    """Read `ppo_arguments.json`; None for checkpoints that were written before there was one."""
+    """Read `ppo_arguments.json`; None for checkpoints that were written before there was one.
+
+    Raises:
+        ValueError: It cannot be read, or holds something else; the message names the file.
+    """
     path = Path(directory, RECORD_NAME)
-    return read_object(path) if path.exists() else None
+    if not path.exists():
+        return None
+    record = read_object(path)
+    types = {"arguments": dict[str, Any], "optimizer": str}
+    check_values(path.name, record, {name: kind for name, kind in types.items() if record.get(name) is not None})
+    return record
 
 
 def what_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -121,7 +130,7 @@ def what_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         now: This run's.
     """
     lines = []
-    old, new = before.get("arguments", {}), now["arguments"]
+    old, new = before.get("arguments") or {}, now["arguments"]
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
             note = f": {_IN_FORCE[name]}" if name in _IN_FORCE else ""

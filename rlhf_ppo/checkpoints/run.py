@@ -70,8 +70,8 @@ class Run:
         try:
             for name in values.keys() | types.keys():
                 check_type(name, values[name], types[name], "")
-        except (KeyError, TypeError):
-            raise ValueError(f"its {RUN_NAME} holds something else than a run") from None
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"its {RUN_NAME} holds something else than a run: {str(error)[:80]}") from None
         return cls(**values)
 
 

@@ -21,6 +21,7 @@ from rlhf_ppo.checkpoints.half_learned import half_learned_in
 from rlhf_ppo.checkpoints.jsonfile import read_object
 from rlhf_ppo.checkpoints.manifest import MANIFEST_NAME, what_is_damaged
 from rlhf_ppo.checkpoints.progress import Progress, check_state
+from rlhf_ppo.checkpoints.record import load_record
 from rlhf_ppo.checkpoints.run import RUN_NAME, Run, delete, is_of_another, numbered, run_in
 from rlhf_ppo.processes.logs import get_logger
 
@@ -53,6 +54,7 @@ def what_is_missing(directory: str) -> str | None:
     try:
         read_object(Path(directory, TRAINER_STATE_NAME))
         check_state(directory, Progress.load(directory))
+        load_record(directory)
         Run.load(directory)
         half_learned_in(directory)
     except ValueError as error:
@@ -64,7 +66,7 @@ def what_is_missing(directory: str) -> str | None:
             return f"it has no {name.replace('*', '')}, which save_only_model=True leaves out like the optimizer"
     if not _has_optimizer(Path(directory)):
         return "it has no optimizer.pt, nor another engine's optimizer state"
-    return _what_is_illegible(directory) if _is_of_old_format(directory) else None
+    return _what_is_illegible(directory, with_checksums=_is_of_old_format(directory))
 
 
 def newest_of_trl(output_dir: str | Path) -> Path | None:
@@ -99,8 +101,12 @@ def _is_of_old_format(directory: str) -> bool:
     return not Path(directory, RUN_NAME).exists() and not Path(directory, MANIFEST_NAME).exists()
 
 
-def _what_is_illegible(directory: str) -> str | None:
-    """Check files by their formats: safetensors know their length, and the archives of `torch.save` have checksums."""
+def _what_is_illegible(directory: str, with_checksums: bool = True) -> str | None:
+    """Check files by their formats: safetensors know their length, and the archives of `torch.save` have checksums.
+
+    With a manifest, whose hashes are as good, the checksums are not read; a manifest that was written anew for a file
+    that is cut off is no better than none.
+    """
     for path in _state_files(Path(directory)):
         name = path.relative_to(directory)
         try:
@@ -109,7 +115,7 @@ def _what_is_illegible(directory: str) -> str | None:
                     pass
             elif zipfile.is_zipfile(path):
                 with zipfile.ZipFile(path) as archive:
-                    if (part := archive.testzip()) is not None:
+                    if with_checksums and (part := archive.testzip()) is not None:
                         return f"its {name} is damaged: {part} has another checksum"
             else:
                 return f"its {name} is cut off"

@@ -310,10 +310,10 @@ def _question(path: str) -> str:
 def _options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"judge_options={text!r} is no JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"judge_options={shown(text)!r} is no JSON: {error}") from None
     if not isinstance(options, dict) or options.keys() & {"model", "messages"}:
-        raise ValueError(f"judge_options={text!r} must be a JSON object without model and messages")
+        raise ValueError(f"judge_options={shown(text)!r} must be a JSON object without model and messages")
     return options
 
 

@@ -75,8 +75,8 @@ def parse_thresholds(given: Any) -> dict[str, float | None] | None:
     if isinstance(given, str):
         try:
             given = json.loads(given)
-        except ValueError as error:
-            raise ValueError(f"health_thresholds={given!r} is no JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"health_thresholds={given!r:.80} is no JSON: {error}") from error
     if given is None:
         return None
     if not isinstance(given, dict):

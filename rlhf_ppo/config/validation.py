@@ -112,7 +112,7 @@ def check_json_file(path: str, argument: str) -> None:
         with open(path, encoding="utf-8") as file:
             if not isinstance(json.load(file), dict):
                 raise ValueError("it holds no object, {...}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"{argument}={path!r} cannot be read as JSON: {reason}") from error
 

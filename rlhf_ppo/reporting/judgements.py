@@ -47,7 +47,8 @@ def read_win_rate(path: Path, required: Sequence[str] = FIGURES) -> dict[str, An
     """
     said = read_object(path, dict.fromkeys(required, Any))
     of_figures = dict.fromkeys(FIGURES[2:], int) | {"interval": list[float], "options": dict}
-    given = {name: kind for name, kind in of_figures.items() if said.get(name) is not None}
+    none = {name for name in ("interval", "options") if said.get(name) is None}
+    given = {name: kind for name, kind in of_figures.items() if name in said and name not in none}
     shares = [name for name in ("win_rate", "length_controlled", "agreement") if said.get(name) is not None]
     check_values(path.name, said, given | dict.fromkeys(shares, _SHARE))
     check_values(path.name, said, {name: _COUNT for name in given if name in FIGURES[2:]})
@@ -84,7 +85,7 @@ class Judgement:
         Raises:
             ValueError: Nothing was judged.
         """
-        options = said["options"]
+        options = said["options"] or {}
         if said["win_rate"] is None:
             raise ValueError("nothing was judged")
         low, high = said["interval"]

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainerState
 
 from rlhf_ppo.checkpoints.history import HISTORY_NAME, whole_history
+from rlhf_ppo.checkpoints.jsonfile import parsed_json, read_object
 from rlhf_ppo.checkpoints.progress import PROGRESS_NAME, Progress
 from rlhf_ppo.checkpoints.run import numbered
 
@@ -81,11 +82,9 @@ def _read_path(path: Path) -> Log:
 
 def _read_state(path: Path) -> Log:
     try:
-        log = _with_earlier(path.parent, json.loads(path.read_text(encoding="utf-8"))["log_history"])
-        if not all(isinstance(entry, dict) for entry in log):
-            raise TypeError("its log_history holds something else than entries")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no trainer_state.json that Trainer wrote: {error!r}") from error
+        log = _with_earlier(path.parent, read_object(path, {"log_history": list[dict]})["log_history"])
+    except ValueError as error:
+        raise ValueError(f"{path} is no trainer_state.json that Trainer wrote: {error}") from error
     return log
 
 
@@ -96,11 +95,18 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     entries = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), 1):
         try:
-            entries.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
+            entries.append(_entry(line))
+        except ValueError as error:
             if line.endswith("\n"):
                 raise ValueError(f"{path} is damaged: line {number} is no entry of a log") from error
     return entries
+
+
+def _entry(line: str) -> dict[str, Any]:
+    entry = parsed_json(line)
+    if not isinstance(entry, dict):
+        raise ValueError("it is no object")
+    return entry
 
 
 def _text(log: Log) -> str:

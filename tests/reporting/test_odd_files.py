@@ -1,0 +1,83 @@
+"""What reports, plots and cards read of a run's directory, in every shape: it is shown, or a sentence names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_ppo.checkpoints.jsonfile import write_json
+from rlhf_ppo.reporting.judged import judged_data, over_seeds, read_judged
+from rlhf_ppo.reporting.judgements import found_judgements, read_win_rate
+from rlhf_ppo.reporting.model_card import with_judgements
+from rlhf_ppo.reporting.run_log import read_log
+from rlhf_ppo.reporting.run_settings import RunSettings
+from tests.faults.test_damage import ODD
+
+WIN_RATE: dict[str, Any] = {
+    **{"win_rate": 0.5, "interval": [0.25, 0.75], "wins": 1, "losses": 1, "ties": 0, "failed": 0},
+    **{
+        "length_controlled": 0.5,
+        "agreement": None,
+        "options": {"model": "m", "opponent": "o", "judge": "j", "seed": 0},
+    },
+}
+SETTINGS: dict[str, Any] = {
+    "arguments": {"seed": 1},
+    "versions": {"torch": "2"},
+    "made_of": {"policy": "p"},
+    "health": {},
+}
+LOG: dict[str, Any] = {"log_history": [{"step": 1, "episode": 2, "objective/scores": 0.5}], "global_step": 1}
+
+
+def read_verdicts(folder: Path) -> None:
+    read_win_rate(folder / "win_rate.json")
+    read = read_judged([], [folder])
+    json.dumps([[judged_data(each) for each in read], over_seeds(read)])
+
+
+def read_settings(folder: Path) -> None:
+    json.dumps([RunSettings.load(folder).without_seed()])
+
+
+READERS: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any]]] = {
+    "win rate": ("win_rate.json", WIN_RATE, read_verdicts),
+    "settings": ("ppo_settings.json", SETTINGS, read_settings),
+    "log": ("trainer_state.json", LOG, read_log),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_file_of_any_shape_is_read_or_named(kind: str, tmp_path: Path) -> None:
+    name, before, read = READERS[kind]
+    table = pd.DataFrame({"prompt": ["p"], "model": ["a"], "opponent": ["b"], "verdict": [1.0]})
+    table.to_parquet(tmp_path / "judged.parquet")
+    write_json(tmp_path / name, before)
+    read(tmp_path)
+
+    @settings(max_examples=80, deadline=None)
+    @given(st.sampled_from(["", *before]), ODD, st.booleans())
+    def check(key: str, value: Any, is_removed: bool) -> None:
+        content = {**before, key: value} if key else value
+        if is_removed and isinstance(content, dict):
+            content.pop(key, None)
+        (tmp_path / name).write_text(json.dumps(content))
+        try:
+            read(tmp_path)
+        except ValueError as error:
+            assert name in str(error)
+        with_judgements("# A card", found_judgements(tmp_path))
+
+    check()
+    for data in (b"", b"{", b"\xff\xfe", b"[" * 9999, b"1" * 9999):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=name):
+            read(tmp_path)
+        assert found_judgements(tmp_path) == []
