@@ -11,9 +11,13 @@ from typing import Any
 from transformers import TrainerState
 
 from rlhf_ppo.checkpoints.history import HISTORY_NAME, whole_history
-from rlhf_ppo.checkpoints.jsonfile import parsed_json, read_object
+from rlhf_ppo.checkpoints.jsonfile import check_values, parsed_json, read_object
 from rlhf_ppo.checkpoints.progress import PROGRESS_NAME, Progress
 from rlhf_ppo.checkpoints.run import numbered
+from rlhf_ppo.config.validation import Interval
+
+_LARGEST = 2.0**63
+_COUNT = Interval(0, _LARGEST)
 
 Log = Sequence[Mapping[str, Any]]
 """A log history: one mapping of metric to value for each time that Trainer logged."""
@@ -83,6 +87,8 @@ def _read_path(path: Path) -> Log:
 def _read_state(path: Path) -> Log:
     try:
         log = _with_earlier(path.parent, read_object(path, {"log_history": list[dict]})["log_history"])
+        for entry in log:
+            _check_entry(path.name, entry)
     except ValueError as error:
         raise ValueError(f"{path} is no trainer_state.json that Trainer wrote: {error}") from error
     return log
@@ -98,7 +104,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             entries.append(_entry(line))
         except ValueError as error:
             if line.endswith("\n"):
-                raise ValueError(f"{path} is damaged: line {number} is no entry of a log") from error
+                raise ValueError(f"{path} is damaged: line {number} is no entry of a log: {error}") from error
     return entries
 
 
@@ -106,7 +112,20 @@ def _entry(line: str) -> dict[str, Any]:
     entry = parsed_json(line)
     if not isinstance(entry, dict):
         raise ValueError("it is no object")
+    _check_entry(HISTORY_NAME, entry)
     return entry
+
+
+def _check_entry(file: str, entry: Mapping[str, Any]) -> None:
+    """Check what a log's entry counts by, and that its numbers can be drawn.
+
+    Raises:
+        ValueError: A number is impossible; the message names file, key and value.
+    """
+    check_values(file, entry, {name: _COUNT for name in ("step", "episode") if name in entry})
+    for name, value in entry.items():
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise ValueError(f"its {file} has {name}={value!s:.20}...")
 
 
 def _text(log: Log) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from transformers import TrainingArguments
 
-from rlhf_ppo.checkpoints.jsonfile import read_object, write_json
+from rlhf_ppo.checkpoints.jsonfile import check_values, read_object, write_json
 from rlhf_ppo.reporting.model_card import installed_versions
 
 SETTINGS_NAME = "ppo_settings.json"
@@ -47,14 +47,16 @@ class RunSettings:
         if not path.exists():
             return cls()
         try:
-            values = read_object(path)
+            values = read_object(path, dict.fromkeys(("arguments", "versions", "made_of"), dict[str, Any]))
+            check_values(SETTINGS_NAME, values["versions"], dict.fromkeys(values["versions"], str))
+            types = {"policy": str | None, "rewards": list[str]}
+            made_of = values["made_of"]
+            check_values(SETTINGS_NAME, made_of, {name: kind for name, kind in types.items() if name in made_of})
+            health = values.setdefault("health", {})
+            check_values(SETTINGS_NAME, values, {"health": dict[str, dict]})
         except ValueError as error:
             raise ValueError(f"{output_dir} cannot be read: {error}") from error
-        parts: list[Any] = [values.get(name) for name in ("arguments", "versions", "made_of")]
-        parts.append(values.get("health", {}))
-        if not all(isinstance(part, dict) for part in parts):
-            raise ValueError(f"{output_dir} cannot be read: its {SETTINGS_NAME} holds no settings of a run")
-        return cls(*parts)
+        return cls(values["arguments"], values["versions"], made_of, health)
 
     def without_seed(self) -> str | None:
         """Return a text that runs have in common which differ in seed and place only; None if nothing is known."""
