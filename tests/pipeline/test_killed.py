@@ -13,6 +13,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -252,6 +253,24 @@ def assert_same_end(folder: Path, alone: Path) -> None:
     assert (folder / OUT / "results.json").read_text() == (alone / OUT / "results.json").read_text()
     (verdict,) = re.findall(r"^- Win rate .*", (folder / OUT / "ppo/README.md").read_text(), re.MULTILINE)
     assert f"{json.loads((OUT / 'results.json').read_text())['win_rate']:.2%}" in verdict
+
+
+@pytest.mark.slow
+def test_what_is_deleted_is_made_again_and_nothing_else(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SFT from its beginning, PPO from its last checkpoint; both write the same, so that no other step is run."""
+    folder = Path(shutil.copytree(alone, tmp_path / "deleted"))
+    monkeypatch.chdir(folder)
+    shutil.rmtree(OUT / "sft")
+    for path in ("ppo/model.safetensors", "report.html"):
+        (OUT / path).unlink()
+    (folder / "output.txt").unlink()
+    end(start(folder), folder)
+
+    started = re.findall(r"^(\w+): rlhf-ppo", (folder / "output.txt").read_text(), re.MULTILINE)
+    assert started == ["sft", "ppo", "report"]
+    assert_same_end(folder, alone)
 
 
 @pytest.mark.slow
