@@ -24,7 +24,7 @@ class PolicyLoss(NamedTuple):
     Attributes:
         loss: To minimise, float32 `(..., T)`, in the advantage's unit.
         ratio: Importance ratio, new probability over old, float32 `(..., T)`.
-        clipped: Whether the clipped branch is the larger loss, so that the token has no gradient, bool `(..., T)`.
+        clipped: Whether the clip removes the token's gradient, bool `(..., T)`.
         figures: Anything else to log, `(..., T)` by the metric's name: its mean over the real tokens of an update.
     """
 
@@ -151,11 +151,14 @@ def weight_clipped_policy_loss(
         weights: What `importance_weights` gave, `(..., T)`; None: all 1.
 
     Returns:
-        Loss, ratio, and whether the limit was reached, of each token; meaningless outside the response mask.
+        Loss and ratio of each token, none of them clipped; `policy/weight_clipfrac_avg`, whether the limit was
+        reached. Meaningless outside the response mask.
     """
     ratio = (logprobs.detach().float() - old_logprobs.float()).exp()
     loss = -ratio.clamp(max=max_weight) * advantages.float() * logprobs.float()
-    return PolicyLoss(loss if weights is None else loss * weights, ratio, ratio > max_weight)
+    limited = ratio > max_weight
+    figures = {"policy/weight_clipfrac_avg": limited.float()}
+    return PolicyLoss(loss if weights is None else loss * weights, ratio, torch.zeros_like(limited), figures)
 
 
 def clipped_value_loss(

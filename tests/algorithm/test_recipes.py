@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -96,8 +97,33 @@ def test_clipped_weights_leave_every_token_its_gradient() -> None:
     small = math.exp(-1)
     assert_allclose(result.loss.detach(), [2.0, 1.5, -3 * small], rtol=1e-6)
     assert_allclose(logprobs.grad, [-2.0, -1.5, small], rtol=1e-6)
-    assert result.clipped.tolist() == [False, True, False]
+    assert result.clipped.tolist() == [False, False, False]
+    assert result.figures["policy/weight_clipfrac_avg"].tolist() == [0.0, 1.0, 0.0]
     assert_allclose(result.ratio, [1.0, math.e, small], rtol=1e-6)
+
+
+LOSSES_OF_TOKENS: dict[str, Callable[..., PolicyLoss]] = {
+    "ppo": lambda new, old, advantages: clipped_policy_loss(new, old, advantages, 0.2),
+    "clip higher": lambda new, old, advantages: clipped_policy_loss(new, old, advantages, 0.2, None, 0.6),
+    "dual clip": lambda new, old, advantages: clipped_policy_loss(new, old, advantages, 0.2, dual_clip=1.5),
+    "gspo": lambda new, old, advantages: sequence_clipped_policy_loss(
+        new, old, advantages, torch.ones_like(new, dtype=torch.bool), 0.1
+    ),
+    "cispo": lambda new, old, advantages: weight_clipped_policy_loss(new, old, advantages, 1.2),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES_OF_TOKENS)
+def test_clipped_are_the_tokens_without_a_gradient(name: str) -> None:
+    """Ratios from 0.2 to 5 with advantages of both signs, 40 responses of 5 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    old, new = (torch.empty(40, 5).uniform_(-1.6, 0.0, generator=generator) for _ in range(2))
+    advantages = torch.randn(40, 5, generator=generator)
+    new.requires_grad_()
+    result = LOSSES_OF_TOKENS[name](new, old, advantages)
+    result.loss.sum().backward()
+    assert new.grad is not None and torch.equal(result.clipped, new.grad == 0)
+    assert bool(result.clipped.any()) == (name != "cispo") and not result.clipped.all()
 
 
 # ---- Aggregation ----

@@ -89,8 +89,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("advantages, cliprange, weights, cliprange_high\n", "advantages, cliprange, weights\n"),
         ("logprobs.detach().float()", "logprobs.float()"),
         ("-ratio.clamp(max=max_weight)", "-ratio"),
-        ("loss * weights, ratio, ratio > max_weight)", "loss, ratio, ratio > max_weight)"),
-        ("ratio, ratio > max_weight)", "ratio, ratio < max_weight)"),
+        ("loss * weights, ratio, torch.zeros_like(limited)", "loss, ratio, torch.zeros_like(limited)"),
+        ("ratio, torch.zeros_like(limited)", "ratio, limited"),
+        ("limited = ratio > max_weight", "limited = ratio < max_weight"),
         (
             "if cliprange_value is None:\n        return ValueLoss(unc",
             "if cliprange_value is None:\n        return ValueLoss(2 * unc",
