@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+import intervals
 import matplotlib
-import numpy as np
 from cell import EXAMPLES, TASKS
 from run import WORK, read_results
 from variants import AS_FAR_AS_TRL, OPTIONS, PLAIN, PRESET, RECOMMENDED, TRL
@@ -28,22 +27,16 @@ NAMES = {TRL: "TRL 1.12", PLAIN: "rlhf_ppo"} | {
 }
 PICTURES = {
     "frontier": "Gold reward against KL at the end of training: a dot for each run, a diamond for the mean over seeds",
-    "curves": "Gold reward through training, on 128 responses: the mean over seeds, with its standard error",
-    "options": "Gold reward and KL at the end: mean and standard error over seeds; dashed: rlhf_ppo without an option",
+    "curves": "Gold reward through training, on 128 responses: the mean over seeds, with its 95% interval",
+    "options": "Gold reward and KL at the end: each run, and the mean over seeds; dashed: rlhf_ppo without an option",
     "examples": "A healthy run, one that over-optimises and one that collapses; dashed: a health check speaks first",
 }
+INTERVALS = (
+    "In brackets: 95% intervals of Student's t over seeds. *Gold above TRL* is paired by seed where the seeds are the "
+    "same, else Welch's. *At equal KL* is the difference that the KL does not explain, by analysis of covariance; *no "
+    "overlap*: no KL is within the range of both. *(selection)*: runs that served to choose."
+)
 Cell = dict[str, Any]
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and its standard error over seeds; NaN of a single one."""
-    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-
-
-def shown(values: Sequence[float], digits: int = 3) -> str:
-    """Print a mean with its standard error."""
-    mean, error = mean_and_error(values)
-    return f"{mean:.{digits}f}" if math.isnan(error) else f"{mean:.{digits}f} ± {error:.{digits}f}"
 
 
 def collapsed(cell: Cell) -> bool:
@@ -52,30 +45,25 @@ def collapsed(cell: Cell) -> bool:
     return not final["gold"] >= first["gold"] or final["unique"] < 0.2 * first["unique"]
 
 
+def by_seed(cells: Sequence[Cell], key: str = "gold") -> dict[int, float]:
+    """Return a figure of the end of each run, by its seed."""
+    return {cell["seed"]: cell["final"][key] for cell in cells}
+
+
 def above(cells: Sequence[Cell], others: Sequence[Cell]) -> str:
-    """Print how far the gold reward is above that of others, with the standard error of the difference."""
+    """Print how far the gold reward is above that of others, with the interval of the difference."""
     if not others or cells is others:
         return "-"
-    (mean, error), (base, base_error) = (
-        mean_and_error([cell["final"]["gold"] for cell in each]) for each in (cells, others)
-    )
-    spread = math.hypot(error, base_error)
-    return f"{mean - base:+.3f}" + ("" if math.isnan(spread) else f" ± {spread:.3f}")
+    return intervals.difference(by_seed(cells), by_seed(others)).shown(signed=True)
 
 
 def above_at_equal_kl(cells: Sequence[Cell], others: Sequence[Cell]) -> str:
-    """Print how far the gold reward is above that of others with the same KL, with its standard error.
-
-    Analysis of covariance: `d` of `gold = a + d [is ours] + b KL` by least squares over the runs of both.
-    """
-    runs = [(1.0, float(mine), cell["final"]["kl"]) for mine, each in enumerate((others, cells)) for cell in each]
-    if cells is others or min(len(cells), len(others)) < 2 or len(runs) < 4:
+    """Print how far the gold reward is above that of others with the same KL; nothing where no KL is the same."""
+    ours, theirs = ([(each["final"]["kl"], each["final"]["gold"]) for each in side] for side in (cells, others))
+    if cells is others or min(len(ours), len(theirs)) < 2 or len(ours) + len(theirs) < 4:
         return "-"
-    design, gold = np.array(runs), np.array([cell["final"]["gold"] for cell in (*others, *cells)])
-    inverse = np.linalg.pinv(design.T @ design)
-    fitted = inverse @ design.T @ gold
-    variance = ((gold - design @ fitted) ** 2).sum() / (len(runs) - np.linalg.matrix_rank(design))
-    return f"{fitted[1]:+.3f} ± {math.sqrt(variance * inverse[1, 1]):.3f}"
+    found = intervals.at_equal(ours, theirs)
+    return "no overlap" if found is None else found.shown(signed=True)
 
 
 def row(name: str, cells: Sequence[Cell], trl: Sequence[Cell]) -> list[str]:
@@ -89,12 +77,13 @@ def row(name: str, cells: Sequence[Cell], trl: Sequence[Cell]) -> list[str]:
     finals = {key: [cell["final"][key] for cell in cells] for key in ("gold", "kl", "reward")}
     improved = sum(cell["final"]["gold"] > cell["first"]["gold"] for cell in cells)
     alarms = sorted({check for cell in cells for check in cell["health"]})
+    chose = all(cell.get("purpose") == "selection" for cell in cells)
     return [
-        NAMES.get(name, f"`{name}`"),
+        NAMES.get(name, f"`{name}`") + (" (selection)" if chose else ""),
         str(len(cells)),
-        shown(finals["gold"]),
-        shown(finals["kl"], 2),
-        shown(finals["reward"]),
+        intervals.mean(finals["gold"]).shown(),
+        intervals.mean(finals["kl"]).shown(2),
+        intervals.mean(finals["reward"]).shown(),
         above(cells, trl),
         above_at_equal_kl(cells, trl),
         str(improved),
@@ -121,7 +110,7 @@ def written(results: Sequence[Cell]) -> Iterator[str]:
     for task in dict.fromkeys(cell["task"] for cell in results if cell["task"] in TASKS):
         groups = variants_of([cell for cell in results if cell["task"] == task])
         cells = [cell for group in groups.values() for cell in group]
-        first = shown([cell["first"]["gold"] for cell in groups.get(PLAIN, cells)])
+        first = intervals.mean([cell["first"]["gold"] for cell in groups.get(PLAIN, cells)]).shown()
         seconds = [cell["seconds"] for cell in cells]
         yield f"### {task.capitalize()}"
         yield ""
@@ -129,6 +118,8 @@ def written(results: Sequence[Cell]) -> Iterator[str]:
             f"{cells[0]['num_updates']} updates; gold reward before training {first}; "
             f"{fmean(seconds):.0f} seconds a run (up to {max(seconds):.0f}), one thread."
         )
+        yield ""
+        yield INTERVALS
         yield ""
         for line in (HEAD, ["---"] * len(HEAD), *(row(*pair, groups.get(TRL, [])) for pair in groups.items())):
             yield f"| {' | '.join(line)} |"
@@ -210,15 +201,15 @@ def draw_ends(results: Sequence[Cell], file: Path) -> None:
     for pair, task in zip(rows, tasks, strict=True):
         groups = variants_of([cell for cell in results if cell["task"] == task])
         for axes, (key, label) in zip(pair, (("gold", "gold reward"), ("kl", "KL, nats")), strict=True):
-            ends = {name: mean_and_error([cell["final"][key] for cell in cells]) for name, cells in groups.items()}
-            means, errors = zip(*ends.values(), strict=True)
-            names = [NAMES.get(name, name.removeprefix(PRESET)) for name in ends]
-            axes.errorbar(
-                means, names, xerr=[0 if math.isnan(each) else each for each in errors], fmt="o", markersize=3
-            )
-            if PLAIN in ends:
-                axes.axvline(ends[PLAIN][0], linestyle="--", color="0.6", linewidth=0.8)
-            if max(means) > 8 * min(means) > 0:
+            means = {name: fmean(by_seed(cells, key).values()) for name, cells in groups.items()}
+            names = [NAMES.get(name, name.removeprefix(PRESET)) for name in groups]
+            axes.plot(list(means.values()), names, "o", markersize=4)
+            for label_of, cells in zip(names, groups.values(), strict=True):
+                runs = list(by_seed(cells, key).values())
+                axes.plot(runs, [label_of] * len(runs), ".", color="C0", markersize=3, alpha=0.5)
+            if PLAIN in means:
+                axes.axvline(means[PLAIN], linestyle="--", color="0.6", linewidth=0.8)
+            if max(means.values()) > 8 * min(means.values()) > 0:
                 axes.set_xscale("log")
                 axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 axes.xaxis.set_major_formatter(ScalarFormatter())
@@ -269,13 +260,13 @@ def draw_examples(results: Sequence[Cell], file: Path) -> bool:
 
 
 def line(axes: Any, cells: Sequence[Cell], label: str) -> None:
-    """Draw the mean over seeds of each evaluation, with the standard error as a band."""
+    """Draw the mean over seeds of each evaluation, with its 95% interval as a band."""
     updates, gold = mean_points(cells, "update"), mean_points(cells, "gold")
     (drawn,) = axes.plot(updates, gold, marker=".", label=label)
     if len(cells) > 1:
         by_point = zip(*([point["gold"] for point in cell["points"]] for cell in cells), strict=True)
-        errors = [mean_and_error(values)[1] for values in by_point]
-        edges = ([mean + sign * error for mean, error in zip(gold, errors, strict=True)] for sign in (-1, 1))
+        halves = [intervals.mean(values).half for values in by_point]
+        edges = ([mean + sign * half for mean, half in zip(gold, halves, strict=True)] for sign in (-1, 1))
         axes.fill_between(updates, *edges, alpha=0.2, color=drawn.get_color())
 
 

@@ -4,8 +4,8 @@
     python benchmarks/learning/run.py --data ../shared/data --seeds 5 --against-trl trl-1.12.0 --jobs 2
     python benchmarks/learning/report.py
 
-It may be killed at any moment: what is finished stays in `results.jsonl` of the work directory, one line a cell, and
-the same command goes on. `report.py` makes the tables and pictures of the documentation.
+It may be killed at any moment: what is finished stays in `results.jsonl` of the work directory, one line a cell, with
+the commit of the code; the same command goes on. `report.py` makes the tables and pictures of the documentation.
 """
 
 from __future__ import annotations
@@ -55,6 +55,19 @@ def cells(tasks: Iterable[str], variants: Iterable[str], seeds: Iterable[int]) -
                     yield task, variant, seed
 
 
+def code_version() -> dict[str, Any]:
+    """Return the `commit` that the code is of, and whether it is `dirty`, changed since; nothing outside of git."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=FOLDER, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "../../rlhf_ppo", ".", ":!results.jsonl")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+
+
 @dataclass
 class Runner:
     """Starts the cells' processes and keeps what they print.
@@ -64,17 +77,19 @@ class Runner:
         data: Where the tasks' data are.
         trl: A Python interpreter with TRL 1.12.0, or the folder that `pip install --target` wrote it into.
         options: Of `cell.py`.
+        purpose: `report`, or `selection` for runs by which something is chosen.
     """
 
     work: Path
     data: Path
     trl: Path | None = None
     options: tuple[str, ...] = ()
+    purpose: str = "report"
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __call__(self, cell: Cell) -> bool:
         """Train a cell; tell whether it was finished."""
-        began = time.monotonic()
+        began, code = time.monotonic(), code_version()
         task, variant, seed = cell
         command = [self._python(variant), str(FOLDER / "cell.py"), task, variant, str(seed), *self.options]
         command += [f"--data={self.data}", f"--work={self.work}"]
@@ -85,16 +100,17 @@ class Runner:
             run = subprocess.run(
                 command, env=self._environment(variant), stdout=subprocess.PIPE, stderr=errors, text=True
             )
-        print(f"{task} {variant} {seed}: {self._ended(run, log)}, {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{task} {variant} {seed}: {self._ended(run, log, code)}, {time.monotonic() - began:.0f} s", flush=True)
         return run.returncode == 0
 
-    def _ended(self, run: subprocess.CompletedProcess[str], log: Path) -> str:
+    def _ended(self, run: subprocess.CompletedProcess[str], log: Path, code: dict[str, Any]) -> str:
         if run.returncode:
             return f"failed ({run.returncode}), see {log}"
         line = run.stdout.splitlines()[-1]
+        cell = json.loads(line) | {"purpose": self.purpose, **code}
         with self._lock, (self.work / "results.jsonl").open("a", encoding="utf-8") as results:
-            results.write(f"\n{line}\n")  # what was cut off before does not spoil this line
-        first, final = (json.loads(line)[name] for name in ("first", "final"))
+            results.write(f"\n{json.dumps(cell)}\n")  # what was cut off before does not spoil this line
+        first, final = cell["first"], cell["final"]
         return f"gold {first['gold']:.3f} to {final['gold']:.3f} at KL {final['kl']:.2f}"
 
     def _python(self, variant: str) -> str:
@@ -115,7 +131,10 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--tasks", nargs="+", choices=sorted({*TASKS, *EXAMPLES}), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=5, help="how many")
-    parser.add_argument("--first-seed", type=int, default=0, help="others than 0 choose; 0 and so on then report")
+    parser.add_argument("--first-seed", type=int, default=0, help="choose on other seeds than you report")
+    parser.add_argument(
+        "--purpose", choices=("report", "selection"), default="report", help="selection: you choose by these runs"
+    )
     parser.add_argument(
         "--against-trl", type=Path, help="a Python interpreter with trl==1.12.0, or the folder it was installed into"
     )
@@ -148,7 +167,7 @@ def main() -> None:
         module_of(task).prepare(given.data, given.work / task)
     sizes = {name: getattr(given, name) for name in ("updates", "every", "num_prompts", "num_final")}
     options = tuple(f"--{name}={value}" for name, value in sizes.items() if value is not None)
-    runner = Runner(given.work, given.data, given.against_trl, options)
+    runner = Runner(given.work, given.data, given.against_trl, options, given.purpose)
     variants = [*([TRL] if given.against_trl else []), *dict.fromkeys(given.options)]
     seeds = range(given.first_seed, given.first_seed + given.seeds)
     done = {(cell["task"], cell["variant"], cell["seed"]) for cell in read_results(given.work)}

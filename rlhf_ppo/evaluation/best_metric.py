@@ -19,6 +19,7 @@ def check_best_metric(
     functions: Iterable[Callable[..., Any]],
     eval_dataset: Any,
     has_reference: bool = True,
+    callbacks_may_log: bool = False,
 ) -> None:
     """Check `metric_for_best_model`, which Trainer looks for in every evaluation of a run, and `health_judge`.
 
@@ -31,6 +32,7 @@ def check_best_metric(
         functions: The reward functions.
         eval_dataset: The evaluation set, or a dict of them, whose names are then part of the metrics'.
         has_reference: Whether there is a KL.
+        callbacks_may_log: Whether the user's callbacks may log a judge of their own.
 
     Raises:
         ValueError: Evaluation gives no such metric.
@@ -49,10 +51,12 @@ def check_best_metric(
             "that logs another one must name log_metric in its signature"
         )
     judges = [evaluated_name(name) for name in known]
-    if args.health_checks and args.health_judge not in (PPOConfig.health_judge, *judges):
+    is_known = args.health_judge in (PPOConfig.health_judge, *judges) or callbacks_may_log
+    if args.health_checks and not is_known:
         raise ValueError(
             f"health_judge={args.health_judge!r} is no metric of evaluation: name one of {judges}, or set "
-            "health_checks=False; a reward function that logs another one must name log_metric in its signature"
+            "health_checks=False; a reward function that logs another one must name log_metric in its signature, and "
+            "a callback that does must be in callbacks"
         )
 
 

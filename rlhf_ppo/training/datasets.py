@@ -34,6 +34,7 @@ class TrainerOfData(Protocol):
     scorer: Scorer
     sizes: Sizes
     train_dataset: Any
+    _as_given: dict[str, Any]
 
     @property
     def _functions(self) -> Sequence[Callable[..., Any]]: ...
@@ -59,7 +60,8 @@ def check_all_data(
     check = ColumnCheck(run.scorer.sources, is_off=data_collator is not None)
     check(eval_dataset=run.eval_dataset)
     if not is_evaluated_otherwise:
-        check_best_metric(run.args, run.scorer.names, run._functions, run.eval_dataset, run.reference is not None)
+        given = (run.args, run.scorer.names, run._functions, run.eval_dataset, run.reference is not None)
+        check_best_metric(*given, callbacks_may_log=bool(run._as_given["callbacks"]))
     return check
 
 

@@ -110,6 +110,9 @@ def test_what_was_killed_goes_on_with_the_cells_that_are_left(
     started: list[list[str]] = []
 
     def start(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        if command[0] == "git":
+            said = {"rev-parse": "abc123\n", "status": " M rlhf_ppo/trainer.py\n"}[command[1]]
+            return subprocess.CompletedProcess(command, 0, said)
         started.append(command)
         cell = a_cell(command[3], int(command[4]), 0.75)
         failed = command[3] == "trl"
@@ -130,7 +133,15 @@ def test_what_was_killed_goes_on_with_the_cells_that_are_left(
     with pytest.raises(SystemExit):
         run.main()
     assert [(command[3], command[4]) for command in started] == [("trl", "0"), ("trl", "1")]
-    assert len(run.read_results(tmp_path)) == 4
+    before, *new = run.read_results(tmp_path)
+    assert "commit" not in before and len(new) == 3
+    assert all((cell["commit"], cell["dirty"], cell["purpose"]) == ("abc123", True, "report") for cell in new)
+    started.clear()
+    monkeypatch.setattr(run.sys, "argv", [*words, "--first-seed", "10", "--purpose", "selection"])
+    with pytest.raises(SystemExit):
+        run.main()
+    chose = [(cell["seed"], cell["purpose"]) for cell in run.read_results(tmp_path)[4:]]
+    assert chose == [(10, "selection")] * 2 + [(11, "selection")] * 2
     assert [*run.cells(["arithmetic"], ["plain", "kl_target"], [0])] == [("arithmetic", "plain", 0)]
     assert [*run.cells(run.TASKS, ["ptx_coef"], [0])] == [("preferences", "ptx_coef", 0)]
     recommended = {task: [cell[1] for cell in run.cells([task], ["preset:recommended"], [0])] for task in run.TASKS}
@@ -150,9 +161,13 @@ def test_tables_have_means_errors_and_collapses_and_pictures_are_drawn(tmp_path:
     results = [a_cell("trl", seed, gold) for seed, gold in enumerate((0.5, 0.7))]
     results += [a_cell("kl_stop", seed, gold) for seed, gold in enumerate((0.2, 0.9))]
     lines = list(written(results))
-    assert "| TRL 1.12 | 2 | 0.600 ± 0.100 | 5.00 ± 0.00 | 1.200 ± 0.200 | - | - | 2 | 0 | - |" in lines
-    means = "0.550 ± 0.350 | 5.00 ± 0.00 | 1.100 ± 0.700 | -0.050 ± 0.364 | -0.050 ± 0.364"
-    assert f"| `kl_stop` | 2 | {means} | 1 | 1 | none |" in lines
+    of_trl = "0.600 [-0.671, 1.871] | 5.00 [5.00, 5.00] | 1.200 [-1.341, 3.741]"  # 12.706 standard errors of 0.1
+    assert f"| TRL 1.12 | 2 | {of_trl} | - | - | 2 | 0 | - |" in lines
+    means = "0.550 [-3.897, 4.997] | 5.00 [5.00, 5.00] | 1.100 [-7.794, 9.994]"
+    difference = "-0.050 [-3.227, +3.127] paired | -0.050 [-1.616, +1.516]"  # -0.3 and 0.2; of two degrees of freedom
+    assert f"| `kl_stop` | 2 | {means} | {difference} | 1 | 1 | none |" in lines
+    chose = [cell | {"purpose": "selection"} for cell in results if cell["variant"] == "kl_stop"]
+    assert any(line.startswith("| `kl_stop` (selection) | 2 |") for line in written([*results[:2], *chose]))
     assert collapsed(a_cell("plain", 0, 0.9, unique=0.1)) and collapsed(a_cell("plain", 0, float("nan")))
     draw(results, ["trl"], tmp_path)
     draw_ends(results, tmp_path / "ends.svg")
@@ -182,11 +197,51 @@ def test_gold_at_equal_kl_is_the_distance_of_two_parallel_lines() -> None:
         ]
 
     theirs = on_a_line("trl", 0.1, [1.0, 2.0, 3.0])
-    assert above_at_equal_kl(on_a_line("plain", 0.15, [0.5, 1.0, 1.5]), theirs) == "+0.050 ± 0.000"
+    assert above_at_equal_kl(on_a_line("plain", 0.15, [0.5, 1.0, 1.5]), theirs) == "+0.050 [+0.050, +0.050]"
     assert above_at_equal_kl(on_a_line("plain", 0.15, [0.5]), theirs) == "-"
-    # Four runs each at the same four KLs, residuals of 0.1 that no line explains: 8 x 0.01 / 5 x (1/4 + 1/4) = 0.008
+    assert above_at_equal_kl(on_a_line("plain", 0.15, [0.2, 0.5, 0.9]), theirs) == "no overlap"
+    assert above_at_equal_kl(on_a_line("plain", 0.15, [3.1, 4.0]), theirs) == "no overlap"
+    # Four runs each at the same four KLs, residuals of 0.1 that no line explains: 8 x 0.01 / 5 x (1/4 + 1/4) = 0.008,
+    # whose root is 0.089; times 2.571
     noisy = [on_a_line(name, height, [1.0, 2.0, 3.0, 4.0], 0.1) for name, height in (("plain", 0.3), ("trl", 0.1))]
-    assert above_at_equal_kl(*noisy) == "+0.200 ± 0.089"
+    assert above_at_equal_kl(*noisy) == "+0.200 [-0.030, +0.430]"
+
+
+def test_intervals_are_student_s() -> None:
+    from intervals import mean, share_within, t_of
+
+    table = {1: 12.7062, 2: 4.30265, 4: 2.77645, 10: 2.22814, 19: 2.09302, 100: 1.98397}  # of any textbook
+    assert {degrees: t_of(0.95, degrees) for degrees in table} == pytest.approx(table, rel=1e-5)
+    assert share_within(2.0, 7) == pytest.approx(1 - 0.0856193, abs=1e-6)
+    found = mean([1.0, 2.0, 3.0, 4.0])
+    assert found.value == 2.5 and found.half == pytest.approx(3.18245 * (5 / 12) ** 0.5, rel=1e-5)
+    assert mean([2.0]).shown() == "2.000"
+
+
+def test_differences_are_paired_by_seed_or_else_welch_s() -> None:
+    from intervals import difference
+
+    ours, theirs = {0: 1.1, 1: 2.2, 2: 3.0}, {0: 1.0, 1: 2.0, 2: 2.9, 3: 50.0}
+    paired = difference(ours, theirs)  # 0.1, 0.2 and 0.1
+    assert (paired.how, paired.value) == ("paired", pytest.approx(0.4 / 3))
+    assert paired.half == pytest.approx(4.30265 * (0.01 / 3) ** 0.5 / 3**0.5, rel=1e-4)
+    apart = difference({10: 1.0, 11: 3.0}, {0: 0.0, 1: 0.0, 2: 3.0})  # variances 2 and 3: 1 + 1
+    assert (apart.how, apart.value) == ("Welch", pytest.approx(1.0))
+    assert apart.half == pytest.approx(t_with(4 / (1 + 1 / 2)) * 2**0.5, rel=1e-4)
+    assert difference({0: 1.0}, {0: 0.5}).shown(signed=True) == "+0.500"
+
+
+def t_with(degrees: float) -> float:
+    from intervals import t_of
+
+    return t_of(0.95, degrees)
+
+
+def test_every_row_says_why_it_was_run_and_where_it_is_from() -> None:
+    rows = [json.loads(line) for line in (FOLDER / "results.jsonl").read_text().splitlines()]
+    assert len(rows) >= 343 and all(row["purpose"] in ("report", "selection") for row in rows)
+    assert all(len(row.get("commit", row.get("added_in_commit", ""))) == 40 for row in rows)
+    assert all("dirty" in row for row in rows if "commit" in row)
 
 
 def test_each_option_of_the_table_is_one_that_the_configuration_accepts(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from rlhf_ppo.checkpoints import last_whole_checkpoint
 from tests.conftest import prompt_rows
@@ -96,6 +97,7 @@ def test_a_judge_that_may_be_given_is_taken(tmp_path: Path) -> None:
         judged(tmp_path, judge)
     judged(tmp_path, "eval_mine", given={"reward_funcs": logs})
     judged(tmp_path, "eval_none", health_checks=False)
+    judged(tmp_path, "eval_of_callback", given={"callbacks": [TrainerCallback()]})
     several = {"eval_dataset": {"few": prompt_rows(4)}}
     for judge in ("eval_few_score", "eval_few_rewards/scored/mean", "eval_score"):
         judged(tmp_path, judge, given=several)
