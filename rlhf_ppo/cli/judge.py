@@ -2,7 +2,6 @@
 
 # HfArgumentParser reads the annotations, so they are not postponed.
 import dataclasses
-import itertools
 import json
 import math
 import re
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_ppo.checkpoints.jsonfile import replacing, write_json
+from rlhf_ppo.checkpoints.jsonfile import write_json
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.parser import PPOArgumentParser
 from rlhf_ppo.cli.sources import choose_split, load_splits
@@ -30,7 +29,7 @@ from rlhf_ppo.data.encoding import is_conversation
 from rlhf_ppo.evaluation.answering import Answering, given_answers, respond
 from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.models.loading import load_pretrained
-from rlhf_ppo.reporting.judgements import JUDGED, win_rate_beside
+from rlhf_ppo.reporting.judgements import JUDGED, keep, win_rate_beside
 from rlhf_ppo.reporting.run_card import show_judgements
 from rlhf_ppo.rewards.chat_judge import OPENAI_URL, OPTIONS, QUESTION, ChatJudge
 from rlhf_ppo.rewards.functions import finished
@@ -415,40 +414,6 @@ def _better(verdict: Any) -> str:
     if pd.isna(verdict):
         return "no verdict"
     return "model" if verdict > 0 else "opponent" if verdict < 0 else "tie"
-
-
-def keep(table: pd.DataFrame, folder: Path, name: str) -> Path:
-    """Write a table under a name that is free, which no other process that writes there takes meanwhile.
-
-    Args:
-        table: The table.
-        folder: Where.
-        name: The file's name without its ending; `-2`, `-3` ... come behind it where there is one.
-
-    Returns:
-        Its path.
-    """
-    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    path = next(path for number in numbers if _claimed(path := folder / f"{name}{number}.parquet"))
-    try:
-        with replacing(path) as temporary:
-            table.to_parquet(temporary)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    return path
-
-
-def _claimed(path: Path) -> bool:
-    """Create an empty file, unless the file or the win rate beside it is there."""
-    try:
-        open(path, "xb").close()
-    except FileExistsError:
-        return False
-    if win_rate_beside(path).exists() and path.name.startswith(JUDGED):
-        path.unlink()
-        return False
-    return True
 
 
 def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:

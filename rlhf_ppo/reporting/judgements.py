@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_ppo.checkpoints.jsonfile import check_values, read_object
+from rlhf_ppo.checkpoints.jsonfile import check_values, read_object, replacing
 from rlhf_ppo.config.validation import Interval
 
 JUDGED = "judged"
@@ -58,6 +59,40 @@ def read_win_rate(path: Path, required: Sequence[str] = FIGURES) -> dict[str, An
     options = said.get("options") or {}
     check_values(path.name, options, {name: str for name in _NAMES if options.get(name) is not None})
     return said
+
+
+def keep(table: Any, folder: Path, name: str) -> Path:
+    """Write a table under a name that is free, which no other process that writes there takes meanwhile.
+
+    Args:
+        table: The table.
+        folder: Where.
+        name: The file's name without its ending; `-2`, `-3` ... come behind it where there is one.
+
+    Returns:
+        Its path.
+    """
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    path = next(path for number in numbers if _claimed(path := folder / f"{name}{number}.parquet"))
+    try:
+        with replacing(path) as temporary:
+            table.to_parquet(temporary)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _claimed(path: Path) -> bool:
+    """Create an empty file, unless the file or the win rate beside it is there."""
+    try:
+        open(path, "xb").close()
+    except FileExistsError:
+        return False
+    if win_rate_beside(path).exists() and path.name.startswith(JUDGED):
+        path.unlink()
+        return False
+    return True
 
 
 @dataclass(frozen=True)
