@@ -147,7 +147,7 @@ class PPOTrainer(TrainerHooks):
         given = (args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
         models = construction.assemble_models(*given, construction.needs_reference(args, functions, kl_controller))
         self._vocabulary = models.vocabulary(processing_class, tokens)
-        self._tokenizer, self._config = processing_class, args
+        self._tokenizer, self._config, self._own_loop = processing_class, args, OwnLoop(self)
         self._hold(models, construction.make_kl_controller(args, kl_controller))
         data = self._preparation.both(train_dataset, eval_dataset)
         # long prompts were dropped
@@ -179,15 +179,15 @@ class PPOTrainer(TrainerHooks):
     def _make_parts(self, models: Models, engine: GenerationEngine | None, ptx_dataset: Any) -> None:
         args, tokens, functions = self._config, self.tokens, self._functions
         self._estimate = RunEstimate(self, construction.store_and_place(models, self.model, self.accelerator, args))
-        opponents = Opponents.of(functions, self._tokenizer, tokens.ended)
+        self._rollouts = Rollouts(self, opponents := Opponents.of(functions, self._tokenizer, tokens.ended))
         given = (args, models.policy, self.accelerator, self._tokenizer, tokens.stop, tokens.stop_strings, opponents)
         rows = (lambda: self._estimate.generation_rows, self.sizes.local_batch_size)
         self._engine = make_engine(*given, *rows) if engine is None else engine
         self._preparation = self._preparation.within(self._engine, self.train_dataset, self.eval_dataset)
-        self._rollouts, self._objective, self._own_loop = Rollouts(self, opponents), Objective(self), OwnLoop(self)
-        self._ptx = LanguageModeling(self, ptx_dataset)
+        self._objective, self._ptx = Objective(self), LanguageModeling(self, ptx_dataset)
         surroundings = (self.accelerator, lambda: self.state, self._logged, self._guard.refuse)
         self.scorer = construction.make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
+        checks.warn_of_idle_options(self, models, has_engine=engine is not None)
 
     @property
     def reward_model(self) -> nn.Module | None:

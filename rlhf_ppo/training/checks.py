@@ -15,15 +15,23 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils.import_utils import is_peft_available
 
-from rlhf_ppo.algorithm.controllers import check_coefficient
+from rlhf_ppo.algorithm.controllers import FixedKLController, check_coefficient
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.idle import Beside, idle_options
 from rlhf_ppo.config.settled import settings_of
 from rlhf_ppo.config.trackers import check_keys
 from rlhf_ppo.data.datasets import NoPrompts, check_rows
+from rlhf_ppo.processes.engines import zero_stage
+from rlhf_ppo.processes.logs import get_logger
 from rlhf_ppo.processes.random_numbers import rng_kept
 from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR
 from rlhf_ppo.reporting.results import SAMPLES_DIR
 from rlhf_ppo.training.optimization import checked_pair
+from rlhf_ppo.training.policy_losses import POLICY_LOSSES
+
+logger = get_logger(__name__)
+
+_16_BITS = {torch.bfloat16, torch.float16}
 
 _PATH = (str, os.PathLike)
 
@@ -221,6 +229,32 @@ def _check_doors(kl_controller: Any, engine: Any) -> None:
             raise TypeError(f"{name}={value!r:.60} needs {', '.join(missing)}")
     if kl_controller is not None:
         check_coefficient(kl_controller)
+
+
+def warn_of_idle_options(run: Any, models: Any, has_engine: bool) -> None:
+    """Warn once of all options that change nothing in a run, each with its value, the reason and a remedy.
+
+    Args:
+        run: The trainer.
+        models: Its `Models`.
+        has_engine: Whether an engine was passed.
+    """
+    args, dtypes = run._config, {parameter.dtype for parameter in run.policy_model.parameters()}
+    of_name = POLICY_LOSSES.get(args.policy_loss)
+    beside = Beside(
+        is_stepped=run._is_stepped,
+        has_reference=run.reference is not None,
+        has_engine=has_engine,
+        has_loss=of_name is not None and run._policy_loss is not of_name,
+        has_controller=args.kl_target is None and not isinstance(run.kl_controller, FixedKLController),
+        has_evaluation=run.eval_dataset is not None,
+        has_functions=bool(run._functions),
+        has_frozen=models.frozen_reference is not None or bool(models.rewards),
+        gathers_weights=zero_stage(run.accelerator) == 3,
+        has_16_bits=run.accelerator.mixed_precision in ("bf16", "fp16") or bool(dtypes & _16_BITS),
+    )
+    if found := idle_options(args, beside):
+        logger.warning(f"Options that change nothing in this run: {'; '.join(found.values())}.")
 
 
 def _is_peft_config(value: Any) -> bool:
