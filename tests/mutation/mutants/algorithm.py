@@ -151,8 +151,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("total, num_others = sums if reduce_sum is None else reduce_sum(sums)", "total, num_others = sums"),
         ("zero_outside(values - mean, mask).square()", "zero_outside(values, mask).square()"),
         ("zero_outside(values - mean, mask)", "(values - mean)"),
-        ("values.double().sum()", "values.sum().double()"),
-        ("((values.double() != exact_mean) & mask)", "(values.double() != exact_mean)"),
+        ("values.to(exact).sum()", "values.sum().to(exact)"),
+        ("((values.to(exact) != exact_mean) & mask)", "(values.to(exact) != exact_mean)"),
         ("torch.where(are_equal, 0.0, var)", "var"),
         ("torch.where(are_equal, exact_mean.float(), mean)", "mean"),
         ("whitened if shift_mean else whitened + mean", "whitened + mean"),
@@ -166,7 +166,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("mean=self.mean + distance * added / count", "mean=self.mean + distance * added"),
     ],
     ("moments.py", "tests/rewards/test_shaping.py::test_equal_scores_have_no_spread"): [
-        ("scores = scores.double()", "scores = scores.float()"),
+        ("scores = scores.to(exact_type(scores.device))", "scores = scores.float()"),
     ],
     (
         "penalties.py",
