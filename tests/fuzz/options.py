@@ -101,7 +101,7 @@ OPTIONS: dict[str, list[Any]] = {
     "max_tokens_per_micro_batch": [12, 40],
     "value_model": ["made"],
     "value_head_init": ["normal"],
-    "critic_learning_rate": [0.05, 1.0],
+    "critic_learning_rate": [0.01, 0.05],
     "critic_warmup_steps": [1, 2],
     "critic_warmup_explained_variance": [0.0, 0.9],
     "learning_rate": [0.03, 0.8],
