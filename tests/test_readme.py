@@ -184,6 +184,7 @@ OPTIONS_OF_OTHERS = {
         "jobs",
         "no-deps",
         "options",
+        "purpose",
         "target",
         "tasks",
     },  # of run.py and pip
@@ -236,6 +237,8 @@ def test_metrics_page_lists_exactly_what_a_run_logs(make_trainer):
         positive_nll_threshold=-1.0,
         kl_target=6.0,
         critic_warmup_steps=1,
+        score_scaling=True,
+        policy_loss="cispo",
     )
 
     trainer.train()
