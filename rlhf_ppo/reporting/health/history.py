@@ -54,7 +54,8 @@ class _Series:
 
     def read(self, log: Log, key: str) -> None:
         self.num_read += 1
-        if not _is_number(value := log.get(key)):
+        value: Any = log.get(key)
+        if not _is_number(value):
             return
         self.first = value if math.isnan(self.first) else self.first
         self.largest = max(self.largest, value)
@@ -125,7 +126,8 @@ class History:
         """Return a metric of the logs from one step to another."""
         found: list[float] = []
         for log in reversed(self.updates):
-            if _is_number(step := log.get("step")):
+            step: Any = log.get("step")
+            if _is_number(step):
                 if step < first:
                     break
                 if step <= last and _is_number(log.get(key)):
