@@ -66,7 +66,7 @@ class Simulation:
         self.optimizer, self.update, self.episode = Optimizer(settings), 0, 0
         self.waiting: list[dict[str, float]] = []
         self.waiting_losses: list[float] = []
-        self.grad_norm = 0.0
+        self.grad_norm, self.raw_scores = 0.0, np.zeros(0)
 
     # ---- Rollout ----
 
@@ -166,7 +166,7 @@ class Simulation:
         """The scores that are paid, and the rewards of single tokens."""
         settings, std, mean = self.settings, 1.0, 0.0
         if settings.score_scaling or settings.score_normalization:
-            whole = scores + [row.sum() for row in of_tokens]
+            whole = self.raw_scores = scores + [row.sum() for row in of_tokens]
             self.scores = np.append(self.scores, whole[~np.isnan(whole)])
             std = self.scores.std(ddof=1) if len(self.scores) > 1 else 1.0
             mean = self.scores.mean() if settings.score_normalization and len(self.scores) else 0.0
@@ -384,6 +384,8 @@ def rollout_figures(known: Known, run: Simulation) -> dict[str, float]:
     if known.scored:
         score = float(np.mean(known.scores[known.scored]))
         logged |= {"objective/scores": score, "objective/rlhf_reward": score + charged}
+        if settings.score_scaling or settings.score_normalization:
+            logged["objective/raw_scores"] = float(np.nanmean(run.raw_scores))
         values, returns = valued(known, settings)
         logged |= {"val/values_mean": values.mean(), "val/values_min": values.min(), "val/values_max": values.max()}
         logged["val/returns_mean"] = returns.mean()
