@@ -286,7 +286,7 @@ def test_kills_signals_and_full_disks_at_random_moments(
         folder, before, code = prepared(tmp_path / f"struck{ends}"), dict[str, Any](), 1
         monkeypatch.chdir(folder)
         while code and len(struck) < RANDOM:
-            left = [path for path in moments if not path.exists()]
+            left = [path for path in moments if not path.exists()] or moments
             fault, path = chance.choice(FAULTS), left[int(len(left) * chance.random() ** 2)]
             process = start(folder)
             strike(process, path.exists, fault, chance.uniform(0, 0.1))
