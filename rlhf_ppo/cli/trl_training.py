@@ -75,7 +75,7 @@ class _EndsTraining(EndsOnSignals):
 
     def __init__(self, trainer: Trainer) -> None:
         accelerator = trainer.accelerator
-        super().__init__(accelerator.reduce, self._awaited, accelerator.num_processes)
+        super().__init__(lambda flags: accelerator.reduce(flags, "sum"), self._awaited, accelerator.num_processes)  # pyright: ignore[reportArgumentType]
         self.trainer = trainer
 
     def _awaited(self) -> str:
