@@ -30,7 +30,7 @@ def check_finite(model: nn.Module, argument: str) -> None:
         )
 
 
-def weights_not_finite(model: nn.Module) -> dict[str, int]:
+def weights_not_finite(model: nn.Module) -> dict[str, float]:
     """Find the weights that are not finite, of this rank's share where an engine has taken them apart.
 
     Args:

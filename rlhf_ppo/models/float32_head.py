@@ -19,6 +19,9 @@ class Float32Linear(nn.Linear):
             return nn.functional.linear(input.float(), self.weight.float(), bias)
 
 
+_KINDS = nn.Linear, StoredLinear, Float32Linear
+
+
 def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:
     """Let a policy's head, with the adapters on it, multiply in float32, or let it no longer do so.
 
@@ -38,20 +41,27 @@ def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:
     """
     head = output_layer(policy)
     if in_float32:
-        kinds = nn.Linear, StoredLinear, Float32Linear
         own = _without_adapters(head)
-        if type(own) not in kinds:
+        if type(own) not in _KINDS:
             raise ValueError(
                 f"lm_head_float32=True, but the head of {type(transformers_model(policy)).__name__} is a "
                 f"{type(own).__name__}, which multiplies in a type of its own; leave it False, or load the model "
                 "with its head in 16 or 32 bits (llm_int8_skip_modules=['lm_head'])"
             )
-        for layer in [layer for layer in head.modules() if type(layer) in kinds]:
-            layer.__class__ = Float32Linear
+        multiply_in_float32(head)
     else:
         widened: list[nn.Linear] = [layer for layer in head.modules() if isinstance(layer, Float32Linear)]
         for layer in widened:
             layer.__class__ = nn.Linear
+
+
+def multiply_in_float32(head: nn.Module) -> None:
+    """Let the linear layers of a head, those of adapters on it included, multiply in float32; others stay as they are.
+
+    In bfloat16 values and scores near 5 have steps of .03. Engines store all trained weights in 16 bits.
+    """
+    for layer in [layer for layer in head.modules() if type(layer) in _KINDS]:
+        layer.__class__ = Float32Linear
 
 
 def _without_adapters(head: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_ppo.data.places import Places
 from rlhf_ppo.models.consistency import probe_rows, rounding
+from rlhf_ppo.models.float32_head import is_in_float32, multiply_in_float32
 from rlhf_ppo.models.frozen import Frozen
 from rlhf_ppo.models.modes import in_eval_mode
 from rlhf_ppo.models.passes import hidden_states
@@ -31,6 +32,7 @@ class FrozenScorer(Frozen):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._score = last_token_score if reads_last_token(model) else pooled_score
+        multiply_scores_in_float32(model)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Score texts.
@@ -53,6 +55,12 @@ def scalar_head(model: nn.Module) -> nn.Module | None:
     body = backbone(model)
     linear = [child for child in base.children() if child is not body and getattr(child, "out_features", None) == 1]
     return linear[0] if len(linear) == 1 else None
+
+
+def multiply_scores_in_float32(model: nn.Module) -> None:
+    """Let a model's scalar head, if it has one, multiply in float32, whatever type its weights are stored in."""
+    if (head := scalar_head(model)) is not None:
+        multiply_in_float32(head)
 
 
 def head_of_scorer(model: nn.Module) -> nn.Module:
@@ -219,6 +227,7 @@ def _apply_head(model: nn.Module, states: Tensor) -> Tensor:
     head = scalar_head(model)
     if head is None:
         raise ValueError(f"{type(transformers_model(model)).__name__} has no linear head with one output")
-    states = states.to(next(head.parameters()).dtype)  # a base in 16 bits may be below a head in 32
+    if not is_in_float32(head):
+        states = states.to(next(head.parameters()).dtype)  # a base in 16 bits may be below a head in 32
     with torch.autocast(states.device.type, enabled=False):  # at values near 5 bfloat16's steps are .03
         return head(states).squeeze(-1).float()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from rlhf_ppo.data.places import Places
-from rlhf_ppo.models.heads import last_real, token_values
+from rlhf_ppo.models.heads import last_real, multiply_scores_in_float32, token_values
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
 from rlhf_ppo.models.modes import recompute_in_eval_mode, set_learning
 from rlhf_ppo.models.passes import packs_rows
@@ -62,6 +62,7 @@ class PolicyAndValue(nn.Module):
         super().__init__()
         self.policy = policy
         self.value_model = value_model
+        multiply_scores_in_float32(value_model)
         self.temperature = temperature
         self.generation_config = getattr(transformers_model(policy), "generation_config", None)
         self.register_load_state_dict_post_hook(_allow_missing_frozen)

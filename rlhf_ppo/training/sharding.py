@@ -39,12 +39,15 @@ def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
 def _keep_sums_in_float32(accelerator: Accelerator) -> None:
     """Let the engine add gradients up in float32, and give results of the models as they are.
 
-    In 16 bits DeepSpeed would add the micro-batches' gradients up in the weights' type, and FSDP2 the ranks'; FSDP2
-    would also round float32 log-probabilities and values on their way out of each module.
+    In 16 bits DeepSpeed would add the gradients of micro-batches and of ranks up in the weights' type, and FSDP2 the
+    ranks'; FSDP2 would also round float32 log-probabilities and values on their way out of each module. A type that
+    DeepSpeed's own configuration file names stays.
     """
     state: Any = accelerator.state
     if zero_stage(accelerator) is not None:
-        state.deepspeed_plugin.deepspeed_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+        config = state.deepspeed_plugin.deepspeed_config
+        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+        config.setdefault("communication_data_type", "fp32")
     plugin = getattr(state, "fsdp_plugin", None)
     if plugin is not None and isinstance(policy := plugin.mixed_precision_policy, MixedPrecisionPolicy):
         plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)

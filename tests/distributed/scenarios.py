@@ -651,7 +651,7 @@ def first_update_in_bf16(
         num_prompts=8, gradient_accumulation_steps=local_batch_size // 2, bf16=True, num_ppo_epochs=1,
         num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0, lm_head_float32=adapters,
     )  # fmt: skip
-    rollouts, steps = record_rollouts(trainer), FirstStep()
+    rollouts, steps, own = record_rollouts(trainer), FirstStep(), own_gradients(trainer.model)
     trainer.add_callback(steps)
     with recorded_ratios() as ratios, recorded_heads(f"{models}/policy/model.safetensors") as off_by:
         trainer.train()
@@ -665,7 +665,24 @@ def first_update_in_bf16(
         "head_is_off_by": off_by,
         "log": trainer.state.log_history,
         "gradients": steps.gradients,
+        "own_gradients": {name: total.numpy() for name, total in own.items()},
     }
+
+
+def own_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Add up in float32 the gradients of this rank's micro-batches, before an engine has any of them."""
+    totals: dict[str, torch.Tensor] = {}
+
+    def adding(name: str) -> Any:
+        def add(gradient: torch.Tensor) -> None:
+            totals[name] = totals.get(name, 0.0) + gradient.detach().float()
+
+        return add
+
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(adding(name))
+    return totals
 
 
 @contextmanager
