@@ -26,10 +26,10 @@ class HostMasks(NamedTuple):
 
     @classmethod
     def of(cls, attention_mask: Tensor, response_mask: Tensor) -> Self:
-        """Copy masks, bool, once their device has computed them."""
-        source = attention_mask, response_mask
-        attention, response = (mask.bool().cpu().numpy() for mask in source)
-        return cls(attention, response, source)
+        """Copy masks, bool, in one piece, once their device has computed them."""
+        width = attention_mask.shape[1]
+        both = torch.cat([attention_mask.bool(), response_mask.bool()], dim=1).cpu().numpy()
+        return cls(both[:, :width], both[:, width:], (attention_mask, response_mask))
 
     def are_of(self, attention_mask: Tensor, response_mask: Tensor) -> bool:
         """Tell whether they are copies of these very tensors."""
@@ -85,8 +85,9 @@ class Places:
             response_rows * width + response_columns + (width - length),
             response_rows * length + response_columns,
         )
-        sent = _sent(np.concatenate(parts).astype(np.int64), device).split([len(part) for part in parts])
-        tokens, positions, squeezed, lengths, starts, response_tokens, responses = sent
+        places = sent(torch.from_numpy(np.concatenate(parts).astype(np.int64)), device)
+        pieces = places.split([len(part) for part in parts])
+        tokens, positions, squeezed, lengths, starts, response_tokens, responses = pieces
         return cls(tokens, positions, squeezed, lengths, starts.to(torch.int32), longest, response_tokens, responses)
 
     def squeeze(self, values: Tensor) -> Tensor:
@@ -101,6 +102,6 @@ class Places:
         return torch.arange(self.longest, device=self.lengths.device) < self.lengths[:, None]
 
 
-def _sent(values: Any, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(values)
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device without waiting for the device: from pinned memory."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

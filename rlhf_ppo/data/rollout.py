@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from rlhf_ppo.algorithm.losses import importance_weights
 from rlhf_ppo.data.masks import check_bool, check_masks
-from rlhf_ppo.data.places import HostMasks, Places
+from rlhf_ppo.data.places import HostMasks, Places, sent
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Responses:
         rows = cast(Any, rows).tolist() if isinstance(rows, Tensor) else rows
         chosen = self.masks.attention[rows], self.masks.response[rows]
         if not isinstance(rows, slice):
-            rows = torch.tensor(rows, dtype=torch.long, device=self.attention_mask.device)
+            rows = sent(torch.tensor(rows, dtype=torch.long), self.attention_mask.device)
         return self._with(chosen, {name: value[rows] for name, value in self._tensors().items()})
 
     def longest_first(self) -> list[int]:

@@ -413,7 +413,8 @@ def multiplies_into_float32(device: str, dtype: torch.dtype) -> bool:
         return False
     ones = torch.ones(8, 8, device=device, dtype=dtype)
     try:
-        torch.mm(ones, ones, out_dtype=torch.float32, out=ones.float())  # pyright: ignore
+        into = torch.mm(ones, ones, out_dtype=torch.float32, out=ones.float())  # pyright: ignore
+        torch.addmm(into, ones, ones, beta=1, alpha=1.0, out_dtype=torch.float32, out=into)  # pyright: ignore
     except (NotImplementedError, RuntimeError, TypeError):
         return False
     return True

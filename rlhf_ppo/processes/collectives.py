@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from accelerate import Accelerator
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import reduce
 from torch import Tensor
 
 
@@ -38,3 +40,16 @@ def gather_over_ranks(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
         return accelerator.gather(tensor)  # pyright: ignore[reportReturnType]
 
     return gather
+
+
+def on_any_rank(is_so: bool) -> bool:
+    """Tell whether something is so on any rank; every rank calls this.
+
+    Asked before objects are exchanged, which are mostly empty: an exchange of objects makes the host wait for its
+    device several times, this once.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return is_so
+    told = torch.full((), float(is_so), device=state.device)  # filled there, not copied
+    return bool(reduce(told) > 0)  # pyright: ignore[reportOperatorIssue]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 
+from rlhf_ppo.processes.collectives import on_any_rank
 from rlhf_ppo.processes.signals import Stopped
 
 
@@ -30,7 +31,7 @@ def failing_together(accelerator: Accelerator | PartialState) -> Iterator[None]:
         yield
     except (Exception, Stopped) as error:
         own = error
-    if accelerator.num_processes > 1:
+    if accelerator.num_processes > 1 and on_any_rank(own is not None):
         told = _Failure.of(own, accelerator.process_index) if isinstance(own, Exception) else own
         others = gather_object([told])
         own = own if isinstance(own, Exception) else _of_the_others(others) or own

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
+import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -113,8 +114,12 @@ class KeptCompletions:
         return [row for row in self._rows if row["step"] == step]
 
     def _rows_of(self, noted: _Noted) -> list[dict[str, Any]]:
-        prompts, responses = noted.prompts.tolist(), noted.responses.tolist()
-        figures = {name: values.tolist() for name, values in noted.per_token.items()}
+        ids = torch.cat([noted.prompts, noted.responses], dim=1).cpu()  # once: each copy waits for the device
+        prompts, responses = (
+            part.tolist() for part in ids.split([noted.prompts.shape[1], noted.responses.shape[1]], 1)
+        )
+        per_token = torch.stack([*noted.per_token.values()]).tolist()
+        figures = dict(zip(noted.per_token, per_token, strict=True))
         in_prompt, in_response, written = (mask.tolist() for mask in noted.masks)
         columns = {name: values.tolist() for name, values in noted.columns.items()}
         rows = []

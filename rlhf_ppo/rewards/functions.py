@@ -18,11 +18,12 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.data.encoding import is_conversation
+from rlhf_ppo.data.places import sent
 from rlhf_ppo.processes.signals import Stopped, is_main_thread_interruptible, may_be_given_up
 from rlhf_ppo.rewards.logged import CheckedLog
 from rlhf_ppo.rewards.reading import answers_of
 from rlhf_ppo.rewards.returned import check_scores, described
-from rlhf_ppo.rewards.scorer import Refuse, ScoringBatch, refuse_by_raising, selected
+from rlhf_ppo.rewards.scorer import Refuse, ScoringBatch, refuse_by_raising
 from rlhf_ppo.rewards.waiting import (
     expiring,
     in_daemon_thread,
@@ -143,14 +144,13 @@ class RewardFunction:
         return self._checked(returned, batch)
 
     def _checked(self, returned: Any, batch: ScoringBatch) -> Tensor:
-        mask = batch.response_mask
-        written: list[list[bool]] = selected(mask, batch.episode_mask)
+        mask, written = batch.response_mask, batch.written
         scores = check_scores(
             returned, described(self.function, self.name), list(map(len, written)), self.refuse, written
         )
         if scores.dim() == 2:
             scores = functional.pad(scores, (0, mask.shape[1] - scores.shape[1]))
-        return scores.to(mask.device)
+        return sent(scores, mask.device)
 
     def arguments(self, batch: ScoringBatch) -> dict[str, Any]:
         """Return the keyword arguments for the function.

@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
+from rlhf_ppo.processes.collectives import on_any_rank
 from rlhf_ppo.rewards.returned import WrongRewardError
 from rlhf_ppo.terminal.foreign import visible
 
@@ -51,6 +52,8 @@ class LoggedByFunctions:
         if not self.is_used:
             return {}
         own, self.values = self.values, {}
+        if not on_any_rank(bool(own)):
+            return {}
         merged: dict[str, list[float]] = {}
         for of_one_rank in gather_object([own]):
             for name, numbers in of_one_rank.items():

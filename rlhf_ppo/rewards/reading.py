@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlhf_ppo.data.encoding import eos_id, is_conversation
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, wants_code
-from rlhf_ppo.rewards.scorer import ScoringBatch, selected
+from rlhf_ppo.rewards.scorer import ScoringBatch
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _answers(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[An
     prompt_ids, response_ids = batch.prompt_ids(), batch.response_ids()
     prompts = batch.columns.get("prompt", [None] * len(batch))
     texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    written = selected(batch.response_mask, batch.episode_mask)
+    written = batch.written
     rows = zip(prompts, texts, batch.ended.tolist(), prompt_ids, response_ids, strict=True)
     return [Answer(*row, tokenizer, own) for row, own in zip(rows, written, strict=True)]
 

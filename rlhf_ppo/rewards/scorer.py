@@ -101,8 +101,23 @@ class ScoringBatch:
 
     @cached_property
     def _prompt_ids(self) -> list[list[int]]:
-        context = self.query_responses.shape[1] - self.response_mask.shape[1]
-        return selected(self.query_responses[:, :context], self.attention_mask[:, :context])
+        ids, real, _ = self._on_host
+        context = ids.shape[1] - self.response_mask.shape[1]
+        return selected(ids[:, :context], real[:, :context])
+
+    @cached_property
+    def _on_host(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids and both masks, copied from their device in one piece for all sources."""
+        width = self.query_responses.shape[1]
+        together = torch.cat([self.query_responses, self.attention_mask.long(), self.response_mask.long()], dim=1)
+        ids, real, written = together.cpu().split([width, width, self.response_mask.shape[1]], dim=1)
+        return ids, real.bool(), written.bool()
+
+    @cached_property
+    def written(self) -> list[list[bool]]:
+        """Which of each response's real tokens the policy wrote."""
+        _, real, written = self._on_host
+        return selected(written, real[:, real.shape[1] - written.shape[1] :])
 
     @property
     def episode_mask(self) -> Tensor:
@@ -111,8 +126,9 @@ class ScoringBatch:
 
     @cached_property
     def _response_ids(self) -> list[list[int]]:
-        context = self.query_responses.shape[1] - self.response_mask.shape[1]
-        return selected(self.query_responses[:, context:], self.episode_mask)
+        ids, real, _ = self._on_host
+        context = ids.shape[1] - self.response_mask.shape[1]
+        return selected(ids[:, context:], real[:, context:])
 
     def _texts(self, part: str, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
         def decoded() -> list[str]:

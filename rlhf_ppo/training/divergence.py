@@ -192,7 +192,8 @@ class DivergenceGuard:
         """
         sums = torch.stack(statistics.sums[-num_parts:]).sum(dim=0)
         watched = [sums[UpdateStatistics.KEYS.index(key)] for key in _FIGURES]
-        norm = torch.as_tensor(getattr(grad_norm, "full_tensor", lambda: grad_norm)(), device=sums.device)
+        norm = getattr(grad_norm, "full_tensor", lambda: grad_norm)()
+        norm = norm.to(sums.device) if isinstance(norm, Tensor) else sums.new_full((), norm)  # no copy from the host
         not_finite = ~torch.stack([*watched, loss.detach().float(), norm.float()]).isfinite()
         flags: list[float] = self.reduce_sum(not_finite.float()).tolist()  # pyright: ignore[reportUnknownMemberType]
         names = [*_FIGURES.values(), "the loss", "the norm of the gradient"]

@@ -123,7 +123,8 @@ class RunDirectory:
             logged: What the run has logged so far.
             rows: This rank's responses, as `KeptCompletions.rows` gives them.
         """
-        rows = gather_object(rows)[: self.args.num_completions_to_keep]
+        kept = self.args.num_completions_to_keep
+        rows = gather_object(rows)[:kept] if kept > 0 else []
         with failing_together(self.accelerator):
             self.write_history(logged)
             if rows and self.args.process_index == 0:

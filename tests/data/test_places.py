@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.places import Places
+from rlhf_ppo.data.places import HostMasks, Places
 from rlhf_ppo.models import packing
 from tests.conftest import tiny_policy, tiny_scorer
 
@@ -75,3 +75,13 @@ def test_learning_waits_for_its_device_at_most_twice_per_micro_batch(
     trainer.train()
     assert len(num_parts) == 8 and len(counted) == 2
     assert 0 < sum(counter.total for counter in counted) <= 2 * len(num_parts), [each.places for each in counted]
+
+
+def test_both_masks_are_copied_from_their_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, copied = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor.shape) or copied(tensor))
+    attention, response = torch.tensor([[False, True, True]]), torch.tensor([[True, False]])
+    masks = HostMasks.of(attention, response)
+
+    assert masks.attention.tolist() == attention.tolist() and masks.response.tolist() == response.tolist()
+    assert len(copies) == 1 and masks.are_of(attention, response)

@@ -348,6 +348,25 @@ def test_products_are_not_rounded_where_a_device_can_give_them_in_float32(monkey
     assert len(outs) == 4 and len(set(outs)) == 1, "every chunk is in the memory of the first"
 
 
+@pytest.mark.parametrize(("missing", "multiplies"), [(None, True), ("mm", False), ("addmm", False)])
+def test_a_device_must_have_both_products_into_float32(
+    missing: str | None, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`mm` writes the first product of a sum, `addmm` the others, and may be missing alone."""
+
+    def product(name: str) -> Any:
+        def multiply(*factors: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
+            if name == missing:
+                raise RuntimeError("expected self and mat2 to have the same dtype")
+            return out
+
+        return multiply
+
+    for name in ("mm", "addmm"):
+        monkeypatch.setattr(torch, name, product(name))
+    assert fused_module.multiplies_into_float32.__wrapped__("meta", torch.bfloat16) is multiplies
+
+
 def test_a_cpu_has_no_such_products_and_chunks_go_by_the_device() -> None:
     assert not fused_module.multiplies_into_float32("cpu", torch.bfloat16)
     assert logprobs.max_chunk_elements(torch.ones(2)) == 2**24

@@ -44,7 +44,7 @@ def test_what_is_lowered_are_arguments() -> None:
     for phase in LOWERED:
         with pytest.raises(MemoryError) as raised, PhaseTimer().phase(phase):
             raise MemoryError
-        words = str(note_on_memory(raised.value)).replace("(", " ").replace("=", " ").replace(";", " ").split()
+        words = note_on_memory(raised.value).replace("(", " ").replace("=", " ").replace(";", " ").split()
         named = [word.strip("),.") for word in words if "_" in word]
         assert named and set(named) <= fields, named
 

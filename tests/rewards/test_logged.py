@@ -74,3 +74,11 @@ def test_columns_hold_any_values_and_names_are_visible() -> None:
     logged = scored(lambda metric, extra: (extra("c\x1b[2J\n", iter(values)), metric("m\x1b", 1.0)))
 
     assert logged.columns == {r"c\x1b[2J\n": values} and logged.values == {r"m\x1b": [1.0]}
+
+
+def test_nothing_logged_exchanges_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under NCCL they travel through the device, for which the host waits several times in each update."""
+    exchanged: list[Any] = []
+    monkeypatch.setattr("rlhf_ppo.rewards.logged.gather_object", lambda own: exchanged.extend(own) or own)
+    assert LoggedByFunctions().drain() == {} and exchanged == []
+    assert scored(lambda metric, extra: metric("m", 2.0)).drain() == {"m": 2.0} and exchanged == [{"m": [2.0]}]

@@ -280,3 +280,26 @@ def test_prompt_and_response_ids_follow_the_masks() -> None:
     )
     assert batch.prompt_ids() == [[5], [1, 1]]
     assert batch.response_ids() == [[0, 1], [7, 0, 8]]
+
+
+def test_ids_and_masks_are_copied_from_their_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy makes the host wait for the device."""
+    batch, copied = make_batch(), Tensor.cpu
+    on_device = {
+        each.untyped_storage().data_ptr()
+        for each in (batch.query_responses, batch.attention_mask, batch.response_mask)
+    }
+    copies: list[bool] = []
+
+    def cpu(tensor: Tensor) -> Tensor:
+        copies.append(tensor.untyped_storage().data_ptr() in on_device)
+        return copied(tensor)
+
+    monkeypatch.setattr(Tensor, "cpu", cpu)
+    prompts, responses, written = batch.prompt_ids(), batch.response_ids(), batch.written
+    assert not any(copies), "one by one"
+    monkeypatch.undo()
+    for row in range(len(batch)):
+        ids, real = batch.query_responses[row], batch.attention_mask[row]
+        assert prompts[row] + responses[row] == ids[real].tolist()
+        assert written[row] == batch.response_mask[row][batch.episode_mask[row]].tolist()

@@ -54,8 +54,7 @@ class _Series:
 
     def read(self, log: Log, key: str) -> None:
         self.num_read += 1
-        value: Any = log.get(key)
-        if not _is_number(value):
+        if not _is_number(value := log.get(key)):
             return
         self.first = value if math.isnan(self.first) else self.first
         self.largest = max(self.largest, value)
@@ -126,8 +125,7 @@ class History:
         """Return a metric of the logs from one step to another."""
         found: list[float] = []
         for log in reversed(self.updates):
-            step: Any = log.get("step")
-            if _is_number(step):
+            if _is_number(step := log.get("step")):
                 if step < first:
                     break
                 if step <= last and _is_number(log.get(key)):
