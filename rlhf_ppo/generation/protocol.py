@@ -146,7 +146,8 @@ def sample_with(
     is_stop = torch.isin(ids, stops) & sampled
     is_real = sampled & (is_stop.cumsum(dim=1) - is_stop.long() == 0)
     is_cut = ~is_stop.any(dim=1) & (lengths < most)
-    is_odd = is_real & ((ids < 0) | (ids >= min(config.suppress_tokens or [torch.iinfo(ids.dtype).max])))
+    suppressed = torch.tensor(config.suppress_tokens or [], dtype=ids.dtype, device=ids.device)
+    is_odd = is_real & ((ids < 0) | torch.isin(ids, suppressed))
     values = torch.zeros_like(ids) if answer.logprobs is None else answer.logprobs
     is_unknown = is_real & ~values.isfinite()
     if bool(is_cut.any() | is_odd.any() | is_unknown.any()):  # the device is waited for once

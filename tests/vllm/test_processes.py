@@ -1,0 +1,43 @@
+"""Processes of their own: two together, one that is killed and resumed, the judge's command."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.launching import finished, launched, start
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_two_processes(tensor_parallel: int, saved: Path, tmp_path: Path) -> None:
+    """Each with a vLLM for its own prompts, or both with one: then both sample all, and the same."""
+    one, other = launched(tmp_path, 2, "two", saved, tensor_parallel)
+    assert len(one["sampled"]) == len(other["sampled"]) > 16
+    assert (one["sampled"] == other["sampled"]) is (tensor_parallel == 2)
+    assert one["next"] != other["next"] and 0 < one["largest"] < 1e-4
+
+
+def test_a_killed_run_resumes_bit_for_bit(saved: Path, tmp_path: Path) -> None:
+    """Colocated, with one process: vLLM draws from the generator of the process, which checkpoints hold."""
+    processes = {what: start(tmp_path, what, saved) for what in ("straight", "dies")}
+    straight = finished(tmp_path, "straight", processes["straight"])
+    finished(tmp_path, "dies", processes["dies"], code=-signal.SIGKILL)
+    assert (tmp_path / "resumed" / "checkpoint-2").is_dir()
+    resumed = finished(tmp_path, "resumes", start(tmp_path, "resumes", saved))
+    assert len(straight["log"]) == 4
+    assert resumed["log"][-2:] == straight["log"][-2:] and resumed["weights"] == straight["weights"]
+
+
+def test_the_judge_s_answers(saved: Path, tmp_path: Path) -> None:
+    report = finished(tmp_path, "judge", start(tmp_path, "judge", saved, 5, "--max_new_tokens", 20))
+    assert report["judged"] == 6
+
+
+def test_the_judge_s_prompts_must_leave_room(saved: Path, tmp_path: Path) -> None:
+    """The model has 128 positions."""
+    arguments = (saved, 115, "--max_new_tokens", 20)
+    finished(tmp_path, "judge", start(tmp_path, "judge", *arguments), code=2)
+    said = (tmp_path / "judge-0.log").read_text()
+    assert "(115 tokens) and max_new_tokens=20 take 135 positions, but vLLM has room for 128: lower max_new" in said

@@ -1,0 +1,115 @@
+"""A `vllm serve` of its own, which is sent the weights over gloo; the last tests stop and kill it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from rlhf_ppo.generation import vllm_server
+from tests.ports import free_port
+from tests.vllm.launching import Server, launched, serving
+from tests.vllm.training import (
+    MOST,
+    differences,
+    first_logs,
+    greedy_agreement,
+    load_policy,
+    make_vllm_trainer,
+    policy_of,
+    sample_as,
+)  # fmt: skip
+
+NEAR = 1e-4
+
+
+@pytest.fixture(scope="module")
+def server(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(saved, tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+def make_served(server: Server, saved: Path, folder: Path, **given: Any) -> Any:
+    return make_vllm_trainer(
+        saved, folder, vllm_mode="server", vllm_server_base_url=server.url, vllm_group_port=free_port(), **given
+    )
+
+
+def test_a_run(server: Server, saved: Path, tmp_path: Path) -> None:
+    trainer = make_served(server, saved, tmp_path)
+    trainer.train()
+    logs = first_logs(trainer)
+    assert len(logs) == 3 and max(log["sampling/sampling_logp_difference/max"] for log in logs) < NEAR
+    assert 0 <= trainer.evaluate()["eval_score"] <= 1
+    assert greedy_agreement(trainer, policy_of(trainer)) == 1
+    assert greedy_agreement(trainer, load_policy(saved)) < 0.9
+    for options in ({"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"suppressed": list(range(24, 32))}):
+        sampled, prompts = sample_as(trainer, **options)
+        assert differences(trainer, sampled, prompts, **options).max() < NEAR
+        assert "suppressed" not in options or sampled.ids.max() < 24
+    assert sample_as(trainer)[0].ids.max() >= 24
+
+
+def test_lora_in_a_second_run_at_the_same_server(server: Server, saved: Path, tmp_path: Path) -> None:
+    trainer = make_served(server, saved, tmp_path, peft_config=LoraConfig(r=4, target_modules="all-linear"))
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters() if not weight.requires_grad}
+    trainer.train()
+    now = dict(trainer.model.named_parameters())
+    assert before and all(torch.equal(now[name], weight) for name, weight in before.items())
+    assert max(log["sampling/sampling_logp_difference/max"] for log in first_logs(trainer)) < NEAR
+
+
+def test_prompts_that_the_server_would_cut_the_responses_of(server: Server, saved: Path, tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"input_ids": [5] * (60 if index % 2 else 10)} for index in range(16)])
+    with pytest.raises(
+        ValueError, match=rf"take 72 positions, but the vLLM server at {server.url} runs with --max-model-len {MOST}"
+    ):
+        make_served(server, saved, tmp_path, train_dataset=rows)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGSTOP, "it was to generate, but it has not answered for vllm_server_timeout=5 seconds"),
+        (signal.SIGKILL, "it was to generate, but "),
+    ],
+    ids=["hangs", "dies"],
+)
+def test_a_server_that_fails_while_it_generates(
+    number: int, reason: str, server: Server, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "end_despite_threads", lambda code: None)  # this process goes on
+    trainer = make_served(server, saved, tmp_path, total_episodes=800)
+    trainer._engine.vllm.vllm_client.watch.seconds_unheard = 5
+    generate, calls = trainer._engine.vllm.vllm_client.generate, []
+
+    def generating(*given: Any, **how: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2:
+            server.send(number)
+        return generate(*given, **how)
+
+    trainer._engine.vllm.vllm_client.generate = generating
+    try:
+        with pytest.raises(ConnectionError, match=f"the vLLM server at {server.url} cannot be used: {reason}"):
+            trainer.train()
+        assert trainer.state.global_step == 1
+    finally:
+        if number == signal.SIGSTOP:
+            server.send(signal.SIGCONT)
+
+
+def test_a_server_that_dies_while_it_takes_weights_is_an_error_on_all_ranks(saved: Path, tmp_path: Path) -> None:
+    with serving(saved, tmp_path) as server:
+        reports = launched(tmp_path, 2, "served", saved, server.url, free_port(), server.group)
+    expected = f"the vLLM server at {server.url} cannot be used: it was to take the policy's weights, but "
+    assert [report["updates"] for report in reports] == [1, 1]
+    assert all(expected in report["error"] for report in reports)
+    assert os.path.exists(tmp_path / "run")
