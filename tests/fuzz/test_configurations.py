@@ -181,15 +181,20 @@ def uncut(configuration: Configuration, trainer: Any, output_dir: Path) -> Any:
 
 
 def check_close(trainer: Any, other: Any) -> None:
-    """Train another way, on the same responses: the same numbers, but for those of micro-batches."""
+    """Train another way, on the same responses: the same numbers, but for those of micro-batches.
+
+    Steps far apart multiply the rounding of the first update, so that later ones have more room.
+    """
     other.train()
+    room = {"rtol": 1e-4, "atol": 2e-5}
     for given, expected in zip(training_logs(other), training_logs(trainer), strict=True):
         assert given.keys() == expected.keys()
         for name in expected:
             if not name.startswith((*OF_CLOCKS, *OF_PARTS)):
-                assert_allclose(given[name], expected[name], rtol=1e-3, atol=1e-4, err_msg=name)
+                assert_allclose(given[name], expected[name], **room, err_msg=name)
+        room = {"rtol": 1e-2, "atol": 1e-3}
     for name, value in parameters(trainer).items():
-        torch.testing.assert_close(parameters(other)[name], value, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(parameters(other)[name], value, rtol=1e-2, atol=1e-3)
 
 
 def check_resumed(configuration: Configuration, trainer: Any, whole: dict[str, Any]) -> None:
