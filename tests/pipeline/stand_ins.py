@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class Steps:
         (checkpoint / "trainer_state.json").write_text('{"global_step": 1, "epoch": 0.5}')
         if step.startswith("ppo"):
             for name in ("rng_state.pth", "scheduler.pt"):
-                (checkpoint / name).touch()
+                zipfile.ZipFile(checkpoint / name, "w").close()
             (checkpoint / "ppo_state.json").write_text('{"episode": 4, "batch_size": 4}')
             write_manifest(str(checkpoint))
 
