@@ -342,7 +342,7 @@ def merge_adapter(directory: str, trust_remote_code: bool = False) -> None:
     """
     from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftConfig
 
-    trust = {"trust_remote_code": trust_remote_code}
+    trust: Any = {"trust_remote_code": trust_remote_code}
     scores = PeftConfig.from_pretrained(directory).task_type == "SEQ_CLS"
     if scores:
         adapted = AutoPeftModelForSequenceClassification.from_pretrained(directory, num_labels=1, **trust)

@@ -86,7 +86,7 @@ def print_text(text: object, file: TextIO | None = None) -> None:
     print(visible(str(text)), file=file, flush=True)
 
 
-def visible_logger(name: str) -> logging.Logger:
+def visible_logger(name: str) -> Any:
     """Return the logger of a module, whose messages are visible.
 
     Args:
@@ -94,7 +94,7 @@ def visible_logger(name: str) -> logging.Logger:
     """
     from transformers.utils import logging as transformers_logging  # which takes a second
 
-    logger = transformers_logging.get_logger(name)
+    logger: Any = transformers_logging.get_logger(name)
     logger.addFilter(_show)
     return logger
 

@@ -319,7 +319,7 @@ class DivergenceGuard:
         return f"likely causes: {'; '.join(causes) or usual}"
 
 
-def _weights(found: dict[str, float]) -> str:
+def _weights(found: dict[str, int]) -> str:
     name = next(iter(found))
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return f"weights that are not finite in {name}{more}"

@@ -17,7 +17,6 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import EvalLoopOutput
 
 from rlhf_ppo.algorithm.controllers import KLController
-from rlhf_ppo.algorithm.moments import ScoreMoments
 from rlhf_ppo.checkpoints.progress import PPOTrainerState
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.datasets import num_rows
@@ -72,7 +71,6 @@ class EvaluatedTrainer(Protocol):
     _logged: LoggedByFunctions
     _preparation: PromptPreparation
     _rollouts: Rollouts
-    _score_unit: ScoreMoments | None
     _streams: Streams
     _timer: PhaseTimer
     _tokenizer: PreTrainedTokenizerBase
@@ -132,8 +130,9 @@ class Evaluation:
             run.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]
             after_batch = partial(run._fire, "on_prediction_step")
             columns = evaluated(dataloader, partial(self._columns, model), gather, run.args.device, after_batch)
+        moments = cast(Any, run).score_moments.moments if run.args.counts_scores else None
         shaped = (columns["scores"], columns.pop("token_scores"), columns["stopped"].bool(), run.args)
-        columns["scores"] = scores_in_reward_unit(*shaped, run._score_unit)
+        columns["scores"] = scores_in_reward_unit(*shaped, moments)
         run._timer.drain()
         extra = {f"{prefix}_{name}": value for name, value in run._logged.drain().items()}
         metrics = evaluation_metrics(columns, prefix) | extra
