@@ -305,7 +305,7 @@ def policy_figures(logprobs: Rows, old: Rows, advantages: Rows, settings: Settin
         ratio = np.exp(new - before)
         if settings.policy_loss == "cispo":
             weight = np.minimum(ratio, 1 + high)
-            figures.append((-weight * advantage * new, ratio, ratio > 1 + high, -weight * advantage))
+            figures.append((-weight * advantage * new, ratio, np.zeros(len(new), dtype=bool), -weight * advantage))
             continue
         if settings.policy_loss.endswith("squared"):
             log_ratio = new - before

@@ -441,6 +441,8 @@ def learned_figures(
         logged["policy/entropy_avg"] = mean(lambda each: each.entropy)
         logged["loss/policy_avg"] = mean(lambda each: each.policy_loss)
         logged["val/first_logratio"] = 0.0
+        if settings.policy_loss == "cispo":
+            logged["policy/weight_clipfrac_avg"] = mean(lambda each: each.ratio > 1 + settings.clips[1])
         if settings.policy_loss.endswith("squared"):
             logged["policy/distance"] = mean(lambda each: each.log_ratio**2)
     if settings.kl_stop is not None:
