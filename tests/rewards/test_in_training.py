@@ -106,7 +106,7 @@ def test_every_token_is_paid_what_numpy_says(settings: dict[str, Any], make_trai
     assert logged["rewards/number_of_tokens/mean"] == pytest.approx(np.mean([len(ids) / 10 for ids in rows]), 1e-5)
 
 
-def test_evaluation_does_not_scale_and_leaves_the_moments_alone(make_trainer: MakeTrainer) -> None:
+def test_evaluation_clips_in_deviations_of_training_and_leaves_the_moments_alone(make_trainer: MakeTrainer) -> None:
     def numbers(number: list[int], **_: Any) -> list[float]:
         return [10.0 * value for value in number]
 
@@ -118,7 +118,11 @@ def test_evaluation_does_not_scale_and_leaves_the_moments_alone(make_trainer: Ma
     trainer.train()
     moments = dict(trainer.score_moments.state_dict())
     assert moments["count"] == 6
-    assert trainer.evaluate()["eval_score"] == pytest.approx(15.0)
+    limit = 0.5 * trainer.score_moments.std
+    clipped = [min(10.0 * number, limit) for number in range(4)]
+    metrics = trainer.evaluate()
+    assert metrics["eval_score"] == pytest.approx(sum(clipped) / 4) and metrics["eval_score"] < 10
+    assert metrics["eval_rewards/numbers/mean"] == pytest.approx(15.0)
     assert trainer.score_moments.state_dict() == moments
     assert all(abs(entry["objective/scores"]) <= 0.5 for entry in trainer.state.log_history if "loss" in entry)
 
@@ -292,7 +296,7 @@ def test_a_source_that_fails_leaves_the_last_checkpoint_to_resume_from(
 SERVER_FAILURES: dict[str, tuple[list[Reply], type[Exception], str]] = {
     "drops the connection": ([drop] * 2, ConnectionError, "did not answer"),
     "is out of order": ([says("later", 503)] * 2, ConnectionError, r"status 503 \(later\)"),
-    "answers NaN": ([says('{"rewards": [1, 2, NaN, 3]}')], ValueError, "'score' returned nan for row 2"),
+    "answers NaN": ([says('{"rewards": [1, 2, NaN, 3]}')], ValueError, r"'score' at http://\S+ returned nan for row 2"),
 }  # fmt: skip
 
 
