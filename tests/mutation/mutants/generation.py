@@ -18,6 +18,13 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("<= round((1 - self.top_p) * _UNIT)", "<= round(self.top_p * _UNIT)"),
         ("tokens.argsort(dim=-1)", "tokens"),
     ],
+    ("protocol.py", "tests/generation/test_protocol.py"): [
+        ("~is_stop.any(dim=1) & (lengths < most)", "~is_stop.any(dim=1) & (lengths < 0)"),
+        ("torch.isin(ids, stops) & sampled", "torch.isin(ids, stops)"),
+        ("is_real & ~values.isfinite()", "is_real & values.isnan()"),
+        ("is_real & ((ids < 0) |", "is_real & ((ids < -9) |"),
+        ("sampled & (is_stop.cumsum(dim=1) - is_stop.long() == 0)", "sampled"),
+    ],
     (
         "sequences.py",
         "tests/generation/test_sequences.py::test_joined_rows_have_their_masks_and_no_column_that_nobody_reaches",
