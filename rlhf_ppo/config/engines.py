@@ -4,15 +4,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_ppo.config.validation import Interval
+from rlhf_ppo.config.validation import FLOAT32_LARGEST, LONGEST_WAIT, Interval
 from rlhf_ppo.config.validation import option as _option
 
 ENGINE_RANGES: dict[str, Interval] = {
     "generation_batch_size": Interval(1, math.inf),
-    "importance_sampling_clip_max": Interval(0, math.inf, open_low=True),
+    "importance_sampling_clip_max": Interval(0, FLOAT32_LARGEST, open_low=True),
     "vllm_server_port": Interval(1, 65535),
     "vllm_group_port": Interval(1, 65535),
-    "vllm_server_timeout": Interval(0, math.inf),
+    "vllm_server_timeout": Interval(0, LONGEST_WAIT),
     "vllm_gpu_memory_utilization": Interval(0, 1, open_low=True),
     "vllm_max_model_length": Interval(1, math.inf),
     "vllm_tensor_parallel_size": Interval(1, math.inf),

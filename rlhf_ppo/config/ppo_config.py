@@ -5,7 +5,6 @@
 
 import functools
 import inspect
-import math
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_type_hints
@@ -23,33 +22,13 @@ from rlhf_ppo.config.recipes import RECIPE_RANGES, RecipeArguments, check_recipe
 from rlhf_ppo.config.redaction import HidesSecrets
 from rlhf_ppo.config.shown import ShownArguments
 from rlhf_ppo.config.sizes import Sizes, check_divides
-from rlhf_ppo.config.validation import Interval, check_range, check_type, own_number, parse_strings, parse_weights
+from rlhf_ppo.config.validation import OWN_RANGES, check_range, check_type, own_number, parse_strings, parse_weights
 from rlhf_ppo.config.validation import option as _option
 from rlhf_ppo.terminal.foreign import visible_logger
 
 logger = visible_logger(__name__)
 
-_POSITIVE = Interval(0, math.inf, open_low=True)
-_NOT_NEGATIVE = Interval(0, math.inf)
-_AT_LEAST_ONE = Interval(1, math.inf)
-
-RANGES: dict[str, Interval] = {
-    "temperature": Interval(1e-6, math.inf),  # logits divided by less are not finite
-    **dict.fromkeys(("cliprange", "cliprange_value", "missing_eos_penalty", "score_clip"), _POSITIVE),
-    "reward_timeout": _POSITIVE,
-    "missing_eos_score": Interval(-math.inf, math.inf),
-    **dict.fromkeys(("kl_coef", "vf_coef", "top_k", "num_sample_generations", "stop_token_id"), _NOT_NEGATIVE),
-    "num_completions_to_keep": _NOT_NEGATIVE,
-    **dict.fromkeys(("response_length", "num_ppo_epochs", "num_mini_batches", "total_episodes"), _AT_LEAST_ONE),
-    **dict.fromkeys(("local_rollout_forward_batch_size", "max_prompt_length", "dataset_num_proc"), _AT_LEAST_ONE),
-    "max_tokens_per_micro_batch": _AT_LEAST_ONE,
-    **dict.fromkeys(("gamma", "lam", "min_p"), Interval(0, 1)),
-    "top_p": Interval(0, 1, open_low=True),
-    "warmup_ratio": Interval(0, 1, open_high=True),
-    **ENGINE_RANGES,
-    **RECIPE_RANGES,
-    **INHERITED_RANGES,
-}
+RANGES = {**OWN_RANGES, **ENGINE_RANGES, **RECIPE_RANGES, **INHERITED_RANGES}
 """The values that a number may have."""
 
 

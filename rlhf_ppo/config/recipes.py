@@ -6,24 +6,22 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from rlhf_ppo.config.validation import Interval
+from rlhf_ppo.config.validation import FLOAT32_LARGEST, Interval
 from rlhf_ppo.config.validation import option as _option
 
 RECIPE_RANGES: dict[str, Interval] = {
     "num_generations": Interval(1, math.inf),
-    "cliprange_high": Interval(0, math.inf, open_low=True),
-    "dual_clip": Interval(1, math.inf, open_low=True),
-    "entropy_coef": Interval(0, math.inf),
-    "ptx_coef": Interval(0, math.inf),
-    "positive_nll_coef": Interval(0, math.inf),
-    "positive_nll_threshold": Interval(-math.inf, math.inf),
-    **dict.fromkeys(("kl_target", "kl_stop"), Interval(0, math.inf, open_low=True)),
-    "kl_horizon": Interval(1, math.inf),
-    "critic_learning_rate": Interval(0, math.inf),
+    "cliprange_high": Interval(0, FLOAT32_LARGEST, open_low=True),
+    "dual_clip": Interval(1, FLOAT32_LARGEST, open_low=True),
+    **dict.fromkeys(("entropy_coef", "ptx_coef", "positive_nll_coef"), Interval(0, FLOAT32_LARGEST)),
+    "positive_nll_threshold": Interval(-FLOAT32_LARGEST, FLOAT32_LARGEST),
+    **dict.fromkeys(("kl_target", "kl_stop"), Interval(0, FLOAT32_LARGEST, open_low=True)),
+    "kl_horizon": Interval(1, FLOAT32_LARGEST),
+    "critic_learning_rate": Interval(0, FLOAT32_LARGEST),
     "reference_ema": Interval(0, 1, open_high=True),
     "lam_policy": Interval(0, 1),
     "lam_critic": Interval(0, 1),
-    "length_adaptive_alpha": Interval(0, math.inf, open_low=True),
+    "length_adaptive_alpha": Interval(0, FLOAT32_LARGEST, open_low=True),
     "critic_warmup_steps": Interval(0, math.inf),
     "critic_warmup_explained_variance": Interval(0, 1, open_high=True),
 }

@@ -48,6 +48,38 @@ class Interval(NamedTuple):
         return f"in {'(' if self.open_low else '['}{low}, {high}{')' if self.open_high else ']'}"
 
 
+FLOAT32_LARGEST = 1e38
+"""Limit of the numbers that models, losses and scores compute with in float32, whose largest number is 3.4e38."""
+
+LONGEST_WAIT = 1e6
+"""Limit of a wait in seconds, eleven days; some systems cannot wait for more than 49."""
+
+
+_NOT_NEGATIVE = Interval(0, math.inf)
+_AT_LEAST_ONE = Interval(1, math.inf)
+
+OWN_RANGES: dict[str, Interval] = {
+    "temperature": Interval(1e-3, 1e3),  # beyond, rounding to float32 decides the log-probabilities
+    **dict.fromkeys(
+        ("cliprange", "cliprange_value", "missing_eos_penalty", "score_clip"),
+        Interval(0, FLOAT32_LARGEST, open_low=True),
+    ),
+    "reward_timeout": Interval(0, LONGEST_WAIT, open_low=True),
+    "missing_eos_score": Interval(-FLOAT32_LARGEST, FLOAT32_LARGEST),
+    **dict.fromkeys(("kl_coef", "vf_coef"), Interval(0, FLOAT32_LARGEST)),
+    **dict.fromkeys(("top_k", "num_sample_generations", "num_completions_to_keep", "stop_token_id"), _NOT_NEGATIVE),
+    **dict.fromkeys(("response_length", "num_mini_batches", "total_episodes"), _AT_LEAST_ONE),
+    **dict.fromkeys(("local_rollout_forward_batch_size", "max_prompt_length"), _AT_LEAST_ONE),
+    "max_tokens_per_micro_batch": _AT_LEAST_ONE,
+    "num_ppo_epochs": Interval(1, 1000),  # an update of more would not end
+    "dataset_num_proc": Interval(1, 1024),  # each is a process
+    **dict.fromkeys(("gamma", "lam", "min_p"), Interval(0, 1)),
+    "top_p": Interval(0, 1, open_low=True),
+    "warmup_ratio": Interval(0, 1, open_high=True),
+}
+"""The values that a number of `PPOConfig` itself may have; its parts have tables of their own."""
+
+
 def check_range(name: str, value: float | None, interval: Interval, meaning: str) -> None:
     """Raise unless `value` is None or inside `interval`.
 

@@ -137,9 +137,9 @@ class EndsOnSignals(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        _handle_signals()
-        _listening.append(self)
+        _listening.append(self)  # first: a thread that collects another trainer meanwhile then leaves the handlers
         try:
+            _handle_signals()
             with told_to_all_ranks(lambda: self.received):
                 yield
         finally:
@@ -343,10 +343,21 @@ def _watching(watcher: _Watcher) -> Iterator[None]:
         yield
     finally:
         watcher.is_over = True
-        signal.set_wakeup_fd(previous)
+        _restore_wakeup_fd(writer.fileno(), previous)
         writer.close()
         if _WAKING is not None:
             signal.signal(_WAKING, waking)
+
+
+def _restore_wakeup_fd(own: int, previous: int) -> None:
+    """Put the descriptor back that was there before, unless the program has set another or closed it meanwhile.
+
+    An event loop that handles signals does both at its end.
+    """
+    if (current := signal.set_wakeup_fd(-1)) != own:
+        previous = current
+    with suppress(OSError):
+        signal.set_wakeup_fd(previous)
 
 
 def _forget_in_child() -> None:

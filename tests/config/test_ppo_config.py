@@ -4,17 +4,24 @@ import dataclasses
 import inspect
 import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 import pytest
+import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments, training_args
 from trl.scripts.utils import TrlParser
 
-from rlhf_ppo.config import PPOConfig, precision
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.config import RANGES, PPOConfig, precision
 from rlhf_ppo.config.engines import EngineArguments
 from rlhf_ppo.config.recipes import RecipeArguments
+from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
+from rlhf_ppo.rewards.waiting import RewardTimeoutError
+from rlhf_ppo.training.divergence import DivergenceError
+from tests.runs import QUICK, parameters
 
 
 class Case(NamedTuple):
@@ -44,11 +51,11 @@ CASES = [
     Case("overwrite_output_dir", False, "true", True, ("yes", None)),
     Case("share_base_model", False, "true", True, ("yes", None)),
     Case("offload_frozen", False, "true", True, ("yes", None)),
-    Case("dataset_num_proc", None, "2", 2, COUNT),
+    Case("dataset_num_proc", None, "2", 2, (*COUNT, 1025)),
     Case("max_prompt_length", None, "512", 512, COUNT),
     Case("total_episodes", None, "10000", 10000, COUNT),
     Case("response_length", 53, "16", 16, (*COUNT, None)),
-    Case("temperature", 0.7, "1.5", 1.5, (0.0, -1.0, NAN, INF, "1", None)),
+    Case("temperature", 0.7, "1.5", 1.5, (0.0, -1.0, 1e-4, 1e4, 1e30, NAN, INF, "1", None)),
     Case("top_k", 0, "50", 50, (-1, 2.5)),
     Case("top_p", 1.0, "0.9", 0.9, (0.0, 1.1, NAN, None)),
     Case("min_p", None, "0.05", 0.05, (-0.1, 1.1, NAN)),
@@ -84,7 +91,7 @@ CASES = [
     Case("kl_coef", 0.05, "0", 0.0, (-0.1, NAN, INF, None)),
     Case("kl_estimator", "k1", "k3", "k3", ("k2", "K1", None)),
     Case("whiten_rewards", False, "true", True, (1, None)),
-    Case("num_ppo_epochs", 4, "1", 1, (*COUNT, None)),
+    Case("num_ppo_epochs", 4, "1", 1, (*COUNT, 1001, None)),
     Case("max_tokens_per_micro_batch", None, "4096", 4096, COUNT),
     Case("num_mini_batches", 1, "4", 4, (*COUNT, None, 3)),  # 3 does not divide 8
     Case("gamma", 1.0, "0.99", 0.99, (-0.1, 1.1, NAN, None)),
@@ -156,6 +163,11 @@ def from_yaml(path: Path, text: str) -> PPOConfig:
     return TrlParser(cast(Any, PPOConfig)).parse_args_and_config(["--config", str(path)])[0]  # pyright: ignore
 
 
+def kinds(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the type alone."""
+    return get_args(hint) or (hint,)
+
+
 @pytest.fixture(autouse=True)
 def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the tests mean the same on a machine with an accelerator."""
@@ -225,6 +237,69 @@ def test_yaml_writes_exponents_without_a_dot_as_text(text: str, tmp_path: Path):
 
 def test_one_label_may_stand_alone():
     assert make(reward_head="helpful").reward_head == ["helpful"]
+
+
+# ---- Numbers at the ends of what Python and float32 can hold ----
+
+INHERITED = {field.name for field in dataclasses.fields(TrainingArguments)}
+HINTS = get_type_hints(PPOConfig)
+NUMBERS = [case.name for case in CASES if case.name not in INHERITED and {int, float} & {*kinds(HINTS[case.name])}]
+EXTREMES = (0, -1, 1e-45, 1e-30, 1e30, 1e300, -1e30, 2**31, 2**70, -(2**70), INF, -INF, NAN, True, "1")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_an_extreme_number_is_refused_by_name_or_is_one_in_float32(name: str):
+    for value in EXTREMES:
+        try:
+            kept = getattr(make(**{name: value}), name)
+        except (ValueError, TypeError) as error:
+            assert f"{name}={value!r}" in str(error)
+        else:
+            assert type(value) in (int, float) and (kept is None or torch.tensor(float(kept)).isfinite()), value
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "kl_horizon": {"kl_target": 1.0},
+    "positive_nll_threshold": {"positive_nll_coef": 0.1},
+    "importance_sampling_clip_max": {"generation_engine": "continuous"},
+    "critic_warmup_explained_variance": {"critic_warmup_steps": 1},
+    "ptx_coef": {"ptx_dataset": [{"text": f"w{number} w4"} for number in range(8)]},
+    "stop_token_id": {"stop_token": None},
+}
+"""Without these, the option is not read."""
+NOT_RUN = {
+    "num_ppo_epochs": "the largest takes minutes",
+    "total_episodes": "a run may be as long as you like",
+    "dataset_num_proc": "each is a process",
+}
+RUN = [name for name in NUMBERS if name in RANGES and not name.startswith("vllm_") and name not in NOT_RUN]
+
+
+def ends_of(name: str) -> list[Any]:
+    """The smallest and the largest value of an option; 1e-30 above a limit that is excluded, 2**70 for no limit."""
+    interval = RANGES[name]
+    low = interval.low + 1e-30 if interval.open_low else interval.low
+    high = 2**70 if interval.high == INF else interval.high
+    high -= 1e-7 if interval.open_high else 0
+    return [max(low, 1.001) if name == "dual_clip" else low, high]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUN)
+def test_the_ends_of_a_range_train_or_end_with_an_error_of_this_package(
+    name: str, make_trainer: Callable[..., PPOTrainer], tmp_path: Path
+):
+    for value in ends_of(name):
+        given = {**QUICK, **BESIDE.get(name, {}), name: value, "output_dir": str(tmp_path / str(value))}
+        try:
+            trainer = make_trainer(**given)
+            trainer.train()
+        except (DivergenceError, NonFiniteLogitsError, RewardTimeoutError):
+            continue
+        except ValueError as error:
+            assert name in str(error) and str(value) in str(error)
+        else:
+            assert all(bool(weights.isfinite().all()) for weights in parameters(trainer).values())
 
 
 # ---- What excludes each other ----

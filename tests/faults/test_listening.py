@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import os
 import signal
+import socket
 import termios
 import threading
 import time
@@ -96,6 +97,30 @@ def test_runs_that_listen_at_a_time_may_end_in_any_order(ends: EndsOnSignals) ->
     ends.give_up_if_stopped()
     second.__exit__(None, None, None)
     assert signal.getsignal(signal.SIGTERM) is before and signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("left", ["open", "closed", "replaced"])
+def test_the_wakeup_descriptor_of_the_program_is_put_back(left: str, ends: EndsOnSignals) -> None:
+    """An event loop that ends while a run is open closes its descriptor, and may set another; that one stays."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    (_, own), (_, later) = pairs
+    own.setblocking(False)
+    later.setblocking(False)
+    signal.set_wakeup_fd(own.fileno())
+    expected = {"open": own.fileno(), "closed": -1, "replaced": later.fileno()}[left]
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with ends.listening():
+            if left == "closed":
+                own.close()
+            elif left == "replaced":
+                signal.set_wakeup_fd(later.fileno())
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        found = signal.set_wakeup_fd(-1)
+        for end in (end for pair in pairs for end in pair):
+            end.close()
+    assert found == expected
 
 
 def test_in_another_thread_signals_stay_the_programs(ends: EndsOnSignals) -> None:

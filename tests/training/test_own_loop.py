@@ -9,6 +9,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,26 @@ def test_a_signal_between_two_calls_ends_the_run_with_a_checkpoint(make_stepper:
     resumed = make_stepper(total_episodes=8, resume_from_checkpoint="True")
     resumed.step(*rows(1))
     assert resumed.state.global_step == 2
+
+
+@pytest.mark.parametrize(("end", "latest_first"), [("signal", False), ("signal", True), ("steps", False)])
+def test_two_loops_take_turns_and_end_in_any_order(
+    end: str, latest_first: bool, make_stepper: Steps, tmp_path: Path
+) -> None:
+    """A signal ends both, each with its checkpoint; then the program's handlers are back."""
+    before = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    trainers = [make_stepper(output_dir=str(tmp_path / name), save_strategy="steps") for name in ("first", "second")]
+    for number in range(2):
+        for trainer in trainers:
+            trainer.step(*rows(number))
+    if end == "signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+    for trainer in reversed(trainers) if latest_first else trainers:
+        with pytest.raises(RunStopped) if end == "signal" else nullcontext():
+            trainer.step(*rows(2))
+        done = 2 if end == "signal" else 3
+        assert last_whole_checkpoint(str(trainer.args.output_dir)) == f"{trainer.args.output_dir}/checkpoint-{done}"
+    assert (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)) == before
 
 
 class SignalAt(TrainerCallback):
