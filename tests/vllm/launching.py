@@ -53,6 +53,8 @@ def finished(folder: Path, what: str, process: subprocess.Popen, rank: int = 0, 
 def launched(folder: Path, world: int, what: str, *arguments: Any) -> list[Any]:
     """Run several processes as a launcher does; return what each reported."""
     port = free_port()
+    for path in Path("/dev/shm").glob("-tp:0-*cpushm*"):  # what an earlier launch left; vLLM's name is always the same
+        path.unlink()
     processes = [start(folder, what, *arguments, rank=rank, world=world, port=port) for rank in range(world)]
     return [finished(folder, what, process, rank) for rank, process in enumerate(processes)]
 

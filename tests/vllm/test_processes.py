@@ -21,9 +21,8 @@ def test_two_processes(tensor_parallel: int, saved: Path, tmp_path: Path) -> Non
 
 def test_a_killed_run_resumes_bit_for_bit(saved: Path, tmp_path: Path) -> None:
     """Colocated, with one process: vLLM draws from the generator of the process, which checkpoints hold."""
-    processes = {what: start(tmp_path, what, saved) for what in ("straight", "dies")}
-    straight = finished(tmp_path, "straight", processes["straight"])
-    finished(tmp_path, "dies", processes["dies"], code=-signal.SIGKILL)
+    straight = finished(tmp_path, "straight", start(tmp_path, "straight", saved))
+    finished(tmp_path, "dies", start(tmp_path, "dies", saved), code=-signal.SIGKILL)  # TRL's ports: one at a time
     assert (tmp_path / "resumed" / "checkpoint-2").is_dir()
     resumed = finished(tmp_path, "resumes", start(tmp_path, "resumes", saved))
     assert len(straight["log"]) == 4
