@@ -296,7 +296,7 @@ def test_a_source_that_fails_leaves_the_last_checkpoint_to_resume_from(
 SERVER_FAILURES: dict[str, tuple[list[Reply], type[Exception], str]] = {
     "drops the connection": ([drop] * 2, ConnectionError, "did not answer"),
     "is out of order": ([says("later", 503)] * 2, ConnectionError, r"status 503 \(later\)"),
-    "answers NaN": ([says('{"rewards": [1, 2, NaN, 3]}')], ValueError, r"'score' at http://\S+ returned nan for row 2"),
+    "answers NaN": ([says('{"rewards": [1, 2, NaN, 3]}')], ValueError, r"'score' at http://\S+ returned nan for row"),
 }  # fmt: skip
 
 
