@@ -330,7 +330,7 @@ def _rows(args: JudgeArguments) -> Any:
 def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
     """Return both sides' answers."""
     prompts = rows["prompt"] if "prompt" in rows.column_names else [None] * len(rows)
-    if "input_ids" not in rows.column_names:
+    if "prompt" in rows.column_names and "input_ids" not in rows.column_names:
         _check_texts(args.dataset_name, "prompt", prompts, object)  # a chat template may read parts of other kinds
     for column in filter(None, (args.model_column, args.opponent_column)):
         _check_texts(args.dataset_name, column, [text for text in rows[column] if text is not None], str)

@@ -95,13 +95,13 @@ class _EndsTraining(EndsOnSignals):
 
     def _end(self, number: int) -> NoReturn:
         trainer = self.trainer
+        self.wait_until_told()
         trainer.accelerator.wait_for_everyone()  # every rank's files are there
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
         trainer._finish_current_push()
         trainer.is_in_train = False
         done, of = trainer.state.global_step, trainer.state.max_steps
         checkpoint = os.path.join(str(trainer.args.output_dir), f"checkpoint-{done}")
-        self.wait_until_told()
         if trainer.is_world_process_zero():
             say(
                 f"{signal.Signals(number).name}: the run has ended after step {done} of {of}, with the checkpoint "

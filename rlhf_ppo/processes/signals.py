@@ -144,6 +144,7 @@ class EndsOnSignals(TrainerCallback):
                 yield
         finally:
             if self in _listening:  # not in a forked process
+                self.wait_until_told()
                 _listening.remove(self)
             _restore_signals()
 

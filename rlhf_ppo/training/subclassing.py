@@ -24,6 +24,7 @@ KEPT = frozenset(
             "_metrics",
             "_objective",
             "_optimization",
+            "_own_loop",
             "_policy_loss",
         ),
         *(

@@ -432,7 +432,7 @@ def test_a_directory_that_is_in_use_is_a_sentence(here, capsys, monkeypatch):
     Path("held").mkdir()
     with locked("held"):
         error = error_of("train", f"{RUN} --output_dir held", capsys, monkeypatch)
-    assert "output_dir='held' is in use: another trainer" in error
+    assert "output_dir='held' is in use: a trainer of this process" in error
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ OTHERS, TWO, KILL = (f"{FAULTS}test_{name}.py::" for name in ("something_else", 
 CHECKPOINTS, RESUME = "tests/training/test_checkpoints.py::", "tests/distributed/test_resume.py::"
 FUNCTIONS, SERVERS, SIGNALS = (f"{FAULTS}test_{name}.py::" for name in ("odd_functions", "odd_servers", "signals"))
 DISK = f"{FAULTS}test_full_disk.py::"
+OWN_LOOP = "tests/training/test_own_loop.py::"
 WRONG, BAD = f"{FAULTS}test_wrong_inputs.py::", "tests/training/test_bad_input.py::"
 ARGUMENTS, HUB = "tests/training/test_trainer_arguments.py::", "tests/reporting/test_hub.py::"
 
@@ -88,6 +89,7 @@ DOCUMENTED: dict[str, dict[str, str]] = {
         "A resume is refused": f"{OTHERS}test_what_cannot_go_on_is_refused",
         "A checkpoint is resumed": f"{OUTPUT_DIR}test_a_run_goes_on_in_another_directory_if_that_is_free",
         "A second run starts": f"{OUTPUT_DIR}test_a_second_run_in_the_same_directory_is_refused",
+        "A notebook still holds": f"{OWN_LOOP}test_two_trainers_one_after_the_other_in_one_directory",
         "A run was killed": f"{OUTPUT_DIR}test_the_lock_names_its_holder_and_ends_with_it",
         "The file system has no": f"{OUTPUT_DIR}test_without_locks_a_warning_says_so",
     },
@@ -95,6 +97,7 @@ DOCUMENTED: dict[str, dict[str, str]] = {
         "A reward function takes": f"{FUNCTIONS}test_each_is_scored_or_refused_by_name",
         "A server does not answer": f"{SERVERS}test_it_ends_in_time_and_in_one_sentence",
         "A server answers with": f"{SERVERS}test_it_ends_in_time_and_in_one_sentence",
+        "A vLLM server dies": "tests/generation/test_vllm.py::test_a_server_that_does_not_generate_is_one_clear_error",
     },
     "A full disk": {
         "No space, or a quota": f"{DISK}test_a_checkpoint_without_room_names_itself_and_the_one_that_is_whole",
@@ -120,6 +123,9 @@ DOCUMENTED: dict[str, dict[str, str]] = {
     "Wrong inputs": {
         "An argument of another": f"{WRONG}test_a_wrong_value_is_refused_by_name",
         "Arguments that cannot": f"{WRONG}test_a_combination_that_cannot_be_is_refused",
+        "A policy, reference": "tests/models/test_finite.py::"
+        "test_a_model_with_one_weight_that_is_not_finite_is_refused",
+        "Something else to": f"{OWN_LOOP}test_what_is_no_update_changes_nothing",
         "Something else than": f"{WRONG}test_something_else_is_refused_before_a_model_is_loaded",
         "An optimizer, a schedule": f"{WRONG}test_what_cannot_be_given_is_refused_before_a_model_is_loaded",
         "A tracker that is not": f"{WRONG}test_a_tracker_that_is_not_installed_is_refused_with_what_to_install",
