@@ -43,8 +43,11 @@ class Interval(NamedTuple):
         if self.low == -math.inf and self.high == math.inf:
             return "finite"
         low, high = (str(end) if isinstance(end, int) else f"{end:g}" for end in (self.low, self.high))
+        start = f"{'greater than' if self.open_low else 'at least'} {low}"
         if self.high == math.inf:
-            return f"finite and {'greater than' if self.open_low else 'at least'} {low}"
+            return f"finite and {start}"
+        if self.high == FLOAT32_LARGEST and self.low != -FLOAT32_LARGEST:
+            return f"{start} and at most {high}"
         return f"in {'(' if self.open_low else '['}{low}, {high}{')' if self.open_high else ']'}"
 
 
