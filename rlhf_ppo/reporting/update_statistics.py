@@ -133,7 +133,7 @@ class UpdateStatistics:
         """Average over the steps; without those that fp16's loss scaling leaves out, whose gradients overflow."""
         if not self.grad_norms:
             return ()
-        norms = torch.stack(self.grad_norms)
+        norms = torch.stack(self.grad_norms).to(self.sums[0].device)  # on the CPU where FSDP2 offloads parameters
         return norms.where(norms.isfinite().all(dim=1, keepdim=True), math.nan).nanmean(dim=0)
 
     def drop_last(self, count: int) -> None:

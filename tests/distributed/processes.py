@@ -159,14 +159,20 @@ def pretend_accelerators() -> None:
     """Let accelerate run DeepSpeed and FSDP2 over gloo on CPUs; without this DeepSpeed is silently DDP.
 
     Nothing is compiled: to decorate a function that is never called DeepSpeed would import the compiler for seconds.
+    On the pretended GPU, which has all that they need, only the process group is replaced.
     """
     import torch
+
+    torch.set_num_threads(1)
+    torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
+    if os.environ.get("PRETEND_CUDA") == "1":
+        import world_of_one  # pyright: ignore[reportMissingImports]
+
+        return world_of_one.install()
     import transformers.training_args
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    torch.set_num_threads(1)
-    torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):

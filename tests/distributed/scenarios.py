@@ -50,12 +50,12 @@ class FixedResponses(PPOTrainer):
     """Answers each prompt with ids drawn from a generator that the prompt seeds, and which of its responses it is."""
 
     def generate_responses(self, policy: Any, prompts: Prompts, config: Any) -> Responses:
-        rows = []
-        for row, (ids, real) in enumerate(zip(prompts.input_ids, prompts.attention_mask, strict=True)):
+        rows, device = [], prompts.input_ids.device
+        for row, (ids, real) in enumerate(zip(prompts.input_ids.cpu(), prompts.attention_mask.cpu(), strict=True)):
             seed = int((ids[real] * torch.arange(1, int(real.sum()) + 1)).sum())
             generator = torch.Generator().manual_seed(seed + 1000 * (row % self.args.num_generations))
             rows.append(torch.randint(1, 12, (self.args.response_length,), generator=generator))
-        return join_responses(prompts, torch.stack(rows), self.tokens.stop, self.tokens.pad)
+        return join_responses(prompts, torch.stack(rows).to(device), self.tokens.stop, self.tokens.pad)
 
 
 class DieAt(TrainerCallback):
@@ -239,8 +239,10 @@ def warm_the_critic_up(output_dir: str, models: str, adapters: bool = False, **o
 @torch.no_grad()
 def logits_of(policy: Any) -> np.ndarray:
     """The policy's logits of two fixed texts."""
-    ids = torch.randint(3, 32, (2, 9), generator=torch.Generator().manual_seed(0))
-    return policy.eval()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.numpy()
+    ids = torch.randint(3, 32, (2, 9), generator=torch.Generator().manual_seed(0)).to(policy.device)
+    return (
+        policy.eval()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float().cpu().numpy()
+    )
 
 
 def load_policies(whole: str, adapter: str, base: str) -> dict[str, np.ndarray]:
@@ -659,7 +661,8 @@ def first_update_in_bf16(
     return {
         **launched_as(trainer),
         "figures": {
-            name: getattr(rollout, name).numpy() for name in ("logprobs", "ref_logprobs", "values", "final_values")
+            name: getattr(rollout, name).cpu().numpy()
+            for name in ("logprobs", "ref_logprobs", "values", "final_values")
         },
         "ratios": np.concatenate(ratios),
         "head_is_off_by": off_by,

@@ -34,10 +34,11 @@ REASONS = {
 
 
 def found() -> set[str]:
-    """What this machine has of `REASONS`."""
+    """Return the names in `REASONS` that this machine has; the pretended GPU has no kernels of its own."""
     gpus = torch.cuda.device_count()
     is_installed = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "bitsandbytes", "triton")}
-    is_new = gpus > 0 and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+    is_real = os.environ.get("PRETEND_CUDA") != "1"
+    is_new = gpus > 0 and is_real and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
     loads_kernels = importlib.util.find_spec("flash_attn") is not None or os.environ.get("HF_HUB_OFFLINE") != "1"
     return {
         *(["cuda"] if gpus else []),

@@ -115,7 +115,8 @@ def launched(config: str, world: int, device: str, folder: Path, *arguments: str
     environment = os.environ | launch_environment(config, world, ["--mixed_precision", "bf16"])
     environment |= {
         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        "MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     command = [sys.executable, str(Path(__file__).with_name("launched.py")), device, str(folder), *arguments]
     processes = [

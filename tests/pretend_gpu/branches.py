@@ -1,0 +1,74 @@
+"""List the branches that only CUDA takes, and fail if the tests on the pretended GPU executed one of them nowhere.
+
+Run it after the tests, with the folder of their coverage data: `python tests/pretend_gpu/branches.py .coverage`.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from coverage import CoverageData
+
+PACKAGE = Path(__file__).parents[2] / "rlhf_ppo"
+NOT_EXECUTED: dict[str, str] = {
+    "cli/quantization.py: not torch.cuda.is_available()": "bitsandbytes has kernels of its own",
+    "generation/vllm_server.py: item is not None and item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
+    "generation/vllm_server.py: item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
+    "generation/vllm_server.py: torch.cuda.current_device() if torch.cuda.is_initialized() else None": (
+        "vLLM runs on a GPU of its own or not at all"
+    ),
+}
+"""Branches that the pretended GPU cannot take, as `file: condition`, with the reason."""
+_ON_CUDA = ("is_cuda", "== 'cuda'", "'cuda' in", "torch.cuda.is_available", "torch.cuda.is_initialized", "!= 'cpu'")
+_ELSEWHERE = ("!= 'cuda'", "== 'cpu'", "not torch.cuda")
+
+
+def branches(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield each condition on CUDA in a file, and the line that is executed on a GPU alone."""
+    statements: set[int] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
+            for index, statement in enumerate(block if isinstance(block, list) else []):
+                if isinstance(statement, ast.If) and _is_of_cuda(statement.test):
+                    statements.add(id(statement.test))
+                    line = _line_on_cuda(statement, block[index + 1 : index + 2])
+                    yield f"{path.relative_to(PACKAGE)}: {ast.unparse(statement.test)}", line
+        if isinstance(node, ast.IfExp | ast.BoolOp | ast.keyword) and id(node) not in statements:
+            if _is_of_cuda(getattr(node, "test", node)):
+                yield f"{path.relative_to(PACKAGE)}: {ast.unparse(node)}", node.lineno
+
+
+def _line_on_cuda(statement: ast.If, following: list[ast.stmt]) -> int:
+    if any(name in ast.unparse(statement.test) for name in _ELSEWHERE):
+        return [*statement.orelse, *following, statement][0].lineno
+    return statement.body[0].lineno
+
+
+def _is_of_cuda(condition: ast.AST) -> bool:
+    return any(name in ast.unparse(condition) for name in _ON_CUDA + _ELSEWHERE)
+
+
+def main() -> int:
+    """Print a line for each branch; return 1 if one was neither executed nor listed."""
+    data = CoverageData(no_disk=True)
+    for part in Path(sys.argv[1]).iterdir():
+        other = CoverageData(str(part))
+        other.read()
+        data.update(other)
+    missing = 0
+    for path in sorted(PACKAGE.rglob("*.py")):
+        executed = set(data.lines(str(path)) or ())
+        for condition, line in dict(branches(path)).items():
+            is_executed, reason = line in executed, NOT_EXECUTED.get(condition)
+            missing += not is_executed and reason is None
+            print(
+                "executed    " if is_executed else f"not executed ({reason or 'NO REASON'})", condition, f"line {line}"
+            )
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

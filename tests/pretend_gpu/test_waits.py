@@ -1,0 +1,62 @@
+"""Where the host waits for the device in an update of one process, by phase."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pretend  # pyright: ignore[reportMissingImports]
+import pytest
+
+from tests.gpu.conftest import MakeTrainer, device, make_device_trainer  # noqa: F401
+
+EXPECTED = {
+    "generate": {
+        "generation/dropping.py:__call__": 3,
+        "generation/nonfinite.py:check": 3,
+        "generation/dropping.py:generate_dropping": 3,
+        "generation/protocol.py:sample_with": 2,
+        "generation/transformers_engine.py:sample_responses": 1,
+        "data/rollout.py:padding_columns": 1,
+        "generation/sequences.py:join_responses": 1,
+        "data/places.py:of": 1,
+        "data/prompts.py:__post_init__": 1,
+    },
+    "score": {"rewards/scorer.py:_on_host": 1, "rewards/scorer.py:_added_up": 1},
+    "learn": {
+        "reporting/update_statistics.py:metrics": 6,
+        "trainer.py:update": 2,
+        "training/divergence.py:allows_step": 2,
+    },
+}
+"""Waits of an update of two mini-batches, of two micro-batches each, without those in transformers."""
+
+
+@pytest.fixture
+def waits(make_device_trainer: MakeTrainer) -> Iterator[dict[str, Counter[str]]]:  # noqa: F811
+    """Waits of the second of two updates by phase, each by the place in the package that caused it."""
+    trainer = make_device_trainer(
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, num_ppo_epochs=1, num_mini_batches=2,
+        max_steps=2, response_length=8,
+    )  # fmt: skip
+    counted: dict[str, Counter[str]] = {}
+
+    def count(operation: str) -> None:
+        if trainer.state.global_step == 1:
+            counted.setdefault(trainer._timer.running, Counter())[pretend.caller()] += 1
+
+    with pretend.watching(count):
+        trainer.train()
+    yield counted
+
+
+@pytest.mark.parametrize("phase", EXPECTED)
+def test_the_host_waits_where_it_must_and_nowhere_else(phase: str, waits: dict[str, Counter[str]]) -> None:
+    own = {place: count for place, count in waits[phase].items() if " via " not in place}
+    assert own == EXPECTED[phase]
+
+
+def test_a_micro_batch_waits_at_most_twice(waits: dict[str, Counter[str]]) -> None:
+    """Of learning's waits only these are of its steps; the others are once an update."""
+    of_steps = waits["learn"]["trainer.py:update"] + waits["learn"]["training/divergence.py:allows_step"]
+    assert 0 < of_steps <= 2 * 4
