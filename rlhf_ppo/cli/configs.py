@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_ppo.checkpoints.jsonfile import write_text
 from rlhf_ppo.cli.errors import CommandParser, user_errors
 from rlhf_ppo.terminal.foreign import print_text
 
@@ -60,6 +59,8 @@ def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
         OSError: A file cannot be written.
         ValueError: A file is there already and shall not be replaced, or the directory is a file.
     """
+    from rlhf_ppo.checkpoints.jsonfile import write_text  # imports torch, for which --help does not wait
+
     copies = {
         source: directory / folder / source.name
         for folder, patterns in FOLDERS.items()

@@ -355,7 +355,7 @@ def test_code_beside_a_model_is_not_run(tmp_path: Path, make_trainer: MakeTraine
     assert type(trainer.model.policy).__module__.startswith("transformers.")
     config["model_type"] = "own"
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="custom code"):
+    with pytest.raises(ValueError, match="comes with Python code of its own, which is not run"):
         make_trainer(**QUICK, model=str(directory))
     assert not mark.exists()
 

@@ -90,7 +90,7 @@ IDLE_ALONE: dict[str, Any] = {
     "lm_head_float32": True,
     "ds3_gather_for_generation": False,
     "num_sample_generations": 3,
-    "health_judge": "eval_rewards/judge/mean",
+    "health_judge": "eval_kl",
     "hub_files": ["completions/*"],
     "vllm_mode": "server",
     "vllm_server_base_url": "http://localhost:1",
