@@ -24,13 +24,10 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Container images often set this; every process of the tests would compile all that it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
-check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-fuzz test-oldest test-vllm fast: export OMP_NUM_THREADS = 1
+check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-fuzz test-pretend-gpu test-oldest test-vllm fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-fuzz test-gpu test-oldest test-vllm demo bench bench-gpu bench-learning docs clean
-check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-pretend-gpu test-oldest fast: export OMP_NUM_THREADS = 1
+.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-fuzz test-gpu test-pretend-gpu test-oldest test-vllm demo bench bench-gpu bench-learning docs clean
 
-.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-gpu test-pretend-gpu test-oldest demo bench bench-gpu bench-learning docs clean
-
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
@@ -87,7 +84,7 @@ test-gpu: install ## Every path that needs a GPU, on this machine's: within 10 m
 
 test-vllm: $(VENV)-vllm/installed ## Real vLLM on this machine's processor, colocated and as a server: within 10 minutes on two idle cores
 	REQUIRE_VLLM=1 $(VENV)-vllm/bin/python -m pytest --tb=short --durations 20 -W ignore::FutureWarning tests/vllm
-
+
 PRETENDED := PRETEND_CUDA=1 PYTHONPATH=$(CURDIR)/tests/pretend_gpu/device COVERAGE_FILE=$(CURDIR)/.coverage/tests \
 	COVERAGE_PROCESS_START=$(CURDIR)/tests/pretend_gpu/coverage.ini
 test-pretend-gpu: install ## The GPU path on a device that computes on the CPU and refuses what CUDA refuses
@@ -116,9 +113,8 @@ docs: $(VENV)/installed-docs ## Build the documentation into site/
 	$(PYTHON) -m mkdocs build --strict
 
 clean: ## Remove the environments and what was built
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-trl $(VENV)-vllm site dist .pytest_cache .ruff_cache
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-trl site dist .coverage .pytest_cache .ruff_cache
-
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-trl $(VENV)-vllm site dist .coverage .pytest_cache .ruff_cache
+
 # The newest pip reads an index in a third of the time of the one that Python brings; without it that one does.
 # torch goes first and pinned, so that nothing that is installed after it can choose another build.
 # Arguments: the environment, its constraints, the extra with the tools.
