@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -319,7 +319,7 @@ class DivergenceGuard:
         return f"likely causes: {'; '.join(causes) or usual}"
 
 
-def _weights(found: dict[str, int]) -> str:
+def _weights(found: Mapping[str, float]) -> str:
     name = next(iter(found))
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return f"weights that are not finite in {name}{more}"
