@@ -87,10 +87,12 @@ test-vllm: $(VENV)-vllm/installed ## Real vLLM on this machine's processor, colo
 
 PRETENDED := PRETEND_CUDA=1 PYTHONPATH=$(CURDIR)/tests/pretend_gpu/device COVERAGE_FILE=$(CURDIR)/.coverage/tests \
 	COVERAGE_PROCESS_START=$(CURDIR)/tests/pretend_gpu/coverage.ini
+# The first process with PRETEND_CUDA compiles the device; DeepSpeed compiles its optimizer for offloaded states.
+COMPILE_ONCE := from deepspeed.ops.op_builder.cpu import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)
 test-pretend-gpu: install ## The GPU path on a device that computes on the CPU and refuses what CUDA refuses
 	rm -rf .coverage && mkdir .coverage
-	$(PRETENDED) $(PYTHON) -c ""  # compiles the device, once
-	$(PRETENDED) $(PYTEST) -m "" tests/gpu tests/pretend_gpu
+	$(PRETENDED) $(PYTHON) -c "$(COMPILE_ONCE)"
+	$(PRETENDED) $(PYTEST) --dist worksteal -m "" tests/gpu tests/pretend_gpu
 	$(PYTHON) tests/pretend_gpu/branches.py .coverage
 
 test-oldest: $(VENV)-oldest/installed ## The fast tests of what libraries decide, with the oldest versions that are allowed

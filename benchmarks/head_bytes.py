@@ -177,8 +177,7 @@ def count(shape: Shape, elements: int = 2**27) -> tuple[float, float, list[Tenso
     Returns:
         Both counts, and log-probabilities, targets, states and weight, the last two with their gradients.
     """
-    from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
-    from rlhf_ppo.models.head_factors import HeadFactors
+    from rlhf_ppo.models.fused import HeadFactors, LogitScaling, fused_logprobs
 
     tokens, width, vocabulary = (length // SCALE for length in shape[:3])
     generator = torch.Generator().manual_seed(0)

@@ -12,8 +12,8 @@ from measure import given
 from torch.profiler import ProfilerActivity, profile
 from workloads import WORKLOADS, Workload, hyper_parameters
 
-PHASES = {"generate": "generate_responses", "score": "_in_passes", "learn": "learn"}
-"""The method of the trainer, or of its rollouts, that makes most of each phase."""
+PHASES = {"generate": "generate_responses", "score": "_score_rollout", "learn": "learn"}
+"""The method of the trainer that makes most of each phase."""
 
 
 def profiled(workload: Workload) -> dict[str, list[Any]]:
@@ -43,8 +43,7 @@ def profiled(workload: Workload) -> dict[str, list[Any]]:
             return recorded
 
         for phase, method in PHASES.items():
-            owner = trainer if hasattr(trainer, method) else trainer._rollouts
-            setattr(owner, method, during(phase, getattr(owner, method)))
+            setattr(trainer, method, during(phase, getattr(trainer, method)))
         trainer.train()
     return figures
 

@@ -5,7 +5,7 @@
 Exits with 1 if the held-out judge does not clearly prefer the stories told after PPO.
 """
 
-from rlhf_ppo.cli.demo import demo
+from rlhf_ppo.cli.main import demo
 
 if __name__ == "__main__":
     demo(program="demo.py")

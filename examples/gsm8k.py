@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
-from rlhf_ppo.cli.sources import choose_split, hold_out, load_splits
+from rlhf_ppo.data.sources import choose_split, hold_out, load_splits
 
 TASK = "{question}\nThink step by step, and end with the answer alone on the last line, after ####."
 

@@ -14,9 +14,9 @@ in RLHF_PPO_JUDGE_TOKEN. `rlhf-ppo judge` has all options.
 # HfArgumentParser reads the annotations, so they are not postponed.
 from dataclasses import dataclass, field
 
+from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.judge import JudgeArguments, judge_responses
-from rlhf_ppo.cli.parser import PPOArgumentParser
 
 
 @dataclass

@@ -44,11 +44,10 @@ from accelerate import PartialState
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo import PPOConfig
+from rlhf_ppo.cli.arguments import PPOArgumentParser, PPOScriptArguments, quantization_options
 from rlhf_ppo.cli.errors import user_errors
-from rlhf_ppo.cli.parser import PPOArgumentParser
-from rlhf_ppo.cli.quantization import quantization_options
-from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, load_splits
 from rlhf_ppo.cli.training import running, scored_ppo_trainer, train_and_save
+from rlhf_ppo.data.sources import choose_split, load_splits
 from rlhf_ppo.training.checks import check_output_dir
 
 if __name__ == "__main__":

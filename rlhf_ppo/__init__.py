@@ -3,15 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rlhf_ppo.compat.moved import find_moved_modules
-
 if TYPE_CHECKING:
     from rlhf_ppo.compat.trl import batch_generation, forward, generate
     from rlhf_ppo.config import PPOConfig
-    from rlhf_ppo.generation.sequences import truncate_response
+    from rlhf_ppo.generation.stopping import truncate_response
     from rlhf_ppo.trainer import PPOTrainer
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = ["PPOConfig", "PPOTrainer", "batch_generation", "forward", "generate", "truncate_response"]
 
@@ -21,10 +19,8 @@ _MODULES = {
     "batch_generation": "rlhf_ppo.compat.trl",
     "forward": "rlhf_ppo.compat.trl",
     "generate": "rlhf_ppo.compat.trl",
-    "truncate_response": "rlhf_ppo.generation.sequences",
+    "truncate_response": "rlhf_ppo.generation.stopping",
 }
-
-find_moved_modules()
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,53 +12,68 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from rlhf_ppo.algorithm.controllers import KLController
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss, clipped_value_loss
-from rlhf_ppo.algorithm.masked import masked_whiten
-from rlhf_ppo.algorithm.moments import RunningMoments, ScoreMoments
-from rlhf_ppo.algorithm.penalties import token_rewards
+from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments, masked_whiten
+from rlhf_ppo.algorithm.penalties import KLController, check_coefficient, token_rewards
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.datasets import NoPrompts, PromptCollator, num_rows
 from rlhf_ppo.data.experience import Experience
-from rlhf_ppo.data.lengths import check_lengths
-from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.prompts import NoPrompts, PromptCollator, Prompts, check_lengths, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
-from rlhf_ppo.generation.choosing import make_engine
-from rlhf_ppo.generation.opponents import Opponents
+from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import GenerationEngine, sample_with
-from rlhf_ppo.generation.sequences import join_responses
-from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
+from rlhf_ppo.generation.stopping import join_responses
+from rlhf_ppo.models.logprobs import ResponseLogprobs
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseValues
 from rlhf_ppo.models.unwrapping import configuration_kept
-from rlhf_ppo.processes.engines import has_no_engine, learns_in_turn, num_processes, use_one_device
-from rlhf_ppo.processes.failing import failing_together
-from rlhf_ppo.processes.signals import give_up_if_stopped
+from rlhf_ppo.processes.distributed import (
+    get_logger,
+    is_single_process,
+    num_processes,
+    raise_on_all_ranks,
+    sequential_backward,
+    use_one_device,
+)
+from rlhf_ppo.processes.signals import raise_if_stopped
 from rlhf_ppo.reporting.update_statistics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
 from rlhf_ppo.rewards.shaping import masked_kl, positive_responses, shape_scores, whole_scores
-from rlhf_ppo.terminal.quiet import quiet_calls
-from rlhf_ppo.training import checks, construction, subclassing
-from rlhf_ppo.training.advantages import advantages_and_returns
+from rlhf_ppo.terminal.console import hide_library_warnings
+from rlhf_ppo.trainer_base import TrainerBase
+from rlhf_ppo.training import checks, construction
 from rlhf_ppo.training.construction import ModelOrPath, Models
-from rlhf_ppo.training.critic import CriticLearning
-from rlhf_ppo.training.datasets import PromptPreparation, check_all_data
-from rlhf_ppo.training.hooks import TrainerHooks
-from rlhf_ppo.training.objective import Objective
+from rlhf_ppo.training.datasets import PromptPreparation, batches_of_pass, check_all_data
+from rlhf_ppo.training.external_loop import ExternalScores, given_responses
+from rlhf_ppo.training.learning import (
+    CriticWarmup,
+    PolicyLossFunction,
+    accumulate,
+    advantages_and_returns,
+    backward,
+    no_policy_loss,
+    policy_term,
+    resolve_policy_loss,
+    value_term,
+    weighted_micro_batches,
+    zero_of_policy,
+)
 from rlhf_ppo.training.optimization import Optimizers
-from rlhf_ppo.training.own_loop import GivenScores, OwnLoop
-from rlhf_ppo.training.policy_losses import PolicyLossFunction, resolve_policy_loss
 from rlhf_ppo.training.ptx import LanguageModeling
-from rlhf_ppo.training.rollouts import Rollouts
-from rlhf_ppo.training.special_tokens import special_tokens
-from rlhf_ppo.training.stateful import Stateful, StatefulParts
+from rlhf_ppo.training.rollouts import Sampler, output_of, policy_and_value_outputs, reference_logprobs, rollout_of
+from rlhf_ppo.training.run_state import RunState, Stateful, StatefulParts, special_tokens
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
+logger = get_logger(__name__)
 
-class PPOTrainer(TrainerHooks):
+Losses = tuple[PolicyAndValueOutput, PolicyLoss, ValueLoss]
+"""What the models say of each token of a micro-batch, and the two losses of each token."""
+
+
+class PPOTrainer(TrainerBase):
     """Train a language model with PPO (Schulman et al., arXiv 1707.06347) against a reward, under a KL penalty.
 
     One Trainer step is one PPO update: generate `per_device_train_batch_size * gradient_accumulation_steps` responses
@@ -65,7 +81,8 @@ class PPOTrainer(TrainerHooks):
 
     Args:
         args: The arguments.
-        processing_class: The policy's tokenizer; its padding side does not matter.
+        processing_class: The policy's tokenizer; its padding side does not matter. None loads it from the directory or
+            hub name of `model`.
         model: The policy: a causal language model, a `PeftModel`, a directory or a hub name; or, like `ref_model` and
             `value_model`, a function that returns one of these and takes the trial of a search or nothing.
         ref_model: The policy that the KL penalty compares with; None compares with the initial policy, or with none
@@ -73,11 +90,12 @@ class PPOTrainer(TrainerHooks):
         reward_model: A sequence-classification model with one label, or with several of which `args.reward_head`
             names one; or a list of such models; None if `reward_funcs` alone score.
         train_dataset: Rows with `prompt` (text or conversation), `text` or `input_ids`; other columns reach
-            `reward_funcs`.
+            `reward_funcs`. Or the path of a file or directory, or a hub name, whose split `train` is loaded.
         value_model: A sequence-classification model with one label, trained along; None makes one from the reward
             model, or from the policy's backbone with a zero head.
         data_collator: Makes batches with `input_ids` and `attention_mask`, padded on either side.
-        eval_dataset: Rows for `evaluate` and `generate_completions`, or a dict of such data sets.
+        eval_dataset: Rows for `evaluate` and `generate_completions`, a path or hub name (its split `test` or
+            `validation`), or a dict of these.
         optimizers: An optimizer over all trainable parameters of both models and a scheduler that counts PPO updates.
             Instead of the optimizer a function that takes the trainer's list of `(name, parameter)`, with names such
             as `policy.lm_head.weight` and `value_model.score.weight`, and returns it; instead of the scheduler one
@@ -109,8 +127,8 @@ class PPOTrainer(TrainerHooks):
     def __init__(
         self,
         args: PPOConfig,
-        processing_class: PreTrainedTokenizerBase,
-        model: ModelOrPath,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        model: ModelOrPath = None,  # pyright: ignore[reportArgumentType]  required, unlike processing_class
         ref_model: ModelOrPath | None = None,
         reward_model: ModelOrPath | Sequence[ModelOrPath] | None = None,
         train_dataset: Any = None,
@@ -129,31 +147,29 @@ class PPOTrainer(TrainerHooks):
         policy_loss: PolicyLossFunction | None = None,
         ptx_dataset: Any = None,
     ) -> None:
-        subclassing.check_subclass(self, PPOTrainer)
+        checks.check_subclass(self, PPOTrainer)
         self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
         self._is_stepped = all(given is None for given in (reward_funcs, reward_model, train_dataset, eval_dataset))
-        self._functions = functions = [GivenScores()] if self._is_stepped else resolve_rewards(reward_funcs)
+        functions = [ExternalScores()] if self._is_stepped else resolve_rewards(reward_funcs)
         checks.check_arguments(args)
         checks.check_models(reward_model, bool(functions), model=model, ref_model=ref_model, value_model=value_model)
-        train_dataset = NoPrompts() if self._is_stepped else train_dataset
+        data = (NoPrompts() if self._is_stepped else train_dataset, eval_dataset)
+        processing_class, train_dataset, eval_dataset = construction.load_inputs(model, processing_class, *data)
         checks.check_datasets(args, train_dataset, eval_dataset)
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
         checks.check_others(data_collator, callbacks, optimizers, kl_controller, engine, **adapters)
         self._policy_loss = resolve_policy_loss(args.policy_loss if policy_loss is None else policy_loss)
         self.tokens = tokens = special_tokens(args, processing_class)
-        num_updates = args.count_sizes(num_processes(args), num_rows(train_dataset)).num_total_batches
-        checks.check_optimization(args, optimizers, num_updates)
+        run = self._run = RunState(args, processing_class, tokens, functions)
+        checks.check_optimization(args, optimizers, args.count_sizes(num_processes(args), num_rows(train_dataset)))
         rewards = load_reward_models(args, reward_model, reward_processing_classes, processing_class)
         given = (args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
         models = construction.assemble_models(*given, construction.needs_reference(args, functions, kl_controller))
-        self._vocabulary = models.vocabulary(processing_class, tokens)
-        self._tokenizer, self._config, self._own_loop = processing_class, args, OwnLoop(self)
         self._hold(models, construction.make_kl_controller(args, kl_controller))
-        data = self._preparation.both(train_dataset, eval_dataset)
-        # long prompts were dropped
-        self.sizes = args.fill_derived(num_processes(args), num_rows(data["train_dataset"]))
+        data = self._preparation.both(train_dataset, eval_dataset)  # drops long prompts
+        self.sizes = run.sizes = args.fill_derived(num_processes(args), num_rows(data["train_dataset"]))
         use_one_device(args)
-        with quiet_calls(), configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
+        with hide_library_warnings(), configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
             super().__init__(
                 model=PolicyAndValue(models.policy, models.value_model, args.temperature),
                 args=args,
@@ -164,30 +180,42 @@ class PPOTrainer(TrainerHooks):
                 optimizers=optimizers,
             )
         self._make_parts(models, engine, ptx_dataset)
-        is_evaluated_otherwise = type(self).evaluation_loop is not PPOTrainer.evaluation_loop
-        self._check_columns = check_all_data(self, data_collator, is_evaluated_otherwise)
+        collate = data_collator and self._get_collator_with_removed_columns(data_collator, "checking")
+        own_loop = type(self).evaluation_loop is not PPOTrainer.evaluation_loop
+        seen = (run, self.scorer, self.train_dataset, self.eval_dataset, collate, self.reference is not None)
+        self._check_columns = check_all_data(*seen, bool(callbacks), own_loop)
 
     def _hold(self, models: Models, kl_controller: KLController) -> None:
-        self.kl_controller, self.score_moments, self._critic = kl_controller, RunningMoments(), CriticLearning(self)
-        moments = {"score_moments": self.score_moments} if self._config.counts_scores else {}
-        self._stateful = StatefulParts(kl_controller=kl_controller, critic_warmup=self._critic, **moments)
+        run, args = self._run, self._run.args
+        run.vocabulary, run.longest_sequence = models.vocabulary(run.tokenizer, run.tokens), models.longest_sequence
+        self.kl_controller, self.score_moments, self._warmup = kl_controller, RunningMoments(), CriticWarmup(run)
+        moments = {"score_moments": self.score_moments} if args.score_scaling or args.score_normalization else {}
+        run.stateful = StatefulParts(kl_controller=kl_controller, critic_warmup=self._warmup, **moments)
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
-        self.reward_models, self._longest_sequence = [each.model for each in models.rewards], models.longest_sequence
-        how = (self._tokenizer, self._config, self._vocabulary, self._longest_sequence)
-        self._preparation = PromptPreparation(*how, columns_are_read=bool(self._functions) or models.read_other_tokens)
+        self.reward_models = [each.model for each in models.rewards]
+        reads_columns = bool(run.reward_funcs) or models.read_other_tokens
+        how = (run.tokenizer, args, run.vocabulary, run.longest_sequence, reads_columns)
+        self._preparation = PromptPreparation(*how)
 
     def _make_parts(self, models: Models, engine: GenerationEngine | None, ptx_dataset: Any) -> None:
-        args, tokens, functions = self._config, self.tokens, self._functions
-        self._estimate = RunEstimate(self, construction.store_and_place(models, self.model, self.accelerator, args))
-        self._rollouts = Rollouts(self, opponents := Opponents.of(functions, self._tokenizer, tokens.ended))
-        given = (args, models.policy, self.accelerator, self._tokenizer, tokens.stop, tokens.stop_strings, opponents)
+        run, args, tokens = self._run, self.args, self.tokens
+        frozen = construction.store_and_place(models, self.model, self.accelerator, args)
+        trained = (models.policy, models.value_model, self._sequential_backward)
+        self._estimate = RunEstimate(args, self.sizes, self.accelerator, self.train_dataset, *trained, frozen)
+        baselines = BaselineCompletions.of(run.reward_funcs, run.tokenizer, tokens.ended)
+        self._rollouts = Sampler(run, baselines, self.reference)
+        given = (args, models.policy, self.accelerator, run.tokenizer, tokens.stop, tokens.stop_strings)
         rows = (lambda: self._estimate.generation_rows, self.sizes.local_batch_size)
-        self._engine = make_engine(*given, *rows) if engine is None else engine
+        self._engine = make_engine(*given, baselines.kinds, *rows) if engine is None else engine
         self._preparation = self._preparation.within(self._engine, self.train_dataset, self.eval_dataset)
-        self._objective, self._ptx = Objective(self), LanguageModeling(self, ptx_dataset)
-        surroundings = (self.accelerator, lambda: self.state, self._logged, self._guard.refuse)
-        self.scorer = construction.make_scorer(args, models.rewards, functions, self._tokenizer, *surroundings)
-        checks.warn_of_idle_options(self, models, has_engine=engine is not None)
+        self._rollouts.longest_sequence = self._preparation.longest_sequence
+        checks.check_ptx(args, ptx_dataset)
+        self._ptx = None if ptx_dataset is None else LanguageModeling(run, self._warmup, ptx_dataset)
+        surroundings = (self.accelerator, lambda: self.state, run.logged, run.guard.refuse)
+        self.scorer = construction.make_scorer(args, models.rewards, run.reward_funcs, run.tokenizer, *surroundings)
+        is_given = {"has_engine": engine is not None, "has_evaluation": self.eval_dataset is not None}
+        others = (models, self._policy_loss, self.kl_controller)
+        checks.warn_of_odd_options(run, *others, is_stepped=self._is_stepped, **is_given)
 
     @property
     def reward_model(self) -> nn.Module | None:
@@ -206,7 +234,7 @@ class PPOTrainer(TrainerHooks):
             TypeError: The part lacks a method.
             ValueError: Another part has that name.
         """
-        self._stateful.register(name, part)
+        self._run.stateful.register(name, part)
 
     # ---- The loop ----
 
@@ -222,8 +250,8 @@ class PPOTrainer(TrainerHooks):
         one mini-batch are given up, a save is finished. A second signal ends the process at once.
 
         Args:
-            resume_from_checkpoint: A checkpoint's directory; True for the newest whole one of the run in `output_dir`;
-                None for what `args.resume_from_checkpoint` says.
+            resume_from_checkpoint: A checkpoint's directory; True for the run's newest complete one; None for
+                `args.resume_from_checkpoint`.
             trial: The trial of a hyperparameter search.
             ignore_keys_for_eval: Accepted as Trainer does; evaluation has no model outputs to ignore.
 
@@ -231,7 +259,7 @@ class PPOTrainer(TrainerHooks):
             Number of updates, mean loss and speed.
 
         Raises:
-            ValueError: The checkpoint is not whole, or of another model; or `output_dir` holds another run's.
+            ValueError: The checkpoint is incomplete, or of another model; or `output_dir` holds another run's.
             RuntimeError: Another process trains in `output_dir`.
             RunStopped: A signal has ended the run; a `SystemExit` with the code 143 (SIGTERM), 130 (SIGINT) or
                 129 (SIGHUP).
@@ -239,7 +267,7 @@ class PPOTrainer(TrainerHooks):
         if self._is_stepped:
             raise ValueError("train_dataset=None: pass the prompts to train on, or call step() with responses")
         self._check_columns(train_dataset=self.train_dataset)
-        with self._loop.opened(trial, resume_from_checkpoint) as checkpoint:
+        with self._open_run(trial, resume_from_checkpoint) as checkpoint:
             return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def step(
@@ -281,7 +309,14 @@ class PPOTrainer(TrainerHooks):
             RuntimeError: The run has had all its updates, or `close` has ended it.
             RunStopped: A signal has ended the run.
         """
-        return self._own_loop.step(queries, responses, scores, response_masks, sampling_logprobs)
+        given = (self._run, queries, responses, scores, response_masks, sampling_logprobs)
+        rows, found = given_responses(*given)
+
+        def collect(model: nn.Module) -> Rollout:
+            model.eval()
+            return self._score_rollout(model, rows, self.tokens.ended(rows), lambda: found)
+
+        return self._driver.step(collect)
 
     def close(self) -> None:
         """End the run that `step` has begun, before its last update.
@@ -300,7 +335,7 @@ class PPOTrainer(TrainerHooks):
             DivergenceError: A weight is not finite; `output_dir` is freed nevertheless.
             RunStopped: A signal has come since the last update; the run has ended with a checkpoint.
         """
-        self._own_loop.close(saves=True)
+        self._driver.close(saves=True)
 
     def __enter__(self) -> Self:
         """Return the trainer, whose `step` loop `close` ends with the block."""
@@ -308,7 +343,7 @@ class PPOTrainer(TrainerHooks):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Call `close`; an error of one of several processes only frees `output_dir`, since the others do not save."""
-        self._own_loop.close(saves=kind is None or self.accelerator.num_processes == 1)
+        self._driver.close(saves=kind is None or self.accelerator.num_processes == 1)
 
     def _inner_training_loop(
         self,
@@ -318,23 +353,66 @@ class PPOTrainer(TrainerHooks):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        if self._own_loop.is_beginning:
-            return self._own_loop.begin(resume_from_checkpoint)
-        loop = self._loop
-        model = loop.begin(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        with self._end.saving(model, trial):
-            loop.evaluate_first()
-            for epoch in loop.epochs:
-                for prompts in loop.prompts(epoch):
-                    loop.grad_norm = self.learn(model, loop.experience(partial(self.collect_rollout, model, prompts)))
-                    loop.end_update()
+        if self._driver.is_beginning:
+            return self._driver.begin(resume_from_checkpoint)
+        loop = self._begin_run(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        with self._stop.saving(loop.model, trial):
+            self._evaluate_on_start()
+            for epoch in itertools.count(loop.epoch):
+                for prompts in self._prompts(epoch):
+                    experience = self._next_experience(partial(self.collect_rollout, loop.model, prompts))
+                    loop.grad_norm = self.learn(loop.model, experience)
+                    self._end_update()
                     if self.control.should_epoch_stop or self.control.should_training_stop:
                         break
-                loop.end_epoch()
+                self._end_epoch(epoch)
                 if self.control.should_training_stop:
                     break
-            self._signals.give_up_together(self.args.device)
-        return loop.finish()
+            self._run.signals.raise_if_any_rank_stopped(self.args.device)
+        return self._finish_run()
+
+    def _prompts(self, epoch: int) -> Iterator[Prompts]:
+        """Yield this rank's prompts for each update of a pass, from where a checkpoint was written on.
+
+        Each stands there `args.num_generations` times, next to each other.
+        """
+        run, loop, num_batches = self._run, self._run.loop, self._run.loop.num_skipped
+        loop.epoch = epoch
+        self._begin_epoch()
+        if self.state.global_step >= self.state.max_steps:  # resumed from the run's last checkpoint
+            self.control.should_training_stop = True
+            return
+        for batch in batches_of_pass(loop.loader, self.args, self.sizes, epoch, num_batches):
+            num_batches += 1
+            run.latest_prompts = Prompts.from_collated(batch, self.args.device)
+            yield run.latest_prompts.repeated(self.args.num_generations)
+        if num_batches == 0:
+            logger.warning(f"The data gave no full batch in pass {epoch}; training stops.")
+            self.control.should_training_stop = True
+
+    def _next_experience(self, collect: Callable[[], Rollout]) -> Experience:
+        """Collect a rollout and estimate its advantages; a resumed run first finishes its partial update."""
+        run = self._run
+        if (learned := self._learning.partial) is not None:
+            self._rollout_metrics.restore(learned)
+            return learned.experience
+        run.fire("on_step_begin")
+        check_coefficient(self.kl_controller)  # a checkpoint may have held another
+        with run.guard.explaining():
+            rollout = run.guard.checked_rollout(collect())
+        return run.guard.checked_experience(self.estimate_advantages(rollout))
+
+    def _end_update(self) -> None:
+        """Move the KL coefficient and the reference, count the update, and report."""
+        mean_kl = self._run.metrics.get("objective/kl")  # an overridden step may give none
+        if mean_kl is not None and not self._warmup.is_active:  # which says nothing of what the coefficient does
+            self.kl_controller.update(mean_kl, self.sizes.batch_size)
+            check_coefficient(self.kl_controller)  # before it is saved
+        if self.reference is not None:
+            self.reference.follow(self._run.loop.model)
+        self._count_update()
+        self._sample_or_leave()
+        self._report("on_step_end")
 
     # ---- Rollout ----
 
@@ -352,15 +430,30 @@ class PPOTrainer(TrainerHooks):
             The rollout. Its log-probabilities come from the forward pass that the optimizer steps use, so that the
             importance ratio starts at 1.
         """
+        run = self._run
         model.eval()
-        with self._timer.phase("generate"):
-            responses, prompts = self._rollouts.generate(model, prompts)
-        with self._streams.rewards.in_use():  # slow rewards draw while the models, which do not, are evaluated
-            with self._timer.phase("score"):
+        with run.timer.phase("generate"):
+            how = (self.generate_responses, self._engine.reads_sharded)
+            responses, prompts = self._rollouts.respond(model, prompts, *how)
+        with run.streams.rewards.in_use():  # slow rewards draw while the models, which do not, are evaluated
+            with run.timer.phase("score"):
                 batch = ScoringBatch.of(responses, prompts, self.tokens.ended(responses))
                 self.scorer.start(batch)
             score = partial(self.score_responses, responses, prompts)
-            return self._rollouts.evaluated(model, responses, batch.ended, score)
+            return self._score_rollout(model, responses, batch.ended, score)
+
+    @torch.no_grad()
+    def _score_rollout(
+        self, model: nn.Module, responses: Responses, ended: Tensor, score: Callable[[], Scores]
+    ) -> Rollout:
+        """Compute log-probabilities and values of responses, then take their scores."""
+        run = self._run
+        with run.timer.phase("evaluate"):
+            output = policy_and_value_outputs(run, model, responses)
+            ref_logprobs = reference_logprobs(run, model, self.reference, responses, output.logprobs)
+        with run.timer.phase("score"):
+            scores = score()
+        return rollout_of(responses, ended, output, ref_logprobs, scores)
 
     def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
         """Sample a response to each prompt and truncate it after the stop token or string.
@@ -376,7 +469,7 @@ class PPOTrainer(TrainerHooks):
         Raises:
             NonFiniteLogitsError: The policy's logits are NaN or infinite.
         """
-        check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._preparation.longest_sequence)
+        check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._rollouts.longest_sequence)
         with self._rollouts.sampling(policy, "policy" if policy is self.policy_model else "reference"):
             ids, logprobs, _ = sample_with(self._engine, policy, prompts, config, self.tokens.stop_strings)
         return join_responses(prompts, ids, self.tokens.stop, self.tokens.pad, self.tokens.stop_strings, logprobs)
@@ -391,9 +484,9 @@ class PPOTrainer(TrainerHooks):
         Returns:
             Weighted sums and each source's scores.
         """
-        with failing_together(self.accelerator), self._streams.rewards.in_use():
+        with raise_on_all_ranks(self.accelerator), self._run.streams.rewards.in_use():
             scores = self.scorer(ScoringBatch.of(responses, prompts, self.tokens.ended(responses)))
-            give_up_if_stopped()
+            raise_if_stopped()
         return scores
 
     # ---- Advantages ----
@@ -408,16 +501,19 @@ class PPOTrainer(TrainerHooks):
             The experience; advantages are whitened over the real tokens of all ranks. Responses that no reward scored
             are masked out.
         """
-        args, mask = self.args, rollout.loss_mask
-        if args.counts_scores:
-            self.score_moments.add(whole_scores(rollout), self._sum)
-        rewards = paid = self.shape_rewards(rollout)
+        args, run, mask = self.args, self._run, rollout.loss_mask
+        if args.score_scaling or args.score_normalization:
+            self.score_moments.add(whole_scores(rollout), run.sum_over_ranks)
+        rewards = shaped = self.shape_rewards(rollout)
         if args.whiten_rewards:
-            rewards = masked_whiten(rewards, mask, shift_mean=False, reduce_sum=self._sum)
-        advantages, returns = self._critic.judged(rollout, partial(self.compute_advantages, rollout, rewards))
+            rewards = masked_whiten(shaped, mask, shift_mean=False, reduce_sum=run.sum_over_ranks)
+        advantages, returns = self.compute_advantages(rollout, rewards)
+        if self._warmup.maybe_end(rollout, returns):  # warm-up has other returns
+            advantages, returns = self.compute_advantages(rollout, rewards)
+        whitened = masked_whiten(advantages, mask, reduce_sum=run.sum_over_ranks)
         weights = rollout.importance_weights(args.importance_sampling_clip_max)
-        whitened = masked_whiten(advantages, mask, reduce_sum=self._sum)
-        scores = self._loop.figures.take(rollout, self._score_unit, (paid, returns, whitened), weights)
+        of_tokens = (shaped, returns, whitened)
+        scores = self._rollout_metrics.record(rollout, self.kl_controller, self._score_unit, of_tokens, weights)
         weights = weights if args.importance_sampling_correction else None
         return Experience.of(rollout, whitened, returns, weights, positive_responses(scores, args))
 
@@ -447,11 +543,11 @@ class PPOTrainer(TrainerHooks):
             Advantages before whitening, and returns, float32 `(B, T)` each, in the reward's unit, 0 outside
             `rollout.loss_mask`.
         """
-        return advantages_and_returns(rollout, rewards, self.args, self._critic.is_alone)
+        return advantages_and_returns(rollout, rewards, self.args, self._warmup.is_active)
 
     @property
-    def _score_unit(self) -> ScoreMoments | None:
-        return self.score_moments.moments if self.args.counts_scores else None
+    def _score_unit(self) -> ScoreMoments | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.score_moments.moments if self.args.score_scaling or self.args.score_normalization else None
 
     # ---- Learning ----
 
@@ -467,14 +563,15 @@ class PPOTrainer(TrainerHooks):
         Returns:
             Gradient norm of the last step taken, before clipping.
         """
+        run = self._run
         model.train()
-        with self._learning.learning(model, experience) as (learned, statistics), self._timer.phase("learn"):
-            for minibatch in self._learning.minibatches(learned, statistics, self.state.global_step):
+        with self._learning.learning(model, experience) as (learned, statistics), run.timer.phase("learn"):
+            for minibatch in self._learning.minibatches(learned, statistics):
                 norm = self.update(model, minibatch, statistics)
-                if self._guard.is_update_cut:
+                if run.guard.is_update_cut:
                     break
                 learned.grad_norm = norm
-            self._metrics |= self._critic.measured(statistics.metrics(self._sum, self._gather))
+            run.metrics |= self._warmup.metrics(statistics.metrics(run.sum_over_ranks, run.gather))
         self._engine.policy_changed()
         return learned.grad_norm
 
@@ -491,43 +588,66 @@ class PPOTrainer(TrainerHooks):
         Returns:
             Gradient norm before clipping; 0 for a mini-batch in which no response has a score: it takes no step.
         """
-        num_tokens = float(self._sum(minibatch.loss_mask.sum()))
+        run = self._run
+        num_tokens = float(run.sum_over_ranks(minibatch.loss_mask.sum()))
         if num_tokens == 0:
             return 0.0
-        parts = self._objective.micro_batches(minibatch, num_tokens, self._unwrapped(model).packs_rows)
-        losses, of_texts = list[Tensor](), self._ptx.learn(model, statistics)
-        for index, part in enumerate(parts):
-            self._learning.begin_micro_batch(index)
-            is_last = index == len(parts) - 1
-            with self._steps.accumulating(model, is_last):
-                if self._critic.is_alone and not self._has_own_loss:
-                    loss, (output, policy, value) = self._critic.learn_alone(model, part, num_tokens)
-                elif self._learns_in_turn:  # the policy's activations are gone before the value model's are there
-                    with self._steps.forward_context():
-                        of_policy = model(*part.batch, only="policy", places=part.places)
-                        policy = self.policy_loss(of_policy.logprobs, part)
-                    loss = self._steps.backward(self._objective.policy_term(policy, of_policy, part, num_tokens))
-                    of_critic, of_value_model, value = self._critic.backward(model, part, num_tokens)
-                    loss, output = loss + of_critic, PolicyAndValueOutput(*of_policy, *of_value_model)
-                else:
-                    with self._steps.forward_context():
-                        loss, learned = self.compute_loss(
-                            model, part, return_outputs=True, num_items_in_batch=num_tokens
-                        )
-                    loss, (output, policy, value) = self._steps.backward(loss), learned
+        losses = list[Tensor]()
+        of_texts = 0.0 if self._ptx is None else self._ptx.learn(model, statistics, self._forward_context)
+        parts = weighted_micro_batches(minibatch, num_tokens, self._unwrapped(model).packs_rows, run)
+        for part, is_last in self._learning.micro_batches(parts):
+            with accumulate(self.accelerator, model, is_last):
+                loss, (output, policy, value) = self._backward(model, part, num_tokens)
             statistics.add(part, output, policy, value)
             losses.append(loss * self.accelerator.num_processes)
-            if not is_last:
-                self._learning.end_micro_batch(index)
         losses[-1] = losses[-1] + of_texts
-        grad_norm = self._steps.step(model, losses, statistics)
-        self._ptx.count_step()
+        grad_norm = self._optimizer_step(model, losses, statistics)
+        if self._ptx is not None:
+            self._ptx.count_step()
         return grad_norm
 
+    def _backward(self, model: nn.Module, part: Experience, num_tokens: float) -> tuple[Tensor, Losses]:
+        """Add a micro-batch's gradients to the parameters'; return its loss and the figures of each token.
+
+        Where nothing wraps the models each has a backward pass of its own: the policy's activations are gone before
+        the value model's are there. What replaces `compute_loss` has one for both.
+        """
+        if self._warmup.is_active and not self._has_own_loss:
+            return self._critic_only_backward(model, part, num_tokens)
+        if self._sequential_backward:
+            with self._forward_context():
+                of_policy = model(*part.batch, only="policy", places=part.places)
+                policy = self.policy_loss(of_policy.logprobs, part)
+            term = policy_term(policy, of_policy, part, num_tokens, self.args)
+            policy_share = backward(self.accelerator, term)
+            value_share, of_values, value = self._value_backward(model, part, num_tokens)
+            return policy_share + value_share, (output_of(of_policy, of_values), policy, value)
+        with self._forward_context():
+            loss, figures = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=num_tokens)
+        return backward(self.accelerator, loss), figures
+
+    def _value_backward(
+        self, model: nn.Module, part: Experience, num_tokens: float
+    ) -> tuple[Tensor, ResponseValues, ValueLoss]:
+        """Add the gradients of the value loss to the parameters'."""
+        with self._forward_context():
+            output = model(*part.batch, only="value_model", places=part.places)
+            value = self.value_loss(output.values, part)
+        term = value_term(value, part, num_tokens, self.args)
+        if self._warmup.is_active:
+            term = term + zero_of_policy(model, self._unwrapped(model).policy)
+        return backward(self.accelerator, term), output, value
+
+    def _critic_only_backward(self, model: nn.Module, part: Experience, num_tokens: float) -> tuple[Tensor, Losses]:
+        """Like `_backward`, without a forward pass of the policy: it is where it sampled."""
+        loss, of_values, value = self._value_backward(model, part, num_tokens)
+        as_sampled = ResponseLogprobs(part.logprobs, torch.full_like(part.logprobs, torch.nan))
+        return loss, (output_of(as_sampled, of_values), no_policy_loss(part.logprobs), value)
+
     @property
-    def _learns_in_turn(self) -> bool:
-        """Whether each model has a backward pass of its own; what replaces `compute_loss` has one for both."""
-        return not self._has_own_loss and learns_in_turn(has_no_engine(self.accelerator), self.args.torch_compile)
+    def _sequential_backward(self) -> bool:
+        is_alone = is_single_process(self.accelerator)
+        return not self._has_own_loss and sequential_backward(is_alone, self.args.torch_compile)
 
     @property
     def _has_own_loss(self) -> bool:
@@ -558,7 +678,10 @@ class PPOTrainer(TrainerHooks):
         num_tokens = float(inputs.loss_mask.sum() if num_items_in_batch is None else num_items_in_batch)
         output = PolicyAndValueOutput(*model(*inputs.batch, places=inputs.places))
         policy, value = self.policy_loss(output.logprobs, inputs), self.value_loss(output.values, inputs)
-        loss = self._objective.loss(output, policy, value, inputs, num_tokens)
+        policy_share = policy_term(policy, output, inputs, num_tokens, self.args)
+        if self._warmup.is_active:  # a gradient of 0, for engines that wait for one
+            policy_share = 0.0 * policy_share
+        loss = policy_share + value_term(value, inputs, num_tokens, self.args)
         return (loss, (output, policy, value)) if return_outputs else loss
 
     def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:

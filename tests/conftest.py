@@ -35,8 +35,8 @@ from transformers import (
 )
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.generation.choosing import is_recent_enough
-from rlhf_ppo.generation.trying import GenerationNeeds
+from rlhf_ppo.generation.engine_factory import is_recent_enough
+from rlhf_ppo.generation.transformers_engine import GenerationNeeds
 from tests.rewards.local_server import Request
 
 torch.set_num_threads(1)
@@ -72,7 +72,7 @@ LONG_RUNS = {
     "compat/test_trl_tests.py",
     "data/test_train_data_forms.py",
     "estimate/test_update.py",
-    "faults/test_half_learned.py",
+    "faults/test_partial_update.py",
     "faults/test_something_else.py",
     "models/test_peft.py",
     "reporting/test_hub.py",
@@ -83,7 +83,7 @@ LONG_RUNS = {
     "cli/test_jobs.py",
     "examples/test_ppo_example.py",
     "generation/test_continuous.py",
-    "generation/test_opponents.py",
+    "generation/test_baseline_completions.py",
     "rewards/test_in_training.py",
     "training/test_callbacks.py",
     "compat/test_drop_in.py",
@@ -243,9 +243,9 @@ def tiny_policy(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
 
 
 def tried_policy() -> LlamaForCausalLM:
-    """A tiny language model with what `rlhf_ppo.generation.trying` finds out of it, which takes a tenth of a run."""
+    """A tiny language model with what `capability_probe` finds out of it, which takes a tenth of a run."""
     policy = tiny_policy()
-    vars(policy).update(generation_needs=GenerationNeeds(), takes_roomy_cache={None: True})
+    vars(policy)["generation_needs"] = GenerationNeeds(preallocates={None: True})
     return policy
 
 
@@ -274,7 +274,7 @@ def plain_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     `tests/estimate` and `tests/reporting` have those; `tests/examples/test_documented_commands.py` has both.
     """
     monkeypatch.setattr("rlhf_ppo.estimate.run.RunEstimate.announce", lambda self: None)
-    monkeypatch.setattr("rlhf_ppo.reporting.run_card._draw", lambda log, path: path.touch())
+    monkeypatch.setattr("rlhf_ppo.reporting.model_card._draw", lambda log, path: path.touch())
 
 
 @pytest.fixture

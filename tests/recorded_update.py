@@ -20,9 +20,8 @@ from numpy.testing import assert_allclose
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.data.datasets import PromptCollator
 from rlhf_ppo.data.experience import Experience
-from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.prompts import PromptCollator, Prompts
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.generation import transformers_engine as engine
 from tests import oracles
@@ -244,7 +243,7 @@ def _given(trainer: RecordingTrainer, llama: Llama, episodes: list[Episode]) -> 
     if trainer.reward_model is not None:
         weights = oracles.weights_of(trainer.reward_model)
         given["reward_model"] = [llama.score(weights, episode.ids) for episode in episodes]
-    for function in trainer._functions:
+    for function in trainer._run.reward_funcs:
         rewards = function(completion_ids=[episode.response for episode in episodes])
         given[function.__name__] = [
             np.array(reward)[episode.own] if isinstance(reward, list) else reward

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -55,21 +53,6 @@ class RecordingTrainer(PPOTrainer):
         if table is not None:
             self.tables[self.state.global_step] = table
         return table
-
-
-def as_written_before(checkpoint: Path) -> None:
-    """Turn a checkpoint into one of the format of before: without manifest, run and record of arguments."""
-    for name in ("manifest.json", "ppo_run.json", "ppo_arguments.json", "separate_rng_state_0.pth"):
-        (checkpoint / name).unlink()
-    path = checkpoint / "ppo_state.json"
-    known = (
-        "episode epoch batches_in_epoch loss last_logged_step pending_metrics score_moments batch_size num_processes"
-    )
-    values = json.loads(path.read_text())
-    if (states := checkpoint / "stateful.pt").exists():
-        values["score_moments"] = torch.load(states, weights_only=True)["score_moments"]
-        states.unlink()
-    path.write_text(json.dumps({name: values[name] for name in known.split()}))
 
 
 def record_rollouts(trainer: PPOTrainer) -> list[Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.config.ppo_config import Sizes
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlhf_ppo"
@@ -27,12 +27,14 @@ FLOORS = (
     {"models"},
     {"checkpoints", "estimate", "evaluation", "generation", "reporting", "rewards"},
     {"pipeline", "training"},
+    {"trainer_base"},
     {"compat", "trainer"},
     {"cli", "demo"},
     {"__main__"},
 )
-MAX_MODULES_IN_ROOT = 3
-MAX_CODE_LINES = 300  # in a file, without docstrings, comments and blank lines
+MAX_MODULES_IN_ROOT = 4
+MAX_CODE_LINES = 400  # in a file, without docstrings, comments and blank lines
+LONGER = {"rlhf_ppo/trainer_base.py": 620}  # Trainer finds its overrides on one class only
 MAX_FUNCTION_LINES = 60  # with the docstring
 DERIVED = {field.name for field in dataclasses.fields(Sizes)} - {"total_episodes"}
 MAX_CASTS = 36  # in the package; the others say what a library's types do not, once for each
@@ -83,7 +85,7 @@ def test_the_reader_of_imports_sees_every_form(tmp_path, monkeypatch):
     file.write_text(
         "import torch.nn as nn\nfrom rlhf_ppo.data.rollout import Rollout\nfrom rlhf_ppo import trainer\n"
         "from ..rewards import scorer\nfrom .passes import backbone\nfrom typing import TYPE_CHECKING\n"
-        "if TYPE_CHECKING:\n    from rlhf_ppo.cli.parser import parse\ndef f():\n    import rlhf_ppo.data.datasets\n"
+        "if TYPE_CHECKING:\n    from rlhf_ppo.cli.parser import parse\ndef f():\n    import rlhf_ppo.data.prompts\n"
     )
 
     assert imported_rooms(file) == {"data", "trainer", "rewards", "cli"}
@@ -160,7 +162,7 @@ def test_files_and_functions_stay_short(path):
     }
 
     assert long_functions == {}
-    assert num_code_lines(path) <= MAX_CODE_LINES
+    assert num_code_lines(path) <= LONGER.get(str(path.relative_to(ROOT)), MAX_CODE_LINES)
 
 
 def derived_names_read(tree: ast.AST) -> list[str]:
@@ -187,7 +189,7 @@ def test_counts_are_read_from_sizes(path):
 def test_the_trainer_has_no_hidden_parents():
     ours = [parent.__name__ for parent in PPOTrainer.__mro__ if parent.__module__.startswith("rlhf_ppo")]
 
-    assert ours == ["PPOTrainer", "TrainerHooks"]
+    assert ours == ["PPOTrainer", "TrainerBase"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -221,7 +223,7 @@ def test_what_is_printed_and_logged_is_visible(path):
         "print(x)",
         "logging.getLogger(__name__)",
     ]
-    if path != PACKAGE / "terminal" / "foreign.py":
+    if path != PACKAGE / "terminal" / "text.py":
         assert written_raw(ast.parse(path.read_text())) == []
         assert "rich.text" not in imported_modules(path)  # `cell` makes the texts of tables
 

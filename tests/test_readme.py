@@ -19,11 +19,10 @@ from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
 
 from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.cli.aitraining import LLMCommand
+from rlhf_ppo.cli.arguments import PPOArgumentParser, PPOScriptArguments
 from rlhf_ppo.cli.estimate import EstimateArguments
 from rlhf_ppo.cli.judge import JudgeArguments
-from rlhf_ppo.cli.llm import LLMCommand
-from rlhf_ppo.cli.parser import PPOArgumentParser
-from rlhf_ppo.cli.sources import PPOScriptArguments
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
@@ -83,6 +82,24 @@ def test_the_snippets_of_the_readme_train_a_policy(workshop):
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert namespace["trainer"].state.episode == namespace["args"].total_episodes
+
+
+@pytest.mark.slow
+def test_the_example_of_the_start_page_trains_with_a_local_model_and_data(workshop) -> None:
+    [(_, example)] = python_blocks(ROOT / "docs" / "index.md")
+    local = {
+        '"Qwen/Qwen2.5-0.5B-Instruct"': '"models/sft"',
+        '"trl-lib/tldr"': '"prompts.jsonl"',
+        "total_episodes=4096": "total_episodes=32",
+        '64, "eos"': '8, "eos"',
+    }
+    for hub, here in local.items():
+        assert hub in example
+        example = example.replace(hub, here)
+
+    exec(compile(example, "index.md", "exec"), {"__name__": "snippets"})
+
+    assert Path("runs/tldr/model.safetensors").is_file()
 
 
 @pytest.mark.slow
@@ -176,7 +193,7 @@ OPTIONS_OF_OTHERS = {
     "docs/judging.md": {"num_examples"},  # of the script
     "docs/metrics.md": {"env-ids", "filters", "output-filename", "pc", "scan-history"},  # openrlbenchmark
     "docs/pipeline.md": {"judge_preferences", "preferences", "prompts", "texts"},  # of `rlhf-ppo init`
-    "docs/learning.md": {
+    "docs/learning-results.md": {
         "against-trl",
         "data",
         "first-seed",
@@ -205,7 +222,7 @@ def test_options_and_arguments_that_are_named_exist(page):
     arguments = known | set(inspect.signature(PPOTrainer).parameters)
     launch = {name for names in launch_command_parser()._option_string_actions for name in [names.lstrip("-")]}
     drawing = {"seeds", "metrics", "x", "output", "separately", "judged"}  # of `rlhf-ppo plot` and `report`
-    options = known | launch | drawing | {"config", "help"}
+    options = known | launch | drawing | {"config", "help", "help_all", "watch"}
 
     text = page.read_text()
     named = set(re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text))

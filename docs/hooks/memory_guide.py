@@ -17,10 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rlhf_ppo.estimate import update as estimates
 from rlhf_ppo.estimate.counting import PassCost, stored_bytes
-from rlhf_ppo.estimate.run import MEMORY_NOT_COUNTED
+from rlhf_ppo.estimate.run import BANDWIDTHS, MEMORY_NOT_COUNTED, rounded_seconds
 from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_update
-from rlhf_ppo.models.modes import as_in_learning
-from rlhf_ppo.models.unwrapping import backbone
+from rlhf_ppo.models.unwrapping import as_in_learning, backbone
 
 PAGE = Path(__file__).parents[1] / "memory.md"
 SIZES = {  # of Qwen2.5 0.5B, Llama 3.2 1B and 3B, Llama 3.1 8B
@@ -40,6 +39,7 @@ ENGINES = {  # by the accelerate configuration: stage of ZeRO, whether FSDP shar
     "fsdp2": (None, True),
 }
 NUMBERS = (2, 4, 8)
+EXCHANGING = {"deepspeed_zero2": "ZeRO-2", "deepspeed_zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 ADAM = 8.0
 """Bytes of Adam's state for each weight."""
 
@@ -91,8 +91,11 @@ def extrapolated(one: Any, two: Any, number: int) -> Any:
     return PassCost(*(extrapolated(*pair, number) for pair in zip(astuple(one), astuple(two), strict=True)))
 
 
-def gigabytes(size: str) -> Iterator[tuple[str, list[float | None]]]:
-    """Yield each way to train with its GB per GPU: one GPU, then each engine on each number; None: refused."""
+def gigabytes(size: str) -> Iterator[tuple[str, list[float | None], list[str]]]:
+    """Yield each way to train with its GB per GPU: one GPU, then each engine on each number; None: refused.
+
+    Beside them stands what 8 GPUs load and exchange; nothing where only models on one base differ.
+    """
     for lora in (False, True):
         policy, value_model, frozen = models_of(size, lora)
         with as_in_learning(True, None, policy, value_model):
@@ -100,16 +103,25 @@ def gigabytes(size: str) -> Iterator[tuple[str, list[float | None]]]:
                 name: [estimated(policy, value_model, frozen, engine, number) for number in numbers_of(name)]
                 for name, engine in ENGINES.items()
             }
-        yield ("LoRA" if lora else "all weights"), [each.peak / 1e9 for column in found.values() for each in column]
+        peaks = [each.peak / 1e9 for column in found.values() for each in column]
+        yield ("LoRA" if lora else "all weights"), peaks, exchanged({name: found[name][-1] for name in EXCHANGING})
         if lora:
             base = [weight for weight in backbone(value_model).parameters() if not weight.requires_grad]
             shared = stored_bytes(base)
-            peaks = [
+            peaks: list[float | None] = [
                 None if name in ("deepspeed_zero3", "fsdp2") else (each.peak - shared) / 1e9
                 for name, column in found.items()
                 for each in column
             ]
-            yield "LoRA over one base", peaks
+            yield "LoRA over one base", peaks, []
+
+
+def exchanged(estimates: dict[str, Estimate]) -> list[str]:
+    """Write what 8 GPUs load, and what each sends with each engine, with seconds at both rates."""
+    sent = [estimate.communication.total for estimate in estimates.values()]
+    loaded = 8 * next(iter(estimates.values())).host / 1e9
+    times = [" and ".join(rounded_seconds(number / rate) for rate in BANDWIDTHS) for number in sent]
+    return [f"{loaded:.0f}", *(f"{number / 1e9:.0f}: {each}" for number, each in zip(sent, times, strict=True))]
 
 
 def numbers_of(engine: str) -> tuple[int, ...]:
@@ -123,7 +135,7 @@ def estimated(
     """Estimate a run on so many GPUs."""
     sharding = Sharding.of(*engine, number, torch.bfloat16)
     autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, sharding.stored is None)
-    workload = replace(WORKLOAD, in_turn=number == 1)
+    workload = replace(WORKLOAD, sequential_backward=number == 1)
     return estimate_update(policy, value_model, frozen, workload, ADAM, sharding, autocast)
 
 
@@ -132,14 +144,15 @@ def page(sizes: Iterable[str] = SIZES) -> str:
     columns = ["1 GPU", *(f"{name} x{n}" for name in ("ZeRO-2", "ZeRO-3", "FSDP2") for n in NUMBERS)]
     head = [["size", "trained", *columns], ["---"] * (2 + len(columns))]
     remember = {name: remembering(getattr(estimates, name)) for name in ("count_pass", "count_cache_bytes")}
+    exchange = [["size", "trained", "host", *EXCHANGING.values()], ["---"] * (3 + len(EXCHANGING))]
     with patch.multiple(estimates, **remember):
-        rows = [
-            [size, way, *("-" if value is None else f"{value:.0f}" for value in values)]
-            for size in sizes
-            for way, values in gigabytes(size)
-        ]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in (*head, *rows))
-    return TEXT.format(table=table, not_counted=MEMORY_NOT_COUNTED)
+        for size in sizes:
+            for way, values, sent in gigabytes(size):
+                head.append([size, way, *("-" if value is None else f"{value:.0f}" for value in values)])
+                if sent:
+                    exchange.append([size, way, *sent])
+    table, exchanges = ("\n".join(f"| {' | '.join(cells)} |" for cells in rows) for rows in (head, exchange))
+    return TEXT.format(table=table, exchanges=exchanges, not_counted=MEMORY_NOT_COUNTED)
 
 
 TEXT = """# How much memory
@@ -169,6 +182,27 @@ was measured on a GPU.
 What does not fit: smaller micro-batches (`per_device_train_batch_size`, or `max_tokens_per_micro_batch`),
 fewer rows in generation (`local_rollout_forward_batch_size`), `offload_frozen`, an 8-bit optimizer (`optim`).
 `rlhf-ppo estimate` says the same of your own models, lengths and engine ([Command line](command-line.md)).
+
+## Host memory and communication
+
+For the same runs on one node of 8 GPUs. *host*: GB of the node's own memory while models are loaded, where every
+process loads every model (DDP, ZeRO-1, ZeRO-2 and FSDP2). The other columns: GB that each GPU sends in an update of
+64 micro-batches and 4 optimizer steps, and how long that takes at 300 GB/s (NVLink in one node) and at 50 GB/s
+(400 Gbit/s for each GPU between nodes).
+
+{exchanges}
+
+ZeRO-2 reduces gradients for every micro-batch; ZeRO-3 and FSDP2 also gather all parameters for every forward and
+backward pass. They cost the same for a micro-batch of any size: use the largest that fits
+(`per_device_train_batch_size`; lower `gradient_accumulation_steps` by the same factor, and an update stays what it
+is). `rlhf-ppo estimate --device_memory 8e10` tells which fits. DDP and ZeRO-1 exchange gradients once for each
+optimizer step. FSDP2 can keep parameters gathered between a forward and a backward pass
+(`fsdp_reshard_after_forward: false`), which saves a quarter of what it sends and needs all parameters on each
+GPU. There is no option to leave gradients unreduced until the last micro-batch of a step: FSDP2
+would keep them whole on each GPU, 4 bytes for each trained weight.
+
+`python benchmarks/scale.py` simulates one rank of 8 and of 64 under FSDP2: the estimate agrees
+([Many devices](distributed.md#at-scale)).
 """
 
 

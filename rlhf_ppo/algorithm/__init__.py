@@ -1,11 +1,11 @@
-"""The mathematics of PPO from human feedback: pure tensor functions, one idea each.
+"""The mathematics of PPO from human feedback, as pure tensor functions.
 
-Read in the order the numbers flow: `penalties` turns scores into rewards per token, `advantages` rewards into
-advantages and returns, `masked` whitens them over every rank's real tokens, `losses` compares them with the model in
-training. The room imports nothing but torch and itself.
+In the order of the computation: `penalties` turns scores into token rewards, `advantages` computes advantages and
+returns from them, `masked` whitens them over the real tokens of all ranks, and `losses` computes the losses. This
+package imports only torch and itself.
 
-All functions compute in float32, whatever they are given. A mask is True on real tokens; what stands elsewhere, NaN
-and inf included, reaches no result.
+All functions compute in float32. Masks are True on real tokens; other values, including NaN and inf, do not affect any
+result.
 """
 
 from rlhf_ppo.algorithm.advantages import gae

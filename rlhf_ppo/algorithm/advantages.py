@@ -16,23 +16,22 @@ def gae(
     lam: float | Tensor,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages and returns, from the last token to the first.
+    """Compute advantages and returns, from the last token to the first.
 
         delta_t = r_t + gamma V_{t+1} - V_t
         A_t = delta_t + gamma lam A_{t+1}
         return_t = A_t + V_t
 
     The sum ends at the last real token: there `A_{t+1} = 0` and `V_{t+1}` is 0, or the row's bootstrap value if the
-    response was cut by its length rather than ended. GAE, 1506.02438, section 3; PPO, 1707.06347, section 5.
+    response was truncated by its length. GAE, 1506.02438, section 3; PPO, 1707.06347, section 5.
 
     Args:
         rewards: `(B, T)`, in the reward's unit.
         values: Value estimates before each token, `(B, T)`, in the reward's unit.
-        response_mask: True on real tokens, bool `(B, T)`. Other tokens are passed over, wherever they stand.
+        response_mask: True on real tokens, bool `(B, T)`. Other tokens are skipped, at any position.
         gamma: Discount per token, 0 to 1.
-        lam: 0 for one-step TD errors, 1 for Monte-Carlo returns minus the value; one for all rows, or `(B,)`.
-        bootstrap_values: Value estimate after the last real token, `(B,)`: give 0 for the rows that ended. None when
-            every row did.
+        lam: 0 for one-step TD errors, 1 for Monte-Carlo returns minus the value; a number, or `(B,)`.
+        bootstrap_values: Value estimate after the last real token, `(B,)`; 0 for rows that ended. None if all did.
 
     Returns:
         `(advantages, returns)`, not whitened, float32 `(B, T)`, 0 outside the mask.
@@ -48,10 +47,10 @@ def gae(
 
 
 def turn_starts(response_mask: Tensor) -> Tensor:
-    """Tell which tokens are the first of a turn: an unbroken run of tokens that the policy wrote.
+    """Return which tokens are the first of a turn, a contiguous span of tokens that the policy wrote.
 
     Args:
-        response_mask: True on real tokens, bool `(B, T)`; what others wrote between them is False.
+        response_mask: True on the policy's tokens, bool `(B, T)`; False on those of tools and environments.
 
     Returns:
         bool `(B, T)`.
@@ -69,17 +68,17 @@ def turn_gae(
     lam: float | Tensor,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages and returns of whole turns: the action is a turn, the state all that stands before it.
+    """Compute advantages and returns of turns: an action is a turn, its state all preceding tokens.
 
         r_k = sum of the rewards of turn k's tokens,        V_k = value before its first token
         delta_k = r_k + gamma V_{k+1} - V_k
         A_k = delta_k + gamma lam A_{k+1},                  return_k = A_k + V_k
 
-    Every token of turn k has the advantage `A_k`; its first token alone has a return, and a value that counts.
-    Turn-PPO, 2512.17008. Turns of one token each are those of `gae`; a single turn is a bandit's action.
+    Every token of turn k has the advantage `A_k`; only its first token has a return, and a value that is used.
+    Turn-PPO, 2512.17008. With turns of one token it equals `gae`; with a single turn it is a bandit.
 
     Args:
-        rewards: Of tokens, `(B, T)`, in the reward's unit.
+        rewards: Token rewards, `(B, T)`, in the reward's unit.
         values: Value estimates before each token, `(B, T)`, in the reward's unit.
         response_mask: True on real tokens, bool `(B, T)`.
         gamma: Discount per turn, 0 to 1.
@@ -87,12 +86,12 @@ def turn_gae(
         bootstrap_values: As in `gae`.
 
     Returns:
-        `(advantages, returns)`, not whitened, float32 `(B, T)`: 0 outside the mask, returns 0 but on first tokens.
+        `(advantages, returns)`, not whitened, float32 `(B, T)`, 0 outside the mask; returns only on first tokens.
     """
     starts = turn_starts(response_mask)
     turns = (starts.cumsum(dim=1) - 1).clamp(min=0)
     own = zero_outside(rewards, response_mask)
-    # On the host, where sums have one order.
+    # On the CPU, where the order of summation is deterministic.
     sums = torch.zeros(own.shape).scatter_add(1, turns.cpu(), own.cpu()).to(own.device)
     advantages, returns = gae(sums.gather(1, turns), values, starts, gamma, lam, bootstrap_values)
     places = torch.arange(starts.shape[1], device=starts.device)
@@ -101,9 +100,9 @@ def turn_gae(
 
 
 def length_adaptive_lam(response_mask: Tensor, alpha: float) -> Tensor:
-    """Give each response a lambda by its number of tokens: `lam_i = max(0, 1 - 1 / (alpha l_i))`.
+    """Compute each response's lambda from its length: `lam_i = max(0, 1 - 1 / (alpha l_i))`.
 
-    The weights of a response's TD errors then sum to about `alpha l`, in proportion to its length. VAPO, 2504.05118,
+    The weights of a response's TD errors then sum to about `alpha l`. VAPO, 2504.05118,
     section 4.2.
 
     Args:
@@ -117,7 +116,7 @@ def length_adaptive_lam(response_mask: Tensor, alpha: float) -> Tensor:
 
 
 def _next_values(values: Tensor, real: Tensor, bootstrap_values: Tensor | None) -> Tensor:
-    """Shift values, 0 outside the mask of real tokens, which come first in their rows, by one token."""
+    """Shift values by one token; real tokens come first in their rows, other values are 0."""
     next_values = values.roll(-1, dims=1)
     next_values[:, -1] = 0.0
     if bootstrap_values is None:
@@ -128,7 +127,7 @@ def _next_values(values: Tensor, real: Tensor, bootstrap_values: Tensor | None) 
 
 
 def _discounted_sums(terms: Tensor, discount: float | Tensor) -> Tensor:
-    """Return `y_t = x_t + discount y_{t+1}`, summed on the host: on a GPU each step would wait for its launches."""
+    """Return `y_t = x_t + discount y_{t+1}`, computed on the CPU: on a GPU, each step would be a kernel launch."""
     sums = terms.T.cpu().clone(memory_format=torch.contiguous_format)
     steps = sums.unbind()
     discount = discount.cpu() if isinstance(discount, Tensor) else discount

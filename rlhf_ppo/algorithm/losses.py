@@ -1,7 +1,7 @@
-"""PPO's clipped losses, token by token, and how tokens are averaged.
+"""PPO's clipped losses per token, and their weighted mean over the tokens of a mini-batch.
 
-The losses know no mask: give them log-probabilities and values whose padding was replaced by selection (`zero_outside`
-or `masked_fill`), so that it gets no gradient whatever it held, and average with `token_mean`, which drops it.
+The losses take no mask. Replace padding in log-probabilities and values by selection (`zero_outside` or
+`masked_fill`), so that it gets no gradient, and average with `token_mean`, which ignores it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ NO_FIGURES: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class PolicyLoss(NamedTuple):
-    """What a policy loss knows of each token.
+    """Result of a policy loss for each token.
 
     Attributes:
-        loss: To minimise, float32 `(..., T)`, in the advantage's unit.
+        loss: The loss to minimise, float32 `(..., T)`, in the advantage's unit.
         ratio: Importance ratio, new probability over old, float32 `(..., T)`.
         clipped: Whether the clip removes the token's gradient, bool `(..., T)`.
-        figures: Anything else to log, `(..., T)` by the metric's name: its mean over the real tokens of an update.
+        figures: Further metrics, `(..., T)` by name; their means over the real tokens of an update are logged.
     """
 
     loss: Tensor
@@ -35,12 +35,12 @@ class PolicyLoss(NamedTuple):
 
 
 class ValueLoss(NamedTuple):
-    """What a value loss knows of each token.
+    """Result of a value loss for each token.
 
     Attributes:
-        loss: To minimise, float32 `(..., T)`, in the reward's unit squared.
+        loss: The loss to minimise, float32 `(..., T)`, in the reward's unit squared.
         clipped: Whether the clipped branch is the larger loss, so that the token has no gradient, bool `(..., T)`.
-        figures: Anything else to log, `(..., T)` by the metric's name: its mean over the real tokens of an update.
+        figures: Further metrics, `(..., T)` by name; their means over the real tokens of an update are logged.
     """
 
     loss: Tensor
@@ -57,23 +57,26 @@ def clipped_policy_loss(
     cliprange_high: float | None = None,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """Reward a better token until its probability has moved by the clip range; a worse one without that mercy.
+    """Compute PPO's clipped policy loss.
 
         rho = exp(logprob - old_logprob)
         loss = w max(-A rho, -A clip(rho, 1 - cliprange, 1 + cliprange_high))
         with a dual clip c, for A < 0: loss = w min(that max, -c A)
 
+    The clip removes the gradient of a token with A > 0 once its ratio is above 1 + cliprange_high, and of a token with
+    A < 0 once its ratio is below 1 - cliprange. Above 1, a token with A < 0 is limited by the dual clip only.
+
     PPO, 1707.06347, section 3 (eq. 7, negated); two clip ranges: DAPO, 2503.14476, section 3.1; dual clip: Ye et al.,
     1912.09729, section 4.2.
 
     Args:
-        logprobs: Of the sampled tokens under the policy being trained, nats, `(..., T)`.
-        old_logprobs: The same under the policy that sampled them, nats, `(..., T)`.
+        logprobs: Log-probabilities of the sampled tokens under the policy being trained, nats, `(..., T)`.
+        old_logprobs: The same under the sampling policy, nats, `(..., T)`.
         advantages: `(..., T)`, in standard deviations once whitened.
-        cliprange: How far the ratio may go from 1 and still be rewarded.
-        weights: What `importance_weights` gave, `(..., T)`; None: all 1.
-        cliprange_high: The same above 1; None: as below.
-        dual_clip: From which ratio on a worse token has no gradient, above 1; None: from none.
+        cliprange: Largest useful distance of the ratio below 1.
+        weights: Result of `importance_weights`, `(..., T)`; None: all 1.
+        cliprange_high: Largest useful distance of the ratio above 1; None: `cliprange`.
+        dual_clip: Ratio above which a token with A < 0 has no gradient, above 1; None: no limit.
 
     Returns:
         Loss, ratio and clip flag of each token; meaningless outside the response mask.
@@ -100,23 +103,23 @@ def sequence_clipped_policy_loss(
     cliprange_high: float | None = None,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """Clip the ratio of a whole response, its tokens' geometric mean, instead of each token's.
+    """Compute the policy loss with the ratio of the response, the geometric mean of its tokens' ratios.
 
         s_i = exp(mean_t(logprob_it - old_logprob_it))
         rho_it = stop(s_i) exp(logprob_it - stop(logprob_it))
         loss = w max(-A rho, -A clip(rho, 1 - cliprange, 1 + cliprange_high))
 
-    Its value is that of `s_i`; its gradient leaves each token its own advantage, and is GSPO's where they are equal.
+    The ratio's value is `s_i`; in the gradient, each token keeps its own advantage. With equal advantages it is GSPO.
     GSPO, 2507.18071, sections 4.1 and 4.3 (eqs. 5, 7 and 14).
 
     Args:
-        logprobs: Of the sampled tokens under the policy being trained, nats, `(B, T)`; whole responses.
-        old_logprobs: The same under the policy that sampled them, nats, `(B, T)`.
+        logprobs: Log-probabilities of the sampled tokens under the policy being trained, nats, `(B, T)`.
+        old_logprobs: The same under the sampling policy, nats, `(B, T)`.
         advantages: `(B, T)`, in standard deviations once whitened.
-        mask: True on the tokens that are learned from, bool `(B, T)`.
-        cliprange: How far the response's ratio may fall below 1.
-        cliprange_high: How far it may rise above 1; None: as far.
-        weights: What `importance_weights` gave, `(B, T)`; None: all 1.
+        mask: True on the loss tokens, bool `(B, T)`.
+        cliprange: Largest useful distance of the response's ratio below 1.
+        cliprange_high: The same above 1; None: `cliprange`.
+        weights: Result of `importance_weights`, `(B, T)`; None: all 1.
 
     Returns:
         Loss, ratio and clip flag of each token; meaningless outside the response mask.
@@ -136,7 +139,7 @@ def weight_clipped_policy_loss(
     max_weight: float,
     weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """Weigh each token's policy gradient by its ratio, up to a limit; no token loses its gradient.
+    """Compute the policy gradient weighted by the clipped ratio; every token keeps its gradient.
 
         rho = exp(logprob - old_logprob)
         loss = -w stop(min(rho, max_weight)) A logprob
@@ -144,15 +147,15 @@ def weight_clipped_policy_loss(
     CISPO of MiniMax-M1, 2506.13585, section 3.1 (eqs. 4 and 5), without a lower limit.
 
     Args:
-        logprobs: Of the sampled tokens under the policy being trained, nats, `(..., T)`.
-        old_logprobs: The same under the policy that sampled them, nats, `(..., T)`.
+        logprobs: Log-probabilities of the sampled tokens under the policy being trained, nats, `(..., T)`.
+        old_logprobs: The same under the sampling policy, nats, `(..., T)`.
         advantages: `(..., T)`, in standard deviations once whitened.
-        max_weight: The largest ratio that counts.
-        weights: What `importance_weights` gave, `(..., T)`; None: all 1.
+        max_weight: Limit of the ratio.
+        weights: Result of `importance_weights`, `(..., T)`; None: all 1.
 
     Returns:
-        Loss and ratio of each token, none of them clipped; `policy/weight_clipfrac_avg`, whether the limit was
-        reached. Meaningless outside the response mask.
+        Loss and ratio of each token, `clipped` False, and `policy/weight_clipfrac_avg`, whether the ratio exceeds the
+        limit. Meaningless outside the response mask.
     """
     ratio = (logprobs.detach().float() - old_logprobs.float()).exp()
     loss = -ratio.clamp(max=max_weight) * advantages.float() * logprobs.float()
@@ -164,18 +167,18 @@ def weight_clipped_policy_loss(
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float | None
 ) -> ValueLoss:
-    """Pull values to the returns, but no further than the clip range from where they were.
+    """Compute PPO's clipped value loss.
 
         loss = 0.5 max((V - R)^2, (clip(V, V_old - cliprange_value, V_old + cliprange_value) - R)^2)
 
     Not in the PPO paper; from its authors' code, as in N+ implementation details, 2403.17031, section 7.
 
     Args:
-        values: Estimates of the value model being trained, `(..., T)`, in the reward's unit.
-        old_values: Estimates when the response was sampled, `(..., T)`.
-        returns: What to fit, `(..., T)`, in the reward's unit.
-        cliprange_value: In the reward's unit; None clips nothing, which Andrychowicz et al., 2006.05990, section 3.2,
-            find no worse.
+        values: Values of the model being trained, `(..., T)`, in the reward's unit.
+        old_values: Values at sampling time, `(..., T)`.
+        returns: Regression targets, `(..., T)`, in the reward's unit.
+        cliprange_value: In the reward's unit; None does not clip, which Andrychowicz et al., 2006.05990, section 3.2,
+            find to be no worse.
 
     Returns:
         Loss and clip flag of each token; meaningless outside the response mask.
@@ -190,18 +193,19 @@ def clipped_value_loss(
 
 
 def importance_weights(logprobs: Tensor, sampling_logprobs: Tensor, clip_max: float) -> Tensor:
-    """Say how much likelier the policy makes each token than the engine that drew it, up to a limit.
+    """Compute truncated importance weights of the policy over the generation engine.
 
         w = min(exp(logprob - sampling_logprob), clip_max)
 
-    Truncated importance sampling (Ionides, *Truncated Importance Sampling*, 2008), for engines whose arithmetic is not
-    that of training (Yao et al., *Your Efficient RL Framework Secretly Brings You Off-Policy RL Training*, 2025).
+    Truncated importance sampling (Ionides, *Truncated Importance Sampling*, 2008), for engines whose arithmetic
+    differs from that of training (Yao et al., *Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training*, 2025).
 
     Args:
-        logprobs: Of the sampled tokens under the policy when they were sampled, by the training forward, nats,
-            `(..., T)`.
-        sampling_logprobs: The same as the engine drew them, nats, `(..., T)`.
-        clip_max: The largest weight.
+        logprobs: Log-probabilities of the sampled tokens under the sampling policy, by the training forward pass,
+            nats, `(..., T)`.
+        sampling_logprobs: The same as reported by the engine, nats, `(..., T)`.
+        clip_max: Largest weight.
 
     Returns:
         Constant factors of the policy's per-token loss, float32 `(..., T)`; meaningless outside the response mask.
@@ -210,15 +214,15 @@ def importance_weights(logprobs: Tensor, sampling_logprobs: Tensor, clip_max: fl
 
 
 def token_mean(per_token: Tensor, mask: Tensor, num_tokens: float) -> Tensor:
-    """Give this part's share of a mean over tokens: `sum_i m_i x_i / num_tokens`.
+    """Compute this part's contribution to a mean over tokens: `sum_i m_i x_i / num_tokens`.
 
-    The denominator is one for the whole mini-batch: its parts, cut in any way over micro-batches and ranks, add up to
-    the same mean, and their gradients to the same gradient.
+    The denominator is that of the whole mini-batch: for any split into micro-batches and ranks, the parts sum to the
+    same mean, and their gradients to the same gradient.
 
     Args:
         per_token: `(..., T)`, any unit.
         mask: True on real tokens, bool, same shape.
-        num_tokens: Real tokens of the whole mini-batch on all ranks.
+        num_tokens: Number of real tokens of the whole mini-batch, on all ranks.
 
     Returns:
         float32 scalar, in the unit of `per_token`.
@@ -231,14 +235,79 @@ def token_mean(per_token: Tensor, mask: Tensor, num_tokens: float) -> Tensor:
     return zero_outside(per_token, mask).sum() / num_tokens
 
 
+def aggregation_weights(
+    mask: Tensor,
+    aggregation: str,
+    num_tokens: float,
+    response_length: int,
+    reduce_sum: ReduceSum | None = None,
+) -> Tensor | None:
+    """Return token weights whose weighted mean over the mini-batch's tokens is the selected aggregation.
+
+        token:     w_it = 1                                  one mean over all tokens
+        sequence:  w_it = num_tokens / (n l_i)               the mean of each of n responses, then over responses
+        constant:  w_it = num_tokens / (n response_length)   the sum, divided by a constant
+
+    "token": DAPO, 2503.14476, section 3.3; "constant": Dr. GRPO, 2503.20783, section 3.2.
+
+    Args:
+        mask: True on the loss tokens of this rank's part of the mini-batch, bool `(B, T)`.
+        aggregation: "token", "sequence" or "constant".
+        num_tokens: Number of loss tokens of the whole mini-batch, on all ranks.
+        response_length: Longest response, in tokens.
+        reduce_sum: Sums over all ranks, each of which must call this; None for one process.
+
+    Returns:
+        Weights, float32 `(B, 1)`; None for "token".
+
+    Raises:
+        ValueError: Any other aggregation.
+    """
+    if aggregation == "token":
+        return None
+    lengths = mask.sum(dim=1, keepdim=True).float()
+    num_responses = (lengths > 0).sum()
+    num_responses = num_responses if reduce_sum is None else reduce_sum(num_responses)
+    if aggregation == "sequence":
+        return num_tokens / (num_responses * lengths.clamp(min=1))
+    if aggregation == "constant":
+        return (num_tokens / (num_responses * response_length)).expand_as(lengths)
+    raise ValueError(f"loss_aggregation={aggregation!r} is unknown; use 'token', 'sequence' or 'constant'")
+
+
+def imitation_weights(
+    mask: Tensor, is_positive: Tensor, num_tokens: float, reduce_sum: ReduceSum | None = None
+) -> Tensor:
+    """Return token weights whose weighted mean of -log pi over all tokens is the mean over positive responses.
+
+        w_it = num_tokens / sum_j p_j l_j  if p_i, else 0
+
+    where `p_i` is whether response `i` is positive, and `l_i` its length. All are 0 if no response is positive. VAPO,
+    2504.05118 (positive example LM loss).
+
+    Args:
+        mask: True on the loss tokens of this rank's part of the mini-batch, bool `(B, T)`.
+        is_positive: Which responses are imitated, bool `(B,)`.
+        num_tokens: Number of loss tokens of the whole mini-batch, on all ranks.
+        reduce_sum: Sums over all ranks, each of which must call this; None for one process.
+
+    Returns:
+        Weights, float32 `(B, T)`.
+    """
+    positive = mask & is_positive[:, None]
+    num_positive = positive.sum()
+    num_positive = num_positive if reduce_sum is None else reduce_sum(num_positive)
+    return positive * (num_tokens / num_positive.clamp(min=1))
+
+
 def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Estimate how far the policy has moved since it sampled, per token: `0.5 (logprob - old_logprob)^2`.
+    """Estimate the KL between the policy and the sampling policy per token: `0.5 (logprob - old_logprob)^2`.
 
     Schulman's k2 (*Approximating KL Divergence*, 2020): biased, but never negative and of low variance near 0.
 
     Args:
-        logprobs: Under the policy being trained, nats, `(..., T)`.
-        old_logprobs: Under the policy that sampled, nats, `(..., T)`.
+        logprobs: Log-probabilities under the policy being trained, nats, `(..., T)`.
+        old_logprobs: Log-probabilities under the sampling policy, nats, `(..., T)`.
 
     Returns:
         Nats, float32 `(..., T)`; meaningless outside the response mask.
@@ -247,16 +316,16 @@ def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce_sum: ReduceSum | None = None) -> Tensor:
-    """Say how much of the returns' variance the values foresee: `1 - Var(R - V) / Var(R)`.
+    """Compute the share of the returns' variance that the values explain: `1 - Var(R - V) / Var(R)`.
 
     Args:
         values: Value estimates, `(B, T)`, in the reward's unit.
         returns: `(B, T)`, in the reward's unit.
         mask: True on real tokens, bool `(B, T)`.
-        reduce_sum: Sums over all ranks, each of which must make the same call; None when there is one process.
+        reduce_sum: Sums over all ranks, each of which must call this; None for one process.
 
     Returns:
-        float32 scalar: 1 for perfect values, 0 for constant ones, below 0 for worse; 0 where the returns do not vary.
+        float32 scalar: 1 for perfect values, 0 for constant ones, below 0 for worse ones; 0 for constant returns.
     """
     residual_var = masked_var(returns.float() - values.float(), mask, reduce_sum)
     returns_var = masked_var(returns, mask, reduce_sum)

@@ -1,5 +1,5 @@
-"""Checkpoints: what they hold beyond Trainer's files, when one is whole, and which run it belongs to."""
+"""Checkpoints of a run: files, saved state, the run that they belong to, and complete checkpoints."""
 
-from rlhf_ppo.checkpoints.whole import last_whole_checkpoint, what_is_missing
+from rlhf_ppo.checkpoints.complete import last_complete_checkpoint, why_incomplete
 
-__all__ = ["last_whole_checkpoint", "what_is_missing"]
+__all__ = ["last_complete_checkpoint", "why_incomplete"]

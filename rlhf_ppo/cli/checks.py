@@ -1,32 +1,272 @@
-"""Checks before anything is loaded, whose errors say what to change."""
+"""Checks of all files and models that options name, before anything is trained; all problems are found at once."""
 
 from __future__ import annotations
 
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-NUMBERS = {
-    "bool",
-    "double",
-    "float",
-    *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)),
-}
-"""The types of columns of numbers, by their names in `datasets`."""
+from trl.trainer.model_config import ModelConfig
+
+from rlhf_ppo.checkpoints.run import check_start
+from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOScriptArguments, check_columns
+from rlhf_ppo.cli.errors import Problems
+from rlhf_ppo.cli.judge import check_judge, check_responses, load_rows
+from rlhf_ppo.cli.options import JudgeArguments
+from rlhf_ppo.cli.training import check_model, has_reward_model, load_tokenizer, resumed_checkpoint, text_columns
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.ppo_config import output_directory
+from rlhf_ppo.data.preferences import separate_prompts
+from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column
+from rlhf_ppo.data.sources import choose_split, hold_out, load_splits
+from rlhf_ppo.rewards.resolve import check_reward_name
+
+__all__ = ["Problems", "check_judge_options", "check_ppo_options", "check_step_options", "check_trl_options", "parse"]
+
+IsComing = Callable[[str], bool]
+"""Whether an earlier step of a pipeline writes a path, which does not exist yet."""
 
 
-def check_columns(dataset: Any, alternatives: list[set[str]]) -> None:
-    """Check that a data set has the columns that TRL's trainer reads.
+def _exists(path: str) -> bool:
+    return False
+
+
+# ---- Options ----
+
+
+def parse(parser: Any, argv: Sequence[str] | None, problems: Problems) -> Any:
+    """Parse a command line; wrong options are collected and left out, and the others are parsed again.
 
     Args:
-        dataset: The rows; those of a stream may have columns that nobody knows yet.
-        alternatives: Sets of columns, one of which must be there.
+        parser: A `PPOArgumentParser`.
+        argv: The options; None takes the program's own.
+        problems: Gets a message for each wrong option.
 
     Raises:
-        ValueError: None of them is.
+        SystemExit: The remaining options cannot be parsed.
     """
-    columns = dataset.column_names
-    if columns is not None and not any(needed <= {*columns} for needed in alternatives):
-        wanted = " or ".join(" and ".join(f"`{name}`" for name in sorted(needed)) for needed in alternatives)
-        raise ValueError(f"the data set has the columns {columns}, but training needs {wanted}; rename them")
-    for name, kind in (dataset.features or {}).items():
-        if name in set().union(*alternatives) and getattr(kind, "dtype", "string") in NUMBERS:
-            raise ValueError(f"the column `{name}` holds {kind.dtype}, but training needs texts or messages in it")
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    parser.exit_on_error = False
+    while True:
+        known = len(problems.messages)
+        with problems.collecting():
+            try:
+                return parser.parse_args_and_config(words)
+            except argparse.ArgumentError as error:
+                raise ValueError(str(error)) from error
+        remaining = _without_options(words, problems.messages[-1])
+        if len(problems.messages) == known or remaining == words:
+            problems.fail(parser.prog)
+        words = remaining
+
+
+def _without_options(words: Sequence[str], message: str) -> list[str]:
+    """Return a command line without the options at the start of an error message."""
+    start = re.match(r"there is no option ([\w, -]+?)(;|$)|argument ([\w/-]+):|(\w+)=", message)
+    names = re.split(r", |/", next(filter(None, start.groups()))) if start else []
+    wrong = {name.lstrip("-").replace("-", "_") for name in names}
+    kept, keeps = [], True
+    for word in words:
+        if word.startswith("--"):
+            keeps = word.partition("=")[0].lstrip("-").replace("-", "_").removeprefix("no_") not in wrong
+        kept += [word] if keeps else []
+    return kept
+
+
+# ---- PPO ----
+
+
+def check_ppo_options(
+    problems: Problems,
+    script_args: PPOScriptArguments,
+    args: PPOConfig,
+    model_args: ModelConfig,
+    *,
+    where: str = "",
+    coming: IsComing = _exists,
+) -> tuple[Any, Any]:
+    """Check data, models and reward functions of `rlhf-ppo train`.
+
+    Args:
+        problems: Gets the problems.
+        script_args: The options of the script.
+        args: The options of the trainer.
+        model_args: The options of the models.
+        where: Prefix of the messages.
+        coming: Tells which paths an earlier step writes.
+
+    Returns:
+        The rows to train on and to evaluate on, as far as they were found.
+    """
+    if not coming(args.output_dir or ""):
+        with problems.collecting(where):
+            check_start(output_directory(args), args.resume_from_checkpoint, args.overwrite_output_dir)
+    trusts, tokenizer = script_args.trust_remote_code, None
+    if not coming(args.sft_model_path):
+        with problems.collecting(where):
+            check_model(args.sft_model_path, "sft_model_path", trusts)
+            path, argument = model_args.model_name_or_path, "model_name_or_path"
+            tokenizer = load_tokenizer(path or args.sft_model_path, trusts, argument if path else "sft_model_path")
+    if has_reward_model(script_args, args) and not coming(args.reward_model_path):
+        with problems.collecting(where):
+            check_model(args.reward_model_path, "reward_model_path", trusts)
+    for name in script_args.reward_funcs or ():
+        with problems.collecting(where):
+            check_reward_name(name)
+    rows = (None, None)
+    with problems.collecting(where):
+        rows = train_and_eval_rows(script_args, always_evaluates=True)
+        for name, dataset in zip(("train_dataset", "eval_dataset"), rows, strict=True):
+            if dataset is not None and (first := first_row(dataset)) is not None:
+                prompt_column(first, name)
+                if tokenizer is not None:
+                    PromptEncoder(tokenizer, name, None).row(first, 0)
+    if script_args.ptx_dataset is not None:
+        with problems.collecting(where):
+            texts = load_splits(script_args.ptx_dataset, argument="ptx_dataset")
+            choose_split(texts, "train", "the split of ptx_dataset")
+    return rows
+
+
+def train_and_eval_rows(script_args: DryRunScriptArguments, always_evaluates: bool = False) -> tuple[Any, Any]:
+    """Load the rows to train on and to evaluate on.
+
+    Args:
+        script_args: Gives the data and its splits.
+        always_evaluates: Whether to hold rows out for evaluation if there is no split for it.
+    """
+    splits = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
+    train_dataset = choose_split(splits, script_args.dataset_train_split, "dataset_train_split")
+    if script_args.dataset_test_split != "test" or "test" in splits:
+        rows = train_dataset, choose_split(splits, script_args.dataset_test_split, "dataset_test_split")
+    else:
+        rows = hold_out(train_dataset, num_rows=100) if always_evaluates else (train_dataset, None)
+    if always_evaluates:  # prompts for PPO
+        rows = _with_prompts(rows, where_missing=True)
+    return rows
+
+
+def _with_prompts(rows: tuple[Any, Any], where_missing: bool = False) -> tuple[Any, Any]:
+    """Return data sets of preference pairs with explicit prompts; see `separate_prompts`."""
+    train_dataset, eval_dataset = rows
+    held_out = None if eval_dataset is None else separate_prompts(eval_dataset, where_missing)
+    return separate_prompts(train_dataset, where_missing), held_out
+
+
+def first_row(dataset: Any) -> Mapping[str, Any] | None:
+    """Return the first row of a dataset or a stream; None if it has no rows."""
+    return next(iter(dataset.take(1)), None)
+
+
+# ---- TRL's trainers ----
+
+
+def check_trl_options(
+    problems: Problems,
+    command: str,
+    script_args: DryRunScriptArguments,
+    args: Any,
+    model_args: ModelConfig,
+    *,
+    where: str = "",
+    coming: IsComing = _exists,
+) -> tuple[Any, Any]:
+    """Check data and model of `rlhf-ppo sft` and `rlhf-ppo reward`.
+
+    Args:
+        problems: Gets the problems.
+        command: "sft" or "reward".
+        script_args: The options of the script.
+        args: The options of TRL's trainer.
+        model_args: The options of the model.
+        where: Prefix of the messages.
+        coming: Tells which paths an earlier step writes.
+
+    Returns:
+        The rows to train on and to evaluate on, as far as they were found.
+    """
+    if not coming(args.output_dir or ""):
+        with problems.collecting(where):
+            resumed_checkpoint(args)
+    path = model_args.model_name_or_path
+    if path is None or not coming(path):
+        with problems.collecting(where):
+            if path is None:
+                raise ValueError("model_name_or_path=None: give the directory or hub name of the model to train")
+            check_model(path, "model_name_or_path", args.trust_remote_code)
+            load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
+    rows = (None, None)
+    with problems.collecting(where):
+        rows = train_and_eval_rows(script_args)
+        if command == "reward":
+            rows = _with_prompts(rows)
+        alternatives = text_columns(command, args)
+        for dataset in rows:
+            if dataset is not None:
+                check_columns(dataset, alternatives)
+                _check_first_texts(script_args.dataset_name, dataset, alternatives)
+    return rows
+
+
+def _check_first_texts(name: str | None, dataset: Any, alternatives: Sequence[set[str]]) -> None:
+    """Check that the columns of the first row hold texts or messages."""
+    first = first_row(dataset) or {}
+    columns = next((needed for needed in alternatives if needed <= first.keys()), set()) - {"input_ids"}
+    for column in sorted(columns):
+        value = first[column]
+        if not isinstance(value, str) and not is_conversation(value):
+            raise ValueError(
+                f"dataset_name={name!r}: the column `{column}` of row 0 holds {value!r:.60} ({type(value).__name__}); "
+                "make it a text or a list of messages"
+            )
+
+
+# ---- Judge and steps of a pipeline ----
+
+
+def check_judge_options(
+    problems: Problems, args: JudgeArguments, *, where: str = "", coming: IsComing = _exists
+) -> None:
+    """Check data, models and judge of `rlhf-ppo judge`; nothing is asked, run or loaded.
+
+    Args:
+        problems: Gets the problems.
+        args: The options.
+        where: Prefix of the messages.
+        coming: Tells which paths an earlier step writes.
+    """
+    with problems.collecting(where):
+        check_judge(args)
+    paths = {name: getattr(args, name) for name in ("model", "opponent")}
+    if not args.asks_chat_model:
+        paths["judge_model"] = args.judge_model
+    for argument, path in paths.items():
+        if path is not None and not coming(path):
+            with problems.collecting(where):
+                check_model(path, argument, args.trust_remote_code)
+                if argument != "judge_model":
+                    load_tokenizer(path, args.trust_remote_code, argument)
+    with problems.collecting(where):
+        check_responses(args, load_rows(args))
+
+
+def check_step_options(
+    problems: Problems, command: str, options: Any, *, where: str = "", coming: IsComing = _exists
+) -> None:
+    """Check the options of a command; see `check_ppo_options`, `check_trl_options` and `check_judge_options`.
+
+    Args:
+        problems: Gets the problems.
+        command: "train", "sft", "reward" or "judge".
+        options: The parsed options: `JudgeArguments`, or the three groups of a training command.
+        where: Prefix of the messages, such as the section of a pipeline.
+        coming: Tells which paths an earlier step writes.
+    """
+    if command == "judge":
+        check_judge_options(problems, options, where=where, coming=coming)
+    elif command == "train":
+        check_ppo_options(problems, *options, where=where, coming=coming)
+    else:
+        check_trl_options(problems, command, *options, where=where, coming=coming)

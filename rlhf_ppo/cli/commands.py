@@ -1,4 +1,4 @@
-"""The subcommands whose options are those of a trainer's own configuration."""
+"""The commands train, estimate, reward and sft."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import Trainer
-from trl.scripts.utils import ScriptArguments
 from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.checkpoints.run import check_start
+from rlhf_ppo.cli.arguments import (
+    DryRunScriptArguments,
+    PPOArgumentParser,
+    PPOScriptArguments,
+    quantization_options,
+)
+from rlhf_ppo.cli.checks import Problems, check_ppo_options, check_trl_options, parse, train_and_eval_rows
 from rlhf_ppo.cli.errors import program_name, user_errors
 from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
-from rlhf_ppo.cli.parser import PPOArgumentParser
-from rlhf_ppo.cli.quantization import quantization_options
-from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, hold_out, load_splits
 from rlhf_ppo.cli.training import (
+    RewardArguments,
+    SFTArguments,
+    measure_accuracy,
     policy_tokenizer,
     reward_trainer,
     running,
@@ -23,20 +28,19 @@ from rlhf_ppo.cli.training import (
     sft_trainer,
     train_and_save,
 )
-from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
-from rlhf_ppo.cli.trl_training import resumed_checkpoint
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.inherited_values import check_inherited, check_numbers
-from rlhf_ppo.config.settled import output_directory
+from rlhf_ppo.config.inherited import check_inherited, check_numbers
+from rlhf_ppo.data.sources import hold_out_pairs
 from rlhf_ppo.estimate.run import estimate_run, multiplied_dtype
 from rlhf_ppo.estimate.update import Estimate
-from rlhf_ppo.processes.engines import learns_in_turn, product_dtype
+from rlhf_ppo.processes.distributed import mixed_precision_dtype, sequential_backward
+from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.checks import check_output_dir
 
 
 def train(argv: Sequence[str] | None = None) -> PPOTrainer:
-    """PPO, with the options of TRL's `examples/scripts/ppo/ppo.py`.
+    """Train with PPO, with the options of TRL's `examples/scripts/ppo/ppo.py`.
 
     Args:
         argv: The options: those of `PPOScriptArguments`, `PPOConfig` and TRL's `ModelConfig`, or a YAML file with them
@@ -49,20 +53,24 @@ def train(argv: Sequence[str] | None = None) -> PPOTrainer:
         SystemExit: An option, the data or a model is wrong; the message names it.
     """
     program = program_name("train", argv)
+    problems = Problems()
+    script_args, args, model_args = _parse(program, PPOScriptArguments, PPOConfig, argv, problems)
+    if args.stop_token is None and args.stop_token_id is None:
+        args.stop_token = "eos"
+    rows = check_ppo_options(problems, script_args, args, model_args)
+    problems.fail(program)
     with user_errors(program):
-        script_args, args, model_args = _parse(program, PPOScriptArguments, PPOConfig, argv)
-        if args.stop_token is None and args.stop_token_id is None:
-            args.stop_token = "eos"
-        check_start(output_directory(args), args.resume_from_checkpoint, args.overwrite_output_dir)
-        train_dataset, eval_dataset = _splits(script_args, always_evaluates=True)
-        trainer = scored_ppo_trainer(script_args, args, model_args, train_dataset, eval_dataset)
+        trainer = scored_ppo_trainer(script_args, args, model_args, *rows)
+    if script_args.dry_run:
+        print_text(NO_PROBLEMS.format(args.output_dir))
+        return trainer
     with running(program, trainer):
         train_and_save(trainer, script_args.dataset_name, show_samples=True)
     return trainer
 
 
 def estimate(argv: Sequence[str] | None = None) -> Estimate:
-    """Print what `train` would need with the same options: memory by what it is for, and time; no weights are loaded.
+    """Estimate memory, by purpose, and time of `train` with the same options, without loading weights.
 
     Args:
         argv: The options of `train`, and those of `EstimateArguments`. None takes the program's own.
@@ -74,8 +82,11 @@ def estimate(argv: Sequence[str] | None = None) -> Estimate:
         SystemExit: There is no such model or data, they do not fit, or nothing says how many updates there are.
     """
     program = program_name("estimate", argv)
+    problems = Problems()
+    options = _parse(program, EstimateArguments, PPOConfig, argv, problems)
+    problems.fail(program)
     with user_errors(program):
-        return _estimate(*_parse(program, EstimateArguments, PPOConfig, argv))
+        return _estimate(*options)
 
 
 def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: ModelConfig) -> Estimate:
@@ -83,15 +94,18 @@ def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: Model
     policy, value_model, frozen = models_without_weights(script_args, args, model_args)
 
     def load() -> tuple[Any, Any]:
-        return policy_tokenizer(script_args, args, model_args), _splits(script_args, always_evaluates=True)[0]
+        return policy_tokenizer(script_args, args, model_args), train_and_eval_rows(
+            script_args, always_evaluates=True
+        )[0]
 
     prompt_length, num_prompts = prompts_of(args, policy, load)
     sizes = args.fill_derived(devices.count, num_prompts)
-    in_turn = learns_in_turn(devices.engine == "", args.torch_compile)
-    how = (devices.sharding, product_dtype(args), in_turn)
+    in_turn = sequential_backward(devices.engine == "", args.torch_compile)
+    how = (devices.sharding, mixed_precision_dtype(args), in_turn)
     found = estimate_run(args, sizes, policy, value_model, frozen, prompt_length, *how)
     rates = (script_args.device_flops, script_args.device_bandwidth)
-    show(found, args, sizes, devices, prompt_length, rates, multiplied_dtype(args, policy))
+    dtype = multiplied_dtype(args, policy)
+    show(found, args, sizes, devices, prompt_length, rates, dtype, script_args.device_memory)
     return found
 
 
@@ -127,53 +141,66 @@ def sft(argv: Sequence[str] | None = None) -> Trainer:
 
 def _train(command: str, config: type, make_trainer: Callable[..., Trainer], argv: Sequence[str] | None) -> Trainer:
     program = program_name(command, argv)
+    problems = Problems()
+    script_args, args, model_args = _parse(program, DryRunScriptArguments, config, argv, problems)
+    rows = check_trl_options(problems, command, script_args, args, model_args)
+    problems.fail(program)
     with user_errors(program):
-        script_args, args, model_args = _parse(program, ScriptArguments, config, argv)
-        resumed_checkpoint(args)
-        trainer = make_trainer(args, model_args, *_splits(script_args))
+        if command == "reward" and rows[1] is None:
+            rows = hold_out_pairs(rows[0])
+        trainer = make_trainer(args, model_args, *rows)
+    if script_args.dry_run:
+        print_text(NO_PROBLEMS.format(args.output_dir))
+        return trainer
     with running(program, trainer):
         train_and_save(trainer, script_args.dataset_name)
+        if command == "reward":
+            measure_accuracy(trainer)
     return trainer
 
 
+NUM_TABLES = 3
+"""Tables of samples that the command prints unless `num_sample_generations` is given."""
+
+NO_PROBLEMS = "Dry run: no problems found; the run would write into {}."
+
 OPTIONS = {
-    "sft": (ScriptArguments, SFTArguments),
-    "reward": (ScriptArguments, RewardArguments),
+    "sft": (DryRunScriptArguments, SFTArguments),
+    "reward": (DryRunScriptArguments, RewardArguments),
     "train": (PPOScriptArguments, PPOConfig),
 }
-"""What the options of each training command are beside TRL's `ModelConfig`."""
+"""Option groups of each training command, besides TRL's `ModelConfig`."""
 
 
-def parse_options(program: str, command: str, argv: Sequence[str]) -> Any:
-    """Read and check a training command's options; nothing is loaded.
+def parse_options(program: str, command: str, argv: Sequence[str], problems: Problems) -> Any:
+    """Parse and check a training command's options; nothing is loaded.
 
     Args:
-        program: What errors begin with.
-        command: One of `OPTIONS`.
+        program: Start of error messages.
+        command: A key of `OPTIONS`.
         argv: The options.
+        problems: Gets the problems.
 
     Raises:
-        SystemExit: An option is unknown or has no such value.
-        TypeError, ValueError: A value is wrong.
+        SystemExit: The options cannot be parsed.
     """
     script, config = OPTIONS[command]
-    return _parse(program, script, config, argv)
+    return _parse(program, script, config, argv, problems)
 
 
-def _parse(program: str, script: type, config: type, argv: Sequence[str] | None) -> Any:
-    parser: Any = PPOArgumentParser((script, config, ModelConfig), prog=program)  # pyright: ignore[reportArgumentType]
-    script_args, args, model_args = parser.parse_args_and_config(argv)
-    quantization_options(model_args)  # an error comes before anything is loaded
-    check_output_dir(args.output_dir)
-    check_numbers(args)  # PPOConfig's are checked; TRL's are not
-    check_inherited(args)
+def _parse(program: str, script: type, config: type, argv: Sequence[str] | None, problems: Problems) -> Any:
+    groups: Any = (script, config, ModelConfig)
+    parser: Any = PPOArgumentParser(groups, prog=program)
+    if config is PPOConfig and argv is not None:  # TRL's scripts keep its default
+        parser.set_defaults(num_sample_generations=NUM_TABLES)
+    script_args, args, model_args = parse(parser, argv, problems)
+    checks = (  # PPOConfig has checked its numbers, TRL's configurations have not
+        lambda: quantization_options(model_args),
+        lambda: check_output_dir(args.output_dir),
+        lambda: check_numbers(args),
+        lambda: check_inherited(args),
+    )
+    for check in checks:
+        with problems.collecting():
+            check()
     return script_args, args, model_args
-
-
-def _splits(script_args: ScriptArguments, always_evaluates: bool = False) -> tuple[Any, Any]:
-    """Load the rows to train on and those to evaluate on; without the latter take some of the former, or none."""
-    splits = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
-    train_dataset = choose_split(splits, script_args.dataset_train_split, "dataset_train_split")
-    if script_args.dataset_test_split != "test" or "test" in splits:
-        return train_dataset, choose_split(splits, script_args.dataset_test_split, "dataset_test_split")
-    return hold_out(train_dataset, num_rows=100) if always_evaluates else (train_dataset, None)

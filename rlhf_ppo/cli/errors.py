@@ -1,41 +1,60 @@
-"""What a user did wrong is one sentence and exit code 2; what a program does wrong keeps its traceback."""
+"""User errors as one sentence and exit code 2; errors of the program keep their traceback."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf_ppo.config.redaction import shown_addresses
-from rlhf_ppo.terminal.foreign import print_text
+from rlhf_ppo.config.redaction import redact_urls
+from rlhf_ppo.terminal.text import print_text
+
+USER_ERRORS = (OSError, ValueError, TypeError, ImportError)
+"""Errors before training that count as user errors."""
+
+
+class OneSpelling(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that shows each option in one spelling: `--learning_rate`, not also `--learning-rate`."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        spellings = {name.lstrip("-").replace("-", "_"): name for name in reversed(action.option_strings)}
+        shown = copy.copy(action)
+        shown.option_strings = [*reversed(spellings.values())]
+        return super()._format_action_invocation(shown)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False, [], Path()) else super()._get_help_string(action)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence, without the list of all options; abbreviations are no options."""
+    """A parser with one-sentence errors, without abbreviations, whose help shows each option once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        defaults = {"allow_abbrev": False, "formatter_class": OneSpelling}
+        super().__init__(*args, **{**defaults, **kwargs})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and say what is left over without the words themselves: a misplaced token may be among them."""
+        """Parse; an error about unknown words does not quote them, because one may be a misplaced token."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {left_over(unknown, sys.argv[1:] if args is None else args)}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Write the sentence and exit with code 2."""
+        """Print the message and exit with code 2."""
         fail(self.prog, message)
 
 
 def left_over(unknown: Sequence[str], words: Sequence[str]) -> str:
-    """Name the options that are unknown, or, where there are words only, the option that they follow.
+    """Describe unknown words: the options among them, else the option before them.
 
     Args:
-        unknown: The words that no option takes.
+        unknown: Words that no option takes.
         words: All words of the command line.
     """
     options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
@@ -48,47 +67,98 @@ def left_over(unknown: Sequence[str], words: Sequence[str]) -> str:
 
 @contextmanager
 def user_errors(program: str) -> Iterator[None]:
-    """Turn errors that are the user's to mend into one sentence on stderr and exit code 2.
+    """Turn user errors into one sentence on stderr and exit code 2.
 
-    It goes around what precedes training: reading options, data and models, and making the trainer. There every
-    `OSError`, `ValueError`, `TypeError` and `ImportError` is taken for the user's, but for one that a user's own
-    module raises while it is loaded. Errors of other types are bugs and keep their traceback, which
-    `TRANSFORMERS_VERBOSITY=debug` shows of all.
+    For the steps before training: reading options, data and models, and making the trainer. Each `OSError`,
+    `ValueError`, `TypeError` and `ImportError` there counts as a user error, unless the user's own module raises it
+    while it is imported. Other errors are bugs and keep their traceback. `TRANSFORMERS_VERBOSITY=debug` shows every
+    traceback.
 
     Args:
-        program: What the sentence begins with, such as `rlhf-ppo train`.
+        program: Start of the message, such as `rlhf-ppo train`.
 
     Raises:
-        SystemExit: With code 2, after a user's error.
+        SystemExit: With code 2, after a user error.
     """
     try:
         yield
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except USER_ERRORS as error:
         if _is_of_users_module(error) or wants_tracebacks():
             raise
         fail(program, str(_described(error)))
 
 
+class Problems:
+    """User errors of several checks, to be printed as one list.
+
+    ```python
+    problems = Problems()
+    with problems.collecting():
+        check_first()
+    with problems.collecting():
+        check_second()
+    problems.fail("rlhf-ppo train")
+    ```
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    @contextmanager
+    def collecting(self, where: str = "") -> Iterator[None]:
+        """Collect the user error that ends the block; see `user_errors`.
+
+        Args:
+            where: Prefix of the message, such as the section of a pipeline.
+        """
+        try:
+            yield
+        except USER_ERRORS as error:
+            if _is_of_users_module(error) or wants_tracebacks():
+                raise
+            self.add(str(_described(error)), where)
+
+    def add(self, message: str, where: str = "") -> None:
+        """Add a message, unless the list has it already."""
+        message = f"{where}: {message}" if where else message
+        if message not in self.messages:
+            self.messages.append(message)
+
+    def fail(self, program: str) -> None:
+        """Print the list and exit with code 2, if there is any problem.
+
+        Args:
+            program: Start of the message, such as `rlhf-ppo train`.
+
+        Raises:
+            SystemExit: With code 2.
+        """
+        if self.messages:
+            fail(program, *self.messages)
+
+
 def wants_tracebacks() -> bool:
-    """Tell whether errors shall show where they were noticed."""
+    """Return whether `TRANSFORMERS_VERBOSITY=debug` asks for tracebacks."""
     return os.environ.get("TRANSFORMERS_VERBOSITY") == "debug"
 
 
 def program_name(command: str, argv: Sequence[str] | None) -> str:
-    """Return what a command is called in its messages: `rlhf-ppo <command>`, or the script that calls it."""
+    """Return the start of a command's messages: `rlhf-ppo <command>`, or the name of the script that calls it."""
     return f"rlhf-ppo {command}" if argv is not None else os.path.basename(sys.argv[0])
 
 
-def fail(program: str, message: str) -> NoReturn:
-    """Write one sentence on stderr, once on each machine, and exit with code 2."""
+def fail(program: str, *messages: str) -> NoReturn:
+    """Print one sentence, or a list of them, on stderr, once per machine, and exit with code 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        message = shown_addresses(" ".join(message.split()))
-        print_text(f"{program}: error: {message}", sys.stderr)
+        lines = [redact_urls(" ".join(message.split())) for message in messages]
+        if len(lines) > 1:
+            lines = [f"{len(lines)} problems:", *(f"  - {line}" for line in lines)]
+        print_text(f"{program}: error: " + "\n".join(lines), sys.stderr)
     raise SystemExit(2)
 
 
 def _is_of_users_module(error: BaseException) -> bool:
-    """Tell whether `resolve_reward` has noted the module that it was loading."""
+    """Return whether `resolve_reward` has added a note about the module that it was importing."""
     return bool(getattr(error, "__notes__", None))
 
 

@@ -1,4 +1,4 @@
-"""`rlhf-ppo estimate`: what `rlhf-ppo train` would need with the same options, from configurations alone."""
+"""`rlhf-ppo estimate`: memory and time of `rlhf-ppo train`, from configurations alone."""
 
 # TrlParser reads the annotations, so they are not postponed.
 import math
@@ -19,33 +19,40 @@ from trl.trainer.model_config import ModelConfig
 from trl.trainer.utils import get_peft_config
 from yaml import YAMLError
 
-from rlhf_ppo.cli.sources import PPOScriptArguments
+from rlhf_ppo.cli.arguments import PPOScriptArguments
 from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.config.validation import Interval, check_range
-from rlhf_ppo.estimate.run import MEMORY_NOT_COUNTED, NOT_COUNTED, mean_prompt_length, rate, size
-from rlhf_ppo.estimate.update import Estimate, Sharding, measure_rates
-from rlhf_ppo.models.float32_head import multiply_head_in_float32
+from rlhf_ppo.estimate.run import (
+    MEMORY_NOT_COUNTED,
+    NOT_COUNTED,
+    describe_processes,
+    mean_prompt_length,
+    measure_rates,
+    rate,
+    size,
+)
+from rlhf_ppo.estimate.update import Estimate, Sharding
+from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
+from rlhf_ppo.models.heads import multiply_head_in_float32
 from rlhf_ppo.models.loading import load_pretrained
-from rlhf_ppo.models.positions import position_limit
 from rlhf_ppo.models.reference import asks_for_reference
-from rlhf_ppo.models.vocabulary import vocabulary_of
-from rlhf_ppo.processes.engines import product_dtype
-from rlhf_ppo.rewards.reading import shares_tokens, tokenizer_beside
-from rlhf_ppo.terminal.foreign import cell
-from rlhf_ppo.terminal.quiet import quiet_calls
+from rlhf_ppo.processes.distributed import mixed_precision_dtype
+from rlhf_ppo.rewards.reward_model import shares_tokens, tokenizer_beside
+from rlhf_ppo.terminal.console import hide_library_warnings
+from rlhf_ppo.terminal.text import cell
 from rlhf_ppo.training.datasets import PromptPreparation
 
 PURPOSES = {
     "weights": "policy and value model",
     "frozen": "reference and reward models",
-    "gradients": "of what is trained, with DDP's buckets",
+    "gradients": "of the trained weights, with DDP's buckets",
     "optimizer": "its state, with DeepSpeed's float32 weights",
     "generation": "cache and logits of one call, policy cast or gathered",
     "learning": "activations of one micro-batch, weights cast or gathered, head",
 }
-"""What memory is for: the attributes of `Estimate`, in the order of the table."""
+"""Purposes of memory: attributes of `Estimate`, in the order of the table."""
 
 
 @dataclass
@@ -69,10 +76,14 @@ class EstimateArguments(PPOScriptArguments):
     device_bandwidth: float | None = field(
         default=None, metadata={"help": "Bytes/s of a device's memory, such as 3e12; default: measured here."}
     )
+    device_memory: float | None = field(
+        default=None,
+        metadata={"help": "Bytes of a device's memory, such as 8e10: tells the largest micro-batch that fits."},
+    )
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        for name in ("num_devices", "device_flops", "device_bandwidth"):
+        for name in ("num_devices", "device_flops", "device_bandwidth", "device_memory"):
             meaning = self.__dataclass_fields__[name].metadata["help"]
             check_range(name, getattr(self, name), Interval(1, math.inf), meaning)
 
@@ -85,11 +96,13 @@ class Devices:
         count: How many.
         engine: What divides memory between them, for the reader.
         sharding: What it divides.
+        of_node: How many of one node.
     """
 
     count: int
     engine: str
     sharding: Sharding
+    of_node: int
 
 
 def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
@@ -99,17 +112,19 @@ def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
         ValueError: The accelerate configuration cannot be read.
     """
     path = script_args.accelerate_config
-    count, stage, is_fsdp = 1, getattr(args.deepspeed_plugin, "zero_stage", None), bool(args.fsdp)
+    count, nodes = 1, 1
+    stage, is_fsdp = getattr(args.deepspeed_plugin, "zero_stage", None), bool(args.fsdp)
     if path is not None:
         try:
             config: Any = load_config_from_file(path)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, YAMLError) as error:  # of an empty one
             raise ValueError(f"accelerate_config={path!r} is no configuration of accelerate: {error}") from error
-        count = config.num_processes
+        count, nodes = config.num_processes, getattr(config, "num_machines", 1)
         stage, is_fsdp = (config.deepspeed_config or {}).get("zero_stage"), bool(config.fsdp_config)
     count = script_args.num_devices or count
     engine = "FSDP" if is_fsdp else f"DeepSpeed ZeRO-{stage}" if stage else "DDP" if count > 1 else ""
-    return Devices(count, engine, Sharding.of(stage, is_fsdp, count, product_dtype(args)))
+    sharding = Sharding.of(stage, is_fsdp, count, mixed_precision_dtype(args))
+    return Devices(count, engine, sharding, -(-count // nodes))
 
 
 def models_without_weights(
@@ -150,7 +165,7 @@ def models_without_weights(
     if peft_config is not None:
         from peft import get_peft_model
 
-        with quiet_calls():
+        with hide_library_warnings():
             policy = get_peft_model(policy, peft_config)
     multiply_head_in_float32(policy, args.lm_head_float32)
     for model in frozen:
@@ -161,7 +176,7 @@ def models_without_weights(
 def _can_be_value_model(
     reward: nn.Module, script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig
 ) -> bool:
-    """Tell whether a reward model reads the policy's tokens and, as its head's name says, the last of them."""
+    """Return whether a reward model reads the policy's tokens and scores the last token."""
     own = tokenizer_beside(args.reward_model_path, script_args.trust_remote_code)
     reads_tokens = own is None or shares_tokens(policy_tokenizer(script_args, args, model_args), own)
     return reads_tokens and isinstance(getattr(reward, "score", None), nn.Module)
@@ -215,6 +230,7 @@ def show(
     prompt_length: int,
     rates: Sequence[float | None],
     dtype: torch.dtype,
+    memory: float | None,
 ) -> None:
     """Print an estimate.
 
@@ -226,6 +242,7 @@ def show(
         prompt_length: Tokens of a prompt.
         rates: FLOP/s and bytes/s of a device; None is measured here.
         dtype: What matrices are multiplied in.
+        memory: Bytes of a device, None if that is not known.
     """
     devices_text = f"{devices.count} device{'s' * (devices.count > 1)}" + f", {devices.engine}" * bool(devices.engine)
     table = Table(
@@ -251,3 +268,5 @@ def show(
         highlight=False,
         soft_wrap=True,
     )
+    if besides := describe_processes(estimate, devices.of_node, seconds, memory):
+        console.print(besides, highlight=False, soft_wrap=True)

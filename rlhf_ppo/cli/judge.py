@@ -1,15 +1,13 @@
-"""`rlhf-ppo judge`: how often a judge prefers one model's responses to another's, or to the data set's."""
+"""`rlhf-ppo judge`: the share of prompts for which a judge prefers one model's response."""
 
-# HfArgumentParser reads the annotations, so they are not postponed.
+from __future__ import annotations
+
 import dataclasses
 import json
-import math
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 from accelerate import PartialState
@@ -17,128 +15,38 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_ppo.checkpoints.jsonfile import write_json
-from rlhf_ppo.cli.errors import user_errors
-from rlhf_ppo.cli.parser import PPOArgumentParser
-from rlhf_ppo.cli.sources import choose_split, load_splits
+from rlhf_ppo.checkpoints.files import write_json
+from rlhf_ppo.cli.arguments import PPOArgumentParser
+from rlhf_ppo.cli.errors import Problems, user_errors
+from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import load_tokenizer
-from rlhf_ppo.config import RANGES
-from rlhf_ppo.config.redaction import shown
-from rlhf_ppo.config.validation import Interval, check_range
-from rlhf_ppo.data.encoding import is_conversation
-from rlhf_ppo.evaluation.answering import Answering, given_answers, respond
-from rlhf_ppo.evaluation.win_rate import WinRate
+from rlhf_ppo.config.redaction import redacted
+from rlhf_ppo.data.preferences import separate_prompts
+from rlhf_ppo.data.prompts import is_conversation
+from rlhf_ppo.data.sources import choose_split, load_splits
+from rlhf_ppo.evaluation.win_rate import Answering, WinRate, given_answers, respond
 from rlhf_ppo.models.loading import load_pretrained
-from rlhf_ppo.reporting.judgements import JUDGED, keep, win_rate_beside
-from rlhf_ppo.reporting.run_card import show_judgements
-from rlhf_ppo.rewards.chat_judge import OPENAI_URL, OPTIONS, QUESTION, ChatJudge
+from rlhf_ppo.reporting.judgements import JUDGED, Judgement, keep, read_win_rate, win_rate_beside
+from rlhf_ppo.reporting.model_card import show_judgements
+from rlhf_ppo.reporting.verdict import Verdict, recorded_runs, verdict_of
 from rlhf_ppo.rewards.functions import finished
-from rlhf_ppo.rewards.judges import RewardModelJudge, ScoringJudge, as_judge
-from rlhf_ppo.rewards.preference import Compared, PreferenceReward
-from rlhf_ppo.rewards.reading import Answer
+from rlhf_ppo.rewards.judges import (
+    OPENAI_URL,
+    OPTIONS,
+    QUESTION,
+    ChatJudge,
+    Compared,
+    PreferenceReward,
+    RewardModelJudge,
+    ScoringJudge,
+    as_judge,
+)
 from rlhf_ppo.rewards.resolve import check_reward_name, resolve_reward
-from rlhf_ppo.terminal.foreign import cell, print_text
-
-OPENAI_NAMES = re.compile(r"(gpt|chatgpt|o\d)-[\w.-]+|o\d")
-"""Names of models that are asked at OpenAI's API."""
-
-ONE_OF = (("model", "model_column"), ("opponent", "opponent_column"), ("judge_model", "judge"))
+from rlhf_ppo.rewards.reward_model import Answer
+from rlhf_ppo.terminal.text import cell, print_text
 
 
-@dataclass
-class JudgeArguments:
-    """What is compared, on which prompts, and by whom.
-
-    Raises:
-        ValueError: There is not exactly one of each of `ONE_OF`, a number is out of its range, or an option is given
-            that nothing reads.
-    """
-
-    dataset_name: str = field(metadata={"help": "A file, a directory or a hub name with a column `prompt`."})
-    model: str | None = field(default=None, metadata={"help": "Directory or hub name of the model."})
-    model_column: str | None = field(default=None, metadata={"help": "Or the column with its responses."})
-    opponent: str | None = field(default=None, metadata={"help": "The model to compare with, such as the SFT model."})
-    opponent_column: str | None = field(default=None, metadata={"help": "Or the column with responses to compare."})
-    judge_model: str | None = field(
-        default=None,
-        metadata={
-            "help": "A reward model, whose higher score wins; or, with judge_url, the name of a model at that server; "
-            "or a model of OpenAI's, such as gpt-4o-mini, with the key in the environment variable OPENAI_API_KEY."
-        },
-    )
-    judge_url: str | None = field(
-        default=None,
-        metadata={
-            "help": "Address of a server with OpenAI's API, such as http://localhost:8000/v1; if it wants a key, set "
-            "the environment variable RLHF_PPO_JUDGE_TOKEN."
-        },
-    )
-    judge: str | None = field(
-        default=None,
-        metadata={
-            "help": "Or a reward function, whose higher score wins, or a judge of pairs: a name, "
-            "package.module.function, file.py:function or an address."
-        },
-    )
-    judge_prompt: str | None = field(
-        default=None,
-        metadata={
-            "help": "File with what a chat model is asked, with the fields {prompt}, {first} and {second}, and {tag}."
-        },
-    )
-    judge_options: str | None = field(
-        default=None,
-        metadata={"help": 'JSON sent beside model and messages; by default {"temperature": 0.0, "max_tokens": 16}.'},
-    )
-    split: str = field(default="train", metadata={"help": "Split of the data set."})
-    num_prompts: int = field(default=256, metadata={"help": "Number of prompts, from the first one on."})
-    max_new_tokens: int = field(default=128, metadata={"help": "Longest response, in tokens."})
-    temperature: float = field(
-        default=0.7, metadata={"help": "Sampling temperature; 0 takes the most likely token at each step."}
-    )
-    top_p: float = field(default=1.0, metadata={"help": "Share of the probability that is sampled from."})
-    generation_engine: Literal["transformers", "continuous", "vllm"] = field(
-        default="transformers", metadata={"help": "What generates the responses."}
-    )
-    batch_size: int = field(default=32, metadata={"help": "Prompts at a time."})
-    trust_remote_code: bool = field(
-        default=False,
-        metadata={"help": "Run the Python code that a model's repository brings along. Only for code you have read."},
-    )
-    seed: int = field(default=0, metadata={"help": "Seed of the sampling."})
-    output_dir: str = field(
-        default="judged", metadata={"help": "Where judged.parquet and win_rate.json go; none is overwritten."}
-    )
-    num_shown: int = field(default=5, metadata={"help": "Judged pairs in the terminal."})
-
-    def __post_init__(self) -> None:
-        """Check the numbers, and that there is one of each."""
-        helps = {option.name: option.metadata["help"] for option in dataclasses.fields(self)}
-        for name in ("num_prompts", "max_new_tokens", "batch_size"):
-            check_range(name, getattr(self, name), Interval(1, math.inf), helps[name])
-        check_range("num_shown", self.num_shown, Interval(0, math.inf), helps["num_shown"])
-        check_range("seed", self.seed, Interval(0, 2**32 - 1), helps["seed"])
-        if self.temperature != 0:
-            check_range("temperature", self.temperature, RANGES["temperature"], helps["temperature"])
-        check_range("top_p", self.top_p, RANGES["top_p"], helps["top_p"])
-        for one, other in ONE_OF:
-            if (getattr(self, one) is None) == (getattr(self, other) is None):
-                raise ValueError(
-                    f"{one}={getattr(self, one)!r} and {other}={getattr(self, other)!r}: give one of them"
-                )
-        for name in ("judge_url", "judge_prompt", "judge_options"):
-            if getattr(self, name) is not None and not self.asks_chat_model:
-                raise ValueError(f"{name} is for a chat model; name it as judge_model, such as gpt-4o-mini")
-
-    @property
-    def asks_chat_model(self) -> bool:
-        """Whether the judge is a chat model at a server."""
-        if self.judge_model is None:
-            return False
-        return self.judge_url is not None or OPENAI_NAMES.fullmatch(self.judge_model) is not None
-
-
-def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> WinRate:
+def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> WinRate | None:
     """Let two models, or a model and the data set, answer the same prompts, and print the share that the model wins.
 
     Args:
@@ -152,18 +60,27 @@ def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> Wi
         SystemExit: An option, the data, a model or the judge is wrong; the message names it.
     """
     parser: Any = PPOArgumentParser(JudgeArguments, prog=prog)  # pyright: ignore[reportArgumentType]
+    from rlhf_ppo.cli.checks import check_judge_options, parse
+
+    problems = Problems()
+    (args,) = parse(parser, argv, problems)
+    check_judge_options(problems, args)
+    problems.fail(parser.prog)
     with user_errors(parser.prog):
-        (args,) = parser.parse_args_and_config(argv)
-        return judge_responses(args)
+        if not args.dry_run:
+            return judge_responses(args)
+        make_judge(args)
+    print_text(f"Dry run: no problems found; the verdicts would be in {args.output_dir}.")
+    return None
 
 
-def evaluate(argv: Sequence[str] | None = None) -> WinRate:
+def evaluate(argv: Sequence[str] | None = None) -> WinRate | None:
     """Judge under the command's other name, `rlhf-ppo eval`; see `judge`."""
     return judge(argv, prog="rlhf-ppo eval")
 
 
 def judge_responses(args: JudgeArguments) -> WinRate:
-    """Generate what is missing, ask the judge, print and keep what it said.
+    """Generate missing responses, ask the judge, and print and save the verdicts.
 
     Args:
         args: What is compared.
@@ -174,7 +91,7 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     """
     folder = _folder(args.output_dir)
     chosen = make_judge(args)
-    rows = _rows(args)
+    rows = load_rows(args)
     ours, theirs = _answers(args, rows)
     table = pd.DataFrame(
         {
@@ -190,10 +107,12 @@ def judge_responses(args: JudgeArguments) -> WinRate:
         print_text(f"The responses are in {path}; judge them with {_again(path)}", sys.stderr)
         raise
     found = add_verdicts(table, compared, isinstance(chosen, ScoringJudge))
-    show(table, args.num_shown)
-    print_text(found)
     path = keep(table, folder, JUDGED)
     keep_win_rate(found, args, path)
+    if found.judged:
+        print_text("\n".join(keep_verdict(folder, args, path).lines()))
+    show(table, args.num_shown)
+    print_text(found)
     if not found.judged:
         raise ValueError(
             f"no verdict on any of {len(table)} prompts; the responses are in {path}: judge them again with "
@@ -243,7 +162,7 @@ def _folder(output_dir: str) -> Path:
 
 
 def make_judge(args: JudgeArguments) -> Any:
-    """Return the judge, after a first try: what is wrong with it shows before anything is generated.
+    """Return the judge after a first call, so that errors show before any generation.
 
     Args:
         args: Which judge.
@@ -286,7 +205,7 @@ def _chat_judge(args: JudgeArguments) -> ChatJudge:
 
 
 def _refuse_language_model(path: str, trust_remote_code: bool) -> None:
-    """Say how a language model judges, rather than give it a score head with random weights."""
+    """Reject a language model, whose score head would be random, and name the alternative."""
     try:
         architectures = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).architectures or []
     except (OSError, ValueError):
@@ -310,30 +229,33 @@ def _options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"judge_options={shown(text)!r} is no JSON: {error}") from None
+        raise ValueError(f"judge_options={redacted(text)!r} is no JSON: {error}") from None
     if not isinstance(options, dict) or options.keys() & {"model", "messages"}:
-        raise ValueError(f"judge_options={shown(text)!r} must be a JSON object without model and messages")
+        raise ValueError(f"judge_options={redacted(text)!r} must be a JSON object without model and messages")
     return options
 
 
-def _rows(args: JudgeArguments) -> Any:
+def load_rows(args: JudgeArguments) -> Any:
+    """Load the prompts, and the responses in columns.
+
+    Raises:
+        ValueError: The data or a column is missing.
+    """
     rows = choose_split(load_splits(args.dataset_name), args.split, "split")
+    rows = separate_prompts(rows.select(range(min(args.num_prompts, len(rows)))), where_missing=True)
     for name in ("model_column", "opponent_column"):
         column = getattr(args, name)
         if column is not None and column not in rows.column_names:
             raise ValueError(f"{name}={column!r}: the data set has only the columns {rows.column_names}")
     if args.model is None and "prompt" not in rows.column_names:
         raise ValueError(f"dataset_name={args.dataset_name!r}: the data set has no column 'prompt'")
-    return rows.select(range(min(args.num_prompts, len(rows))))
+    return rows
 
 
 def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
     """Return both sides' answers."""
+    check_responses(args, rows)
     prompts = rows["prompt"] if "prompt" in rows.column_names else [None] * len(rows)
-    if "prompt" in rows.column_names and "input_ids" not in rows.column_names:
-        _check_texts(args.dataset_name, "prompt", prompts, object)  # a chat template may read parts of other kinds
-    for column in filter(None, (args.model_column, args.opponent_column)):
-        _check_texts(args.dataset_name, column, [text for text in rows[column] if text is not None], str)
     named = {name: path for name in ("model", "opponent") if (path := getattr(args, name)) is not None}
     trusts = args.trust_remote_code
     tokenizers = {name: load_tokenizer(path, trusts, name) for name, path in named.items()}  # of both before either
@@ -344,6 +266,18 @@ def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], 
     if args.opponent is not None:
         return ours, _respond(args, rows, args.opponent, tokenizers["opponent"], "opponent")
     return ours, given_answers(prompts, rows[args.opponent_column], ours)
+
+
+def check_responses(args: JudgeArguments, rows: Any) -> None:
+    """Check that the columns hold texts or messages.
+
+    Raises:
+        ValueError: A row holds something else.
+    """
+    if "prompt" in rows.column_names and "input_ids" not in rows.column_names:
+        _check_texts(args.dataset_name, "prompt", rows["prompt"], object)  # a chat template may read other parts
+    for column in filter(None, (args.model_column, args.opponent_column)):
+        _check_texts(args.dataset_name, column, [text for text in rows[column] if text is not None], str)
 
 
 def _check_texts(dataset: str, column: str, values: Sequence[Any], content: type) -> None:
@@ -384,7 +318,7 @@ def compare(judge: Any, rows: Any, ours: Sequence[Answer | None], theirs: Sequen
     Args:
         judge: What `rlhf_ppo.rewards.judges.as_judge` takes.
         rows: The prompts, with the columns that a reward function reads.
-        ours: The model's answers, None where there is none.
+        ours: The model's answers; None if missing.
         theirs: The opponent's, likewise.
 
     Returns:
@@ -416,6 +350,21 @@ def _better(verdict: Any) -> str:
     return "model" if verdict > 0 else "opponent" if verdict < 0 else "tie"
 
 
+def keep_verdict(folder: Path, args: JudgeArguments, judged: Path) -> Verdict:
+    """Make the verdict on a model, write it into the folder of the judged table, and return it.
+
+    Args:
+        folder: The folder.
+        args: The options.
+        judged: The table.
+    """
+    run = folder.parent if folder.name == JUDGED else args.model
+    judgement = Judgement.of(read_win_rate(win_rate_beside(judged)))
+    verdict = verdict_of(recorded_runs([run] if run else []), [judgement])
+    verdict.save(folder)
+    return verdict
+
+
 def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:
     """Write the win rate beside the table that it is of; null where nothing was judged.
 
@@ -426,5 +375,5 @@ def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:
     """
     rate, interval = (found.rate, found.interval()) if found.judged else (None, None)
     said = {"win_rate": rate, "interval": interval, **dataclasses.asdict(found)}
-    options = {key: shown(value, key) for key, value in dataclasses.asdict(args).items() if value is not None}
+    options = {key: redacted(value, key) for key, value in dataclasses.asdict(args).items() if value is not None}
     write_json(win_rate_beside(judged), {**said, "options": options})

@@ -1,63 +1,81 @@
-"""The program `rlhf-ppo`."""
+"""The program `rlhf-ppo` and its short commands: configs, demo, plot and report."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
-from rlhf_ppo.cli.errors import fail
-from rlhf_ppo.config.redaction import hide_in, shown_traceback, with_hidden_words
-from rlhf_ppo.terminal.foreign import print_text
+from rlhf_ppo.cli.errors import CommandParser, fail, user_errors
+from rlhf_ppo.config.redaction import redact_in_place, redact_traceback, restore_hidden_words
+from rlhf_ppo.terminal.text import cell, print_text
 
 COMMANDS = {
-    "llm": ("rlhf_ppo.cli.llm", "AITraining's command line: --train --trainer ppo|reward|sft ..."),
-    "sft": ("rlhf_ppo.cli.commands", "train a language model on texts (TRL's SFTTrainer)"),
-    "reward": ("rlhf_ppo.cli.commands", "train a reward model on pairs of responses (TRL's RewardTrainer)"),
-    "train": ("rlhf_ppo.cli.commands", "PPO, with the options of TRL's script"),
-    "estimate": ("rlhf_ppo.cli.commands", "memory and time that `train` would take with the same options"),
-    "judge": ("rlhf_ppo.cli.judge", "the share of prompts for which a judge prefers one model over another"),
-    "eval": ("rlhf_ppo.cli.judge", "another name of judge"),
-    "init": ("rlhf_ppo.cli.init", "write a commented file for `pipeline`"),
-    "pipeline": ("rlhf_ppo.cli.pipeline", "SFT, reward model, PPO, judge and report from one file"),
-    "plot": ("rlhf_ppo.cli.plot", "draw the metrics of runs"),
-    "report": ("rlhf_ppo.cli.report", "one HTML file about runs: curves, samples, responses token by token"),
-    "configs": ("rlhf_ppo.cli.configs", "write accelerate's configurations and the example scripts into a directory"),
-    "demo": ("rlhf_ppo.cli.demo", "all steps with a toy model, in minutes"),
+    "demo": ("rlhf_ppo.cli.main", "Run all steps with a toy model, in minutes on two cores."),
+    "init": ("rlhf_ppo.cli.pipeline", "Write a commented file for `pipeline`."),
+    "pipeline": ("rlhf_ppo.cli.pipeline", "Run SFT, reward model, PPO, judge and report from one file."),
+    "train": ("rlhf_ppo.cli.commands", "Train a policy with PPO, with the options of TRL's script."),
+    "sft": ("rlhf_ppo.cli.commands", "Train a language model on texts (TRL's SFTTrainer)."),
+    "reward": ("rlhf_ppo.cli.commands", "Train a reward model on preference pairs (TRL's RewardTrainer)."),
+    "estimate": ("rlhf_ppo.cli.commands", "Estimate memory and time of `train` with the same options."),
+    "judge": ("rlhf_ppo.cli.judge", "Measure how often a judge prefers one model over another."),
+    "eval": ("rlhf_ppo.cli.judge", "The same as judge."),
+    "plot": ("rlhf_ppo.cli.main", "Draw the metrics of runs into a picture."),
+    "report": ("rlhf_ppo.cli.main", "Write one HTML file about runs: curves, samples, responses token by token."),
+    "configs": ("rlhf_ppo.cli.main", "Write accelerate's configurations and the example scripts into a directory."),
+    "llm": ("rlhf_ppo.cli.aitraining", "Train with AITraining's options: --train --trainer ppo|reward|sft ..."),
 }
-"""Each subcommand: the module that holds the function of its name, and what it does."""
+"""Each subcommand: the module that holds the function of its name, and its help."""
 
 FUNCTIONS = {"eval": "evaluate"}
-"""Subcommands that are not called as their function is."""
+"""Subcommands whose function has another name."""
 
 
-def usage() -> str:
-    """Return what `rlhf-ppo --help` prints."""
-    lines = [f"  {name:9}{does}" for name, (_, does) in COMMANDS.items()]
-    return "\n".join(["usage: rlhf-ppo COMMAND [options]; rlhf-ppo COMMAND --help lists the options", "", *lines])
+def print_commands() -> None:
+    """Print the commands, the ones for a first try first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print("usage: rlhf-ppo COMMAND \\[options]\n\nRLHF with PPO as a transformers.Trainer.\n")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, (_, does) in COMMANDS.items():
+        table.add_row(cell(f"  {name}", "cyan"), cell(does))
+    console.print(table)
+    console.print("\n`rlhf-ppo COMMAND --help` shows the options of a command. Try first: rlhf-ppo demo")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a subcommand. What it needs is imported then: neither the list of commands nor `--version` needs torch.
+    """Run a subcommand; only its own imports are loaded, none of torch or transformers for a short help.
 
     Args:
         argv: The subcommand and its options; None takes the program's own.
 
     Raises:
-        SystemExit: There is no such subcommand, or it failed.
+        SystemExit: The subcommand does not exist or fails.
     """
     if argv is None:
-        argv, sys.excepthook = with_hidden_words(sys.argv[1:]), _show_traceback
+        argv, sys.excepthook = restore_hidden_words(sys.argv[1:]), _show_traceback
     command, *options = argv or ["--help"]
     if command in ("-h", "--help"):
-        print_text(usage())
+        print_commands()
         return
     if command == "--version":
         print_text(f"rlhf_ppo {importlib.import_module('rlhf_ppo').__version__}")
         return
     if command not in COMMANDS:
         fail("rlhf-ppo", f"there is no command {command!r}: use one of {', '.join(COMMANDS)}")
-    hide_in(sys.argv)  # `options` are a copy; trackers write these into files
+    if {"-h", "--help"} & {*options}:
+        from rlhf_ppo.cli.help import page_of, print_page
+
+        if (page := page_of(command)) is not None:
+            print_page(command, page)
+            return
+    options = ["--help" if word in ("--help-all", "--help_all") else word for word in options]
+    redact_in_place(sys.argv)  # `options` are a copy; trackers write these into files
     module = importlib.import_module(COMMANDS[command][0])
     try:
         getattr(module, FUNCTIONS.get(command, command))(options)
@@ -71,5 +89,210 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print a traceback, whose error may quote anything, visible."""
-    print_text(shown_traceback(error).rstrip(), sys.stderr)
+    """Print a traceback with control characters escaped and secrets hidden."""
+    print_text(redact_traceback(error).rstrip(), sys.stderr)
+
+
+# ---- configs ----
+
+PACKAGE = Path(__file__).parents[1]
+SHIPPED = PACKAGE / "shipped"
+"""Directory of the files in a wheel; in a checkout they are beside the package."""
+
+FOLDERS = {"accelerate_configs": ("*.yaml",), "examples": ("*.py", "*.yaml", "*.ipynb")}
+"""Folders to write, and patterns of their files."""
+
+
+def configs(argv: Sequence[str] | None = None) -> list[Path]:
+    """Write `accelerate_configs/` and `examples/` into a directory.
+
+    Args:
+        argv: The directory, and `--overwrite`; None takes the program's own.
+
+    Returns:
+        The written files.
+
+    Raises:
+        SystemExit: A file exists already or cannot be written.
+    """
+    parser = CommandParser(
+        "rlhf-ppo configs", description="Write accelerate's configurations and the example scripts into a directory."
+    )
+    parser.add_argument(
+        "directory", type=Path, nargs="?", default=Path(), help="Directory; by default the current one."
+    )
+    parser.add_argument("--overwrite", action="store_true", help="Replace existing files.")
+    options = parser.parse_args(argv)
+    with user_errors(parser.prog):
+        written = write_configs(options.directory, options.overwrite)
+    for path in written:
+        print_text(path)
+    print_text(
+        f"In {options.directory.resolve()}: accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml "
+        "examples/ppo.py --help"
+    )
+    return written
+
+
+def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
+    """Copy the files, or none if a file exists already.
+
+    Args:
+        directory: The directory to write to; created if missing.
+        overwrite: Whether to replace existing files.
+
+    Returns:
+        The written files.
+
+    Raises:
+        OSError: A file cannot be written.
+        ValueError: A file exists already and `overwrite` is False, or the directory is a file.
+    """
+    from rlhf_ppo.checkpoints.files import write_text  # imports torch
+
+    copies = {
+        source: directory / folder / source.name
+        for folder, patterns in FOLDERS.items()
+        for files in patterns
+        for source in sorted((_shipped() / folder).glob(files))
+    }
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"directory={str(directory)!r} is a file; name a directory")
+    there = [str(path) for path in copies.values() if path.exists()]
+    if there and not overwrite:
+        raise ValueError(f"{', '.join(there)} {'exist' if len(there) > 1 else 'exists'} already: add --overwrite")
+    for source, path in copies.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, source.read_text(encoding="utf-8"))
+    return list(copies.values())
+
+
+def _shipped() -> Path:
+    """Return the folder of the files: in an installed package, or in the checkout."""
+    return SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
+
+
+# ---- demo ----
+
+DESCRIPTION = "Run RLHF from scratch, in minutes on two cores: a language model, a reward model, PPO, and a judge."
+
+
+def demo(argv: Sequence[str] | None = None, program: str = "rlhf-ppo demo") -> None:
+    """Run RLHF from scratch: a language model, a reward model, PPO, and a judge.
+
+    Args:
+        argv: The directory of the results; None takes the program's own.
+        program: Name in `--help`.
+
+    Raises:
+        SystemExit: With 1 if the judge does not clearly prefer PPO's stories, with 2 if the directory is not writable.
+    """
+    parser = CommandParser(program, description=f"{DESCRIPTION} Exits with 1 unless the judge clearly prefers PPO.")
+    parser.add_argument(
+        "output_dir", type=Path, nargs="?", default=Path("demo_output"), help="Directory of the results."
+    )
+    output_dir = parser.parse_args(argv).output_dir
+    from rlhf_ppo.demo.run import run_demo
+    from rlhf_ppo.training.checks import check_output_dir
+
+    with user_errors(program):
+        check_output_dir(str(output_dir))
+        output_dir.mkdir(parents=True, exist_ok=True)
+
+    warnings.simplefilter("ignore", FutureWarning)  # between libraries
+    if not run_demo(output_dir).verdicts.clear:
+        sys.exit(1)
+
+
+# ---- plot ----
+
+
+def plot(argv: Sequence[str] | None = None) -> None:
+    """Draw the metrics of one or several runs into a file.
+
+    Args:
+        argv: Directories with a `trainer_state.json`, and options.
+
+    Raises:
+        SystemExit: A run is missing, or has no metrics.
+    """
+    parser = CommandParser("rlhf-ppo plot", description="Draw the metrics of one or several runs into a file.")
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        help="Directory of a run or of a checkpoint. Each run is a line; runs that differ only in their seed are a "
+        "mean with a band of one standard deviation.",
+    )
+    parser.add_argument("--separately", action="store_true", help="Draw a line for each seed too.")
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("LABEL", "RUN"),
+        help="A label, and runs to average, whatever their differences.",
+    )
+    parser.add_argument("--output", default="curves.png", help="File to write: PNG, SVG or PDF.")
+    parser.add_argument(
+        "--metrics", nargs="+", metavar="KEY", help="Metrics to draw, such as objective/scores; by default all."
+    )
+    parser.add_argument("--x", choices=("episode", "step"), default="episode", help="Horizontal axis.")
+    options = parser.parse_args(argv)
+    if not options.runs and not options.seeds:
+        parser.error("give directories of runs, or --seeds LABEL RUN RUN")
+    from rlhf_ppo.reporting.plots import plot_metrics
+    from rlhf_ppo.reporting.run_log import grouped_directories
+
+    with user_errors(parser.prog):
+        groups = grouped_directories(options.runs, separately=options.separately)
+        for label, *seeds in options.seeds:
+            if not seeds or label in groups:
+                raise ValueError(f"--seeds {label}: give an unused label, then the runs")
+            groups[label] = seeds
+        plot_metrics(groups, options.output, metrics=options.metrics, x=options.x)
+    print_text(f"The curves are in {options.output}.")
+
+
+# ---- report ----
+
+
+def report(argv: Sequence[str] | None = None) -> None:
+    """Write one HTML file about one or several runs.
+
+    Args:
+        argv: Output directories of runs, and options.
+
+    Raises:
+        SystemExit: A run is missing, or a file of it is damaged.
+    """
+    parser = report_parser()
+    options = parser.parse_args(argv)
+    from rlhf_ppo.reporting.report import watch_report, write_report
+
+    with user_errors(parser.prog):
+        if options.watch:
+            print_text(f"{options.output} follows the runs until they end; Ctrl-C ends it earlier.")
+        path = (watch_report if options.watch else write_report)(options.runs, options.output, options.judged)
+    print_text(f"The report is in {path}.")
+
+
+def report_parser(prog: str = "rlhf-ppo report") -> CommandParser:
+    """Return the parser of the command's options.
+
+    Args:
+        prog: Start of error messages.
+    """
+    parser = CommandParser(prog, description="Write one HTML file about one or several runs, for any browser.")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="Output directory of a run; runs that differ in their seed are averaged.",
+    )
+    parser.add_argument("--output", default="report.html", help="File to write.")
+    parser.add_argument(
+        "--judged", nargs="+", default=[], metavar="DIR",
+        help="Further output directories of `rlhf-ppo judge`, besides the directory `judged` of each run.",
+    )  # fmt: skip
+    parser.add_argument("--watch", action="store_true", help="rewrite it while a run lasts; the page reloads itself")
+    return parser

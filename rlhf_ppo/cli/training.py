@@ -1,12 +1,15 @@
-"""The three trainers of the pipeline, made from the arguments of a command line."""
+"""Trainers of SFT, reward model and PPO from the arguments of a command line."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import torch
 from safetensors import SafetensorError
@@ -18,43 +21,170 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
+    TrainerControl,
     dynamic_module_utils,
     set_seed,
 )
+from transformers.trainer_utils import has_length
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.utils import get_peft_config
 
-from rlhf_ppo.checkpoints.disk import DiskFullError, remove_links
-from rlhf_ppo.checkpoints.run import wanted_checkpoint
-from rlhf_ppo.cli.checks import check_columns
+from rlhf_ppo.checkpoints.complete import newest_trl_checkpoint
+from rlhf_ppo.checkpoints.files import DiskFullError, explaining_full_disk, remove_links
+from rlhf_ppo.checkpoints.run import check_start, parse_resume
+from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, quantization_options, settle_trackers
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
-from rlhf_ppo.cli.quantization import quantization_options
-from rlhf_ppo.cli.sources import PPOScriptArguments, choose_split, load_splits
-from rlhf_ppo.cli.trackers import settle_trackers
-from rlhf_ppo.cli.trl_training import ending_with_checkpoint, resumed_checkpoint
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.redaction import shown
+from rlhf_ppo.config.arguments import logging_interval
+from rlhf_ppo.config.inherited import default_bf16
+from rlhf_ppo.config.presets import RemembersNames
+from rlhf_ppo.config.redaction import RedactsSecrets, redacted
+from rlhf_ppo.data.sources import choose_split, load_splits
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, wants_code
 from rlhf_ppo.models.reference import asks_for_reference
-from rlhf_ppo.processes.signals import say
-from rlhf_ppo.reporting.results import where_results_are
-from rlhf_ppo.reporting.timing import note_on_memory
-from rlhf_ppo.rewards.returned import WrongRewardError
-from rlhf_ppo.rewards.waiting import RewardTimeoutError
-from rlhf_ppo.terminal.foreign import print_text, visible_logger
-from rlhf_ppo.terminal.progress import use_console
-from rlhf_ppo.terminal.quiet import (
-    bars_of_data_on_terminals,
-    bars_of_models_on_terminals,
-    no_bars_of_models,
-    quiet_calls,
+from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
+from rlhf_ppo.reporting.judgements import ACCURACY, AT_LEAST, RewardAccuracy
+from rlhf_ppo.reporting.metrics import note_on_memory
+from rlhf_ppo.reporting.run_log import where_results_are
+from rlhf_ppo.rewards.functions import RewardTimeoutError
+from rlhf_ppo.rewards.scorer import WrongRewardError
+from rlhf_ppo.terminal.console import (
+    hide_data_bars,
+    hide_library_warnings,
+    hide_model_bars,
+    use_console,
 )
+from rlhf_ppo.terminal.text import print_text, visible_logger
 from rlhf_ppo.trainer import PPOTrainer
-from rlhf_ppo.training.divergence import DivergenceError
+from rlhf_ppo.training.guards import DivergenceError
 from rlhf_ppo.training.publishing import upload_directory
+
+# TrlParser reads the annotations, so they are not postponed.
+
+
+@dataclass(repr=False)
+class SFTArguments(RemembersNames, RedactsSecrets, SFTConfig):
+    """TRL's `SFTConfig`, whose `bf16` is on where the device can do it, as that of `PPOConfig`."""
+
+    def __post_init__(self) -> None:
+        """Settle `bf16`, which TRL switches on everywhere."""
+        self.bf16 = default_bf16(self) if self.bf16 is None else self.bf16
+        with hide_library_warnings():
+            super().__post_init__()
+
+
+@dataclass(repr=False)
+class RewardArguments(RemembersNames, RedactsSecrets, RewardConfig):
+    """TRL's `RewardConfig`, whose `bf16` is on where the device can do it, as that of `PPOConfig`."""
+
+    def __post_init__(self) -> None:
+        """Settle `bf16`, which TRL switches on everywhere."""
+        self.bf16 = default_bf16(self) if self.bf16 is None else self.bf16
+        with hide_library_warnings():
+            super().__post_init__()
+
+
+# ---- TRL's trainers: checkpoint at a signal, resume from the newest complete one ----
+
+
+def resumed_checkpoint(args: Any) -> str | None:
+    """Return the checkpoint that training continues from, None for a new run.
+
+    `resume_from_checkpoint=True` chooses the newest complete one, where Trainer would take one that a kill cut off.
+
+    Args:
+        args: The arguments.
+
+    Raises:
+        ValueError: There is no such checkpoint, or no complete one.
+    """
+    wanted = parse_resume(args.resume_from_checkpoint)
+    if wanted is False:
+        return None
+    check_start(args.output_dir, wanted, overwrite=False)
+    checkpoint = newest_trl_checkpoint(args.output_dir) if wanted is True else wanted
+    if checkpoint is None:
+        raise ValueError(
+            f"resume_from_checkpoint=True, but output_dir={args.output_dir!r} holds no complete checkpoint; leave it "
+            "out to start a new run"
+        )
+    return str(checkpoint)
+
+
+@contextmanager
+def ending_with_checkpoint(trainer: Trainer) -> Iterator[None]:
+    """End training with a checkpoint after a signal, and report a full disk; a final save is completed first.
+
+    Args:
+        trainer: One of TRL's.
+
+    Raises:
+        DiskFullError: There was no room for a checkpoint or the model.
+        RunStopped: A signal has ended training.
+    """
+    signals = _EndsTraining(trainer)
+    trainer.add_callback(signals)
+    directory = str(trainer.args.output_dir)
+    try:
+        with signals.listening(), explaining_full_disk(directory, lambda: _newest(directory)):
+            yield
+    finally:
+        trainer.remove_callback(signals)
+
+
+def _newest(directory: str) -> str | None:
+    newest = newest_trl_checkpoint(directory)
+    return None if newest is None else str(newest)
+
+
+class _EndsTraining(StopOnSignal):
+    """Ends Trainer's own loop as soon as the checkpoint that a signal asks for is written.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        accelerator = trainer.accelerator
+        super().__init__(lambda flags: accelerator.reduce(flags, "sum"), self._awaited, accelerator.num_processes)  # pyright: ignore[reportArgumentType]
+        self.trainer = trainer
+
+    def _awaited(self) -> str:
+        if self.trainer.is_in_train:
+            return "the run ends with a checkpoint after the current step, and its evaluation if one is due"
+        return "the run ends when its model is saved"
+
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Ask again for the checkpoint, which `save_strategy="best"` writes only after a best evaluation."""
+        if self.stopped is not None:
+            control.should_evaluate, control.should_save = False, True
+
+    def on_save(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Leave before Trainer ends its loop, where it may delete this checkpoint."""
+        if self.stopped is not None:
+            self._end(self.stopped)
+
+    def _end(self, number: int) -> NoReturn:
+        trainer = self.trainer
+        self.wait_until_logged()
+        trainer.accelerator.wait_for_everyone()  # every rank's files are there
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+        trainer._finish_current_push()
+        trainer.is_in_train = False
+        done, of = trainer.state.global_step, trainer.state.max_steps
+        checkpoint = os.path.join(str(trainer.args.output_dir), f"checkpoint-{done}")
+        if trainer.is_world_process_zero():
+            say(
+                f"{signal.Signals(number).name}: the run has ended after step {done} of {of}, with the checkpoint "
+                f"{checkpoint}; resume_from_checkpoint=True (--resume_from_checkpoint True) goes on from it."
+            )
+        raise RunStopped(number, checkpoint)
+
+
+# ---- Making the trainers ----
 
 dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error, where a library would ask on stdin about a model's code
 
@@ -130,7 +260,7 @@ def scored_ppo_trainer(
 
 
 def has_reward_model(script_args: PPOScriptArguments, args: PPOConfig) -> bool:
-    """Tell whether a reward model scores: always without reward functions, beside them if its path is given."""
+    """Return whether a reward model scores: without reward functions, or if its path is given."""
     default = PPOConfig.__dataclass_fields__["reward_model_path"].default
     return not script_args.reward_funcs or args.reward_model_path != default
 
@@ -157,15 +287,15 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
     else:
         models = {"reward_model": load_classifier(path, argument, **labels, **settings)}
     if not args.share_base_model and (settings["dtype"] != torch.float32 or "quantization_config" in settings):
-        # All of the value model is trained: it stays in 32 bits, whatever the others are loaded in.
+        # The value model is trained as a whole and stays in 32 bits.
         whole = {name: settings[name] for name in ("revision", "attn_implementation", "trust_remote_code")}
         auto = AutoModelForSequenceClassification
         models["value_model"] = load_pretrained(auto, path, argument, num_labels=1, dtype=torch.float32, **whole)
     return models
 
 
-@bars_of_data_on_terminals()
-@bars_of_models_on_terminals()
+@hide_data_bars()
+@hide_model_bars(unless_terminal=True)
 def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
     """Make TRL's trainer of a reward model from pairs of a better and a worse response.
 
@@ -178,17 +308,45 @@ def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: A
     from trl.trainer.reward_trainer import RewardTrainer
 
     path = _with_loading_settings(args, model_args)
-    check_columns(train_dataset, [{"chosen", "rejected"}])
+    check_columns(train_dataset, text_columns("reward", args))
     tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     peft_config = get_peft_config(model_args)
-    with quiet_calls(), _reading_weights(path):
+    with hide_library_warnings(), _reading_weights(path):
         set_seed(args.seed)  # which the new head follows
         trainer = RewardTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
     return _in_lines(trainer)
 
 
-@bars_of_data_on_terminals()
-@bars_of_models_on_terminals()
+def measure_accuracy(trainer: Trainer) -> RewardAccuracy | None:
+    """Measure a reward model on held-out pairs, print its accuracy and write it beside the model.
+
+    Without held-out pairs, the accuracy of an earlier model in the same directory is deleted.
+
+    Args:
+        trainer: The trainer of `reward_trainer`, after training.
+
+    Returns:
+        The accuracy; None if there are no held-out pairs, or their number is not known.
+    """
+    pairs: Any = trainer.eval_dataset
+    if not has_length(pairs) or len(pairs) == 0:
+        if trainer.is_world_process_zero():
+            Path(str(trainer.args.output_dir), ACCURACY).unlink(missing_ok=True)
+        return None
+    found = RewardAccuracy.of(trainer.evaluate()["eval_accuracy"], len(pairs))
+    if trainer.is_world_process_zero():
+        found.save(str(trainer.args.output_dir))
+        print_text(f"The reward model is {found}.")
+        if found.accuracy < AT_LEAST:
+            logger.warning(
+                f"The reward model is {'at chance' if found.is_at_chance else 'weak'}: below {AT_LEAST:.0%}, PPO has "
+                "little to learn from it. Train it longer (num_train_epochs), on more pairs or from a larger model."
+            )
+    return found
+
+
+@hide_data_bars()
+@hide_model_bars(unless_terminal=True)
 def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
     """Make TRL's trainer of a language model that imitates texts.
 
@@ -201,25 +359,47 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
     from trl.trainer.sft_trainer import SFTTrainer
 
     path = _with_loading_settings(args, model_args)
-    check_columns(train_dataset, [{args.dataset_text_field}, {"messages"}, {"prompt", "completion"}, {"input_ids"}])
+    check_columns(train_dataset, text_columns("sft", args))
     tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     peft_config = get_peft_config(model_args)
     rows, held_out = (_without_lone_prompt(dataset) for dataset in (train_dataset, eval_dataset))
-    with quiet_calls(), _reading_weights(path):
+    with hide_library_warnings(), _reading_weights(path):
         set_seed(args.seed)  # which a new adapter follows
         trainer = SFTTrainer(path, args, None, rows, held_out, tokenizer, peft_config=peft_config)
     return _in_lines(trainer)
 
 
+def text_columns(command: str, args: Any) -> list[set[str]]:
+    """Return the sets of columns from which `rlhf-ppo sft` or `rlhf-ppo reward` can learn.
+
+    Args:
+        command: "sft" or "reward".
+        args: The arguments of TRL's trainer.
+    """
+    if command == "reward":
+        return [{"chosen", "rejected"}]
+    return [{args.dataset_text_field}, {"messages"}, {"prompt", "completion"}, {"input_ids"}]
+
+
 def _in_lines(trainer: Trainer) -> Trainer:
-    """Let a trainer of TRL's print its logs as PPO's does, and pin memory only where there is a device for it."""
+    """Print a TRL trainer's logs as lines, and pin memory only for a device."""
     trainer.args.dataloader_pin_memory = trainer.args.dataloader_pin_memory and trainer.args.device.type != "cpu"
     use_console(trainer, "line")
+    trainer.add_callback(_LogsShortRuns())
     return trainer
 
 
+class _LogsShortRuns(TrainerCallback):
+    """Logs a short run 20 times, as PPO is, if `logging_steps` was not given."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the interval of the logs."""
+        if isinstance(args, RemembersNames) and not args.was_given("logging_steps"):
+            state.logging_steps = logging_interval(state.max_steps)
+
+
 def _without_lone_prompt(dataset: Any) -> Any:
-    """Leave out a `prompt` beside a text or messages: TRL takes it for the beginning of a `completion`."""
+    """Remove a `prompt` without `completion`, which TRL would expect."""
     if dataset is None or dataset.column_names is None:
         return dataset
     is_lone = "prompt" in dataset.column_names and "completion" not in dataset.column_names
@@ -227,23 +407,22 @@ def _without_lone_prompt(dataset: Any) -> Any:
 
 
 class _Begun(TrainerCallback):
-    """Notes that a run is under way: what is raised from then on is no error of its options."""
+    """Records that training has begun; later errors are not errors of the options."""
 
     begun = False
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Note it."""
+        """Record it."""
         self.begun = True
 
 
 @contextmanager
 def running(program: str, trainer: Trainer) -> Iterator[None]:
-    """Turn what a run cannot help into one sentence: options that its start refuses, a server that does not answer.
+    """Turn external errors of a run into one sentence: rejected options, a server without an answer.
 
-    So are a full disk, too little memory, numbers that are not finite, what a reward function returns that is no
-    reward, and Ctrl-C outside of PPO's training, which handles it itself.
-
-    Everything else that is raised while a run goes on keeps its traceback, what a user's reward function raises too.
+    Also a full disk, too little memory, numbers that are not finite, a wrong result of a reward function, and Ctrl-C
+    outside of PPO's training, which handles it itself. Other errors during training keep their traceback, also those
+    that a user's reward function raises.
 
     Args:
         program: What the sentence begins with.
@@ -276,7 +455,7 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
         trainer.remove_callback(callback)
 
 
-@bars_of_models_on_terminals()
+@hide_model_bars(unless_terminal=True)
 def train_and_save(
     trainer: Trainer, dataset_name: str | None, *, merge: bool = False, show_samples: bool = False
 ) -> None:
@@ -291,7 +470,7 @@ def train_and_save(
         show_samples: Whether a `PPOTrainer` shows a table of all samples at the end.
     """
     args: Any = trainer.args
-    dataset_name = shown(dataset_name)  # for model cards
+    dataset_name = redacted(dataset_name)  # for model cards
     settle_trackers(args)
     if isinstance(trainer, PPOTrainer):
         trainer.dataset_name = dataset_name
@@ -314,7 +493,7 @@ def train_and_save(
 
 def _resumed(trainer: Trainer) -> str | bool | None:
     if isinstance(trainer, PPOTrainer):
-        return wanted_checkpoint(trainer.args.resume_from_checkpoint)
+        return parse_resume(trainer.args.resume_from_checkpoint)
     return resumed_checkpoint(trainer.args)
 
 
@@ -351,7 +530,7 @@ def merge_adapter(directory: str, trust_remote_code: bool = False) -> None:
     merged: Any = adapted.merge_and_unload()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         os.remove(os.path.join(directory, name))
-    with no_bars_of_models():
+    with hide_model_bars():
         merged.save_pretrained(directory)
 
 

@@ -1,1 +1,1 @@
-"""What scripts for other libraries import."""
+"""Compatibility with TRL's PPO helpers and AITraining's parameters and environments."""

@@ -1,24 +1,22 @@
-"""Environments by name, as AITraining's `rl_env_type` and `rl_env_config` give them: rewards and how responses end.
+"""Environments of AITraining's `rl_env_type` and `rl_env_config`.
 
-An environment of one turn is a way to score responses and to end them, so `make_environment` returns just that:
-reward functions for `PPOTrainer` and settings for `PPOConfig`.
+An environment of one turn scores responses and ends them: `make_environment` returns reward functions for `PPOTrainer`
+and settings for `PPOConfig`.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import json
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_ppo.config.redaction import shown
+from rlhf_ppo.config.redaction import redacted
+from rlhf_ppo.config.validation import parse_weights, read_json
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.functions import function_name
-from rlhf_ppo.rewards.judges import FeedbackJudge, RewardModelJudge
-from rlhf_ppo.rewards.preference import PreferenceReward
+from rlhf_ppo.rewards.judges import FeedbackJudge, PreferenceReward, RewardModelJudge
 from rlhf_ppo.rewards.resolve import resolve_reward
 
 _STOPS = ("stop_strings", "stop_sequences")
@@ -28,19 +26,19 @@ KEYS: dict[str, tuple[str, ...]] = {
     "multi_objective": (*_STOPS, "reward_fn", "reward_components", "reward_weights"),
     "preference_comparison": (*_STOPS, "reward_fn", *_JUDGES, "opponent", "column"),
 }
-"""What each type of environment may be given; `stop_sequences` is AITraining's name for `stop_strings`."""
+"""Configuration keys of each environment type; `stop_sequences` is AITraining's name for `stop_strings`."""
 
 REWARD_MODEL = "reward_model"
-"""The weight of this name is the reward model's, which is no reward function."""
+"""Name of the reward model's weight; it is not a reward function."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What an environment amounts to.
+    """Rewards and settings of an environment.
 
     Attributes:
-        reward_funcs: For `PPOTrainer(reward_funcs=...)`; empty where only a reward model scores.
-        reward_weights: For `PPOConfig(reward_weights=...)`, by the rewards' names; None weighs each 1.
+        reward_funcs: For `PPOTrainer(reward_funcs=...)`; empty if only a reward model scores.
+        reward_weights: For `PPOConfig(reward_weights=...)`, by name; None: all 1.
         settings: Other arguments of `PPOConfig`, such as `stop_strings`.
     """
 
@@ -56,22 +54,22 @@ def make_environment(
     reward_weights: Mapping[str, float] | str | None = None,
     reward_fn: str | Callable[..., Any] | Mapping[str, Any] | None = None,
 ) -> Environment:
-    """Make an environment.
+    """Return an environment's rewards and settings.
 
     Args:
         env_type: "text_generation": responses end at `stop_strings`. "multi_objective": the weighted sum of
-            `reward_components`, a dict of rewards by name; without it, of the rewards that `reward_weights` names.
+            `reward_components`, a dict of rewards by name, or else of the rewards that `reward_weights` names.
             "preference_comparison": a `judge`, `preference_model` or `human_feedback_fn` compares each response with
             an `opponent` ("reference", "self", or "dataset" with the `column` to take), see `PreferenceReward`.
-        config: A dict, or its JSON text, with the keys of `KEYS[env_type]`. A reward is written as in
-            `resolve_reward`, or as a dict with its `type`, its `weight` and its other settings.
-        reward_weights: Weights by name, or their JSON text; may also stand in the config. `reward_model` weighs the
-            reward model.
-        reward_fn: One more reward; may also stand in the config.
+        config: A dict, or its JSON text, with the keys of `KEYS[env_type]`. A reward is given as in
+            `resolve_reward`, or as a dict with its `type`, `weight` and other settings.
+        reward_weights: Weights by name, or their JSON text; may also be in the config. `reward_model` is the weight of
+            the reward model.
+        reward_fn: An additional reward; may also be in the config.
 
     Raises:
-        TypeError: A value is of the wrong kind.
-        ValueError: The type, a key or a value is unknown, missing or given twice; the message names it.
+        TypeError: A value has the wrong type.
+        ValueError: The type, a key or a value is unknown, missing or given twice.
     """
     if env_type not in KEYS:
         raise ValueError(f"env_type={env_type!r} must be one of {list(KEYS)}{_suggest(env_type, KEYS)}")
@@ -94,7 +92,7 @@ def make_environment(
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     strings = _given_once(" and ".join(_STOPS), *(config.get(name) for name in _STOPS))
-    if strings in (None, []):  # AITraining's default is an empty list
+    if strings in (None, []):  # an empty list is AITraining's default
         return {}
     texts = [strings] if isinstance(strings, str) else strings
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
@@ -105,12 +103,12 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def _components(
     components: Any, weights: dict[str, float] | None, has_more: bool
 ) -> tuple[list[Callable[..., Any]], dict[str, float] | None]:
-    """Make the rewards of a multi-objective environment, and their weights by name."""
+    """Return the rewards of a multi-objective environment, and their weights by name."""
     if components is None and weights is not None:
         components = {name: {} for name in weights if name != REWARD_MODEL}
     if not isinstance(components, Mapping) or not components:
         raise ValueError(
-            f"multi_objective: reward_components={shown(components)!r} must be a dict of rewards by name, such as "
+            f"multi_objective: reward_components={redacted(components)!r} must be a dict of rewards by name, such as "
             """{"correctness": {"weight": 1.0}, "brief": {"type": "length_penalty"}}; or give reward_weights by the """
             f"names of rewards: {[*BUILTIN_REWARDS, *TRL_REWARDS]}"
         )
@@ -142,7 +140,7 @@ def _component(name: str, spec: Any) -> Callable[..., Any]:
     if function_name(reward) == name:
         return reward
     named = functools.partial(reward)
-    named.__name__ = name  # pyright: ignore[reportAttributeAccessIssue]  (metrics and weights go by it)
+    named.__name__ = name  # pyright: ignore[reportAttributeAccessIssue]  (the name of its metrics and weight)
     return named
 
 
@@ -165,7 +163,7 @@ def _preference(config: Mapping[str, Any]) -> PreferenceReward:
 
 
 def _reward(key: str, spec: Any) -> Callable[..., Any]:
-    """Make one reward; an error says which key of the config it stands under."""
+    """Return a reward; errors name its key in the config."""
     try:
         if not isinstance(spec, Mapping):
             return resolve_reward(spec)
@@ -182,14 +180,14 @@ def _reward(key: str, spec: Any) -> Callable[..., Any]:
             settings["function"] = resolve_reward(settings["function"])
         return builtin_reward(name, **settings)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"config: {key}={shown(spec)!r}: {error}") from error
+        raise type(error)(f"config: {key}={redacted(spec)!r}: {error}") from error
 
 
 def _checked_keys(env_type: str, config: dict[str, Any]) -> dict[str, Any]:
     for key in config:
         if key not in KEYS[env_type]:
             raise ValueError(
-                f"config has {key}={shown(config[key], key)!r}, which {env_type} does not know; its keys are "
+                f"config has {key}={redacted(config[key], key)!r}, which {env_type} does not know; its keys are "
                 f"{list(KEYS[env_type])}{_suggest(key, KEYS[env_type])}"
             )
     return config
@@ -199,13 +197,13 @@ def _json_object(name: str, given: Mapping[str, Any] | str | None) -> dict[str, 
     value: Any = given
     if isinstance(given, str):
         try:
-            value = json.loads(given)
-        except json.JSONDecodeError as error:
+            value = read_json(given)
+        except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{name}={shown(given)!r} is no JSON: {error}; write an object in double quotes"
+                f"{name}={redacted(given)!r} is no JSON: {error}; write an object in double quotes"
             ) from error
     if value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"{name}={shown(given)!r} must be a dict or the JSON text of an object")
+        raise TypeError(f"{name}={redacted(given)!r} must be a dict or the JSON text of an object")
     return dict(value or {})
 
 
@@ -213,16 +211,12 @@ def _weights(name: str, given: Mapping[str, Any] | str | None) -> dict[str, floa
     if given is None:
         return None
     weights = _json_object(name, given)
-    for key, weight in weights.items():
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not math.isfinite(weight):
-            raise ValueError(f"{name} has {key}={weight!r}, which must be a finite number")
-    return {key: float(weight) for key, weight in weights.items()} or None
+    return parse_weights(name, weights) if weights else None
 
 
 def _given_once(name: str, first: Any, second: Any) -> Any:
     if first is not None and second is not None and first != second:
-        raise ValueError(f"{name} is given twice, as {shown(first)!r} and as {shown(second)!r}; leave one out")
+        raise ValueError(f"{name} is given twice, as {redacted(first)!r} and as {redacted(second)!r}; leave one out")
     return second if first is None else first
 
 

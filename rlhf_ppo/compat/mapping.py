@@ -1,4 +1,4 @@
-"""From AITraining's parameters to the arguments of the trainers here and in TRL."""
+"""Mapping of AITraining's parameters to the arguments of `PPOTrainer` and of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.compat.params import LLMTrainingParams
-from rlhf_ppo.config.redaction import shown
-from rlhf_ppo.terminal.foreign import visible_logger
+from rlhf_ppo.config.redaction import redacted
+from rlhf_ppo.terminal.text import visible_logger
 
 logger = visible_logger(__name__)
 
@@ -23,7 +23,7 @@ TRAINING: dict[str, str] = {
     "epochs": "num_train_epochs",
     "batch_size": "per_device_train_batch_size",
     "gradient_accumulation": "gradient_accumulation_steps",
-    "warmup_ratio": "warmup_steps",  # below 1 it is a share
+    "warmup_ratio": "warmup_steps",  # a share, below 1
     "optimizer": "optim",
     "scheduler": "lr_scheduler_type",
     "weight_decay": "weight_decay",
@@ -35,7 +35,7 @@ TRAINING: dict[str, str] = {
     "push_to_hub": "push_to_hub",
     "token": "hub_token",
 }
-"""Parameter: the argument of `transformers.TrainingArguments` that takes its value as it is."""
+"""Parameter: the argument of `transformers.TrainingArguments` with the same value."""
 
 PPO: dict[str, str] = {
     "rl_gamma": "gamma",
@@ -51,7 +51,7 @@ PPO: dict[str, str] = {
     "rl_top_p": "top_p",
     "rl_temperature": "temperature",
 }
-"""Parameter: the argument of `PPOConfig` that takes its value as it is."""
+"""Parameter: the argument of `PPOConfig` with the same value."""
 
 MODEL: dict[str, str] = {
     "model": "model_name_or_path",
@@ -60,7 +60,7 @@ MODEL: dict[str, str] = {
     "lora_alpha": "lora_alpha",
     "lora_dropout": "lora_dropout",
 }
-"""Parameter: the argument of TRL's `ModelConfig` that takes its value as it is."""
+"""Parameter: the argument of TRL's `ModelConfig` with the same value."""
 
 
 OTHERS: dict[str, str] = {
@@ -69,11 +69,11 @@ OTHERS: dict[str, str] = {
     "model_ref": "ref_model",
     "log": "report_to",
 }
-"""Parameter: what errors call that which it gives in another form."""
+"""Parameter: the name in error messages of the argument that it determines."""
 
 
 def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
-    """Return the arguments that the three trainers share."""
+    """Return the arguments that all three trainers have."""
     evaluates = params.valid_split is not None and params.eval_strategy != "no"
     return {
         **_renamed(params, TRAINING),
@@ -89,7 +89,7 @@ def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
 
 
 def ppo_arguments(params: LLMTrainingParams) -> dict[str, Any]:
-    """Return the arguments of `PPOConfig`, without those that the rewards add."""
+    """Return the arguments of `PPOConfig`, except those of the rewards."""
     return {
         **training_arguments(params),
         **_renamed(params, PPO),
@@ -106,7 +106,7 @@ def ppo_arguments(params: LLMTrainingParams) -> dict[str, Any]:
 
 def reward_arguments(params: LLMTrainingParams) -> dict[str, Any]:
     """Return the arguments of TRL's `RewardConfig`."""
-    renamed = hasattr(TrainingArguments, "activation_checkpointing")  # where the old name only warns
+    renamed = hasattr(TrainingArguments, "activation_checkpointing")  # then the old name warns
     checkpointing = "activation_checkpointing" if renamed else "gradient_checkpointing"
     return {
         **training_arguments(params),
@@ -125,7 +125,7 @@ def sft_arguments(params: LLMTrainingParams) -> dict[str, Any]:
 
 
 def model_arguments(params: LLMTrainingParams) -> ModelConfig:
-    """Return how models are loaded, and with which adapters."""
+    """Return the arguments of model loading and adapters."""
     modules = (params.target_modules or "").split(",") if params.target_modules else None
     scores = params.trainer == "reward"
     return ModelConfig(
@@ -141,7 +141,7 @@ def model_arguments(params: LLMTrainingParams) -> ModelConfig:
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """Let errors also name the option of the command line that set the argument they name.
+    """Add to errors the command-line option that set the argument.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -159,22 +159,22 @@ def explaining() -> Iterator[None]:
 
 
 def json_object(name: str, given: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Return a dict that may be written as JSON.
+    """Return a dict that may be given as JSON text.
 
     Args:
         name: Name of the parameter, for error messages.
         given: The dict or its text.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a JSON object.
     """
     try:
         value = json.loads(given) if isinstance(given, str) else dict(given)
-    except ValueError as error:
-        raise ValueError(f"--{name.replace('_', '-')} {shown(given)!r} is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--{name.replace('_', '-')} {redacted(given)!r} is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(
-            f"--{name.replace('_', '-')} {shown(given)!r} must be a JSON object, such as '{{\"name\": 1.0}}'"
+            f"--{name.replace('_', '-')} {redacted(given)!r} must be a JSON object, such as '{{\"name\": 1.0}}'"
         )
     return value
 
@@ -184,7 +184,7 @@ def _renamed(params: LLMTrainingParams, names: Mapping[str, str]) -> dict[str, A
 
 
 def _num_mini_batches(params: LLMTrainingParams) -> int:
-    """Cut a device's episodes of one update into mini-batches; fewer episodes than one mini-batch make one."""
+    """Return the number of mini-batches of a device's episodes; fewer episodes than one mini-batch are one."""
     num_episodes = params.batch_size * params.gradient_accumulation
     size = min(params.rl_mini_batch_size, num_episodes)
     if size < 1 or num_episodes % size:

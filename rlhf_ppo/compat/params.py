@@ -1,18 +1,18 @@
-"""AITraining's `LLMTrainingParams`: every option of `aitraining llm`, with its name and default."""
+"""AITraining's `LLMTrainingParams`: all options of `aitraining llm` with their names and defaults."""
 
-# HfArgumentParser reads the annotations, so they are not postponed.
+# No postponed annotations: HfArgumentParser reads them.
 import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_type_hints
 
-from rlhf_ppo.config.redaction import shown
+from rlhf_ppo.config.redaction import redacted
 from rlhf_ppo.config.validation import Interval, check_range, check_type
 
 TRAINERS = ("ppo", "reward", "sft")
-"""The trainers that are here."""
+"""Supported values of `trainer`."""
 
 ENVIRONMENTS = ("text_generation", "multi_objective", "preference_comparison")
-"""The values of `rl_env_type`."""
+"""Values of `rl_env_type`."""
 
 _NOT_HERE = "Not available here: "
 _SWEEP = "search with PPOTrainer.hyperparameter_search (Optuna) from Python, as docs/usage.md shows"
@@ -37,10 +37,10 @@ def _absent(default: Any, instead: str) -> Any:
 
 @dataclass
 class LLMTrainingParams:
-    """The parameters of one training run, under AITraining's names.
+    """Parameters of a training run, with AITraining's names.
 
-    Options whose help begins with "Not available here" exist so that scripts that pass their default go on working;
-    any other value is an error that says what to use instead.
+    Options whose help begins with "Not available here" accept only their default, so that scripts that pass it work;
+    any other value is an error that names an alternative.
 
     Raises:
         TypeError: A parameter has the wrong type.
@@ -208,13 +208,11 @@ class LLMTrainingParams:
     inference_output: str | None = _absent(None, _GENERATE)
 
     def __repr__(self) -> str:
-        values = {option.name: getattr(self, option.name) for option in fields(self)}
-        return (
-            f"{type(self).__name__}({', '.join(f'{name}={shown(value, name)!r}' for name, value in values.items())})"
-        )
+        values = [(option.name, getattr(self, option.name)) for option in fields(self)]
+        return f"{type(self).__name__}({', '.join(f'{name}={redacted(value, name)!r}' for name, value in values)})"
 
     def __post_init__(self) -> None:
-        """Check the parameters one by one, then those that need or exclude each other."""
+        """Check each parameter, then those that require or exclude each other."""
         self.chat_template = None if self.chat_template == "none" else self.chat_template
         self._check_each()
         if self.trainer not in TRAINERS:
@@ -281,7 +279,7 @@ class LLMTrainingParams:
 
     @property
     def environment(self) -> str | None:
-        """The environment's type: `rl_env_type`, or "multi_objective" where only `rl_multi_objective` says so."""
+        """Type of the environment: `rl_env_type`, or "multi_objective" with `rl_multi_objective`."""
         return "multi_objective" if self.rl_multi_objective else self.rl_env_type
 
 
@@ -290,7 +288,7 @@ UNAVAILABLE: dict[str, str] = {
     for option in fields(LLMTrainingParams)
     if option.metadata["help"].startswith(_NOT_HERE)
 }
-"""AITraining's options that are not here, and what to use instead."""
+"""AITraining's unsupported options, and their alternatives."""
 
 _USED_BY: dict[str, tuple[str, ...]] = {
     "model_ref": ("ppo",),
@@ -302,9 +300,9 @@ _USED_BY: dict[str, tuple[str, ...]] = {
 
 
 def used_by(name: str) -> tuple[str, ...]:
-    """Return the trainers that an option belongs to."""
+    """Return the trainers that use an option."""
     return ("ppo",) if name.startswith("rl_") else _USED_BY.get(name, TRAINERS)
 
 
 def _flag(name: str, value: Any) -> str:
-    return f"--{name.replace('_', '-')} {shown(value, name)}"
+    return f"--{name.replace('_', '-')} {redacted(value, name)}"

@@ -1,7 +1,7 @@
-"""The helper functions of TRL's documented PPO contract, with the same argument names.
+"""Helper functions of TRL's documented PPO interface, with the same argument names.
 
-The trainer itself carries explicit masks. These functions take padded ids, as their contract says, and read the mask
-off `ids != pad_token_id` unless one is passed: pass it when PAD is also a real token.
+The trainer uses explicit masks. These functions take padded ids and derive the mask from `ids != pad_token_id` unless
+one is passed: pass it if PAD is also a real token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.utils.generic import ModelOutput
 
 from rlhf_ppo.data.rollout import pad_right
 from rlhf_ppo.generation.protocol import Generates
-from rlhf_ppo.models.passes import position_ids
+from rlhf_ppo.models.packing import position_ids
 
 
 def generate(
@@ -27,14 +27,14 @@ def generate(
     generation_config: GenerationConfig,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generate responses, in a way that padding tokens do not affect.
+    """Generate responses that do not depend on padding.
 
     Args:
         lm_backbone: A causal language model.
         queries: Prompt ids, long `(B, C)`, left-padded.
         pad_token_id: The padding token.
-        generation_config: How to sample.
-        attention_mask: True on real tokens `(B, C)`; `queries != pad_token_id` when None.
+        generation_config: Sampling settings.
+        attention_mask: True on real tokens `(B, C)`; None: `queries != pad_token_id`.
 
     Returns:
         Prompts with their responses, long `(B, C + T)`, and the processed scores that each token was sampled from,
@@ -52,7 +52,7 @@ def generate(
 
 
 def _also_called(name: str, other: str, position: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let an argument be given by another name too."""
+    """Accept an argument under another name too."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -77,20 +77,20 @@ def batch_generation(
     pad_token_id: int,
     generation_config: GenerationConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Generate for many prompts, a part at a time.
+    """Generate responses in batches.
 
     Args:
         model: A causal language model.
         queries: Prompt ids, long `(B, C)`, left-padded.
-        local_rollout_forward_batch_size: Prompts per part; also called `batch_size`.
-        pad_token_id: The padding token; fills shorter parts on the right.
-        generation_config: How to sample.
+        local_rollout_forward_batch_size: Prompts per batch; also called `batch_size`.
+        pad_token_id: The padding token; pads shorter batches on the right.
+        generation_config: Sampling settings.
 
     Returns:
-        Prompts with their responses, long `(B, C + T)`, and scores `(B, T, V)`, 0 where a part was shorter.
+        Prompts with their responses, long `(B, C + T)`, and scores `(B, T, V)`, 0 where a batch was shorter.
 
     Raises:
-        TypeError: The number of prompts per part is given by both of its names, or by none.
+        TypeError: The batch size is given under both names, or under none.
         ValueError: It is below 1.
     """
     if local_rollout_forward_batch_size < 1:
@@ -107,16 +107,16 @@ def batch_generation(
 def forward(
     model: nn.Module, query_responses: Tensor, pad_token_id: int, attention_mask: Tensor | None = None
 ) -> ModelOutput:
-    """Run a model over padded ids with explicit positions.
+    """Run a model on padded ids with explicit positions.
 
     Args:
         model: A transformers model.
         query_responses: Token ids, long `(B, L)`.
-        pad_token_id: The padding token; may lie outside the vocabulary.
-        attention_mask: True on real tokens `(B, L)`; `query_responses != pad_token_id` when None.
+        pad_token_id: The padding token; may be outside of the vocabulary.
+        attention_mask: True on real tokens `(B, L)`; None: `query_responses != pad_token_id`.
 
     Returns:
-        The model's output, hidden states included.
+        The model's output, with hidden states.
     """
     mask = (query_responses != pad_token_id) if attention_mask is None else attention_mask.bool()
     return model(

@@ -1,4 +1,4 @@
-"""The arguments of a run and what they may be."""
+"""Arguments of a run and their validation."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,61 +1,33 @@
-"""What PPO makes of each argument that `PPOConfig` inherits from `transformers.TrainingArguments`.
+"""Arguments that `PPOConfig` inherits from `transformers.TrainingArguments`: rejected ones, valid values, trackers.
 
-None is silently ignored: each is in `HONOURED`, under who reads it, or in `REJECTED`, with what to use instead.
-Arguments that `TrainingArguments` once had, and that the documented signature of PPO still shows, are in `REMOVED`.
+No argument is silently ignored: each is used, or in `REJECTED` with an alternative.
 """
 
-import difflib
+from __future__ import annotations
+
+import enum
 import inspect
-from collections.abc import Iterable, Iterator
-from typing import Any, Self
+import json
+import math
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import huggingface_hub
+import torch.utils.checkpoint
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import TrainingArguments
+from transformers.debug_utils import DebugOption
+from transformers.integrations import integration_utils
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-HONOURED: dict[str, tuple[str, ...]] = {
-    "TrainingArguments: devices, precision and logging levels": (
-        *("use_cpu", "tf32", "ddp_backend", "ddp_timeout", "local_rank", "accelerator_config"),
-        *("log_level", "log_level_replica", "log_on_each_node"),
-    ),
-    "PPOConfig.fill_derived: the batch and the number of updates": (
-        *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "run_name"),
-    ),
-    "Trainer: optimizer and scheduler": (
-        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
-        *("optim", "optim_args", "optim_target_modules"),
-        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-    ),
-    "Trainer: accelerator and model wrapping": (
-        *("bf16", "fp16", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cache"),
-        *("activation_checkpointing", "activation_checkpointing_kwargs"),
-        *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
-        *("deepspeed", "fsdp", "fsdp_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb"),
-        *("ddp_broadcast_buffers", "ddp_static_graph"),
-    ),
-    "Trainer: data loading": (
-        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
-        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
-        *("remove_unused_columns", "train_sampling_strategy", "length_column_name", "data_seed"),
-    ),
-    "Trainer: checkpoints, hub, seeds": (
-        *("output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node"),
-        *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "seed", "full_determinism"),
-        *("restore_callback_states_from_checkpoint", "push_to_hub", "hub_model_id", "hub_strategy", "hub_token"),
-        *("hub_private_repo", "hub_always_push", "hub_revision"),
-    ),
-    "Trainer's callbacks: when to log and evaluate, and where to": (
-        *("logging_strategy", "logging_steps", "logging_first_step", "eval_strategy", "eval_steps", "eval_delay"),
-        *("report_to", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-        *("disable_tqdm", "debug"),
-    ),
-    "PPOTrainer: its own loop and evaluation": (
-        *("max_grad_norm", "torch_empty_cache_steps", "logging_nan_inf_filter", "include_num_input_tokens_seen"),
-        *("eval_on_start", "per_device_eval_batch_size", "ignore_data_skip", "skip_memory_metrics"),
-        *("resume_from_checkpoint",),
-    ),
-    "the script that calls PPOTrainer": ("do_train", "do_eval"),
-}
-"""Who reads an argument: the arguments."""
+from rlhf_ppo.config.validation import Interval, check_json_file, check_range
+from rlhf_ppo.terminal.text import visible_logger
 
 _NO_METRICS = "evaluation scores sampled responses, it computes no predictions; use reward_funcs to measure more"
 
@@ -97,7 +69,7 @@ REJECTED: dict[str, tuple[object, str]] = {
         "it would save in the middle of an update, which cannot be resumed exactly; use a small save_steps",
     ),
 }
-"""Rejected argument: the only value accepted, and why or what to use instead."""
+"""Rejected argument: its only accepted value, and the reason or an alternative."""
 
 REJECTED_VALUES: dict[str, dict[str, str]] = {
     "optim": {
@@ -120,87 +92,17 @@ REJECTED_VALUES: dict[str, dict[str, str]] = {
         "batch_rebalance": "it balances by a length column and drops rows; use 'random' or 'group_by_length'"
     },
 }
-"""Honoured argument: its values that PPO cannot serve, and why."""
-
-_AUTOMATIC_MIXED_PRECISION = "PyTorch's mixed precision is always used: set fp16=True or bf16=True and drop it"
-
-REMOVED: dict[str, str] = {
-    "adafactor": "use optim='adafactor'",
-    "dispatch_batches": "use accelerator_config={'dispatch_batches': ...}",
-    "evaluation_strategy": "use eval_strategy",
-    "fp16_backend": _AUTOMATIC_MIXED_PRECISION,
-    "fp16_opt_level": _AUTOMATIC_MIXED_PRECISION,
-    "fsdp_min_num_params": "use fsdp_config={'min_num_params': ...}",
-    "fsdp_transformer_layer_cls_to_wrap": "use fsdp_config={'transformer_layer_cls_to_wrap': ...}",
-    "group_by_length": "use train_sampling_strategy='group_by_length'",
-    "half_precision_backend": _AUTOMATIC_MIXED_PRECISION,
-    "include_inputs_for_metrics": "use reward_funcs, which receive prompts and responses",
-    "include_tokens_per_second": "use include_num_input_tokens_seen='all'",
-    "jit_mode_eval": "use torch_compile=True",
-    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
-    "mp_parameters": "SageMaker's model parallelism is not supported: use deepspeed or fsdp",
-    "no_cuda": "use use_cpu",
-    "past_index": "drop it: generation keeps its own cache",
-    "per_gpu_eval_batch_size": "use per_device_eval_batch_size",
-    "per_gpu_train_batch_size": "use per_device_train_batch_size",
-    "push_to_hub_model_id": "use hub_model_id",
-    "push_to_hub_organization": "use hub_model_id='organization/name'",
-    "push_to_hub_token": "use hub_token",
-    "ray_scope": "hyperparameter_search runs with Optuna, not with Ray: leave it out",
-    "save_safetensors": "drop it: models are always saved as safetensors",
-    "sharded_ddp": "use fsdp",
-    "split_batches": "drop it: each process reads per_device_train_batch_size rows",
-    "torchdynamo": "use torch_compile_backend",
-    "tpu_metrics_debug": "use debug='tpu_metrics_debug'",
-    "tpu_num_cores": "start the script with accelerate launch --tpu",
-    "use_ipex": "drop it: PyTorch itself supports Intel's devices",
-    "use_legacy_prediction_loop": "drop it: there is one evaluation loop",
-    "use_mps_device": "drop it: Apple's device is used where there is one; use_cpu=True turns it off",
-    "xpu_backend": "use ddp_backend",
-}
-"""Argument of the documented signature that transformers no longer has or heeds: what to use instead."""
-
-
-def reject_removed(names: Iterable[str]) -> None:
-    """Raise for names that `TrainingArguments` no longer has.
-
-    Args:
-        names: Names of arguments, however they came in.
-
-    Raises:
-        TypeError: If any of them is in `REMOVED`; the message names the replacement of each.
-    """
-    advice = [f"{name}: {REMOVED[name]}" for name in names if name in REMOVED]
-    if advice:
-        raise TypeError(f"no longer an argument of transformers.TrainingArguments: {'; '.join(advice)}")
-
-
-class RejectsRemoved:
-    """Base of a dataclass that explains arguments that are gone, which its constructor would only call unexpected.
-
-    A base class, so that the dataclass keeps the signature of its own constructor.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Check the names of the keyword arguments before `__init__` sees them."""
-        known = inspect.signature(cls).parameters
-        # None is what the last versions of transformers that have an argument say of one that is not given.
-        reject_removed(name for name, value in kwargs.items() if value is not None or name not in known)
-        for name in (name for name in kwargs if name not in known):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}{hint}")
-        return super().__new__(cls)
+"""Accepted argument: values that PPO cannot support, and the reason."""
 
 
 def reject_unsupported(args: TrainingArguments) -> None:
-    """Raise for inherited arguments that PPO cannot honour.
+    """Raise for inherited arguments that PPO does not support.
 
     Args:
         args: The arguments, before or after `TrainingArguments.__post_init__`.
 
     Raises:
-        ValueError: If one has a value that `REJECTED` or `REJECTED_VALUES` excludes.
+        ValueError: `REJECTED` or `REJECTED_VALUES` excludes a value.
     """
     problems = [f"{name}={getattr(args, name)!r}: {advice}" for name, advice in _unsupported(args)]
     if problems:
@@ -224,3 +126,301 @@ def _unsupported(args: TrainingArguments) -> Iterator[tuple[str, str]]:
         yield "accelerator_config", "drop its use_seedable_sampler=False: prompts could not be resumed in their order"
     if args.metric_for_best_model in ("loss", "eval_loss"):
         yield "metric_for_best_model", "evaluation has no loss; use 'score'"
+
+
+_POSITIVE = Interval(0, math.inf, open_low=True)
+_NOT_NEGATIVE = Interval(0, math.inf)
+_AT_LEAST_ONE = Interval(1, math.inf)
+_SEED = Interval(0, 2**32 - 1)  # NumPy takes no other
+
+INHERITED_RANGES: dict[str, Interval] = {
+    **dict.fromkeys(("num_train_epochs", "ddp_timeout"), _POSITIVE),
+    **dict.fromkeys(
+        ("learning_rate", "max_grad_norm", "logging_steps", "weight_decay", "adam_epsilon"), _NOT_NEGATIVE
+    ),
+    **dict.fromkeys(
+        ("warmup_steps", "eval_steps", "save_steps", "eval_delay", "dataloader_num_workers"), _NOT_NEGATIVE
+    ),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), Interval(0, 1, open_high=True)),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), _AT_LEAST_ONE),
+    **dict.fromkeys(("gradient_accumulation_steps", "save_total_limit", "torch_empty_cache_steps"), _AT_LEAST_ONE),
+    **dict.fromkeys(("dataloader_prefetch_factor", "ddp_bucket_cap_mb"), _AT_LEAST_ONE),
+    **dict.fromkeys(("seed", "data_seed"), _SEED),
+    **dict.fromkeys(("max_steps", "local_rank"), Interval(-1, math.inf)),
+}
+"""Range of each numeric argument."""
+
+_ALSO: dict[str, Any] = {
+    **dict.fromkeys(("output_dir", "fsdp_config", "deepspeed"), os.PathLike),
+    "accelerator_config": os.PathLike | AcceleratorConfig,
+    "resume_from_checkpoint": os.PathLike | bool,
+    "fsdp": bool | list[str],
+    "debug": types.NoneType,
+}
+"""Types that `TrainingArguments` accepts beyond its annotations."""
+
+_INSTEAD: dict[str, Any] = {
+    "include_num_input_tokens_seen": Literal["all", "non_padding", "no"] | bool,
+    "torch_compile_mode": Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None,
+}
+"""Strings that it accepts where its annotation is any string."""
+
+_FILES = ("accelerator_config", "fsdp_config")
+
+
+def inherited_types() -> dict[str, Any]:
+    """Return the type of each field of `TrainingArguments`; for an enum, its values."""
+    hints = get_type_hints(TrainingArguments)
+    choices = {item.name: item.metadata["choices"] for item in fields(TrainingArguments) if "choices" in item.metadata}
+    return {item.name: _type_of(item.name, hints[item.name], choices) for item in fields(TrainingArguments)}
+
+
+def _type_of(name: str, hint: Any, choices: dict[str, Any]) -> Any:
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    enums = [option for option in options if isinstance(option, type) and issubclass(option, enum.Enum)]
+    values = [member.value for kind in enums for member in kind] + list(choices.get(name, ()))
+    if values:
+        return Literal[*values, *([None] if types.NoneType in options else [])]
+    return _INSTEAD.get(name, hint | _ALSO[name] if name in _ALSO else hint)
+
+
+def check_numbers(args: TrainingArguments) -> None:
+    """Check that numeric training arguments are in their ranges.
+
+    Raises:
+        ValueError: One is not.
+    """
+    helps = {item.name: str(item.metadata.get("help", "")) for item in fields(args)}
+    for name, interval in INHERITED_RANGES.items():
+        check_range(name, getattr(args, name), interval, helps[name])
+
+
+def check_dicts(args: TrainingArguments) -> None:
+    """Check dicts that are given as JSON text or as the path of a JSON file.
+
+    Raises:
+        ValueError: One cannot be parsed.
+    """
+    for name in TrainingArguments._VALID_DICT_FIELDS:
+        value = getattr(args, name)
+        if name in _FILES and isinstance(value, str | os.PathLike) and not str(value).startswith("{"):
+            check_json_file(os.fspath(value), name)
+        elif isinstance(value, str) and not (name == "deepspeed" and not value.startswith("{")):  # it takes base64 too
+            try:
+                json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{name}={value!r} is no JSON: {error}") from error
+
+
+def check_inherited(args: TrainingArguments) -> None:
+    """Check names and combinations of inherited arguments, after types and ranges.
+
+    Raises:
+        ValueError: A name is unknown, or an argument needs another one.
+    """
+    for name, advice in _problems(args):
+        raise ValueError(f"{name}={getattr(args, name)!r} {advice}")
+
+
+def _problems(args: TrainingArguments) -> Iterator[tuple[str, str]]:
+    if args.max_steps == 0:
+        yield "max_steps", "must be at least 1; -1 leaves the length of the run to total_episodes or num_train_epochs"
+    if args.save_strategy == "steps" and args.save_steps <= 0:
+        yield "save_steps", "must be greater than 0; save_strategy='no' saves nothing"
+    for which in ("logging", "eval"):
+        if getattr(args, f"{which}_strategy") == "steps" and getattr(args, f"{which}_steps") == 0:
+            yield f"{which}_steps", f"must be greater than 0; {which}_strategy='no' leaves it out"
+    if args.output_dir is not None and not os.fspath(args.output_dir).strip():
+        yield "output_dir", "names no directory"
+    if args.output_dir is not None and os.path.expanduser(args.output_dir).startswith("~"):
+        yield "output_dir", "names nobody who has a home directory here"
+    yield from _trackers(args)
+    yield from _names_of_nothing(args)
+    yield from _needing_evaluation(args)
+    yield from _needing_workers(args)
+
+
+def _trackers(args: TrainingArguments) -> Iterator[tuple[str, str]]:
+    trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+    if not {*trackers} <= {*INTEGRATION_TO_CALLBACK, "all", "none"}:
+        yield "report_to", f"must be 'none', 'all' or some of {[*INTEGRATION_TO_CALLBACK]}"
+    for name, missing in ((name, missing_package(name)) for name in trackers):
+        if missing is not None:
+            yield "report_to", f"has {name!r}, which is not here: {missing}"
+
+
+def _names_of_nothing(args: TrainingArguments) -> Iterator[tuple[str, str]]:
+    if args.ddp_backend in ("nccl", "gloo") and not {"RANK", "LOCAL_RANK"} & os.environ.keys():
+        yield "ddp_backend", "needs a run of several processes: start it with `accelerate launch`, or leave it None"
+    if args.push_to_hub and args.hub_model_id is not None and not _is_repository(args.hub_model_id):
+        yield "hub_model_id", "must be 'name' or 'organization/name', of letters, digits, '-', '_' and '.'"
+    if args.metric_for_best_model == "":
+        yield "metric_for_best_model", "names no metric; leave it None for 'score'"
+    if args.torch_compile_backend is not None and args.torch_compile_backend not in _compile_backends():
+        yield "torch_compile_backend", f"must be one of {_compile_backends()}"
+    debug = args.debug.split() if isinstance(args.debug, str) else args.debug or []
+    if not {*debug} <= {option.value for option in DebugOption}:
+        yield "debug", f"must hold some of {[option.value for option in DebugOption]}"
+    known = inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        unknown = [key for key in _as_dict(getattr(args, name, None)) if key not in known]
+        if unknown:
+            yield name, f"has {unknown}, which torch.utils.checkpoint.checkpoint does not take"
+    config = args.accelerator_config
+    known = {item.name for item in fields(AcceleratorConfig)}
+    if unknown := [key for key in _as_dict(config) if key not in known]:
+        yield "accelerator_config", f"has {unknown}, but may have {sorted(known)} only"
+
+
+def _is_repository(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _compile_backends() -> list[str]:
+    from torch._dynamo import list_backends  # its import takes a second
+
+    return [*list_backends(exclude_tags=()), "hpu_backend", "neuron"]
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    if isinstance(value, str) and value.startswith("{"):
+        return json.loads(value)
+    return value if isinstance(value, dict) else {}
+
+
+def _needing_evaluation(args: TrainingArguments) -> Iterator[tuple[str, str]]:
+    compared = {
+        "load_best_model_at_end": bool(args.load_best_model_at_end),
+        "save_strategy": args.save_strategy == "best",
+        "lr_scheduler_type": args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
+    }
+    for name in (name for name, compares in compared.items() if compares and args.eval_strategy == "no"):
+        yield name, "compares evaluations, but eval_strategy='no'; set eval_strategy to 'steps' or 'epoch'"
+
+
+def _needing_workers(args: TrainingArguments) -> Iterator[tuple[str, str]]:
+    given = {
+        "dataloader_prefetch_factor": args.dataloader_prefetch_factor is not None,
+        "dataloader_persistent_workers": bool(args.dataloader_persistent_workers),
+        # since transformers 5.16
+        "dataloader_multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None) is not None,
+    }
+    for name in (name for name, is_given in given.items() if is_given and args.dataloader_num_workers == 0):
+        yield name, "needs worker processes; set dataloader_num_workers to 1 or more"
+
+
+logger = visible_logger(__name__)
+
+
+def default_bf16(args: TrainingArguments) -> bool:
+    """Return whether a run whose `bf16` is not set uses bf16; if the device cannot, rank 0 warns once.
+
+    Args:
+        args: Gives `fp16` and `use_cpu`; devices need not be set up yet.
+    """
+    if args.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        return False
+    on_cpu = args.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+    if not on_cpu and (is_torch_bf16_gpu_available() or is_torch_xla_available()):
+        return True
+    if os.environ.get("RANK", "0") == "0":  # processes are not set up yet
+        logger.warning_once(
+            "bf16 stays off: no accelerator is used that can do it. (bf16=True, use_cpu=True forces it.)"
+        )
+    return False
+
+
+def _pip(*packages: str) -> str:
+    return f"`pip install {' '.join(packages)}`, or report to 'none'"
+
+
+_PACKAGES: dict[str, str] = {
+    "azure_ml": _pip("azureml-sdk"),
+    "comet_ml": _pip("-U", "comet-ml"),
+    "dagshub": _pip("dagshub", "mlflow"),
+    "flyte": _pip("flytekit"),
+    "kubeflow": "Kubeflow's trainer sets KUBEFLOW_TRAINER_SERVER_URL; elsewhere report to 'none'",
+}
+"""How to install a tracker whose package has another name."""
+
+
+def missing_package(tracker: str) -> str | None:
+    """Return how to install a missing tracker, or None; only W&B and Comet are imported for the check."""
+    return None if _is_there(tracker) else _PACKAGES.get(tracker, _pip(tracker))
+
+
+def _is_there(tracker: str) -> bool:
+    if tracker == "comet_ml":  # Trainer's own check also requires a key
+        return integration_utils._is_comet_installed and integration_utils._is_comet_recent_enough
+    package = {"azure_ml": "azureml", "flyte": "flytekit"}.get(tracker, tracker)
+    return getattr(integration_utils, f"is_{package}_available", lambda: True)()
+
+
+def check_keys(args: TrainingArguments) -> None:
+    """Check that the main process can log in to W&B, Comet, and Trackio's spaces.
+
+    Args:
+        args: Training arguments.
+
+    Raises:
+        ValueError: There is no key, and no terminal to ask for one.
+    """
+    for tracker in args.report_to or () if args.process_index == 0 else ():
+        if tracker in _KEYS and (missing := _KEYS[tracker](args)) is not None:
+            raise ValueError(f"report_to={args.report_to!r} has {tracker!r}, but {missing}, or report to 'none'")
+
+
+def is_logged_in_to_wandb() -> bool:
+    """Return whether W&B has a key or needs none, without asking the user or the network."""
+    if os.environ.get("WANDB_MODE") in _WITHOUT_LOGIN:
+        return True
+    import wandb
+
+    if wandb.run is not None or wandb.setup().settings.mode in _WITHOUT_LOGIN:
+        return True
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return wandb.login(prompt=False, verify=False)
+    return wandb.api.api_key is not None  # before W&B 0.28
+
+
+def _wandb(_: TrainingArguments) -> str | None:
+    if is_logged_in_to_wandb():
+        return None
+    from wandb.errors import term
+
+    if getattr(term, "can_use_terminput", sys.stdin.isatty)():  # the oldest versions lack it
+        return None  # it asks
+    return (
+        "nobody is logged in to W&B here: log in with `wandb login` or set WANDB_API_KEY, set WANDB_MODE=offline to "
+        "record into ./wandb"
+    )
+
+
+def _comet(_: TrainingArguments) -> str | None:
+    import comet_ml  # pyright: ignore[reportMissingImports]
+
+    has_key, is_online = comet_ml.get_config("comet.api_key"), comet_ml.get_config("comet.start.online")
+    if has_key or is_online is False or comet_ml.get_running_experiment() is not None:
+        return None
+    return (
+        "Comet has no key here: set COMET_API_KEY or call comet_ml.login(), set COMET_START_ONLINE=0 to record into a "
+        "local file"
+    )
+
+
+def _trackio(args: TrainingArguments) -> str | None:
+    space = args.trackio_space_id or os.environ.get("TRACKIO_SPACE_ID")
+    if not space or huggingface_hub.get_token() is not None:
+        return None
+    return (
+        f"nobody is logged in to the hub, where its space {space!r} is (trackio_space_id): run `hf auth login` "
+        "or set HF_TOKEN, leave trackio_space_id None to record here"
+    )
+
+
+_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
+_KEYS: dict[str, Callable[[Any], str | None]] = {"wandb": _wandb, "comet_ml": _comet, "trackio": _trackio}

@@ -1,61 +1,253 @@
-"""PPOConfig: every number of a PPO run, checked before anything is loaded."""
-
-# The fields that replace some of TrainingArguments' (a property, or types without None) do so on purpose.
-# pyright: reportIncompatibleVariableOverride=false, reportIncompatibleMethodOverride=false
+"""`PPOConfig`, the arguments of a run, checked before anything is loaded, and the sizes that follow from them."""
 
 import functools
 import inspect
+import math
+import os
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, Self, get_type_hints
 
 import torch
 from transformers import TrainingArguments
 
-from rlhf_ppo.config.engines import ENGINE_RANGES, EngineArguments
-from rlhf_ppo.config.health import parse_thresholds
-from rlhf_ppo.config.inherited import REJECTED, reject_unsupported
-from rlhf_ppo.config.inherited_values import INHERITED_RANGES, check_dicts, check_inherited, inherited_types
-from rlhf_ppo.config.precision import default_bf16
+from rlhf_ppo.config.arguments import (
+    ENGINE_RANGES,
+    RECIPE_RANGES,
+    EngineArguments,
+    LoggingArguments,
+    RecipeArguments,
+    check_recipes,
+    check_warmup_length,
+    logging_interval,
+    parse_thresholds,
+    resolve_recipes,
+)
+from rlhf_ppo.config.inherited import (
+    INHERITED_RANGES,
+    REJECTED,
+    check_dicts,
+    check_inherited,
+    default_bf16,
+    inherited_types,
+    reject_unsupported,
+)
 from rlhf_ppo.config.presets import PresetArguments
-from rlhf_ppo.config.recipes import RECIPE_RANGES, RecipeArguments, check_recipes, check_warmup_length, settle_recipes
-from rlhf_ppo.config.redaction import HidesSecrets
-from rlhf_ppo.config.shown import ShownArguments
-from rlhf_ppo.config.sizes import Sizes, check_divides
-from rlhf_ppo.config.validation import OWN_RANGES, check_range, check_type, own_number, parse_strings, parse_weights
+from rlhf_ppo.config.redaction import RedactsSecrets
+from rlhf_ppo.config.validation import OWN_RANGES, check_range, check_type, parse_strings, parse_weights, python_number
 from rlhf_ppo.config.validation import option as _option
-from rlhf_ppo.terminal.foreign import visible_logger
+from rlhf_ppo.terminal.text import visible_logger
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Batch sizes and number of updates of a run, from its arguments and the numbers of processes and prompts.
+
+    ```
+    local_batch_size = per_device x accumulation        batch_size      = local_batch_size x world_size
+    micro_batch_size = per_device x world_size          mini_batch_size = batch_size / num_mini_batches
+    ```
+
+    Attributes:
+        world_size: Processes that train together.
+        local_batch_size: Episodes of an update on each process.
+        micro_batch_size: Episodes of one forward and backward pass, on all processes.
+        batch_size: Episodes of an update, on all processes.
+        local_mini_batch_size: Episodes of an optimizer step on each process.
+        mini_batch_size: Episodes of an optimizer step, on all processes.
+        num_total_batches: Updates of the run.
+        total_episodes: Requested number of episodes; every update has a full batch.
+    """
+
+    world_size: int
+    local_batch_size: int
+    micro_batch_size: int
+    batch_size: int
+    local_mini_batch_size: int
+    mini_batch_size: int
+    num_total_batches: int
+    total_episodes: int
+
+    @classmethod
+    def of(
+        cls,
+        per_device: int,
+        accumulation: int,
+        num_mini_batches: int,
+        num_processes: int,
+        num_examples: int | None,
+        num_train_epochs: float,
+        max_steps: int | None,
+        total_episodes: int | None,
+        num_generations: int = 1,
+        max_prompt_length: int | None = None,
+    ) -> Self:
+        """Compute the sizes of a run.
+
+        Args:
+            per_device: `per_device_train_batch_size`.
+            accumulation: `gradient_accumulation_steps`.
+            num_mini_batches: Optimizer steps per pass over a rollout.
+            num_processes: Processes that train together.
+            num_examples: Prompts of the training set, or None if it has no length.
+            num_train_epochs: Passes over the training set; need not be whole.
+            max_steps: Number of updates; not set if None or not positive.
+            total_episodes: Number of episodes, or None.
+            num_generations: Responses to each prompt of an update.
+            max_prompt_length: Longer prompts were dropped; None if none were.
+
+        Raises:
+            ValueError: A process's episodes cannot be split into equal mini-batches or groups; the training set has
+                fewer prompts, or the run fewer episodes, than one update; `max_steps` and `total_episodes` disagree,
+                or the length is unknown.
+        """
+        check_divides("num_mini_batches", num_mini_batches, per_device, accumulation)
+        check_divides("num_generations", num_generations, per_device, accumulation)
+        check_total_episodes(total_episodes, per_device, accumulation, num_processes)
+        local = per_device * accumulation
+        batch = local * num_processes
+        if num_examples is not None and num_examples * num_generations < batch:
+            shared = "" if num_generations == 1 else f" / num_generations={num_generations}"
+            dropping = f", or raise max_prompt_length={max_prompt_length}, which drops longer ones"
+            raise ValueError(
+                f"the training set has {num_examples} prompts, fewer than the {batch // num_generations} of one batch "
+                f"({_made_of(per_device, accumulation)} x {num_processes} processes{shared}); lower "
+                "per_device_train_batch_size or gradient_accumulation_steps, or add prompts"
+                f"{'' if max_prompt_length is None else dropping}"
+            )
+        episodes_of_pass = None if num_examples is None else num_examples * num_generations
+        num_updates, num_episodes = run_length(batch, episodes_of_pass, num_train_epochs, max_steps, total_episodes)
+        return cls(
+            world_size=num_processes,
+            local_batch_size=local,
+            micro_batch_size=per_device * num_processes,
+            batch_size=batch,
+            local_mini_batch_size=local // num_mini_batches,
+            mini_batch_size=batch // num_mini_batches,
+            num_total_batches=num_updates,
+            total_episodes=num_episodes,
+        )
+
+
+def check_divides(argument: str, number: int, per_device: int, accumulation: int) -> None:
+    """Raise a `ValueError` if a process's episodes of an update cannot be split into `number` equal parts."""
+    local = per_device * accumulation
+    if local % number:
+        divisors = [divisor for divisor in range(1, local + 1) if local % divisor == 0]
+        raise ValueError(
+            f"{argument}={number} does not divide the {local} episodes of a process "
+            f"({_made_of(per_device, accumulation)}); use one of {divisors}, or change the other two"
+        )
+
+
+def check_total_episodes(total_episodes: int | None, per_device: int, accumulation: int, num_processes: int) -> None:
+    """Raise a `ValueError` if a run has fewer episodes than one update."""
+    batch_size = per_device * accumulation * num_processes
+    if total_episodes is not None and total_episodes < batch_size:
+        several = "" if num_processes == 1 else f" x {num_processes} processes"
+        raise ValueError(
+            f"total_episodes={total_episodes} is less than the {batch_size} episodes of one update "
+            f"({_made_of(per_device, accumulation)}{several}); raise it, or lower the other two"
+        )
+
+
+def _made_of(per_device: int, accumulation: int) -> str:
+    return f"per_device_train_batch_size={per_device} x gradient_accumulation_steps={accumulation}"
+
+
+def run_length(
+    batch_size: int,
+    episodes_of_pass: int | None,
+    num_train_epochs: float,
+    max_steps: int | None,
+    total_episodes: int | None,
+) -> tuple[int, int]:
+    """Compute the numbers of updates and episodes of a run; every update has a full batch.
+
+    ```
+    num_total_batches = max_steps if set, else ceil(total_episodes / batch_size)
+    total_episodes    = itself if set, else max_steps x batch_size if set, else num_train_epochs x episodes_of_pass
+    ```
+
+    Args:
+        batch_size: Episodes per update.
+        episodes_of_pass: Episodes of a pass over the training set, or None if it has no length.
+        num_train_epochs: Passes over the training set; need not be whole.
+        max_steps: Number of updates; not set if None or not positive.
+        total_episodes: Number of episodes, or None.
+
+    Returns:
+        `num_total_batches` and `total_episodes`.
+
+    Raises:
+        ValueError: `max_steps` and `total_episodes` disagree, or the length of the run is unknown.
+    """
+    if max_steps is not None and max_steps > 0:
+        if total_episodes is not None and math.ceil(total_episodes / batch_size) != max_steps:
+            raise ValueError(
+                f"max_steps={max_steps} and total_episodes={total_episodes} contradict each other: {max_steps} "
+                f"updates of {batch_size} episodes make {max_steps * batch_size}; set only one of them"
+            )
+        return max_steps, total_episodes or max_steps * batch_size
+    if total_episodes is None and episodes_of_pass is None:
+        raise ValueError("the training set has no length, so max_steps or total_episodes must be set")
+    if total_episodes is None:
+        total_episodes = max(1, int(num_train_epochs * (episodes_of_pass or 0)))
+    return math.ceil(total_episodes / batch_size), total_episodes
+
+
+def output_directory(args: TrainingArguments) -> str:
+    """Return `output_dir`; raise a `ValueError` if it was set to None."""
+    if args.output_dir is None:
+        raise ValueError("output_dir=None: there is no directory to write to; set output_dir")
+    return os.fspath(args.output_dir)
+
+
+def settings_of(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """Return an argument that TrainingArguments has parsed to a dict or None; raise a `TypeError` for a text."""
+    if isinstance(value, str):
+        raise TypeError(f"{value!r} is a text; pass a dict")
+    return value
+
+
+# Some fields intentionally replace those of TrainingArguments (a property, or types without None).
+# pyright: reportIncompatibleVariableOverride=false, reportIncompatibleMethodOverride=false
+
 
 logger = visible_logger(__name__)
 
 RANGES = {**OWN_RANGES, **ENGINE_RANGES, **RECIPE_RANGES, **INHERITED_RANGES}
-"""The values that a number may have."""
+"""Range of each numeric argument."""
 
 
-@dataclass(repr=False)  # HidesSecrets' own hides tokens
-class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, EngineArguments, TrainingArguments):
+@dataclass(repr=False)  # RedactsSecrets' own hides tokens
+class PPOConfig(
+    RedactsSecrets, PresetArguments, LoggingArguments, RecipeArguments, EngineArguments, TrainingArguments
+):
     """Arguments of `PPOTrainer`: those of `transformers.TrainingArguments` and PPO's own.
 
     Each field's `help` is its documentation; `HfArgumentParser` and `TrlParser` can set all of them. Unlike in
     `TrainingArguments`, `learning_rate` is 3e-6, `logging_steps` 10, `gradient_checkpointing` and
-    `dataloader_drop_last` are True, `bf16` is True where the device can do it, and the best model is that of the
-    highest "score".
+    `dataloader_drop_last` are True, `bf16` is True if the device supports it, and the best model has the highest
+    "score".
 
-    One step of the trainer is one PPO update, on `batch_size` episodes. The fields whose help begins with "Derived"
-    show the trainer's `sizes`, and are None before there is one; `world_size` is a property in TrainingArguments.
+    One step of the trainer is one PPO update, on `batch_size` episodes. Fields whose help begins with "Derived" show
+    the trainer's `sizes`, and are None until a trainer exists; `world_size` is a property in TrainingArguments.
 
-    Inherited arguments that PPO cannot honour are errors, as are those that `TrainingArguments` no longer has: see
+    Inherited arguments that PPO does not support, or that `TrainingArguments` no longer has, are errors: see
     `rlhf_ppo.config.inherited`.
 
     Raises:
         TypeError: An argument has the wrong type, or is one that `TrainingArguments` no longer has.
-        ValueError: An argument is out of its range, contradicts another or cannot be honoured.
+        ValueError: An argument is out of its range, contradicts another or is not supported.
     """
 
     # --- Inherited, with other defaults ---
     learning_rate: float = _option(3e-6, "Initial learning rate of the optimizer.")
     logging_steps: float = _option(
-        10, "Log every that many PPO updates; below 1 it is a share of all updates, such as 0.1."
+        10,
+        "Log every that many PPO updates; below 1 it is a share of all updates, such as 0.1. If not set, a run of "
+        "fewer than 200 updates is logged more often, 20 times or more.",
     )
     gradient_checkpointing: bool = _option(
         True, "Recompute activations in the backward pass: less memory for one more forward pass."
@@ -215,15 +407,15 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
     num_total_batches: int | None = _option(None, "Derived: number of PPO updates: total_episodes / batch_size.")
 
     def __post_init__(self) -> None:
-        """Settle the defaults that depend on other fields, validate, and let TrainingArguments set up the devices."""
-        self._filled: dict[str, Any] = {}
-        self.settle_preset()
+        """Resolve defaults that depend on other fields, validate, and set up the devices in TrainingArguments."""
+        self.derived_values: dict[str, Any] = {}
+        self.resolve_preset()
         if self.bf16 is None:
             self.bf16 = default_bf16(self)
         self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
-        settle_recipes(self, self._named, is_known={field.name for field in fields(self)} > {*self._named})
+        resolve_recipes(self, self._named, is_known={field.name for field in fields(self)} > {*self._named})
         if self.metric_for_best_model is None and self.compares_models():
             self.metric_for_best_model = "score"
         with self.explaining_preset():
@@ -232,10 +424,10 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
         world_size = self.world_size
         super().__post_init__()
         self.world_size = world_size
-        self.validate()  # again: TrainingArguments has read accelerator_config
+        self.validate()  # again: TrainingArguments has parsed accelerator_config
 
     def _mirror_checkpointing(self) -> None:
-        """Pass `gradient_checkpointing` on under its new name, where there is one and the user did not set it."""
+        """Copy `gradient_checkpointing` to its new name, if transformers has one and the user did not set it."""
         for old, new in (
             ("gradient_checkpointing", "activation_checkpointing"),
             ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
@@ -244,13 +436,13 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
                 setattr(self, new, getattr(self, old))
 
     def compares_models(self) -> bool:
-        """Tell whether anything goes by `metric_for_best_model`."""
+        """Return whether `metric_for_best_model` is used."""
         by_metric = self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
         return self.load_best_model_at_end or self.save_strategy == "best" or by_metric
 
     @functools.cached_property
     def _setup_devices(self) -> torch.device:
-        """Set up the devices; right afterwards TrainingArguments reads the world size for DeepSpeed."""
+        """Set up the devices, and `world_size`, which TrainingArguments then reads for DeepSpeed."""
         device = super()._setup_devices
         self.world_size = self._num_processes()
         return device
@@ -264,14 +456,14 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
 
         Raises:
             TypeError: A field has the wrong type.
-            ValueError: A field is out of its range, contradicts another or cannot be honoured.
+            ValueError: A field is out of its range, contradicts another or is not supported.
         """
         self.reward_weights = parse_weights("reward_weights", self.reward_weights)
         self.stop_strings = parse_strings("stop_strings", self.stop_strings)
         self.health_thresholds = parse_thresholds(self.health_thresholds)
         helps = {f.name: str(f.metadata.get("help", "")) for f in fields(self)}
         for name, annotation in _checked_annotations().items():
-            setattr(self, name, own_number(getattr(self, name)))
+            setattr(self, name, python_number(getattr(self, name)))
             check_type(name, getattr(self, name), annotation, helps[name])
         reject_unsupported(self)
         for name, interval in RANGES.items():
@@ -290,13 +482,14 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
                 "warmup_steps alone, which is a share of the run below 1"
             )
         self._check_engine()
-        check_recipes(self)
+        check_recipes(self, self.kl_coef)
         of_process = (self.per_device_train_batch_size, self.gradient_accumulation_steps)
         for name in ("num_mini_batches", "num_generations"):
             check_divides(name, getattr(self, name), *of_process)
+        check_total_episodes(self.user_value("total_episodes"), *of_process, num_processes=1)
 
     def count_sizes(self, num_processes: int, num_examples: int | None) -> Sizes:
-        """Count the episodes and updates of a run; what `fill_derived` wrote is counted anew, what the user set stays.
+        """Compute the sizes of a run from the fields that the user set, ignoring those that `fill_derived` wrote.
 
         Args:
             num_processes: Processes that train together.
@@ -314,23 +507,24 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
             num_processes,
             num_examples,
             self.num_train_epochs,
-            max_steps=self._given("max_steps"),
-            total_episodes=self._given("total_episodes"),
+            max_steps=self.user_value("max_steps"),
+            total_episodes=self.user_value("total_episodes"),
             num_generations=self.num_generations,
+            max_prompt_length=self.max_prompt_length,
         )
         check_warmup_length(self, sizes.num_total_batches)
         for name, size in asdict(sizes).items():
-            if self._given(name) not in (None, size) and name != "total_episodes":
+            if self.user_value(name) not in (None, size) and name != "total_episodes":
                 raise ValueError(
                     f"{name}={getattr(self, name)} was set, but {size} follows from the other arguments; leave it None"
                 )
         return sizes
 
     def fill_derived(self, num_processes: int, num_examples: int | None) -> Sizes:
-        """Count the sizes of a run and show them under TRL's names, with `max_steps` and `run_name`, where not set.
+        """Compute the sizes of a run, and set the unset fields with TRL's names, `max_steps` and `run_name`.
 
         The trainer calls it before `Trainer.__init__`, which reads the world size, and again when training starts.
-        What trains reads the returned `Sizes`; the fields are for other readers: trackers, logs and model cards.
+        Training reads the returned `Sizes`; the fields are for trackers, logs and model cards.
 
         Args:
             num_processes: Processes that train together.
@@ -341,29 +535,31 @@ class PPOConfig(HidesSecrets, PresetArguments, ShownArguments, RecipeArguments, 
         """
         sizes = self.count_sizes(num_processes, num_examples)
         shown = {"max_steps": sizes.num_total_batches, "run_name": f"{self.exp_name}__{self.seed}"} | asdict(sizes)
-        self._filled = {name: value for name, value in shown.items() if self._given(name) is None}
-        for name, value in self._filled.items():
+        self.derived_values = {name: value for name, value in shown.items() if self.user_value(name) is None}
+        for name, value in self.derived_values.items():
             setattr(self, name, value)
+        if not self.was_given("logging_steps"):
+            self.logging_steps = logging_interval(sizes.num_total_batches)
         return sizes
 
-    def _given(self, name: str) -> Any:
-        """Return what the user set, or None where the value is unset or only what `fill_derived` wrote."""
+    def user_value(self, name: str) -> Any:
+        """Return the value that the user set; None if it is unset or comes from `fill_derived`."""
         value = getattr(self, name)
         unset = name == "max_steps" and value <= 0
-        return None if unset or value == self._filled.get(name) else value
+        return None if unset or value == self.derived_values.get(name) else value
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
-        """Let the main process run the block first; fills `world_size`, which TrainingArguments compares with 1."""
+        """Let the main process run the block first; set `world_size`, which TrainingArguments compares with 1."""
         if self.world_size is None:
-            self.world_size = self._filled["world_size"] = self._num_processes()
+            self.world_size = self.derived_values["world_size"] = self._num_processes()
         return super().main_process_first(local, desc)
 
 
 @functools.cache
 def _checked_annotations() -> dict[str, Any]:
-    """Return the type of every field, PPO's own first; those that are rejected have one value, not a type."""
+    """Return the type of every field, PPO's own first, except of rejected arguments, which have one valid value."""
     hints = get_type_hints(PPOConfig)
-    parts = (EngineArguments, PresetArguments, RecipeArguments, ShownArguments)
+    parts = (EngineArguments, PresetArguments, RecipeArguments, LoggingArguments)
     of_parts = (name for part in parts for name in part.__dataclass_fields__)
     own = {name: hints[name] for name in (*inspect.get_annotations(PPOConfig), *of_parts)}
     return own | {name: hint for name, hint in inherited_types().items() if name not in {*own, *REJECTED}}

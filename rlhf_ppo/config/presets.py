@@ -1,4 +1,4 @@
-"""`preset`: sets of options under one name, which options given beside it replace."""
+"""Presets: named sets of options, each of which an explicit option overrides."""
 
 import inspect
 import re
@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
-from rlhf_ppo.config.inherited import RejectsRemoved
-from rlhf_ppo.config.recipes import GSPO_CLIP_RANGES
+from rlhf_ppo.config.arguments import GSPO_CLIP_RANGES
+from rlhf_ppo.config.hints import ExplainsUnknown
 from rlhf_ppo.config.validation import option as _option
 
 _TRL: dict[str, Any] = {
@@ -78,7 +78,7 @@ PRESETS = MappingProxyType[str, dict[str, Any]](
         },
     }
 )
-"""The options of each preset, by name: docs/recipes.md says where they come from."""
+"""Options of each preset, by name; docs/recipes.md gives their sources."""
 
 
 _EXCLUDED = {
@@ -86,27 +86,32 @@ _EXCLUDED = {
     "stop_token_id": "stop_token",
     "warmup_ratio": "warmup_steps",
 }
-"""Option: that of a preset which cannot stand beside it."""
+"""Option: the option of a preset that it excludes."""
 
 
-class _RemembersNames(RejectsRemoved):
-    """Base of a dataclass that knows which of its arguments were given."""
+class RemembersNames(ExplainsUnknown):
+    """Base of a dataclass that records which of its arguments were given."""
 
     _named: Collection[str] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Remember which options are given."""
+        """Record the given options."""
         made = super().__new__(cls, *args, **kwargs)
         made._named = {*list(inspect.signature(cls).parameters)[: len(args)], *kwargs}
         return made
 
+    def was_given(self, name: str) -> bool:
+        """Return whether the constructor was given an argument."""
+        return name in self._named
+
+    def set_given(self, names: Collection[str]) -> None:
+        """Record which arguments a parser was given; it passes all of them to the constructor."""
+        self._named = names
+
 
 @dataclass(repr=False)
-class PresetArguments(_RemembersNames):
-    """The name of a preset, whose options take the place of the defaults.
-
-    A class on top of this one is a dataclass with the options as fields.
-    """
+class PresetArguments(RemembersNames):
+    """The `preset` argument, whose options replace the defaults of a derived dataclass."""
 
     preset: Literal["trl", "nplus", "aitraining", "recommended", "reasoning"] | None = _option(
         None,
@@ -115,30 +120,30 @@ class PresetArguments(_RemembersNames):
         "rewards without a KL penalty. Options given beside it win.",
     )
 
-    def settle_preset(self) -> None:
-        """Give the options that were not given the preset's values.
+    def resolve_preset(self) -> None:
+        """Set the options that were not given to the preset's values.
 
         Raises:
-            ValueError: A parser that does not know presets has given all options.
+            ValueError: A parser that does not support presets has passed all options.
         """
         if not isinstance(self.preset, str) or self.preset not in PRESETS:
-            return  # None, or what the check of types refuses
+            return  # None, or a value that the type check rejects
         defaults = {field.name: field.default for field in fields(self)}
         changes = {name: value for name, value in PRESETS[self.preset].items() if value != defaults[name]}
         if changes and {*defaults} <= {*self._named} and all(getattr(self, name) != changes[name] for name in changes):
             raise ValueError(
                 f"preset={self.preset!r} has changed nothing, because the parser gave every option; parse with "
-                "rlhf_ppo.cli.parser.PPOArgumentParser, which is a TrlParser, or make PPOConfig(preset=...) in Python"
+                "rlhf_ppo.cli.arguments.PPOArgumentParser (a TrlParser), or make PPOConfig(preset=...) in Python"
             )
         for name, value in preset_options(self.preset, self._named).items():
             setattr(self, name, value)
 
     @contextmanager
     def explaining_preset(self) -> Iterator[None]:
-        """Let an error also say which of the options that it names are the preset's.
+        """Add to an error which of the options that it names come from the preset.
 
         Raises:
-            ValueError: The one of the block.
+            ValueError: The error of the block.
         """
         try:
             yield
@@ -155,15 +160,15 @@ def preset_options(preset: str, named: Collection[str]) -> dict[str, Any]:
     """Return the options that a preset sets.
 
     Args:
-        preset: Its name.
-        named: The options that are given: neither they nor what they exclude are set.
+        preset: Name of the preset.
+        named: The given options; neither they nor the options that they exclude are set.
     """
     given = {*named, *(_EXCLUDED[name] for name in named if name in _EXCLUDED)}
     return {name: value for name, value in PRESETS[preset].items() if name not in given}
 
 
 def describe_preset(args: PresetArguments) -> str | None:
-    """Return the preset of a run with all its options, and those with other values and why; None without one."""
+    """Return a text with a run's preset, its options, and the overridden ones with the reason; None without one."""
     if args.preset is None:
         return None
     options = PRESETS[args.preset]

@@ -1,4 +1,4 @@
-"""What may be shown and written: no tokens, passwords or keys, of arguments, of addresses or inside of texts."""
+"""Redaction of tokens, passwords and keys in arguments, URLs and texts before they are displayed or written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any, Self
 
 HIDDEN = "***"
-"""What stands in place of a secret."""
+"""Replacement of a secret."""
 
 _WHOLE_WORDS = "RLHF_PPO_HIDDEN_WORDS"
 _SPECIAL_TOKENS = "stop|eos|bos|pad|unk|sep|cls|mask|image|video|audio|start|end|decoder_start"
@@ -33,15 +33,15 @@ _BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.+/=~-]+", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:
-    """Tell from its name whether a setting holds a secret: `hub_token` does, `stop_token` does not."""
+    """Return whether a setting of this name holds a secret: `hub_token` does, `stop_token` does not."""
     return _SECRET.fullmatch(name.replace("-", "_")) is not None
 
 
-def shown_address(address: str) -> str:
-    """Return an address without user, password, query and fragment.
+def redact_url(address: str) -> str:
+    """Return a URL without user, password, query and fragment.
 
     Args:
-        address: An address, whether or not it is a valid one.
+        address: A URL, valid or not.
     """
     scheme, _, rest = address.partition("://")
     place = re.split("[?#]", rest, maxsplit=1)[0]
@@ -51,38 +51,38 @@ def shown_address(address: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
 
 
-def shown_addresses(text: str) -> str:
-    """Return a text with its addresses as `shown_address` has them."""
-    return _ADDRESS.sub(lambda found: shown_address(found[0]), text)
+def redact_urls(text: str) -> str:
+    """Return a text with redacted URLs."""
+    return _ADDRESS.sub(lambda found: redact_url(found[0]), text)
 
 
-def shown_text(text: str) -> str:
-    """Return a text with its addresses as `shown_address` has them, and the values of secret settings hidden."""
-    text = _BEARER.sub(rf"\1 {HIDDEN}", shown_addresses(text))
+def redact_text(text: str) -> str:
+    """Return a text with redacted URLs and hidden values of secret settings."""
+    text = _BEARER.sub(rf"\1 {HIDDEN}", redact_urls(text))
     return _SETTING.sub(lambda found: f"{found['name']}{found['between']}{HIDDEN}", text)
 
 
-def shown(value: Any, name: str = "") -> Any:
+def redacted(value: Any, name: str = "") -> Any:
     """Return a value without its secrets.
 
     Args:
-        value: A setting; of dicts, lists and tuples every item is looked at.
-        name: Its name, which may say that it is secret.
+        value: A setting; items of dicts, lists and tuples are redacted too.
+        name: Its name, which may mark it as secret.
     """
     if value is not None and not isinstance(value, bool | float) and is_secret(name):
         return HIDDEN
     if isinstance(value, Mapping):
-        return {key: shown(item, str(key)) for key, item in value.items()}
+        return {key: redacted(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(shown(item) for item in value)
+        return type(value)(redacted(item) for item in value)
     return _shown_value(value) if type(value) is str else value
 
 
-def hide_in(words: MutableSequence[str]) -> None:
-    """Hide the secrets of a command line in place; W&B writes `sys.argv` into a file.
+def redact_in_place(words: MutableSequence[str]) -> None:
+    """Hide the secrets of a command line in place, because W&B writes `sys.argv` to a file.
 
     Args:
-        words: The program's arguments.
+        words: Arguments of the program.
     """
     for index, word in enumerate(words):
         before = words[index - 1] if index else ""
@@ -98,64 +98,63 @@ def _shown_word(word: str) -> str:
 
 
 def _shown_value(text: str) -> str:
-    """Return a text as `shown_text` has it; a JSON object or list without the secrets of its items."""
+    """Return a redacted text; a JSON object or list is redacted item by item."""
     try:
         content = json.loads(text) if text.lstrip()[:1] in ("{", "[") else None
     except (ValueError, RecursionError):
         content = None
     if content is None:
-        return shown_text(text)
-    hidden = shown(content)
+        return redact_text(text)
+    hidden = redacted(content)
     return text if hidden == content else json.dumps(hidden)
 
 
-def shown_words(words: Sequence[str]) -> list[str]:
-    """Return a command line's words with its secrets hidden."""
+def redact_words(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with hidden secrets."""
     hidden = list(words)
-    hide_in(hidden)
+    redact_in_place(hidden)
     return hidden
 
 
 def hide_from_ps(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Move the secrets of a command line, which every user of the machine can read, into the environment.
+    """Move the secrets of a command line, which every user of the machine can read, to the environment.
 
     Args:
         words: A subcommand of `rlhf-ppo` and its options.
 
     Returns:
-        The words with the secrets hidden, and the environment variable that holds the whole words; empty without
-        secrets.
+        The words with hidden secrets, and an environment variable with the original words; empty without secrets.
     """
-    hidden = shown_words(words)
+    hidden = redact_words(words)
     whole = {index: word for index, word in enumerate(words) if word != hidden[index]}
     return hidden, {_WHOLE_WORDS: json.dumps(whole)} if whole else {}
 
 
-def with_hidden_words(words: Sequence[str]) -> list[str]:
-    """Undo `hide_from_ps` in the process that was started, and remove the variable from its environment.
+def restore_hidden_words(words: Sequence[str]) -> list[str]:
+    """Undo `hide_from_ps` in the started process, and remove the environment variable.
 
     Args:
-        words: A subcommand of `rlhf-ppo` and its options, as they stand in the command line.
+        words: A subcommand of `rlhf-ppo` and its options, as in the command line.
     """
     whole: dict[str, str] = json.loads(os.environ.pop(_WHOLE_WORDS, "{}"))
     return [whole.get(str(index), word) for index, word in enumerate(words)]
 
 
-def shown_traceback(error: BaseException) -> str:
-    """Return an error's traceback whose messages, but not lines of code, are as `shown_text` has them."""
+def redact_traceback(error: BaseException) -> str:
+    """Return an error's traceback with redacted messages and unchanged lines of code."""
     lines = traceback.TracebackException.from_exception(error).format()
-    return "".join(line if line.startswith("  File ") else shown_text(line) for line in lines)
+    return "".join(line if line.startswith("  File ") else redact_text(line) for line in lines)
 
 
-def without(text: str, secrets: Iterable[str]) -> str:
-    """Return a text in which each of these secrets is hidden."""
+def hide_secrets(text: str, secrets: Iterable[str]) -> str:
+    """Return a text with these secrets hidden."""
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return text
 
 
 def secrets_of(address: str) -> set[str]:
-    """Return what of an address nobody may see: user, password, query and its values, as written and decoded."""
+    """Return the secret parts of a URL: user, password, query and its values, as written and decoded."""
     parts = urllib.parse.urlsplit(address)
     user, _, password = parts.netloc.rpartition("@")[0].partition(":")
     values = [value for _, value in urllib.parse.parse_qsl(parts.query)]
@@ -163,11 +162,11 @@ def secrets_of(address: str) -> set[str]:
     return {text for secret in found for text in (secret, urllib.parse.unquote(secret)) if len(text) > 1}
 
 
-class HidesSecrets:
-    """Base of `TrainingArguments` that are written without secrets into files, logs and trackers.
+class RedactsSecrets:
+    """Base of `TrainingArguments` that are written to files, logs and trackers without secrets.
 
-    Pickled arguments (Trainer's `training_args.bin`) have None for them, and short addresses; copies in memory are
-    whole.
+    Pickled arguments (Trainer's `training_args.bin`) have None for secrets, and redacted URLs; copies in memory are
+    complete.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -188,11 +187,11 @@ class HidesSecrets:
         """Return the arguments as JSON values, without secrets."""
         written = super().to_dict()  # pyright: ignore[reportAttributeAccessIssue]
         unhidden = {name: getattr(self, name) for name in written if name.endswith("_token") and not is_secret(name)}
-        return {name: shown(value, name) for name, value in (written | unhidden).items()}
+        return {name: redacted(value, name) for name, value in (written | unhidden).items()}
 
     def __str__(self) -> str:
         values = asdict(self)  # pyright: ignore[reportArgumentType]
-        lines = [f"{name}={shown(value, name)},\n" for name, value in sorted(values.items())]
+        lines = [f"{name}={redacted(value, name)},\n" for name, value in sorted(values.items())]
         return f"{type(self).__name__}(\n{''.join(lines)})"
 
     __repr__ = __str__
@@ -201,8 +200,8 @@ class HidesSecrets:
 def _state_of(name: str, value: Any) -> Any:
     if is_secret(name) and isinstance(value, str):
         return None
-    # What DeepSpeed's configuration was made into, which may hold the key of a tracker.
+    # The object that holds DeepSpeed's configuration, which may contain the key of a tracker.
     config = getattr(value, "config", getattr(value, "deepspeed_config", None))
     if isinstance(config, dict):
-        return value if shown(config) == config else None
-    return shown(value)
+        return value if redacted(config) == config else None
+    return redacted(value)

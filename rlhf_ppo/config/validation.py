@@ -1,14 +1,19 @@
-"""Checks of single argument values whose errors name the argument, its value and what it may be."""
+"""Checks of single values, parsers of text values, and strict YAML; errors name the argument, its value, its range."""
+
+from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import types
 from dataclasses import field
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
-from rlhf_ppo.config.redaction import shown
+import yaml
+
+from rlhf_ppo.config.redaction import redacted
 
 
 def option(default: Any, help: str, **argparse: Any) -> Any:
@@ -52,10 +57,13 @@ class Interval(NamedTuple):
 
 
 FLOAT32_LARGEST = 1e38
-"""Limit of the numbers that models, losses and scores compute with in float32, whose largest number is 3.4e38."""
+"""Limit of numbers that are used in float32, whose largest number is 3.4e38."""
+
+WEIGHTS = Interval(-FLOAT32_LARGEST, FLOAT32_LARGEST)
+"""The weights that a reward may have."""
 
 LONGEST_WAIT = 1e6
-"""Limit of a wait in seconds, eleven days; some systems cannot wait for more than 49."""
+"""Limit of a timeout in seconds: eleven days; some systems support no more than 49."""
 
 
 _NOT_NEGATIVE = Interval(0, math.inf)
@@ -80,7 +88,7 @@ OWN_RANGES: dict[str, Interval] = {
     "top_p": Interval(0, 1, open_low=True),
     "warmup_ratio": Interval(0, 1, open_high=True),
 }
-"""The values that a number of `PPOConfig` itself may have; its parts have tables of their own."""
+"""Range of each numeric argument that `PPOConfig` itself defines."""
 
 
 def check_range(name: str, value: float | None, interval: Interval, meaning: str) -> None:
@@ -89,42 +97,46 @@ def check_range(name: str, value: float | None, interval: Interval, meaning: str
     Args:
         name: Name of the argument.
         value: Its value.
-        interval: What it may be.
-        meaning: What the argument is for; ends the message.
+        interval: Its range.
+        meaning: Its help text, for the end of the message.
 
     Raises:
         ValueError: It is outside, infinite or NaN.
     """
     if value is not None and not interval.holds(value):
-        told = "a whole number of more than 40 digits" if _is_huge(value) else repr(value)
-        raise ValueError(f"{name}={told} must be {interval}. {name}: {meaning}")
+        raise ValueError(f"{name}={told(value)} must be {interval}. {name}: {meaning}")
 
 
-def _is_huge(value: float) -> bool:
-    return isinstance(value, int) and abs(value) >= 10**40
+def told(value: Any) -> str:
+    """Return how a message shows a value; Python itself writes no integer of more than 4300 digits."""
+    is_huge = isinstance(value, int) and abs(value) >= 10**40
+    return "a whole number of more than 40 digits" if is_huge else repr(value)
 
 
-def own_number(value: Any) -> Any:
-    """Return NumPy's numbers, fractions and their like as Python's own, which JSON can hold; all else as it is."""
-    if type(value) in (bool, int, float):
+def python_number(value: Any) -> Any:
+    """Convert NumPy numbers, fractions and similar to Python numbers, which JSON supports; return others unchanged."""
+    if type(value) in (bool, int, float) or not isinstance(value, Real):
         return value
     if isinstance(value, Integral):
         return int(value)
-    return float(value) if isinstance(value, Real) else value
+    try:
+        return float(value)
+    except OverflowError:
+        return -math.inf if value < 0 else math.inf
 
 
 def check_type(name: str, value: Any, annotation: Any, meaning: str) -> None:
-    """Raise unless `value` is what `annotation` says; an integer serves as a float, a bool as neither.
+    """Raise unless `value` matches `annotation`; an integer matches float, a bool matches neither int nor float.
 
     Args:
         name: Name of the argument.
         value: Its value.
         annotation: A class, a `Literal`, a `list[...]`, a `dict[..., ...]` or a union of them.
-        meaning: What the argument is for; ends the message.
+        meaning: Its help text, for the end of the message.
 
     Raises:
-        TypeError: It is of another type.
-        ValueError: It is none of the annotation's literals.
+        TypeError: It has another type.
+        ValueError: It is none of the literals.
     """
     if _matches(value, annotation):
         return
@@ -132,16 +144,18 @@ def check_type(name: str, value: Any, annotation: Any, meaning: str) -> None:
     choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
     if choices:
         none = [None] if types.NoneType in options else []
-        raise ValueError(f"{name}={shown(value, name)!r} must be one of {choices + none}. {name}: {meaning}")
+        raise ValueError(f"{name}={redacted(value, name)!r} must be one of {choices + none}. {name}: {meaning}")
     expected = " or ".join((option.__name__ if isinstance(option, type) else str(option)) for option in options)
-    raise TypeError(f"{name}={shown(value, name)!r} is not {expected.replace('NoneType', 'None')}. {name}: {meaning}")
+    raise TypeError(
+        f"{name}={redacted(value, name)!r} is not {expected.replace('NoneType', 'None')}. {name}: {meaning}"
+    )
 
 
 def check_json_file(path: str, argument: str) -> None:
-    """Check that a file holds JSON.
+    """Check that a file holds a JSON object.
 
     Raises:
-        ValueError: It cannot be read, or holds something else.
+        ValueError: It cannot be read, or is not a JSON object.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -153,7 +167,7 @@ def check_json_file(path: str, argument: str) -> None:
 
 
 def parse_weights(name: str, value: Any) -> Any:
-    """Read weights that were written as text: JSON of a list or of an object, or numbers as a command line gives them.
+    """Parse weights that are given as text: a JSON list or object, or numbers of a command line.
 
     Args:
         name: Name of the argument.
@@ -164,71 +178,88 @@ def parse_weights(name: str, value: Any) -> Any:
         A list or a dict where the text could be read.
 
     Raises:
-        ValueError: The text is neither, or there is no weight, or one is not finite.
+        TypeError: A weight is no number.
+        ValueError: The text is neither, or there is no weight, or one is out of range.
     """
     given = value
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         is_json = len(value) == 1 and value[0].lstrip()[:1] in ("[", "{")
         value = value[0] if is_json else f"[{', '.join(value)}]"
     if isinstance(value, str):
-        value = _json(value)
+        value = _json(name, value)
         if not isinstance(value, list | dict):
             raise ValueError(
-                f"{name}={given!r} cannot be read; write numbers, a JSON list such as '[1.0, 0.5]', or a JSON object "
-                """such as '{"length": 0.5}'"""
+                f"{name}={given!r:.200} cannot be read; write numbers, a JSON list such as '[1.0, 0.5]', or a JSON "
+                """object such as '{"length": 0.5}'"""
             )
+    if isinstance(value, list | dict) and not value:
+        raise ValueError(f"{name}={given!r} must hold one number for each reward")
     if isinstance(value, list):
-        value = [own_number(weight) for weight in value]
+        return [_weight(f"{name}[{index}]", weight) for index, weight in enumerate(value)]
     if isinstance(value, dict):
-        value = {key: own_number(weight) for key, weight in value.items()}
-    if isinstance(value, list | dict):
-        weights = value.values() if isinstance(value, dict) else value
-        if not value or not all(math.isfinite(weight) for weight in weights if isinstance(weight, Real)):
-            raise ValueError(f"{name}={given!r} must hold one finite number for each reward")
+        return {key: _weight(f"{name}[{key!r}]", weight) for key, weight in value.items()}
     return value
 
 
+def _weight(name: str, given: Any) -> float:
+    weight, meaning = python_number(given), "the factor of a reward in the score; 0 for one that is only to be logged"
+    check_type(name, weight, float, meaning)
+    check_range(name, weight, WEIGHTS, meaning)
+    return weight
+
+
 def parse_strings(name: str, value: Any) -> Any:
-    r"""Read texts that were written as one: the JSON text of a list, alone or in a list of its own, or a single text.
+    r"""Parse a list of texts that is given as JSON text, alone or in a list, or as a single text.
 
     Args:
         name: Name of the argument.
-        value: `["\n", "END"]`, its JSON text, a list that holds only such a text, or one text. Anything else comes
-            back as it is, for `check_type` to judge.
+        value: `["\n", "END"]`, its JSON text, a list that holds only such a text, or one text. Any other value is
+            returned unchanged, for `check_type`.
 
     Returns:
-        A list where a text was given.
+        A list.
 
     Raises:
-        ValueError: There is no text, or one is empty or holds U+FFFD, which decoders write for half a character.
+        ValueError: There is no text, or one is empty or has U+FFFD, which decoders write for an incomplete character.
     """
     given = value
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and len(texts) == 1 and isinstance(texts[0], str):
-        decoded = _json(texts[0])
+        decoded = _json(name, texts[0])
         texts = decoded if isinstance(decoded, list) else texts
     if isinstance(texts, list) and (not texts or any(text == "" or "\ufffd" in str(text) for text in texts)):
         raise ValueError(f"{name}={given!r} must hold texts, none of them empty or with U+FFFD; None for none")
     return texts
 
 
-def _json(text: str) -> Any:
-    """Return what a JSON text says, or None if it is no JSON.
+def _json(name: str, text: str) -> Any:
+    """Parse a JSON text; return None if it is not JSON.
 
     Raises:
-        ValueError: A key stands twice.
+        ValueError: A key is repeated.
     """
     try:
-        return json.loads(text, object_pairs_hook=unique_keys)
-    except json.JSONDecodeError:
+        return read_json(text)
+    except (json.JSONDecodeError, RecursionError):
         return None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def read_json(text: str) -> Any:
+    """Parse a JSON text; integers that exceed the range of a float become infinite.
+
+    Raises:
+        ValueError: It is not JSON, or a key is repeated.
+    """
+    return json.loads(text, object_pairs_hook=unique_keys, parse_int=lambda n: int(n) if len(n) < 300 else float(n))
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make the dict of a JSON object.
+    """Return the dict of a JSON object.
 
     Raises:
-        ValueError: A key stands twice.
+        ValueError: A key is repeated.
     """
     keys = [key for key, _ in pairs]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
@@ -249,6 +280,33 @@ def _matches(value: Any, annotation: Any) -> bool:
     if origin is dict:
         of_key, of_value = arguments
         return isinstance(value, dict) and all(_matches(k, of_key) and _matches(v, of_value) for k, v in value.items())
-    # NumPy's numbers count as numbers; bool is an int in Python, but `num_mini_batches=True` is a mistake.
+    # NumPy numbers are numbers; bool is an int in Python, but `num_mini_batches=True` is a mistake.
     number = {int: Integral, float: Real}.get(annotation)
     return isinstance(value, number or annotation) and not (number and isinstance(value, bool))
+
+
+_BOOL = "tag:yaml.org,2002:bool"
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """YAML loader that rejects repeated keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Raise if a key is repeated."""
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+        if twice:
+            raise ValueError(f"the key {', '.join(twice)} stands twice")
+        return super().construct_mapping(node, deep)
+
+
+class PlainWords(UniqueKeys):
+    """YAML loader that reads `yes`, `no`, `on` and `off` as text, as YAML 1.2 does."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+        for first, resolvers in UniqueKeys.yaml_implicit_resolvers.items()
+    }
+
+
+PlainWords.add_implicit_resolver(_BOOL, re.compile("true|True|TRUE|false|False|FALSE"), list("tTfF"))

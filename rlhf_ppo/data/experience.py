@@ -117,12 +117,12 @@ class Experience(Responses):
         return micro_batches(self, max_rows, max_tokens, gather, is_packed)
 
 
-R = TypeVar("R", bound=Responses)
+Rows = TypeVar("Rows", bound=Responses)
 
 
 def micro_batches(
-    rows: R, max_rows: int, max_tokens: int | None, gather: Callable[[Tensor], Tensor], is_packed: bool
-) -> list[R]:
+    rows: Rows, max_rows: int, max_tokens: int | None, gather: Callable[[Tensor], Tensor], is_packed: bool
+) -> list[Rows]:
     """Cut rows as `Experience.micro_batches` does."""
     lengths: list[int] = rows.lengths.tolist()
     if max_tokens is not None:

@@ -1,15 +1,244 @@
-"""The prompts of one update."""
+"""Prompts: data sets tokenized and checked once, and left-padded batches of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import functools
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
 
+import datasets
+import numpy as np
 import torch
+from accelerate import PartialState
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import has_length
 
 from rlhf_ppo.data.rollout import check_shape
+from rlhf_ppo.terminal.console import hide_data_bars
+from rlhf_ppo.terminal.text import visible_logger
+
+
+class PositionLimit(NamedTuple):
+    """A longest sequence.
+
+    Attributes:
+        tokens: Number of tokens.
+        reason: What sets the limit, for error messages.
+        remedy: How to raise it, for error messages.
+    """
+
+    tokens: int
+    reason: str
+    remedy: str = "use a model with more positions"
+
+
+def smallest(limits: Iterable[PositionLimit | None]) -> PositionLimit | None:
+    """Return the limit with the fewest tokens, or None if there is none."""
+    return min((limit for limit in limits if limit is not None), key=lambda limit: limit.tokens, default=None)
+
+
+def check_lengths(longest_prompt: int, response_length: int, limit: PositionLimit | None) -> None:
+    """Check that a prompt and its response fit the models: `longest_prompt + response_length <= limit.tokens`.
+
+    Args:
+        longest_prompt: Tokens of the longest prompt.
+        response_length: Tokens generated for each prompt.
+        limit: The longest sequence, and why; None where nothing sets a bound.
+
+    Raises:
+        ValueError: They do not fit.
+    """
+    total = longest_prompt + response_length
+    if limit is not None and total > limit.tokens:
+        room = limit.tokens - response_length
+        fix = f"set max_prompt_length={room}" if room > 0 else "lower response_length"
+        raise ValueError(
+            f"the longest prompt ({longest_prompt} tokens) and response_length={response_length} take {total} "
+            f"positions, but {limit.reason}: {fix}, or {limit.remedy}"
+        )
+
+
+PROMPT_COLUMNS = ("input_ids", "prompt", "text")
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Turns one row of a data set into a checked prompt.
+
+    Attributes:
+        tokenizer: The policy's tokenizer.
+        name: What error messages call the data set.
+        vocab_size: Number of ids that all models embed, or None.
+        vocab_of: The model that embeds no more, for error messages.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    vocab_size: int | None
+    vocab_of: str = "the policy"
+
+    def row(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """Return the whole row with its prompt's `input_ids`, without `attention_mask`."""
+        if not isinstance(row, Mapping):
+            raise TypeError(no_row(row, index, self.name))
+        return {key: value for key, value in row.items() if key != "attention_mask"} | self(row, index)
+
+    def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """Return the new columns of a row: `input_ids`, and `prompt` where the prompt is in `text`."""
+        column = prompt_column(row, self.name)
+        ids = self._declared(row, index) if column == "input_ids" else self._tokenized(row[column], index)
+        self._check(ids, index, is_text=column != "input_ids")
+        return {"input_ids": ids} | ({"prompt": row["text"]} if column == "text" else {})
+
+    def _declared(self, row: Mapping[str, Any], index: int) -> list[int]:
+        try:
+            ids = real_tokens(row)
+        except (TypeError, ValueError) as error:
+            self._fail(index, f"has no valid input_ids ({error})", "give a list of ids, and a mask of its length")
+        tokenizer, pad = self.tokenizer, self.tokenizer.pad_token_id
+        other_use = pad in (None, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
+        if not other_use and pad in ids[:1] + ids[-1:] and row.get("attention_mask") is None:
+            fix = "tokenize with padding=False, or keep the attention_mask"
+            self._fail(index, f"begins or ends with the pad token ({pad}) and has no attention_mask", fix)
+        return ids
+
+    def _tokenized(self, prompt: Any, index: int) -> list[int]:
+        if isinstance(prompt, str):
+            # What a tokenizer adds to "" (BOS) would hide that nothing was asked.
+            ids = self._of_text(prompt, index) if prompt.strip() else []
+            return ids[:-1] if self._appends_eos else ids
+        if is_conversation(prompt):
+            return self._templated(prompt, index)
+        fix = "a prompt is a text or a list of messages {'role': ..., 'content': ...}"
+        self._fail(index, f"has a prompt of type {type(prompt).__name__} ({prompt!r:.60})", fix)
+
+    def _of_text(self, prompt: str, index: int) -> list[int]:
+        try:
+            return _as_list(self.tokenizer(prompt)["input_ids"])
+        except (TypeError, UnicodeError) as error:  # tokenizers takes what is no UTF-8 for another type
+            fix = "it may hold half of a surrogate pair; read the data with errors='replace'"
+            self._fail(index, f"has a prompt that the tokenizer cannot read ({prompt!r:.60}; {error})", fix)
+
+    def _templated(self, messages: Sequence[Mapping[str, Any]], index: int) -> list[int]:
+        if self.tokenizer.chat_template is None:
+            fix = "set tokenizer.chat_template, load the tokenizer of a chat model, or give the prompt as text"
+            self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
+        # Arrow gives every message the union of all messages' keys, and templates ask whether a key is defined; the
+        # oldest supported transformers passes a None on.
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        prefilled = given[-1].get("role") == "assistant"
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                given, add_generation_prompt=not prefilled, continue_final_message=prefilled, return_dict=True
+            )
+        except Exception as error:
+            raise ValueError(f"row {index} of {self.name}: the chat template rejects it: {error}") from error
+        return _as_list(ids_of(encoded))
+
+    def _check(self, ids: list[int], index: int, is_text: bool) -> None:
+        if not ids:
+            self._fail(index, "is empty", "drop such rows")
+        if {*ids} <= self._says_nothing:
+            self._fail(index, f"holds nothing but BOS and PAD ({ids[:4]})", "drop such rows, or ask for something")
+        if is_text and ids[-1] == self.tokenizer.eos_token_id:
+            fix = "leave EOS out of the prompt; a chat template must end in the opening of the assistant's turn"
+            self._fail(index, f"ends in the EOS token ({ids[-1]}), after which nothing is to be said", fix)
+        outside = min(ids) if min(ids) < 0 else max(ids)
+        if outside < 0 or (self.vocab_size is not None and outside >= self.vocab_size):
+            fix = "use the policy's own tokenizer, or resize_token_embeddings to the tokenizer's length"
+            self._fail(index, f"holds the token id {outside}, outside {self.vocab_of}'s {self.vocab_size} ids", fix)
+
+    @functools.cached_property
+    def _says_nothing(self) -> set[int | None]:
+        tokenizer = self.tokenizer
+        is_word = str(tokenizer.pad_token).isalnum()  # some take a word that texts have for padding
+        pad = set() if is_word else {pad_id(tokenizer)}
+        bos = _one_id("bos_token_id", tokenizer.bos_token_id)
+        return (pad | {bos}) - {_one_id("unk_token_id", tokenizer.unk_token_id)}
+
+    @functools.cached_property
+    def _appends_eos(self) -> bool:
+        eos = self.tokenizer.eos_token_id
+        return eos is not None and _as_list(self.tokenizer("a")["input_ids"])[-1:] == [eos]
+
+    def _fail(self, index: int, problem: str, fix: str) -> NoReturn:
+        raise ValueError(f"row {index} of {self.name} {problem}: {fix}")
+
+
+def no_row(row: Any, index: int, name: str) -> str:
+    """Say that a row is none."""
+    return f"row {index} of {name} is {row!r:.60} ({type(row).__name__}): a row is a dict such as {{'prompt': ...}}"
+
+
+def prompt_column(columns: Iterable[str], name: str) -> str:
+    """Return the column that holds the prompts: the first of `input_ids`, `prompt`, `text` that exists.
+
+    Raises:
+        ValueError: None of them exists.
+    """
+    found = list(columns)
+    for column in PROMPT_COLUMNS:
+        if column in found:
+            return column
+    raise ValueError(
+        f"{name} has the columns {found}, but none of `prompt` (text or conversation), `text` (text) or `input_ids` "
+        "(token ids): rename the column that holds the prompts"
+    )
+
+
+def eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the token that ends a text, if the tokenizer has one."""
+    return _one_id("eos_token_id", tokenizer.eos_token_id)
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the token that fills rows, if the tokenizer has one."""
+    return _one_id("pad_token_id", tokenizer.pad_token_id)
+
+
+def ids_of(encoded: object) -> Any:
+    """Return the `input_ids` of what a tokenizer returned; a `TypeError` where it returned no mapping."""
+    if not isinstance(encoded, Mapping):
+        raise TypeError(f"the tokenizer returned a {type(encoded).__name__}, not a mapping with input_ids")
+    return encoded["input_ids"]
+
+
+def _one_id(name: str, value: object) -> int | None:
+    if value is None or isinstance(value, int):
+        return value
+    raise TypeError(f"the tokenizer's {name} must be one token, got {value!r}")
+
+
+def is_conversation(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    """Tell whether a prompt is a non-empty list of messages, dicts with a `role`."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
+
+
+def real_tokens(row: Mapping[str, Any]) -> list[int]:
+    """Return a row's `input_ids`, only those that `attention_mask` marks where the row has one.
+
+    Raises:
+        TypeError: `input_ids` are not integers.
+        ValueError: The mask has another length.
+    """
+    given = _as_list(row["input_ids"])
+    if any(isinstance(token, bool) for token in given):
+        raise TypeError("booleans are no token ids")
+    ids = [operator.index(token) for token in given]
+    if row.get("attention_mask") is None:
+        return ids
+    mask = _as_list(row["attention_mask"])
+    if len(mask) != len(ids):
+        raise ValueError(f"attention_mask has {len(mask)} values for {len(ids)} input_ids")
+    return list(itertools.compress(ids, mask))
+
+
+def _as_list(ids: Any) -> list[int]:
+    return ids.tolist() if hasattr(ids, "tolist") else list(ids)
 
 
 @dataclass(frozen=True)
@@ -20,17 +249,31 @@ class Prompts:
         input_ids: Token ids, long `(B, C)`, padded on the left.
         attention_mask: True on real tokens, bool `(B, C)`.
         columns: The data set's other columns, each a list of `B` values; reward functions receive them.
+        on_host: A copy of the mask on the host, a bool NumPy array, and the mask that it is a copy of; made where it
+            is not given, or is a copy of another mask.
+
+    Raises:
+        ValueError: A prompt is empty, or the mask has another shape than the ids.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     columns: Mapping[str, list[Any]]
+    on_host: Any = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         check_shape("attention_mask", self.attention_mask, tuple(self.input_ids.shape))
-        if not self.attention_mask.any(dim=1).all():
-            row = int((~self.attention_mask.any(dim=1)).nonzero()[0])
+        if self.on_host is None or self.on_host[1] is not self.attention_mask:
+            object.__setattr__(self, "on_host", (self.attention_mask.bool().cpu().numpy(), self.attention_mask))
+        has_tokens = self.mask.any(axis=1)
+        if not has_tokens.all():
+            row = int(has_tokens.argmin())
             raise ValueError(f"prompt {row} of the batch is empty (its attention_mask is all zeros); drop such rows")
+
+    @property
+    def mask(self) -> Any:
+        """The mask on the host, read from the device once: a bool NumPy array `(B, C)`."""
+        return self.on_host[0]
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -50,11 +293,13 @@ class Prompts:
         if missing:
             raise ValueError(f"the data_collator returned no {sorted(missing)}; it must return both `(B, C)` tensors")
         ids, mask = batch["input_ids"].to(device), batch["attention_mask"].to(device).bool()
+        lengths, width = mask.cpu().numpy().sum(axis=1), mask.shape[1]
         order = mask.to(torch.int8).argsort(dim=1, stable=True)  # padding (0) first, real tokens in their own order
-        ids, mask = ids.gather(1, order), mask.gather(1, order)
-        longest = int(mask.sum(dim=1).max())
+        longest = int(lengths.max())
+        ids, mask = ids.gather(1, order)[:, -longest:], mask.gather(1, order)[:, -longest:]
         columns = {name: list(values) for name, values in batch.items() if name not in ("input_ids", "attention_mask")}
-        return cls(ids[:, -longest:], mask[:, -longest:], columns)
+        on_host: Any = (np.arange(width) >= width - lengths[:, None])[:, -longest:]
+        return cls(ids, mask, columns, on_host=(on_host, mask))
 
     def repeated(self, times: int) -> Prompts:
         """Return every prompt `times` times, next to each other: rows 0, 0, ..., 1, 1, ..."""
@@ -62,9 +307,277 @@ class Prompts:
             return self
         columns = {name: [value for value in values for _ in range(times)] for name, values in self.columns.items()}
         ids, mask = (rows.repeat_interleave(times, dim=0) for rows in (self.input_ids, self.attention_mask))
-        return Prompts(ids, mask, columns)
+        return Prompts(ids, mask, columns, on_host=(self.mask.repeat(times, axis=0), mask))
 
     def first(self, num_rows: int) -> Prompts:
         """Return the first rows."""
         columns = {name: values[:num_rows] for name, values in self.columns.items()}
-        return Prompts(self.input_ids[:num_rows], self.attention_mask[:num_rows], columns)
+        mask = self.attention_mask[:num_rows]
+        return Prompts(self.input_ids[:num_rows], mask, columns, on_host=(self.mask[:num_rows], mask))
+
+
+logger = visible_logger(__name__)
+
+MAX_DROPPED_AT_FIRST = 10_000
+"""How many prompts at the start of a stream may be too long; otherwise an endless stream would be read for ever."""
+
+
+def num_rows(dataset: Any) -> int | None:
+    """Return the number of rows, or None for a stream."""
+    return len(dataset) if has_length(dataset) else None
+
+
+def prepare_prompts(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_length: int | None,
+    num_proc: int | None,
+    name: str,
+    vocab_size: int | None = None,
+    vocab_of: str = "the policy",
+) -> Any:
+    """Tokenize every prompt once, check every row, and drop the prompts that are too long.
+
+    The prompt is taken from the first of these columns that exists: `input_ids` (token ids; where an `attention_mask`
+    stands beside them only its real tokens count), `prompt` (text, or a conversation for the chat template), `text`.
+    All other columns stay, for reward functions; a data set with `text` also gets it as `prompt`.
+
+    Args:
+        dataset: A `datasets.Dataset` or `IterableDataset`, a torch data set of either kind, or a list, of dict rows.
+        tokenizer: The policy's tokenizer; its padding side and pad token are not used.
+        max_prompt_length: Longest prompt to keep, in tokens; None keeps all.
+        num_proc: Number of processes for a `datasets.Dataset`.
+        name: What error messages call the data set, for example `train_dataset`.
+        vocab_size: Number of ids that all models embed; None leaves the upper bound of ids unchecked.
+        vocab_of: The model that embeds no more, for error messages.
+
+    Returns:
+        A data set of the same kind (a list for a torch map-style data set) whose rows have `input_ids: list[int]`.
+        A stream is checked as its rows come, and has no length.
+
+    Raises:
+        TypeError: `dataset` is none of these kinds.
+        ValueError: No column holds prompts, no row is left, or a row is neither text nor conversation nor ids, is
+            empty, is a text that ends in EOS, holds an id that a model does not have, or is a conversation for
+            which there is no chat template; names the row, counted from 0. `input_ids` that end in EOS are one warning
+            with their number.
+    """
+    encode = PromptEncoder(tokenizer, name, vocab_size, vocab_of)
+    fits = _LengthFilter(name, max_prompt_length, eos_id(tokenizer))
+    if isinstance(dataset, datasets.Dataset):
+        return _prepare_dataset(dataset, encode, fits, num_proc)
+    if isinstance(dataset, datasets.IterableDataset):
+        return _prepare_stream(dataset, encode, fits)
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return _PromptStream(dataset, encode, fits)
+    check_rows(dataset, name)
+    rows = [encode.row(dataset[index], index) for index in range(len(dataset))]
+    kept = [row for row in rows if fits(row["input_ids"])]
+    fits.report(len(rows), len(kept))
+    fits.report_ended(sum(fits.has_ended(row["input_ids"]) for row in kept), len(kept))
+    return kept
+
+
+def check_rows(dataset: Any, name: str) -> None:
+    """Check that something is a data set of rows, by its type and its first row; a stream's is not read.
+
+    Args:
+        dataset: What the user passed.
+        name: What error messages call it.
+
+    Raises:
+        TypeError: It is no data set, or its first row is no dict.
+        ValueError: It has no rows, or a `datasets.Dataset` has no column with prompts.
+    """
+    if isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
+        return
+    is_text = isinstance(dataset, str | bytes | Mapping)
+    if is_text or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        fix = f"one of its entries {list(dataset)}" if isinstance(dataset, Mapping) else "a datasets.Dataset or a list"
+        raise TypeError(f"{name} is a {type(dataset).__name__}: pass {fix}")
+    if len(dataset) == 0:
+        raise ValueError(f"{name} has no rows")
+    if isinstance(dataset, datasets.Dataset):
+        prompt_column(dataset.column_names, name)
+    else:
+        try:
+            first = dataset[0]
+        except Exception as error:  # a table of pandas has columns under its keys
+            raise TypeError(
+                f"{name} is a {type(dataset).__name__}, whose row 0 cannot be read ({error!r}): pass a list of dicts, "
+                "or datasets.Dataset.from_pandas(table)"
+            ) from error
+        if not isinstance(first, Mapping):
+            raise TypeError(no_row(first, 0, name))
+
+
+def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> int:
+    """Count the tokens of the longest prompt in a data set that `prepare_prompts` returned.
+
+    Raises:
+        TypeError: `dataset` is a stream; call `check_lengths` for each of its batches instead.
+    """
+    if isinstance(dataset, torch.utils.data.IterableDataset | datasets.IterableDataset):
+        raise TypeError("the longest prompt of a stream is not known before its end; check each batch instead")
+    rows = dataset.select_columns("input_ids") if isinstance(dataset, datasets.Dataset) else dataset
+    return max(len(row["input_ids"]) for row in rows)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+@dataclass(frozen=True)
+class PromptCollator:
+    """Puts prompts into one batch, padded on the left whatever the tokenizer's padding side.
+
+    Attributes:
+        pad_token_id: The id to fill with; it may equal EOS, as padding is told by the mask alone.
+    """
+
+    pad_token_id: int
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Collate rows.
+
+        Args:
+            rows: `B` rows with `input_ids`, and any other columns.
+
+        Returns:
+            `input_ids` and `attention_mask`, long `(B, C)`, and every other column as a list of `B` values (None where
+            a row has no such column).
+        """
+        prompts = [real_tokens(row) for row in rows]
+        others = dict.fromkeys(key for row in rows for key in row if key not in ("input_ids", "attention_mask"))
+        return {
+            "input_ids": left_padded(prompts, self.pad_token_id),
+            "attention_mask": left_padded([[1] * len(ids) for ids in prompts], 0),
+            **{key: [row.get(key) for row in rows] for key in others},
+        }
+
+
+def left_padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    """Stack `B` lists of at most `C` integers into a long `(B, C)` tensor, filled with `value` on the left."""
+    length = max(len(row) for row in rows)
+    return torch.tensor([[value] * (length - len(row)) + list(row) for row in rows], dtype=torch.long)
+
+
+class NoPrompts(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """Stands where the prompts of a trainer are that samples none."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+
+@dataclass
+class _LengthFilter:
+    """Tells which prompts are short enough, and logs how many were not; and how many of those kept end in EOS."""
+
+    name: str
+    max_length: int | None
+    eos_token_id: int | None
+    dropped: int = field(default=0, init=False)
+    kept: int = field(default=0, init=False)
+    ended: int = field(default=0, init=False)
+
+    def __call__(self, ids: Sequence[int]) -> bool:
+        return self.max_length is None or len(ids) <= self.max_length
+
+    def streamed(self, ids: Sequence[int]) -> bool:
+        """Return whether a prompt of a stream is short enough; log at 1, 2, 4, 8, ... dropped prompts.
+
+        Raises:
+            ValueError: None of the first `MAX_DROPPED_AT_FIRST` fits.
+        """
+        fits = self(ids)
+        self.dropped += not fits
+        self.kept += fits
+        if self.kept == 0 and self.dropped == MAX_DROPPED_AT_FIRST:
+            raise ValueError(
+                f"the first {self.dropped} prompts of {self.name} are longer than max_prompt_length="
+                f"{self.max_length}: raise it"
+            )
+        if not fits and self.dropped & (self.dropped - 1) == 0:
+            logger.warning(f"{self.name}: dropped {self.dropped} prompts longer than {self.max_length} tokens so far")
+        if fits and self.has_ended(ids):
+            self.ended += 1
+            if self.ended == 1:
+                self._warn_of_ended("at least one prompt of the stream")
+        return fits
+
+    def has_ended(self, ids: Sequence[int]) -> bool:
+        """Tell whether a prompt ends in EOS."""
+        return self.eos_token_id is not None and ids[-1] == self.eos_token_id
+
+    def report_ended(self, num_ended: int, num_rows: int) -> None:
+        """Warn once if prompts end in EOS."""
+        if num_ended > 0 and PartialState().is_main_process:
+            self._warn_of_ended(f"{num_ended} of {num_rows} prompts")
+
+    def _warn_of_ended(self, which: str) -> None:
+        logger.warning(
+            f"{self.name}: the input_ids of {which} end in the EOS token ({self.eos_token_id}), after which a model "
+            "has learned to say nothing; leave EOS out of prompts"
+        )
+
+    def report(self, num_rows: int, num_kept: int) -> None:
+        """Log how many of `num_rows` prompts were dropped; raise a ValueError if none is left."""
+        if num_rows == 0:
+            raise ValueError(f"{self.name} has no rows")
+        if num_kept == 0:
+            raise ValueError(
+                f"all {num_rows} prompts of {self.name} are longer than max_prompt_length={self.max_length}: raise it"
+            )
+        if num_kept < num_rows and PartialState().is_main_process:
+            dropped = num_rows - num_kept
+            logger.warning(
+                f"{self.name}: dropped {dropped} of {num_rows} prompts, longer than {self.max_length} tokens"
+            )
+
+
+class _PromptStream(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """A torch stream whose rows are encoded and checked as they come."""
+
+    def __init__(self, dataset: Iterable[Mapping[str, Any]], encode: PromptEncoder, fits: _LengthFilter) -> None:
+        self.dataset, self.encode, self.fits = dataset, encode, fits
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows = (self.encode.row(row, index) for index, row in enumerate(self.dataset))
+        return (row for row in rows if self.fits.streamed(row["input_ids"]))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on, so that a stream that shuffles itself does so anew."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _prepare_dataset(
+    dataset: datasets.Dataset, encode: PromptEncoder, fits: _LengthFilter, num_proc: int | None
+) -> datasets.Dataset:
+    if len(dataset) > 0:
+        prompt_column(dataset.column_names, encode.name)
+    with PartialState().local_main_process_first(), hide_data_bars(len(dataset)):
+        prompts = dataset.map(
+            encode,
+            with_indices=True,
+            remove_columns=[column for column in dataset.column_names if column == "attention_mask"],
+            num_proc=num_proc,
+            desc=f"Tokenizing {encode.name}",
+        )
+        kept = prompts
+        if fits.max_length is not None:
+            kept = prompts.filter(fits, input_columns="input_ids", num_proc=num_proc, desc=f"Measuring {encode.name}")
+    fits.report(len(prompts), len(kept))
+    if "input_ids" in dataset.column_names:  # texts were refused
+        batches = kept.select_columns("input_ids").iter(1000)
+        num_ended = sum(fits.has_ended(ids) for batch in batches for ids in cast(Any, batch)["input_ids"])
+        fits.report_ended(num_ended, len(kept))
+    return kept
+
+
+def _prepare_stream(
+    dataset: datasets.IterableDataset, encode: PromptEncoder, fits: _LengthFilter
+) -> datasets.IterableDataset:
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    prompt_column(columns, encode.name)
+    masks = [column for column in columns if column == "attention_mask"]
+    return dataset.map(encode, with_indices=True, remove_columns=masks).filter(
+        fits.streamed, input_columns="input_ids"
+    )

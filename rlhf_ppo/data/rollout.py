@@ -1,25 +1,164 @@
-"""Responses behind their prompts, and all that was known when they were sampled.
-
-Every tensor has its shape in the field's docstring and is checked when the object is made. `B` is the number of rows
-on this rank, `C` the context (prompt) length after left padding, `T` the response length after right padding.
-"""
+"""Responses with their masks, and rollouts: responses with what models and rewards say of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from rlhf_ppo.algorithm.losses import importance_weights
-from rlhf_ppo.data.masks import check_bool, check_masks
-from rlhf_ppo.data.places import HostMasks, Places, sent
+
+T = TypeVar("T")
+
+
+class HostMasks(NamedTuple):
+    """The masks of a batch on the host, bool NumPy arrays.
+
+    Attributes:
+        attention: True on real tokens, `(B, L)`.
+        response: True on the tokens of a response that are learned from, which belongs to the last `T` columns,
+            `(B, T)`.
+        source: The tensors that they are copies of.
+    """
+
+    attention: Any
+    response: Any
+    source: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, attention_mask: Tensor, response_mask: Tensor) -> Self:
+        """Copy masks, bool, in one piece, once their device has computed them."""
+        width = attention_mask.shape[1]
+        both = torch.cat([attention_mask.bool(), response_mask.bool()], dim=1).cpu().numpy()
+        return cls(both[:, :width], both[:, width:], (attention_mask, response_mask))
+
+    def are_of(self, attention_mask: Tensor, response_mask: Tensor) -> bool:
+        """Tell whether they are copies of these very tensors."""
+        return self.source[0] is attention_mask and self.source[1] is response_mask
+
+
+@dataclass(frozen=True)
+class PackedIndices:
+    """Places of the `N` real tokens of `B` rows, of which `M` are a response's.
+
+    Attributes:
+        tokens: Places in the flattened `(B, L)`, long `(N,)`.
+        positions: Number of each token in its own row, from 0, long `(N,)`.
+        squeezed: Places in the flattened `(B, longest)` where every row begins at the left, long `(N,)`.
+        lengths: Real tokens of each row, long `(B,)`.
+        starts: Where each row begins among the real tokens, and where the last ends, int32 `(B + 1,)`.
+        longest: Tokens of the longest row.
+        response_tokens: Places of the response tokens in the flattened `(B, L)`, long `(M,)`; none where no response
+            was told.
+        responses: Their places in the flattened `(B, T)`, long `(M,)`, with holes where the mask has some.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    squeezed: Tensor
+    lengths: Tensor
+    starts: Tensor
+    longest: int
+    response_tokens: Tensor
+    responses: Tensor
+
+    @classmethod
+    def of(cls, attention_mask: Tensor, response_mask: Tensor | None = None) -> Self:
+        """Find the places from masks on a device; those of a response are none without its mask."""
+        response_mask = attention_mask[:, :0] if response_mask is None else response_mask
+        return cls.from_host(HostMasks.of(attention_mask, response_mask), attention_mask.device)
+
+    @classmethod
+    def from_host(cls, masks: HostMasks, device: torch.device) -> Self:
+        """Find the places from masks on the host, and send them to a device in one piece."""
+        width, length, lengths = masks.attention.shape[1], masks.response.shape[1], masks.attention.sum(axis=1)
+        rows, columns = masks.attention.nonzero()
+        ends = lengths.cumsum()
+        positions = np.arange(len(rows)) - (ends - lengths)[rows]
+        longest = int(lengths.max(initial=0))
+        response_rows, response_columns = masks.response.nonzero()
+        parts = (
+            rows * width + columns,
+            positions,
+            rows * longest + positions,
+            lengths,
+            np.concatenate([[0], ends]),
+            response_rows * width + response_columns + (width - length),
+            response_rows * length + response_columns,
+        )
+        places = sent(torch.as_tensor(np.concatenate(parts).astype(np.int64)), device)
+        pieces = torch.split(places, [len(part) for part in parts])
+        tokens, positions, squeezed, lengths, starts, response_tokens, responses = pieces
+        return cls(tokens, positions, squeezed, lengths, starts.to(torch.int32), longest, response_tokens, responses)
+
+    def squeeze(self, values: Tensor) -> Tensor:
+        """Move the real tokens of `(B, L)` to the left, `(B, longest)`, with 0 behind them."""
+        num_rows = len(self.lengths)
+        squeezed = values.new_zeros(num_rows * self.longest)
+        return squeezed.index_copy_(0, self.squeezed, values.flatten()[self.tokens]).view(num_rows, self.longest)
+
+    @property
+    def squeezed_mask(self) -> Tensor:
+        """True on the real tokens once they are at the left, bool `(B, longest)`."""
+        return torch.arange(self.longest, device=self.lengths.device) < self.lengths[:, None]
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device without waiting for the device: from pinned memory."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def check_bool(**masks: Tensor) -> None:
+    """Check the dtype of masks.
+
+    Raises:
+        TypeError: One is not bool; says which.
+    """
+    for name, mask in masks.items():
+        if mask.dtype != torch.bool:
+            raise TypeError(f"{name} has dtype {mask.dtype}, expected torch.bool; convert it with {name}.bool()")
+
+
+def check_masks(masks: HostMasks) -> None:
+    """Check that each row is a left-padded prompt and a right-padded response, in which the policy wrote something.
+
+    Args:
+        masks: Attention `(B, C + T)` and response `(B, T)`.
+
+    Raises:
+        ValueError: A row is not; names the first such row.
+    """
+    attention, written = masks.attention, masks.response
+    context = attention.shape[1] - written.shape[1]
+    prompt, response = attention[:, :context], attention[:, context:]
+    wrong = {
+        f"attention_mask is False at the end of the prompt, column {context - 1}: prompts are padded on the left, and "
+        "none is empty": ~prompt[:, -1],
+        "attention_mask has a hole in the prompt: move its padding to the left": _falls(prompt),
+        "attention_mask has a hole in the response: mark tokens of tools and environments too, which are False in "
+        "response_mask alone, and move padding to the right": _falls(~response),
+        "response_mask is True where attention_mask is False: the policy cannot have written padding": (
+            written & ~response
+        ).any(axis=1),
+        "response_mask has no real token: every response needs at least one that the policy wrote, the stop token if "
+        "nothing else": ~written.any(axis=1),
+    }
+    for what, rows in wrong.items():
+        if rows.any():
+            raise ValueError(f"row {int(rows.argmax())}: {what}")
+
+
+def _falls(mask: Any) -> Any:
+    """Tell in which rows True is followed by False."""
+    return (mask[:, :-1] & ~mask[:, 1:]).any(axis=1)
 
 
 @dataclass(frozen=True)
@@ -98,9 +237,9 @@ class Responses:
         return self.attention_mask[:, self.context_length :]
 
     @functools.cached_property
-    def places(self) -> Places:
+    def places(self) -> PackedIndices:
         """Where the real tokens are."""
-        return Places.from_host(self.masks, self.attention_mask.device)
+        return PackedIndices.from_host(self.masks, self.attention_mask.device)
 
     @property
     def lengths(self) -> Any:
@@ -131,7 +270,7 @@ class Responses:
         """Drop the columns that are padding in every row, left of the prompts and right of the responses."""
         masks, context = self.masks, self.context_length
         length = int(masks.attention[:, context:].any(axis=0).sum())
-        left = int((~masks.attention[:, :context].any(axis=0)).cumprod().sum())
+        left = padding_columns(masks.attention[:, :context])
         columns = {
             self.query_responses.shape[1]: slice(left, context + length),
             self.responses.shape[1]: slice(length),
@@ -188,6 +327,18 @@ class Rollout(Responses):
         """True on the policy's tokens of the responses that have a score, bool `(B, T)`."""
         return self.response_mask & ~self.scores.isnan()[:, None]
 
+    def once(self, name: Hashable, compute: Callable[[], T]) -> T:
+        """Compute a figure of this rollout when it is first asked for, and keep it.
+
+        Args:
+            name: What the figure is called.
+            compute: Computes it.
+        """
+        figures: dict[Hashable, Any] = self.__dict__.setdefault("_figures", {})  # of this object, not of its copies
+        if name not in figures:
+            figures[name] = compute()
+        return figures[name]
+
     def importance_weights(self, clip_max: float) -> Tensor | None:
         """Return the weights that correct for the engine's arithmetic, `(B, T)`; None if it says no log-probabilities.
 
@@ -199,9 +350,9 @@ class Rollout(Responses):
         return importance_weights(self.logprobs, self.sampling_logprobs, clip_max)
 
 
-def padding_columns(left_padded_mask: Tensor) -> int:
-    """Count the leading columns of a bool `(B, C)` mask that are False in every row."""
-    return int((~left_padded_mask.any(dim=0)).long().cumprod(dim=0).sum())
+def padding_columns(left_padded_mask: Any) -> int:
+    """Count the leading columns of a mask on the host, bool NumPy `(B, C)`, that are False in every row."""
+    return int((~left_padded_mask.any(axis=0)).cumprod().sum())
 
 
 def pad_right(parts: list[Tensor], width: int | None = None, padding_value: float = 0) -> Tensor:
@@ -220,3 +371,37 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     """Raise ValueError where a tensor has another shape than its field says."""
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
+
+
+R = TypeVar("R", bound=Responses)
+
+
+def forward_in_batches(
+    responses: R, evaluate: Callable[[R], Sequence[Tensor]], max_rows: int, is_packed: bool
+) -> tuple[Tensor, ...]:
+    """Evaluate a few rows at a time, trimmed, and put the results together, padded on the right to `T`.
+
+    Padded rows share a pass with rows of about their length; packed ones, which have no padding, stay in their order.
+
+    Args:
+        responses: `B` responses behind their prompts.
+        evaluate: Gives tensors `(b, T')` or `(b,)` of `b` rows whose longest response has `T'` tokens.
+        max_rows: Most rows of a pass.
+        is_packed: Whether the models see real tokens only.
+
+    Returns:
+        Tensors `(B, T)` or `(B,)`.
+    """
+    is_sorted, length = not is_packed and len(responses) > max_rows, responses.response_mask.shape[1]
+    order = responses.longest_first() if is_sorted else []
+    outputs = [evaluate(part) for part in (responses[order] if is_sorted else responses).parts(max_rows)]
+    whole = tuple(
+        pad_right(list(results), length) if results[0].dim() == 2 else torch.cat(results)
+        for results in zip(*outputs, strict=True)
+    )
+    return tuple(_in_order(values, order) for values in whole) if is_sorted else whole
+
+
+def _in_order(values: Tensor, order: Sequence[int]) -> Tensor:
+    """Put back what was computed in another order: `values[i]` belongs to row `order[i]`."""
+    return torch.empty_like(values).index_copy_(0, torch.tensor(order, device=values.device), values)

@@ -1,1 +1,1 @@
-"""The demonstration: from nothing to a small story teller trained with PPO, on any machine, in minutes."""
+"""Demo: a small story teller trained from scratch with SFT, a reward model and PPO."""

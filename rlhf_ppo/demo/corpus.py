@@ -1,13 +1,9 @@
-"""Text for the demonstration: short stories drawn from a seeded grammar.
-
-A story is an opening (the prompt) and a few sentences (the response). Each sentence is a template with slots, and
-each word that may fill a slot has a pleasantness from -2 (dreadful) to 2 (delightful). The language model only ever
-sees the text, and the reward model only noisy preferences between texts; the grammar itself is the ground truth that
-the judge reads with.
-"""
+"""Text for the demo: stories from a seeded grammar, and the judge that reads stories by that grammar."""
 
 import math
 import random
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from string import Formatter
 
@@ -15,7 +11,7 @@ from datasets import Dataset
 
 
 def _scale(*words: str) -> dict[str, int]:
-    """Give words their pleasantness: groups from delightful (2) to dreadful (-2)."""
+    """Return each word's pleasantness, from delightful (2) to dreadful (-2)."""
     return {word: valence for valence, group in zip((2, 1, 0, -1, -2), words, strict=True) for word in group.split()}
 
 
@@ -54,7 +50,7 @@ EVENTS = (
 ENDING = "In the end {hero} was {feeling}."
 
 DECISIVENESS = 1.0
-"""How surely a reader prefers the pleasanter of two stories; see `preference_pairs`."""
+"""Certainty with which a reader prefers the more pleasant story; see `preference_pairs`."""
 
 
 @dataclass(frozen=True)
@@ -195,3 +191,89 @@ def openings(num_openings: int, seed: int) -> Dataset:
     rng = random.Random(f"openings {seed}")
     drawn = [draw_opening(rng) for _ in range(num_openings)]
     return Dataset.from_list([{"prompt": opening.text, "hero": opening.hero} for opening in drawn])
+
+
+# ---- Judge ----
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """Comparison of two policies' stories on the same openings.
+
+    Attributes:
+        wins: Number of openings where the first policy's story is the better one.
+        losses: Number of openings where the second's is.
+        ties: Number of openings where neither is.
+    """
+
+    wins: int
+    losses: int
+    ties: int
+
+    @property
+    def win_rate(self) -> float:
+        """Share of openings won, a tie counting half: `(wins + ties / 2) / n`."""
+        return (self.wins + self.ties / 2) / (self.wins + self.losses + self.ties)
+
+    @property
+    def tie_rate(self) -> float:
+        """Share of openings where neither story is better."""
+        return self.ties / (self.wins + self.losses + self.ties)
+
+    @property
+    def clear(self) -> bool:
+        """Whether the win rate is above one half by more than three standard errors.
+
+        Under the hypothesis that both are equally good, `wins - losses` has variance `wins + losses`.
+        """
+        return self.wins - self.losses > 3 * (self.wins + self.losses) ** 0.5
+
+
+def pleasantness(response: str, hero: str) -> float:
+    """Read a response and measure how pleasant the story is.
+
+    Args:
+        response: The text after the opening, without special tokens.
+        hero: "She" or "He", the opening's hero.
+
+    Returns:
+        Sum of the pleasantness of the words, from -8 to 8; minus infinity where the response is no story.
+    """
+    sentences = re.findall(r" [^.]*\.", response)
+    if not sentences or "".join(sentences) != response:
+        return -math.inf
+    read = [_read_sentence(sentence[1:], hero) for sentence in sentences]
+    templates = [template for template, _ in read]
+    events = templates[:-1] if templates[-1] == ENDING else templates
+    well_formed = 1 <= len(events) <= 3 and set(events) <= set(EVENTS) and len(set(events)) == len(events)
+    return sum(valence for _, valence in read) if well_formed else -math.inf
+
+
+def _read_sentence(sentence: str, hero: str) -> tuple[str | None, int]:
+    for template in (*EVENTS, ENDING):
+        pronoun = hero.lower() if template == ENDING else hero
+        choices = {slot: f"(?P<{slot}>{'|'.join(words)})" for slot, words in WORDS.items()}
+        match = re.fullmatch(template.format(hero=pronoun, **choices), sentence)
+        if match:
+            return template, sum(WORDS[slot][word] for slot, word in match.groupdict().items())
+    return None, 0
+
+
+def compare(responses: Sequence[str], others: Sequence[str], heroes: Sequence[str]) -> Verdicts:
+    """Judge two policies' responses to the same openings.
+
+    Args:
+        responses: One response per opening.
+        others: The other policy's responses, in the same order.
+        heroes: "She" or "He" for each opening.
+
+    Returns:
+        The numbers of wins, losses and ties of `responses`.
+    """
+    outcomes = [_better(a, b, hero) for a, b, hero in zip(responses, others, heroes, strict=True)]
+    return Verdicts(wins=outcomes.count(1), losses=outcomes.count(-1), ties=outcomes.count(0))
+
+
+def _better(response: str, other: str, hero: str) -> int:
+    first, second = pleasantness(response, hero), pleasantness(other, hero)
+    return (first > second) - (first < second)

@@ -1,29 +1,314 @@
-"""The demonstration from end to end: train, judge and show."""
+"""Steps of the demo: SFT, reward model, PPO, and a judge."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-
-from rlhf_ppo.demo.corpus import openings
-from rlhf_ppo.demo.judge import Verdicts, compare
-from rlhf_ppo.demo.pipeline import (
-    HELD_OUT_SEED,
-    DemoSize,
-    tell_stories,
-    train_language_model,
-    train_policy,
-    train_reward_model,
+from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    ProgressCallback,
+    Trainer,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
 )
-from rlhf_ppo.demo.show import metrics_table, stories_table
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import RewardTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.prompts import eos_id, pad_id
+from rlhf_ppo.demo.corpus import Verdicts, compare, openings, pleasantness, preference_pairs, stories
+from rlhf_ppo.generation.protocol import generating
 from rlhf_ppo.reporting.plots import plot_metrics
-from rlhf_ppo.terminal.foreign import cell
+from rlhf_ppo.terminal.console import hide_library_warnings, hide_model_bars
+from rlhf_ppo.terminal.text import cell
+from rlhf_ppo.trainer import PPOTrainer
+
+TRAINING_SEED, HELD_OUT_SEED = 0, 1
+RESPONSE_LENGTH = 40
+TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True)
+class DemoSize:
+    """Size of the demo's data and training.
+
+    Attributes:
+        num_stories: Number of stories that the language model learns from, each seen twice.
+        num_pairs: Number of preference pairs that the reward model learns from.
+        num_updates: Number of PPO updates.
+        num_episodes: Number of stories told in each update.
+        num_held_out: Number of openings, and of preference pairs, that no model trains on.
+    """
+
+    num_stories: int = 6000
+    num_pairs: int = 8000
+    num_updates: int = 40
+    num_episodes: int = 64
+    num_held_out: int = 256
+
+
+def train_language_model(output_dir: Path, size: DemoSize) -> None:
+    """Step 1, SFT from scratch: a tokenizer and a Llama of two layers learn to write like the corpus.
+
+    Args:
+        output_dir: Where the model and the tokenizer are saved.
+        size: Gives `num_stories`.
+    """
+    corpus = stories(size.num_stories, TRAINING_SEED)
+    tokenizer = _train_tokenizer([row["prompt"] + row["completion"] for row in corpus])  # pyright: ignore
+    set_seed(TRAINING_SEED)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            pad_token_id=pad_id(tokenizer),
+            bos_token_id=None,
+            eos_token_id=eos_id(tokenizer),
+        )
+    )
+    settings = _settings(output_dir, learning_rate=3e-3)
+    with hide_library_warnings():
+        args = SFTConfig(**settings, num_train_epochs=2, completion_only_loss=False, max_length=None)
+        trainer = SFTTrainer(model, args, train_dataset=corpus, processing_class=tokenizer)
+    show_on_bar(trainer, "loss")
+    trainer.train()
+    with hide_model_bars():
+        trainer.save_model()
+
+
+def train_reward_model(sft_dir: Path, output_dir: Path, size: DemoSize) -> float:
+    """Step 2: a copy of the language model with a scalar head learns which of two stories readers like better.
+
+    Args:
+        sft_dir: The language model of step 1.
+        output_dir: Where the reward model is saved.
+        size: Gives `num_pairs` and `num_held_out`.
+
+    Returns:
+        Share of held-out pairs whose liked story scores higher, in [0, 1].
+    """
+    settings = _settings(output_dir, learning_rate=1e-3)
+    with hide_library_warnings():
+        args = RewardConfig(**settings, num_train_epochs=1, max_length=None, center_rewards_coefficient=0.01)
+        trainer = RewardTrainer(
+            str(sft_dir),
+            args,
+            train_dataset=preference_pairs(size.num_pairs, TRAINING_SEED),
+            eval_dataset=preference_pairs(size.num_held_out, HELD_OUT_SEED),
+        )
+    show_on_bar(trainer, "loss", "accuracy")
+    trainer.train()
+    with hide_model_bars():
+        trainer.save_model()
+    return trainer.evaluate()["eval_accuracy"]
+
+
+def train_policy(
+    sft_dir: Path, reward_model_dir: Path, output_dir: Path, size: DemoSize
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Step 3, PPO: the language model learns to tell stories that the reward model scores high.
+
+    Args:
+        sft_dir: The language model of step 1: the policy's start and the reference.
+        reward_model_dir: The reward model of step 2.
+        output_dir: Where the policy and `trainer_state.json` are saved.
+        size: Gives `num_updates`, `num_episodes` and `num_held_out`.
+
+    Returns:
+        Evaluation metrics on held-out openings, before and after training.
+    """
+    args = PPOConfig(
+        **_settings(output_dir, learning_rate=3e-4, batch_size=size.num_episodes),
+        logging_steps=1,
+        total_episodes=size.num_updates * size.num_episodes,
+        response_length=RESPONSE_LENGTH,
+        temperature=TEMPERATURE,
+        stop_token="eos",
+        missing_eos_penalty=1.0,
+        kl_coef=0.1,  # at the default of 0.05 the policy tells fewer different stories
+        num_sample_generations=0,
+    )
+    trainer = PPOTrainer(
+        args,
+        AutoTokenizer.from_pretrained(sft_dir),
+        model=AutoModelForCausalLM.from_pretrained(sft_dir),
+        reward_model=AutoModelForSequenceClassification.from_pretrained(reward_model_dir),
+        train_dataset=openings(size.num_updates * size.num_episodes, TRAINING_SEED),
+        eval_dataset=openings(size.num_held_out, HELD_OUT_SEED),
+    )
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    trainer.save_model()
+    trainer.save_state()
+    return before, after
+
+
+@torch.no_grad()
+def tell_stories(model_dir: Path, prompts: Sequence[str]) -> list[str]:
+    """Continue each opening with a saved model.
+
+    Args:
+        model_dir: The directory that step 1 or step 3 wrote.
+        prompts: The openings.
+
+    Returns:
+        One response for each opening, without special tokens.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
+    model = generating(LlamaForCausalLM.from_pretrained(model_dir))
+    inputs = tokenizer(list(prompts), return_tensors="pt", padding=True)
+    torch.manual_seed(HELD_OUT_SEED)
+    sequences = model.generate(
+        inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=RESPONSE_LENGTH,
+        do_sample=True,
+        temperature=TEMPERATURE,
+        top_k=0,
+    )
+    return tokenizer.batch_decode(sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def _train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
+    special_tokens = ["<pad>", "<eos>"]
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1024, special_tokens=special_tokens))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def _settings(output_dir: Path, learning_rate: float, batch_size: int = 32) -> dict[str, Any]:
+    return {
+        "output_dir": str(output_dir),
+        "learning_rate": learning_rate,
+        "per_device_train_batch_size": batch_size,
+        "per_device_eval_batch_size": 64,
+        "seed": TRAINING_SEED,
+        "use_cpu": True,  # so small a model is no faster on a GPU, and the same numbers come out everywhere
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+
+
+# ---- What the demo prints ----
+
+METRICS = {
+    "eval_score": "reward model's score",
+    "eval_kl": "KL to the SFT model, nats",
+    "eval_response_length_mean": "response length, tokens",
+    "eval_ended_frac": "share of responses that end",
+}
+
+
+class FiguresOnBar(ProgressCallback):
+    """Trainer's progress bar with the latest figures instead of printed logs.
+
+    Args:
+        keys: The keys of the log to show.
+    """
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        super().__init__()
+        self.keys = keys
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Show the figures."""
+        figures = {key: f"{logs[key]:.2f}" for key in self.keys if logs and key in logs}
+        if self.training_bar is not None and figures:
+            self.training_bar.set_postfix(figures)
+
+
+def show_on_bar(trainer: Trainer, *keys: str) -> None:
+    """Show logged figures on a trainer's progress bar.
+
+    Args:
+        trainer: Any Trainer.
+        keys: The keys of its log.
+    """
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(FiguresOnBar(keys))
+
+
+def metrics_table(before: dict[str, float], after: dict[str, float]) -> Table:
+    """Tabulate evaluation metrics.
+
+    Args:
+        before: Metrics of the SFT model.
+        after: Metrics of the PPO policy.
+
+    Returns:
+        One row for each of `METRICS`.
+    """
+    table = Table("", "before PPO", "after PPO", title="On held-out openings")
+    for key, meaning in METRICS.items():
+        table.add_row(meaning, f"{before[key]:.2f}", f"{after[key]:.2f}")
+    return table
+
+
+def stories_table(
+    prompts: Sequence[str], heroes: Sequence[str], before: Sequence[str], after: Sequence[str], num_rows: int = 5
+) -> Table:
+    """Tabulate stories side by side, each with its pleasantness as the judge reads it.
+
+    Args:
+        prompts: The openings.
+        heroes: "She" or "He" for each opening.
+        before: The SFT model's continuations.
+        after: The PPO policy's.
+        num_rows: Number of rows shown, from the first.
+
+    Returns:
+        One row for each opening.
+    """
+    table = Table("opening", "before PPO", "after PPO", title="Stories (pleasantness)", show_lines=True)
+    for prompt, hero, first, second in list(zip(prompts, heroes, before, after, strict=True))[:num_rows]:
+        table.add_row(cell(prompt), cell(_judged(first, hero)), cell(_judged(second, hero)))
+    return table
+
+
+def _judged(response: str, hero: str) -> str:
+    valence = pleasantness(response, hero)
+    return f"{response.strip()} ({'not a story' if valence == -math.inf else f'{valence:+.0f}'})"
+
+
+# ---- From end to end ----
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demonstration measured, all of it on held-out data.
+    """Measurements of the demo on held-out data.
 
     Attributes:
         reward_accuracy: Share of preference pairs that the reward model orders as the reader did, in [0, 1].

@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from rlhf_ppo.models.float32_head import Float32Linear
-from rlhf_ppo.models.modes import in_eval_mode
-from rlhf_ppo.models.unwrapping import backbone, no_split_modules
+from rlhf_ppo.models.heads import Float32Linear
+from rlhf_ppo.models.unwrapping import backbone, in_eval_mode, no_split_modules
 
 _CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
@@ -111,6 +110,18 @@ def cast_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     )
 
 
+def outside_blocks(*models: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters outside the blocks that ZeRO-3 and FSDP2 gather one by one: embeddings, norms, heads."""
+    return {value for model in models for value in model.parameters()} - {
+        value for model in models for block in _blocks(model) for value in block.parameters()
+    }
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    names = no_split_modules(model)
+    return [part for part in model.modules() if type(part).__name__ in names]
+
+
 def gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
     """Count what each device holds of a sharded model in a pass: all outside its blocks, a block and the next one.
 
@@ -118,8 +129,7 @@ def gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
         model: The model.
         dtype: The type that parameters are gathered in, or None for their own.
     """
-    names = no_split_modules(model)
-    blocks = [stored_bytes(part.parameters(), dtype) for part in model.modules() if type(part).__name__ in names]
+    blocks = [stored_bytes(block.parameters(), dtype) for block in _blocks(model)]
     return stored_bytes(model.parameters(), dtype) - sum(blocks) + 2 * max(blocks, default=0)
 
 

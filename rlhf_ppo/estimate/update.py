@@ -1,12 +1,12 @@
-"""What a run will need on each device, told before it starts: memory by what it is for, and seconds per update."""
+"""Estimate of one update on each device: memory by purpose, arithmetic, and communication between processes."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -18,13 +18,13 @@ from rlhf_ppo.estimate.counting import (
     count_pass,
     gathered_bytes,
     num_elements,
+    outside_blocks,
     stored_bytes,
 )
-from rlhf_ppo.models.float32_head import is_in_float32
 from rlhf_ppo.models.fused import weight_gradient_dtype
+from rlhf_ppo.models.heads import is_in_float32
 from rlhf_ppo.models.logprobs import max_chunk_elements
-from rlhf_ppo.models.modes import in_eval_mode
-from rlhf_ppo.models.unwrapping import output_layer, transformers_model, weight_of
+from rlhf_ppo.models.unwrapping import in_eval_mode, output_layer, transformers_model, weight_of
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,19 @@ class Workload:
     """The shape of one update on one process.
 
     Attributes:
-        rows: Episodes of the process.
+        rows: Episodes.
         rows_per_call: Rows of one generation call or of one pass without gradient.
         rows_per_micro_batch: Rows of one pass with gradient.
         prompt_length: Tokens of a prompt.
         response_length: Tokens of a response.
         num_ppo_epochs: Passes over the episodes with gradient.
         recomputes: Whether activations are recomputed in the backward pass.
-        in_turn: Whether policy and value model run forward and backward one after the other.
-        dtype: What products are computed in, where it is not the type of the weights.
-        copies_policy: Whether what generates has the policy's weights in that type, as continuous batching has.
-        has_reference: Whether there are passes of a reference.
-        moves_reference: Whether the reference moves, for which it is kept in float32 too where it is in 16 bits.
+        sequential_backward: Whether policy and value model run forward and backward one after the other.
+        dtype: The type of matrix products, if it differs from the weights' type.
+        copies_policy: Whether generation uses a copy of the policy's weights in `dtype`, as continuous batching does.
+        has_reference: Whether a reference model scores the responses.
+        moves_reference: Whether the reference moves; a 16-bit reference then has a float32 copy.
+        num_mini_batches: Optimizer steps of each pass over the episodes.
     """
 
     rows: int
@@ -53,11 +54,12 @@ class Workload:
     response_length: int
     num_ppo_epochs: int
     recomputes: bool
-    in_turn: bool = False
+    sequential_backward: bool = False
     dtype: torch.dtype | None = None
     copies_policy: bool = False
     has_reference: bool = True
     moves_reference: bool = False
+    num_mini_batches: int = 1
 
     @property
     def length(self) -> int:
@@ -67,16 +69,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Over how many processes each kind of memory is spread, 1 where every process holds all of it, and in what type.
+    """Number of processes that share each kind of memory (1: every process holds all of it), and its types.
 
     Attributes:
-        weights: Parameters, trained or not.
-        gradients: Gradients.
-        optimizer: The optimizer's state.
-        stored: The 16-bit type that DeepSpeed gives all models; gradients are then float32, and beside the optimizer's
-            state there are the trained weights in float32.
-        gathered: The 16-bit type in which FSDP and ZeRO-3 put parameters together.
-        buckets: Whether gradients have a copy through which they are exchanged, as under DDP.
+        weights: Processes that share the parameters, trained or not.
+        gradients: Processes that share the gradients.
+        optimizer: Processes that share the optimizer's state.
+        stored: The 16-bit type that DeepSpeed gives all models; gradients and a copy of the trained weights are then
+            float32.
+        gathered: The 16-bit type in which FSDP and ZeRO-3 gather parameters.
+        buckets: Whether gradients are exchanged through a copy, as under DDP.
+        is_fsdp: Whether FSDP2 shards.
+        processes: Number of processes.
     """
 
     weights: int = 1
@@ -85,18 +89,18 @@ class Sharding:
     stored: torch.dtype | None = None
     gathered: torch.dtype | None = None
     buckets: bool = False
+    is_fsdp: bool = False
+    processes: int = 1
 
     @classmethod
-    def of(
-        cls, zero_stage: int | None, is_fsdp: bool, num_processes: int, dtype: torch.dtype | None = None
-    ) -> Sharding:
-        """Return what DeepSpeed ZeRO (Rajbhandari et al., arXiv 1910.02054), FSDP or DDP do over the processes.
+    def of(cls, zero_stage: int | None, is_fsdp: bool, num_processes: int, dtype: torch.dtype | None = None) -> Self:
+        """Return the sharding of DeepSpeed ZeRO (Rajbhandari et al., arXiv 1910.02054), FSDP or DDP.
 
         Args:
-            zero_stage: DeepSpeed's, or None.
+            zero_stage: DeepSpeed's stage, or None.
             is_fsdp: Whether FSDP shards.
-            num_processes: How many there are.
-            dtype: The 16-bit type that is computed in, or None.
+            num_processes: Number of processes.
+            dtype: The 16-bit type of matrix products, or None.
         """
         stage = 3 if is_fsdp else zero_stage or 0
         return cls(
@@ -104,7 +108,38 @@ class Sharding:
             stored=dtype if stage and not is_fsdp else None,
             gathered=dtype if stage == 3 else None,
             buckets=stage == 0 and num_processes > 1,
+            is_fsdp=is_fsdp,
+            processes=num_processes,
         )
+
+    @property
+    def in_passes(self) -> torch.dtype | None:
+        """The type of the parameters in forward passes; None: their own."""
+        return self.stored or self.gathered
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes that each process sends in one update; it receives as many.
+
+    Attributes:
+        rollout: Parameters that are gathered to generate and to evaluate.
+        per_micro_batch: Parameters that are gathered for a forward and a backward pass, and gradients.
+        micro_batches: Micro-batches of an update.
+        per_step: Gradients or parameters that are exchanged once for an optimizer step.
+        steps: Optimizer steps of an update.
+    """
+
+    rollout: int = 0
+    per_micro_batch: int = 0
+    micro_batches: int = 0
+    per_step: int = 0
+    steps: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of one update."""
+        return self.rollout + self.per_micro_batch * self.micro_batches + self.per_step * self.steps
 
 
 @dataclass(frozen=True)
@@ -115,15 +150,21 @@ class Estimate:
         weights: Parameters of policy and value model.
         frozen: Parameters of reference and reward models.
         gradients: Gradients of the trained parameters, and under DDP the buckets in which they are exchanged.
-        optimizer: State of the optimizer, and the float32 weights that DeepSpeed keeps beside 16-bit ones.
-        generating_weights: The policy's weights in the type of products, or gathered where weights are sharded.
+        optimizer: State of the optimizer, and DeepSpeed's float32 copy of 16-bit weights.
+        generating_weights: The policy's weights in the type of products, or gathered if weights are sharded.
         generated_row: Key-value cache and last logits of one row.
         rows: Episodes of the process.
-        rows_per_call: Most rows that are generated from at once.
-        learning: Activations of one micro-batch, of both models or of the larger one, with what autocast makes of
+        rows_per_call: Most rows in one generation call.
+        learning: Activations of one micro-batch, of both models or of the larger one, with autocast's copies of
             weights; the logits of one chunk, and the head's gradient; parameters that are gathered in a pass.
         flops: Floating-point operations of one update.
         decoded_per_call: Bytes that decoding reads in one call: the policy's weights once for each token.
+        freed: Gradients that do not exist while the policy generates.
+        rows_per_micro_batch: Rows of one pass with gradient.
+        rows_per_step: Rows of an optimizer step.
+        learning_row: The part of `learning` that each row of a micro-batch adds.
+        host: Bytes that each process needs on the host to load all models, before an engine shards them.
+        communication: Bytes that each process exchanges.
     """
 
     weights: int
@@ -137,15 +178,21 @@ class Estimate:
     learning: int
     flops: int
     decoded_per_call: int
+    freed: int
+    rows_per_micro_batch: int
+    rows_per_step: int
+    learning_row: int
+    host: int
+    communication: Communication
 
     @property
     def resident(self) -> int:
-        """Bytes that are there all the time."""
+        """Bytes that are always held."""
         return self.weights + self.frozen + self.gradients + self.optimizer
 
     @property
     def generation(self) -> int:
-        """Bytes of one call that generates, beside what is resident."""
+        """Bytes of one generation call, beside the resident ones."""
         return self.generating_weights + self.generated_row * min(self.rows_per_call, self.rows)
 
     @property
@@ -155,11 +202,11 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes when most are needed: while generating, or while learning."""
-        return self.resident + max(self.generation, self.learning)
+        """Most bytes held at one time: while generating, or while learning."""
+        return self.resident + max(self.generation - self.freed, self.learning)
 
     def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
-        """Return the seconds of one update on a device that reaches these rates."""
+        """Return the seconds of one update on a device with these rates."""
         return self.flops / flops_per_second + self.decoded / bytes_per_second
 
 
@@ -177,7 +224,7 @@ def estimate_update(
 
     Passes are counted, not computed. The arithmetic is that of all forward passes of the rollout (policy and value
     model; each frozen model; generation as one pass of the policy), and of learning: a backward pass costs two
-    forward passes, and one more where activations are recomputed. Heads cost `2 H V` for each response token.
+    forward passes, and one more if activations are recomputed. Heads cost `2 H V` for each response token.
 
     Args:
         policy: The trained language model.
@@ -187,170 +234,196 @@ def estimate_update(
         optimizer_bytes: Bytes of optimizer state for each trained parameter, see `optimizer_bytes_per_parameter`.
         sharding: What is spread over processes.
         autocast: Makes the context of the passes.
-        offloads: Whether frozen models come to the device one after the other.
+        offloads: Whether frozen models are on the device one at a time.
     """
-    trained = [parameter for model in (policy, value_model) for parameter in model.parameters()]
-    learning = [parameter for parameter in trained if parameter.requires_grad]
-    num_trained, stored = sum(map(num_elements, set(learning))), sharding.stored
-    in_passes = stored or sharding.gathered
-    micro = [
-        count_pass(model, workload.rows_per_micro_batch, workload.length, autocast, in_passes)
-        for model in (policy, value_model)
-    ]
-    own = [stored_bytes(set(model.parameters()) - set(trained), stored) for model in frozen]
-    if workload.moves_reference and frozen:
-        of_reference = list(set(frozen[0].parameters()))
-        own[0] += sum(4 * num_elements(value) for value in of_reference if (stored or value.dtype).itemsize == 2)
-    gradients = stored_bytes(learning, torch.float32 if stored else None) * (2 if sharding.buckets else 1)
+    count = _UpdateCounter(policy, value_model, frozen, workload, sharding, autocast)
+    stored, learned = sharding.stored, count.learned
+    gradients = stored_bytes(learned, torch.float32 if stored else None) * (2 if sharding.buckets else 1)
+    frozen_bytes = count.frozen_bytes()
+    gathered_outside, reduced_outside = count.outside_block_bytes()
+    learning, learning_rows = count.learning_bytes()
     return Estimate(
-        weights=stored_bytes(trained, stored) // sharding.weights,
-        frozen=(max(own, default=0) if offloads else sum(own)) // sharding.weights,
+        weights=stored_bytes(count.trained, stored) // sharding.weights,
+        frozen=(max(frozen_bytes, default=0) if offloads else sum(frozen_bytes)) // sharding.weights,
         gradients=gradients // sharding.gradients,
-        optimizer=int((optimizer_bytes + (4 if stored else 0)) * num_trained) // sharding.optimizer,
-        generating_weights=_generating_weights(policy, workload, sharding),
-        generated_row=count_cache_bytes(policy, 1, workload.length, autocast, in_passes) + 4 * _vocabulary(policy),
+        optimizer=int((optimizer_bytes + (4 if stored else 0)) * sum(map(num_elements, learned)))
+        // sharding.optimizer,
+        generating_weights=max(count.generating_weights(), gathered_outside),
+        generated_row=count_cache_bytes(policy, 1, workload.length, autocast, sharding.in_passes)
+        + 4 * _vocabulary(policy),
         rows=workload.rows,
         rows_per_call=workload.rows_per_call,
-        learning=_learning(policy, value_model, micro, workload, sharding, autocast),
-        flops=_flops(policy, micro, frozen, workload, autocast),
+        learning=max(learning, gathered_outside, reduced_outside),
+        flops=count.flops(),
         decoded_per_call=stored_bytes(policy.parameters()) * workload.response_length,
+        freed=0 if stored else gradients // (2 if sharding.buckets else 1) // sharding.gradients,
+        rows_per_micro_batch=workload.rows_per_micro_batch,
+        rows_per_step=workload.rows // workload.num_mini_batches,
+        learning_row=learning_rows // workload.rows_per_micro_batch,
+        host=stored_bytes([*count.trained, *(value for model in frozen for value in model.parameters())]),
+        communication=count.communication(),
     )
 
 
-def _generating_weights(policy: nn.Module, workload: Workload, sharding: Sharding) -> int:
-    in_passes = sharding.stored or sharding.gathered
-    head, in_float32 = weight_of(output_layer(policy)), is_in_float32(output_layer(policy))
-    is_widened = in_float32 and (in_passes or head.dtype) != torch.float32
-    of_head = torch.float32.itemsize * num_elements(head) if is_widened else 0
-    if sharding.weights > 1:
-        return stored_bytes(policy.parameters(), in_passes) + of_head
-    if workload.dtype is None or in_passes is not None:
-        return of_head
-    if workload.copies_policy:
-        return stored_bytes(policy.parameters(), workload.dtype) + of_head
-    if not in_float32 and not head.requires_grad and head.dtype == torch.float32:  # cast for a call
-        of_head = workload.dtype.itemsize * num_elements(head)
-    return cast_bytes(policy, workload.dtype) + of_head
+@dataclass(frozen=True)
+class _UpdateCounter:
+    """Counts the parts of `estimate_update`, whose arguments its attributes are."""
 
+    policy: nn.Module
+    value_model: nn.Module
+    frozen: Sequence[nn.Module]
+    workload: Workload
+    sharding: Sharding
+    autocast: Callable[[], AbstractContextManager[Any]]
 
-def _flops(
-    policy: nn.Module,
-    micro: Sequence[PassCost],
-    frozen: Sequence[nn.Module],
-    workload: Workload,
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> int:
-    per_row = [cost.flops / workload.rows_per_micro_batch for cost in micro]
-    of_frozen = [count_pass(model, 1, workload.length, autocast).flops for model in frozen]
-    config = transformers_model(policy).config.get_text_config()
-    head = 2 * config.hidden_size * config.vocab_size * workload.response_length
-    trained_passes = 1 + workload.num_ppo_epochs * (4 if workload.recomputes else 3)
-    rollout = per_row[0] + sum(of_frozen) + (1 + workload.has_reference) * head  # generation; the reference's head
-    return int(workload.rows * (rollout + trained_passes * (sum(per_row) + head)))
+    @cached_property
+    def trained(self) -> set[nn.Parameter]:
+        """Parameters of policy and value model."""
+        return {*self.policy.parameters(), *self.value_model.parameters()}
 
+    @cached_property
+    def learned(self) -> list[nn.Parameter]:
+        """Those with a gradient."""
+        return [value for value in self.trained if value.requires_grad]
 
-def _learning(
-    policy: nn.Module,
-    value_model: nn.Module,
-    micro: Sequence[PassCost],
-    workload: Workload,
-    sharding: Sharding,
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> int:
-    """Count the most that a forward and backward pass hold beside weights, gradients and the optimizer's state.
+    @cached_property
+    def micro_batch(self) -> list[PassCost]:
+        """Costs of a micro-batch's passes, of policy and value model."""
+        return [self._count_pass(model) for model in (self.policy, self.value_model)]
 
-    Most is held at the end of the forward pass, with what autocast has made of weights; at the start of the backward
-    pass, in the head; or, where activations are recomputed, in a block's backward pass.
-    """
-    in_passes = sharding.stored or sharding.gathered
-    dtype = None if in_passes else workload.dtype
+    def _count_pass(self, model: nn.Module) -> PassCost:
+        rows, length = self.workload.rows_per_micro_batch, self.workload.length
+        return count_pass(model, rows, length, self.autocast, self.sharding.in_passes)
 
-    def of(model: nn.Module, cost: PassCost, head: int) -> int:
-        if not workload.recomputes:
-            return cost.saved_bytes + head
+    def frozen_bytes(self) -> list[int]:
+        """Count each frozen model's weights that no trained model shares."""
+        stored = self.sharding.stored
+        own = [stored_bytes(set(model.parameters()) - self.trained, stored) for model in self.frozen]
+        if self.workload.moves_reference and self.frozen:
+            reference = set(self.frozen[0].parameters())
+            own[0] += sum(4 * num_elements(value) for value in reference if (stored or value.dtype).itemsize == 2)
+        return own
+
+    def outside_block_bytes(self) -> tuple[int, int]:
+        """Count FSDP2's memory to gather all parameters outside blocks, and to reduce their gradients at the end.
+
+        Each exists twice: as processes exchange it, gradients in float32, and as the models have it.
+        """
+        if not self.sharding.is_fsdp or self.sharding.processes == 1:
+            return 0, 0
+        outside, gathered = outside_blocks(self.policy, self.value_model), self.sharding.gathered
+        learned = [value for value in outside if value.requires_grad]
+        reduced = stored_bytes(learned, gathered) + stored_bytes(learned, torch.float32)
+        return 2 * stored_bytes(outside, gathered), reduced
+
+    def generating_weights(self) -> int:
+        """Count the copies of the policy's weights that generation makes."""
+        workload, sharding, in_passes = self.workload, self.sharding, self.sharding.in_passes
+        head, in_float32 = weight_of(output_layer(self.policy)), is_in_float32(output_layer(self.policy))
+        is_widened = in_float32 and (in_passes or head.dtype) != torch.float32
+        head_bytes = torch.float32.itemsize * num_elements(head) if is_widened else 0
+        if sharding.weights > 1:  # FSDP2 gathers all parameters outside both models' blocks at once
+            besides = outside_blocks(self.value_model) if sharding.is_fsdp else set[nn.Parameter]()
+            return stored_bytes({*self.policy.parameters(), *besides}, in_passes) + head_bytes
+        if workload.dtype is None or in_passes is not None:
+            return head_bytes
+        if workload.copies_policy:
+            return stored_bytes(self.policy.parameters(), workload.dtype) + head_bytes
+        if not in_float32 and not head.requires_grad and head.dtype == torch.float32:  # cast for a call
+            head_bytes = workload.dtype.itemsize * num_elements(head)
+        return cast_bytes(self.policy, workload.dtype) + head_bytes
+
+    def flops(self) -> int:
+        """Count the floating-point operations."""
+        workload = self.workload
+        per_row = [cost.flops / workload.rows_per_micro_batch for cost in self.micro_batch]
+        frozen = [count_pass(model, 1, workload.length, self.autocast).flops for model in self.frozen]
+        config = transformers_model(self.policy).config.get_text_config()
+        head = 2 * config.hidden_size * config.vocab_size * workload.response_length
+        trained_passes = 1 + workload.num_ppo_epochs * (4 if workload.recomputes else 3)
+        rollout = per_row[0] + sum(frozen) + (1 + workload.has_reference) * head  # generation; the reference's head
+        return int(workload.rows * (rollout + trained_passes * (sum(per_row) + head)))
+
+    def learning_bytes(self) -> tuple[int, int]:
+        """Count the peak of a forward and backward pass beside weights, gradients and the optimizer's state.
+
+        The peak is at the end of the forward pass, with autocast's copies of weights; at the start of the backward
+        pass, in the head; or, if activations are recomputed, in a block's backward pass.
+
+        Returns:
+            The peak, and the part of it that grows with the rows.
+        """
+        heads = (self._head_bytes(), 0)
+        models = list(zip((self.policy, self.value_model), self.micro_batch, heads, strict=True))
+        parts = [self._activation_bytes(*given) for given in models]
+        sharded = self.sharding.weights > 1
+        gathered = [gathered_bytes(model, self.sharding.in_passes) if sharded else 0 for model, *_ in models]
+        most: Callable[[Iterable[int]], int] = max if self.workload.sequential_backward else sum
+        peak, rows = (most(each) for each in zip(*parts, strict=True))
+        return peak + sum(gathered), rows
+
+    def _activation_bytes(self, model: nn.Module, cost: PassCost, head: int) -> tuple[int, int]:
+        if not self.workload.recomputes:
+            return cost.saved_bytes + head, cost.saved_bytes
+        dtype = None if self.sharding.in_passes else self.workload.dtype
         casts = 0 if dtype is None else cast_bytes(model, dtype)
-        return cost.saved_bytes + max(head, casts, _recomputed_bytes(model, workload, autocast, in_passes))
+        with in_eval_mode(model):  # nothing is recomputed
+            whole = self._count_pass(model)
+        block = whole.saved_bytes // transformers_model(model).config.get_text_config().num_hidden_layers
+        return cost.saved_bytes + max(head, casts, block), cost.saved_bytes + block
 
-    parts = [of(policy, micro[0], _head_bytes(policy, workload, in_passes)), of(value_model, micro[1], 0)]
-    gathered = [gathered_bytes(model, in_passes) if sharding.weights > 1 else 0 for model in (policy, value_model)]
-    return (max(parts) if workload.in_turn else sum(parts)) + sum(gathered)
+    def _head_bytes(self) -> int:
+        """Count the policy's head in learning: the logits of a chunk, its gradient, its weight in products' type."""
+        workload, in_passes = self.workload, self.sharding.in_passes
+        weight: torch.Tensor = weight_of(output_layer(self.policy))
+        stored = in_passes or weight.dtype
+        in_float32 = is_in_float32(output_layer(self.policy))
+        dtype = torch.float32 if in_float32 else in_passes or workload.dtype or weight.dtype
+        num_tokens, vocabulary = workload.rows_per_micro_batch * workload.response_length, _vocabulary(self.policy)
+        most = max_chunk_elements(weight)
+        logits = min(most, num_tokens * vocabulary) * (6 if dtype.itemsize == 2 else 4)
+        on_cpu = weight.device.type == "cpu"
+        added_in = weight_gradient_dtype(stored, dtype, num_tokens, vocabulary, most, on_cpu)
+        gradient = added_in.itemsize * num_elements(weight) if weight.requires_grad else 0
+        return logits + gradient + (dtype.itemsize * num_elements(weight) if stored != dtype else 0)
 
+    def communication(self) -> Communication:
+        """Count the bytes that an update exchanges.
 
-def _head_bytes(policy: nn.Module, workload: Workload, in_passes: torch.dtype | None) -> int:
-    """Count the policy's head in learning: the logits of a chunk, its gradient, its weight in the type of products."""
-    weight: torch.Tensor = weight_of(output_layer(policy))
-    stored = in_passes or weight.dtype
-    dtype = torch.float32 if is_in_float32(output_layer(policy)) else in_passes or workload.dtype or weight.dtype
-    num_tokens, vocabulary = workload.rows_per_micro_batch * workload.response_length, _vocabulary(policy)
-    most = max_chunk_elements(weight)
-    logits = min(most, num_tokens * vocabulary) * (6 if dtype.itemsize == 2 else 4)
-    on_cpu = weight.device.type == "cpu"
-    added_in = weight_gradient_dtype(stored, dtype, num_tokens, vocabulary, most, on_cpu)
-    gradient = added_in.itemsize * num_elements(weight) if weight.requires_grad else 0
-    return logits + gradient + (dtype.itemsize * num_elements(weight) if stored != dtype else 0)
+        DDP and ZeRO-1 reduce gradients once for an optimizer step, ZeRO-2, ZeRO-3 and FSDP2 for every micro-batch;
+        ZeRO-3 and FSDP2 also gather parameters for every forward and backward pass, FSDP2 those outside blocks once
+        for both. Of `S` bytes and `n` processes, each sends `S (n - 1) / n` in an all-gather or a reduce-scatter,
+        twice that in an all-reduce. Gradients have 4 bytes. Norms, metrics and buffers are left out.
+        """
+        workload, sharding = self.workload, self.sharding
+        stage = 3 if sharding.weights > 1 else 2 if sharding.gradients > 1 else 1 if sharding.optimizer > 1 else 0
+        gradients = 4 * sum(map(num_elements, self.learned))
+        rollout, per_pass = self._gathered_bytes() if stage == 3 else (0, 0)
+        per_micro_batch = per_pass + {2: 2 * gradients, 3: gradients}.get(stage, 0)
+        per_step = (2 * gradients if stage < 2 else 0) + (
+            stored_bytes(self.learned, sharding.stored) if stage in (1, 2) else 0
+        )
+        share = (sharding.processes - 1) / sharding.processes
+        return Communication(
+            int(share * rollout),
+            int(share * per_micro_batch),
+            workload.num_ppo_epochs * -(-workload.rows // workload.rows_per_micro_batch),
+            int(share * per_step),
+            workload.num_ppo_epochs * workload.num_mini_batches,
+        )
 
-
-def _recomputed_bytes(
-    model: nn.Module,
-    workload: Workload,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    in_passes: torch.dtype | None,
-) -> int:
-    """Count what one block keeps for its backward pass: its share of a pass that recomputes nothing."""
-    with in_eval_mode(model):  # in which nothing is recomputed
-        whole = count_pass(model, workload.rows_per_micro_batch, workload.length, autocast, in_passes)
-    return whole.saved_bytes // transformers_model(model).config.get_text_config().num_hidden_layers
+    def _gathered_bytes(self) -> tuple[int, int]:
+        """Count the parameters that are gathered in a rollout, and in a forward and a backward pass."""
+        workload, dtype = self.workload, self.sharding.in_passes
+        policy, whole = set(self.policy.parameters()), stored_bytes(self.trained, dtype)
+        frozen = sum(stored_bytes(model.parameters(), dtype) for model in self.frozen)
+        passes = -(-workload.rows // workload.rows_per_call)
+        if not self.sharding.is_fsdp:
+            return stored_bytes(policy, dtype) + passes * (whole + frozen), 2 * whole
+        outer = outside_blocks(self.policy, self.value_model)
+        outside, generating = stored_bytes(outer, dtype), stored_bytes(policy | outer, dtype)
+        return generating + outside + passes * (whole - outside + frozen), 2 * whole - outside
 
 
 def _vocabulary(policy: nn.Module) -> int:
     return transformers_model(policy).config.get_text_config().vocab_size
-
-
-def optimizer_bytes_per_parameter(
-    optimizer_class: type[torch.optim.Optimizer], kwargs: dict[str, Any], device: torch.device | str = "cpu"
-) -> float:
-    """Measure an optimizer's state on one small matrix after one step: 8 for AdamW in float32.
-
-    Args:
-        optimizer_class: Its class.
-        kwargs: Its arguments.
-        device: Where it steps.
-    """
-    parameter = nn.Parameter(torch.zeros(256, 256, device=device))
-    optimizer = optimizer_class([parameter], **kwargs)
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    state = [
-        value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
-    ]
-    return sum(value.nbytes for value in state) / parameter.numel()
-
-
-def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Measure a device for a moment.
-
-    Args:
-        device: The device.
-        dtype: What matrices are multiplied in.
-
-    Returns:
-        FLOP/s of matrix multiplication, and bytes/s of reading memory; the best of three.
-    """
-    size = 8192 if device.type == "cuda" else 768
-    matrix = torch.ones(size, size, device=device, dtype=dtype)
-    numbers = torch.ones(2**26 if device.type == "cuda" else 2**24, device=device)
-    return (
-        2 * size**3 / _best_seconds(lambda: matrix @ matrix, device),
-        numbers.nbytes / _best_seconds(numbers.sum, device),
-    )
-
-
-def _best_seconds(function: Callable[[], Any], device: torch.device) -> float:
-    seconds = []
-    for _ in range(4):  # the first one warms up
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])

@@ -1,1 +1,1 @@
-"""Evaluation: what the policy says to held-out prompts."""
+"""Evaluation of the policy on held-out prompts, sample tables, and win rates."""

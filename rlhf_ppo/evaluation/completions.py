@@ -1,8 +1,9 @@
-"""Sample tables: what the policy answered and what it scored, in the terminal and in the experiment trackers."""
+"""Sample tables: prompts, responses and scores, in the terminal, in files and in the experiment trackers."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from rlhf_ppo.checkpoints.jsonfile import write_text
-from rlhf_ppo.config.settled import output_directory
-from rlhf_ppo.reporting.results import SAMPLES_DIR
-from rlhf_ppo.terminal.foreign import cell, csv_cell, markdown, visible
-from rlhf_ppo.terminal.progress import beside_bars
+from rlhf_ppo.checkpoints.files import write_text
+from rlhf_ppo.config.ppo_config import output_directory
+from rlhf_ppo.reporting.run_log import SAMPLES_DIR
+from rlhf_ppo.terminal.console import beside_bars
+from rlhf_ppo.terminal.text import cell, csv_cell, markdown, visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from rlhf_ppo.data.rollout import Responses
     from rlhf_ppo.rewards.scorer import Scores
 
-NUM_PRINTED = 5
-"""Rows of a table that the terminal shows."""
+NUM_PRINTED, NUM_LINES = 2, 3
+"""Rows of a table in the terminal, and lines of a text; files and reports have all of them."""
 
 
 def completions_table(
@@ -35,17 +36,17 @@ def completions_table(
     scores: Sequence[float],
     by_source: Mapping[str, Sequence[float]],
 ) -> pd.DataFrame:
-    """Put samples into a table.
+    """Make a table of samples.
 
     Args:
         queries: The prompts' texts.
         responses: The responses' texts.
         scores: The total score of each response.
-        by_source: Each reward source's scores, NaN where it gave none.
+        by_source: Each reward source's scores, NaN: no score.
 
     Returns:
-        The columns `query`, `model response`, `score`, and one per reward source where there are several (called
-        `<name> reward` where the source has one of the first three names).
+        The columns `query`, `model response`, `score`, and, with several reward sources, one per source (called
+        `<name> reward` if the source has one of the first three names).
     """
     numbers = {"score": scores}
     if len(by_source) > 1:
@@ -68,11 +69,11 @@ def sample_rows(
         tokenizer: The policy's tokenizer.
         prompts: `B` prompts.
         responses: Their responses.
-        scores: What they scored.
+        scores: Their scores.
         extra: Columns that reward functions logged, `B` values each.
 
     Returns:
-        `B` dicts with `query` (without special tokens), `response` (with its stop token and what tools wrote),
+        `B` dicts with `query` (without special tokens), `response` (with its stop token and tool output),
         `score`, the reward sources' scores under `by_source`, and the extra columns under `extra`.
     """
     queries = [ids[real].tolist() for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
@@ -91,7 +92,7 @@ def sample_rows(
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> pd.DataFrame:
-    """Put the rows of `sample_rows`, gathered from all ranks, into a table.
+    """Make a table of the rows of `sample_rows`, gathered from all ranks.
 
     Args:
         rows: The rows.
@@ -109,15 +110,15 @@ def table_of(rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> pd.Da
 
 
 def is_due(update: int, num_updates: int, num_tables: int) -> bool:
-    """Tell whether a table is printed after an update.
+    """Return whether a table is printed after an update.
 
-    Table `i` of `0 ... k - 1`, `k` being at most `N`, comes after update `1 + floor(i (N - 1) / (k - 1))`: the first
-    and the last update have one; a single table comes after the last.
+    Table `i` of `0 ... k - 1`, with `k <= N`, is printed after update `1 + floor(i (N - 1) / (k - 1))`, thus after the
+    first and the last update; a single table is printed after the last.
 
     Args:
         update: Number of the update, from 1.
         num_updates: `N`, the updates of the run.
-        num_tables: How many tables are asked for.
+        num_tables: Number of tables.
     """
     last = min(num_tables, num_updates) - 1
     if last < 1:
@@ -126,16 +127,16 @@ def is_due(update: int, num_updates: int, num_tables: int) -> bool:
 
 
 def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str = "") -> str:
-    """Print the samples under a title, save them and send them to the trackers.
+    """Print the samples with a title, save them and send them to the trackers.
 
     Args:
         df: The samples.
         trainer: The trainer, for its step, output directory and trackers.
-        held_out: Whether the prompts are those of an evaluation data set, or those of training.
-        printed: What this returned for the table before, which is not printed a second time.
+        held_out: Whether the prompts are from an evaluation data set rather than the training set.
+        printed: The result for the previous table; an equal table is not printed again.
 
     Returns:
-        What is printed.
+        The printed text.
     """
     prompts = "held-out" if held_out else "training"
     title = f"After update {trainer.state.global_step}: {prompts} prompts"
@@ -149,19 +150,30 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
 
 
 def print_table(df: pd.DataFrame, num_rows: int = NUM_PRINTED, title: str | None = None) -> None:
-    """Print the first `num_rows` samples in the terminal."""
+    """Print the first `num_rows` samples in the terminal, with texts cut to `NUM_LINES` lines."""
+    console = Console()
     table = Table(show_lines=True, title=None if title is None else cell(title), title_justify="left")
     for column in df.columns:
         table.add_column(cell(column))
-    for row in df.head(num_rows).itertuples(index=False):
-        table.add_row(*[cell(_figure(value)) for value in row])
-    Console().print(table)
+    rows = [[*row] for row in df.head(num_rows).itertuples(index=False)]
+    num_texts = max((sum(isinstance(value, str) for value in row) for row in rows), default=0)
+    others = sum(3 + max(len(str(column)), 10) for column in df.columns[num_texts:])
+    width = max(12, (console.width - others) // max(num_texts, 1) - 3)
+    for row in rows:
+        table.add_row(*[cell(_cut(value, width) if isinstance(value, str) else _figure(value)) for value in row])
+    console.print(table)
+
+
+def _cut(text: str, width: int) -> str:
+    """Return the beginning of a text, as many words as fit into `NUM_LINES` lines."""
+    wrapped = [part for line in text.splitlines() for part in textwrap.wrap(line, width) or [""]]
+    return text if len(wrapped) <= NUM_LINES else "\n".join([*wrapped[: NUM_LINES - 1], "..."])
 
 
 def save_table(df: pd.DataFrame, trainer: Trainer) -> None:
-    """Write the samples to `output_dir/_samples/update-<step>.csv`; `push_to_hub` leaves such a directory out.
+    """Write the samples to `output_dir/_samples/update-<step>.csv`; `push_to_hub` does not upload this directory.
 
-    Cells are `csv_cell`s, which no terminal and no spreadsheet obeys; `completions/` has the texts as they are.
+    Cells are escaped by `csv_cell`; `completions/` has the texts as they are.
     """
     directory = Path(output_directory(trainer.args), SAMPLES_DIR)
     directory.mkdir(parents=True, exist_ok=True)
@@ -172,8 +184,8 @@ def save_table(df: pd.DataFrame, trainer: Trainer) -> None:
 def report_table(df: pd.DataFrame, trainer: Trainer) -> None:
     """Send the samples to the experiment trackers in `args.report_to` that have an active run.
 
-    They are called `completions` in W&B and Trackio (a table) and TensorBoard (a text), `completions.csv` in Comet.
-    A tracker without an active run, as on ranks other than 0 and before training begins, is passed over.
+    Their name is `completions` in W&B and Trackio (a table) and TensorBoard (a text), `completions.csv` in Comet.
+    Trackers without an active run are skipped, as on ranks other than 0 and before training.
 
     Args:
         df: The samples.
@@ -221,7 +233,7 @@ def _to_comet(df: pd.DataFrame, trainer: Trainer) -> None:
 
     experiment = comet_ml.get_running_experiment()
     if experiment is not None:
-        experiment.set_step(trainer.state.global_step)  # the update's metrics, which set it too, are logged later
+        experiment.set_step(trainer.state.global_step)  # the update's metrics, which also set it, are logged later
         experiment.log_table("completions.csv", tabular_data=_mapped(df, csv_cell))
 
 
@@ -234,7 +246,7 @@ _REPORTS: dict[str, Callable[[pd.DataFrame, Trainer], None]] = {
 
 
 def _mapped(df: pd.DataFrame, show: Callable[[Any], Any]) -> pd.DataFrame:
-    """Return a table with a function of each cell and of each column's name."""
+    """Apply a function to each cell and each column name."""
     return df.map(show).rename(columns=show)
 
 

@@ -1,27 +1,38 @@
-"""How often one model's responses are preferred to another's, with what the sample leaves open."""
+"""Win rates outside of training: a model's responses to prompts, and statistics of a judge's verdicts on them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional
+from transformers import set_seed
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.prompts import PositionLimit, PromptEncoder, Prompts
+from rlhf_ppo.generation.engine_factory import make_engine
+from rlhf_ppo.generation.protocol import sample_with
+from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
+from rlhf_ppo.rewards.builtin import response_texts
+from rlhf_ppo.rewards.reward_model import Answer
 
 
 @dataclass(frozen=True)
 class WinRate:
-    """The verdicts on all prompts, each asked in both orders.
+    """Counts of verdicts on all prompts, each judged in both orders.
 
     Attributes:
-        wins: Number of prompts where the model's response is the better one.
-        losses: Number of prompts where the opponent's is.
-        ties: Number of prompts where neither is, or where the two orders contradict each other.
+        wins: Number of prompts whose better response is the model's.
+        losses: Number of prompts whose better response is the opponent's.
+        ties: Number of prompts with a tie, or with contradicting orders.
         failed: Number of prompts without a verdict.
-        length_controlled: See `length_controlled_rate`; None where nothing was judged.
-        agreement: See `agreement`; None where the order cannot matter, or is not known.
+        length_controlled: See `length_controlled_rate`; None if nothing was judged.
+        agreement: See `agreement`; None if the order cannot matter, or is not known.
     """
 
     wins: int
@@ -42,11 +53,11 @@ class WinRate:
         """Count verdicts.
 
         Args:
-            verdicts: For each prompt above 0 where the model's response is better, below 0 where the opponent's is, 0
-                for a tie, None for a failed verdict.
-            lengths: Characters of the model's responses; none: without a length-controlled rate.
-            others: Characters of the opponent's.
-            orders: The verdicts in both orders, of which each is the mean; none: without their agreement.
+            verdicts: For each prompt above 0 if the model's response is better, below 0 if the opponent's is, 0 for a
+                tie, None for a failed verdict.
+            lengths: Characters of the model's responses; empty: no length-controlled rate.
+            others: Characters of the opponent's responses.
+            orders: The verdicts in both orders, whose means are `verdicts`; empty: no agreement.
         """
         judged = [(row, float(np.sign(verdict))) for row, verdict in enumerate(verdicts) if verdict is not None]
         signs = [sign for _, sign in judged]
@@ -64,18 +75,18 @@ class WinRate:
 
     @property
     def rate(self) -> float:
-        """Share of judged prompts won, a tie counting half; NaN where nothing was judged."""
+        """Share of judged prompts won, with a tie as half; NaN if nothing was judged."""
         return (self.wins + self.ties / 2) / self.judged if self.judged else float("nan")
 
     def interval(self, level: float = 0.95, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
-        """Return the bootstrap's percentile interval of `rate` (Efron and Tibshirani 1993, chapter 13).
+        """Compute the bootstrap's percentile interval of `rate` (Efron and Tibshirani 1993, chapter 13).
 
         A resample of `n` prompts with replacement has multinomially many wins, losses and ties.
 
         Args:
-            level: The share of resamples that are inside.
-            resamples: Their number.
-            seed: Of the random numbers.
+            level: Share of resamples inside the interval.
+            resamples: Number of resamples.
+            seed: Seed of the random numbers.
         """
         if not self.judged:
             return float("nan"), float("nan")
@@ -86,7 +97,7 @@ class WinRate:
         return float(low), float(high)
 
     def __str__(self) -> str:
-        """Write the win rate with its interval; on further lines the length-controlled one, and the agreement."""
+        """Return the win rate with its interval; on further lines the length-controlled rate and the agreement."""
         if not self.judged:
             return f"Model win rate: none, as nothing was judged; {self.failed} failed verdicts"
         low, high = self.interval()
@@ -102,16 +113,16 @@ class WinRate:
 
 
 def agreement(orders: Sequence[tuple[float | None, float | None]]) -> float | None:
-    """Return the share of pairs on which both orders prefer the same response, or neither.
+    """Compute the share of pairs whose two orders prefer the same response, or both are a tie.
 
-    Where this is low, the judge prefers a place, and not a response.
+    A low share shows that the judge prefers a position rather than a response.
 
     Args:
-        orders: Of each pair, the verdicts with the model's response first and second: above 0 where it is the better
-            one, below 0 where the opponent's is, None where there is no verdict.
+        orders: For each pair, the verdicts with the model's response first and second: above 0 if it is better, below
+            0 if the opponent's is, None: failed.
 
     Returns:
-        The share of the pairs with two verdicts; None where there are no such.
+        The share of the pairs with two verdicts; None if there are none.
     """
     both = [(first, second) for first, second in orders if first is not None and second is not None]
     return float(np.mean([np.sign(first) == np.sign(second) for first, second in both])) if both else None
@@ -122,7 +133,7 @@ def length_controlled_rate(outcomes: Sequence[float], differences: Sequence[int]
 
         P(win) = sigmoid(theta + phi tanh(d / std(d))),    rate = sigmoid(theta)
 
-    with `d` the difference of lengths. `theta` and `phi` maximise the likelihood, a tie counting half, with a standard
+    with `d` the difference of lengths. `theta` and `phi` maximise the likelihood, with a tie as half, and a standard
     normal prior on `phi`.
 
     Args:
@@ -145,3 +156,124 @@ def length_controlled_rate(outcomes: Sequence[float], differences: Sequence[int]
 
     optimizer.step(loss)  # pyright: ignore[reportArgumentType]
     return float(torch.sigmoid(weights[0]).detach())
+
+
+# Responses
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Settings of the generation.
+
+    Attributes:
+        max_new_tokens: Longest response, tokens.
+        temperature: Sampling temperature; 0: greedy.
+        top_p: Probability mass of nucleus sampling.
+        batch_size: Prompts in one batch.
+        engine: One of `PPOConfig.generation_engine`.
+        seed: Seed of the sampling.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.7
+    top_p: float = 1.0
+    batch_size: int = 32
+    engine: Literal["transformers", "continuous", "vllm"] = "transformers"
+    seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken at each step."""
+        return self.temperature == 0
+
+
+@torch.no_grad()
+def respond(
+    model: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]], dataset: str, how: Answering
+) -> list[Answer]:
+    """Generate one response to each prompt.
+
+    Args:
+        model: A causal language model on its device.
+        tokenizer: Its tokenizer.
+        rows: The data set's rows, with `prompt` or `input_ids`.
+        dataset: Name of the data set in errors.
+        how: Settings of the generation.
+
+    Raises:
+        RuntimeError: The engine returned incomplete responses.
+        ValueError: A prompt cannot be read or is too long, or the engine cannot run here.
+    """
+    encode = PromptEncoder(tokenizer, dataset, len(tokenizer))
+    encoded = [{**row, **encode(row, index)} for index, row in enumerate(rows)]
+    ends = end_tokens(model, tokenizer)
+    args = PPOConfig(
+        generation_engine=how.engine, response_length=how.max_new_tokens, temperature=how.temperature or 1.0,
+        top_p=how.top_p, local_rollout_forward_batch_size=how.batch_size, report_to="none", seed=how.seed,
+        bf16=model.dtype == torch.bfloat16, use_cpu=model.device.type == "cpu",
+    )  # fmt: skip
+    engine = make_engine(args, model, Accelerator(), tokenizer, tokenizer.eos_token_id, None)
+    _check_lengths(max(len(row["input_ids"]) for row in encoded), how, getattr(engine, "longest_sequence", None))
+    config = (greedy_config if how.is_greedy else sampling_config)(args, ends[0] if ends else None)
+    config.eos_token_id = ends or None
+    set_seed(how.seed)
+    answers: list[Answer] = []
+    for start in range(0, len(encoded), how.batch_size):
+        batch = encoded[start : start + how.batch_size]
+        padded = tokenizer.pad([{"input_ids": row["input_ids"]} for row in batch], return_tensors="pt")
+        sampled = sample_with(engine, model, Prompts.from_collated(padded, model.device), config).ids
+        answers += [_answer(row, ids, set(ends), tokenizer) for row, ids in zip(batch, sampled.tolist(), strict=True)]
+    return answers
+
+
+def given_answers(
+    prompts: Sequence[Any], responses: Sequence[Any], ours: Sequence[Answer | None] = ()
+) -> list[Answer | None]:
+    """Return a data set's responses as answers.
+
+    Args:
+        prompts: The prompts.
+        responses: Texts, lists of messages, or None.
+        ours: The model's answers to the same prompts, whose prompt tokens are used; empty: texts only.
+    """
+    return [
+        None
+        if response is None
+        else Answer(
+            prompt,
+            response_texts([response])[0],
+            prompt_ids=None if one is None else one.prompt_ids,
+            tokenizer=None if one is None else one.tokenizer,
+        )
+        for prompt, response, one in zip(prompts, responses, ours or [None] * len(responses), strict=True)
+    ]
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a response: the tokenizer's EOS, and those of the model's generation configuration.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+    """
+    configured = model.generation_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured]
+    return list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
+
+
+def _check_lengths(longest_prompt: int, how: Answering, limit: PositionLimit | None) -> None:
+    """Raise a `ValueError` if the engine would cut a response; other engines than vLLM have the model's own limits."""
+    total = longest_prompt + how.max_new_tokens
+    if limit is not None and total > limit.tokens:
+        raise ValueError(
+            f"the longest prompt ({longest_prompt} tokens) and max_new_tokens={how.max_new_tokens} take {total} "
+            f"positions, but {limit.reason}: lower max_new_tokens, leave out prompts, or take another engine"
+        )
+
+
+def _answer(row: Mapping[str, Any], sampled: list[int], ends: set[int], tokenizer: Any) -> Answer:
+    """Make an answer of sampled tokens, cut after the first end token."""
+    length = next((index + 1 for index, token in enumerate(sampled) if token in ends), len(sampled))
+    response, prompt = sampled[:length], row.get("prompt")
+    text = tokenizer.decode(response, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return Answer(prompt, text, bool(response) and response[-1] in ends, row["input_ids"], response, tokenizer)

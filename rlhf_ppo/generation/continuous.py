@@ -1,4 +1,4 @@
-"""Sampling responses with transformers' continuous batching: a new prompt takes the place of each that has ended."""
+"""Generation with transformers' continuous batching: a new prompt takes the place of each finished row."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.generation.head_cast import float32_head_apart
-from rlhf_ppo.generation.hiding import own_generation_config_hidden
-from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
 from rlhf_ppo.generation.protocol import Sampled, length_and_filling, prompt_rows, stack_rows
-from rlhf_ppo.models.float32_head import Float32Linear
-from rlhf_ppo.models.modes import in_eval_mode
+from rlhf_ppo.generation.sampling import NonFiniteLogitsError, default_generation_config, float32_head_apart
+from rlhf_ppo.models.heads import Float32Linear
 from rlhf_ppo.models.packing import unpacked
-from rlhf_ppo.processes.signals import give_up_if_stopped
+from rlhf_ppo.models.unwrapping import in_eval_mode
+from rlhf_ppo.processes.signals import raise_if_stopped
 
 _MAX_PREFILL_TOKENS = 512
-"""Prompt tokens read in one pass; longer prompts are read in several. The attention mask grows with it."""
+"""Prompt tokens of a forward pass; longer prompts take several. The attention mask grows with it."""
 
 _PAGE_SIZE = 16
-"""Tokens of one row that are kept together in the cache; what the last page of a row has left is wasted."""
+"""Tokens of a page of the cache; the rest of a row's last page is wasted."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,8 @@ class ContinuousEngine:
     """transformers' continuous batching, on the policy's own weights.
 
     Attributes:
-        max_rows: Tells how many rows are generated from at a time; the cache holds so many.
-        dtype: What weights, arithmetic and cache are in; None leaves them in the policy's types.
+        max_rows: Returns the number of rows that run at a time, for which the cache has space.
+        dtype: Type of weights, arithmetic and cache; None: the policy's types.
     """
 
     max_rows: Callable[[], int]
@@ -48,10 +46,10 @@ class ContinuousEngine:
 
     @torch.no_grad()
     def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
-        """Generate a response to each prompt; the thread that computes is not reached by autocast.
+        """Generate a response to each prompt, in a thread that autocast does not reach.
 
-        The order in which rows are computed follows from the prompts and the sampled lengths alone, so the same state
-        of the random number generator gives the same responses.
+        The order of rows follows from the prompts and the sampled lengths: the same state of the random number
+        generator gives the same responses.
 
         Args:
             policy: A causal language model, or a `PeftModel` around one.
@@ -63,16 +61,16 @@ class ContinuousEngine:
 
         Raises:
             NonFiniteLogitsError: There are logits that are NaN or infinite.
-            RuntimeError: A row got no response, or only a part of one.
+            RuntimeError: A response is missing or incomplete.
         """
         rows = prompt_rows(prompts)
         config = copy.deepcopy(config)
         max_new_tokens, filling = length_and_filling(config)
         if config.eos_token_id is None:
-            config.eos_token_id = -1  # no token; what transformers makes of None, but for a warning
+            config.eos_token_id = -1  # no token; transformers warns about None and sets this
         with (
             in_eval_mode(policy),
-            own_generation_config_hidden(policy) as model,
+            default_generation_config(policy) as model,
             unpacked(model),
             float32_head_apart(policy),
             stored_as(self.dtype, policy),
@@ -91,13 +89,13 @@ class ContinuousEngine:
 
 @contextmanager
 def stored_as(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
-    """Store a model's floating-point parameters in another type in the block, and have the very same ones after it.
+    """Store a model's floating-point parameters in another type inside a context; restore them after it.
 
-    Buffers stay as they are, rotary frequencies are exact; so does a head that multiplies in float32.
+    Buffers keep their type, as rotary frequencies are exact, and so does a head that multiplies in float32.
 
     Args:
         dtype: The type, or None for the parameters' own.
-        model: The model; a parameter that is in this type already stays in place.
+        model: The model.
     """
     heads = [layer for layer in model.modules() if isinstance(layer, Float32Linear)]
     kept = {id(value) for layer in heads for value in layer.parameters(recurse=False)}
@@ -117,12 +115,12 @@ def stored_as(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
 
 
 def cache_for(rows: Sequence[Sequence[int]], max_new_tokens: int, max_rows: int) -> ContinuousBatchingConfig:
-    """Size the paged cache for what a batch can need, where transformers would take most of the free memory.
+    """Size the paged cache for a batch; transformers would take most of the free memory.
 
     Args:
         rows: The prompts' ids.
         max_new_tokens: Longest response, in tokens.
-        max_rows: How many rows are generated from at a time.
+        max_rows: Number of rows that run at a time.
 
     Returns:
         A configuration whose cache holds the `max_rows` longest rows, each with the longest response.
@@ -148,13 +146,13 @@ def _run(model: Any, rows: list[list[int]], config: GenerationConfig, cache: Con
     """Return the output of each row, in order."""
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=cache)
     try:
-        # All rows are there before the first is read: else its thread would see as many as happen to have arrived.
+        # Add all rows before the thread starts: it would otherwise batch those that happen to have arrived.
         names = manager.add_requests(rows, max_new_tokens=config.max_new_tokens)
         manager.start()
         outputs: dict[str, Any] = {}
         while len(outputs) < len(rows):
-            give_up_if_stopped()
-            is_running = manager.is_running()  # asked before: what it gives at its end is read too
+            raise_if_stopped()
+            is_running = manager.is_running()  # before reading: its last results are read too
             output = manager.get_result(timeout=1)
             if output is not None:
                 outputs[output.request_id] = output

@@ -1,4 +1,4 @@
-"""Generation engines: prompts in, sampled ids out, with their log-probabilities where an engine knows them."""
+"""Generation engines: the protocol, and checks of an engine's responses."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
+from rlhf_ppo.data.rollout import sent
+from rlhf_ppo.generation.sampling import NonFiniteLogitsError
 from rlhf_ppo.generation.stopping import StopStrings
 from rlhf_ppo.models.unwrapping import transformers_model
 
 
 class Sampled(NamedTuple):
-    """An engine's answer to `B` prompts.
+    """An engine's responses to `B` prompts.
 
-    A row ends with its first stop token, or has `max_new_tokens` tokens; `sample_with` checks it.
+    A row ends with its first stop token, or has `max_new_tokens` tokens; `sample_with` checks this.
 
     Attributes:
-        ids: Sampled ids, long `(B, T)` with `T <= max_new_tokens`; anything after a row's end is filling.
-        logprobs: Log-probabilities of these tokens in the distribution that the engine drew them from, after
-            temperature, top_k, top_p and min_p, nats, float32 `(B, T)`, anything on filling; None if the engine does
-            not know them.
-        lengths: Number of ids that were sampled in each row, long `(B,)`. None: all `T`, or up to the stop token. An
-            engine that may cut a row must give them: filling with the stop token would make a cut row an ended one.
+        ids: Sampled ids, long `(B, T)` with `T <= max_new_tokens`; ids after a row's end are ignored.
+        logprobs: Log-probabilities of these tokens in the distribution that the engine sampled from, after
+            temperature, top_k, top_p and min_p, nats, float32 `(B, T)`, ignored after a row's end; None if unknown.
+        lengths: Number of sampled ids of each row, long `(B,)`. None: all `T`, or up to the stop token. An engine that
+            may cut a row must return them: with stop tokens as filling, a cut row would look ended.
     """
 
     ids: Tensor
@@ -39,12 +39,12 @@ class Generates(Protocol):
     """A model with transformers' `generate`."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample as the keyword arguments say."""
+        """Sample token ids."""
         ...
 
 
 def generating(policy: nn.Module) -> Generates:
-    """Return the transformers model of a policy, whose own types do not say that it generates."""
+    """Return the transformers model of a policy, with a type that has `generate`."""
     return cast(Generates, transformers_model(policy))
 
 
@@ -53,7 +53,7 @@ class GenerationEngine(Protocol):
 
     @property
     def reads_sharded(self) -> bool:
-        """Whether it puts together by itself the parameters that ZeRO-3 or FSDP has taken apart."""
+        """Whether the engine gathers parameters that ZeRO-3 or FSDP has sharded."""
         ...
 
     def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
@@ -67,12 +67,12 @@ class GenerationEngine(Protocol):
         ...
 
     def policy_changed(self) -> None:
-        """Take note that the policy's weights are no longer those of the last call of `sample`."""
+        """Note that the policy's weights have changed since the last call of `sample`."""
         ...
 
 
 def length_and_filling(config: GenerationConfig) -> tuple[int, int]:
-    """Return `max_new_tokens` and `pad_token_id`; a `ValueError` if one is not set, which generation needs."""
+    """Return `max_new_tokens` and `pad_token_id`; a `ValueError` if one is not set."""
     if config.max_new_tokens is None or config.pad_token_id is None:
         raise ValueError(f"max_new_tokens={config.max_new_tokens} and pad_token_id={config.pad_token_id} must be set")
     return config.max_new_tokens, config.pad_token_id
@@ -93,10 +93,10 @@ def stack_rows(
         ids: Each row's sampled ids.
         logprobs: Their log-probabilities, nats.
         filling: The id behind shorter rows.
-        device: Where the tensors go.
+        device: Device of the tensors.
 
     Returns:
-        Ids `(B, T)` and log-probabilities `(B, T)`, `T` being the longest row; NaN where a log-probability is missing.
+        Ids and log-probabilities `(B, T)` with the longest row's `T`; NaN where a log-probability is missing.
     """
 
     def stacked(values: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> Tensor:
@@ -108,7 +108,7 @@ def stack_rows(
     return Sampled(stacked(ids, filling, torch.long), stacked(values, math.nan, torch.float32), lengths)
 
 
-# ---- What every engine's answer must be ----
+# ---- Checks of responses ----
 
 
 def sample_with(
@@ -118,7 +118,7 @@ def sample_with(
     config: GenerationConfig,
     stop_strings: StopStrings | None = None,
 ) -> Sampled:
-    """Ask an engine for responses, and check that it sampled every token that will be learned from.
+    """Sample responses with an engine, and check every token that the policy will learn from.
 
     Args:
         engine: The engine.
@@ -128,31 +128,31 @@ def sample_with(
         stop_strings: Texts that end a row too, or None.
 
     Returns:
-        The engine's answer.
+        The engine's responses.
 
     Raises:
         NonFiniteLogitsError: The log-probability of a token is missing, NaN or infinite.
         RuntimeError: A row ends before the limit without a stop token or string, or holds an id that must not be
             sampled.
-        TypeError, ValueError: The answer has another type or shape.
+        TypeError, ValueError: The result has another type or shape.
     """
     answer = _of_right_shape(engine, engine.sample(policy, prompts, config), len(prompts.input_ids), config)
     ids = answer.ids
     width, (most, _) = ids.shape[1], length_and_filling(config)
     lengths = torch.full_like(ids[:, 0], width) if answer.lengths is None else answer.lengths.to(ids.device)
     given = config.eos_token_id
-    stops = torch.tensor([] if given is None else given, dtype=ids.dtype, device=ids.device).flatten()
+    stops = sent(torch.tensor([] if given is None else given, dtype=ids.dtype).flatten(), ids.device)
     sampled = torch.arange(width, device=ids.device) < lengths[:, None]
     is_stop = torch.isin(ids, stops) & sampled
     is_real = sampled & (is_stop.cumsum(dim=1) - is_stop.long() == 0)
     is_cut = ~is_stop.any(dim=1) & (lengths < most)
-    suppressed = torch.tensor(config.suppress_tokens or [], dtype=ids.dtype, device=ids.device)
-    is_odd = is_real & ((ids < 0) | torch.isin(ids, suppressed))
+    suppressed = sent(torch.tensor(config.suppress_tokens or [], dtype=ids.dtype), ids.device)
+    is_forbidden = is_real & ((ids < 0) | torch.isin(ids, suppressed))
     values = torch.zeros_like(ids) if answer.logprobs is None else answer.logprobs
     is_unknown = is_real & ~values.isfinite()
-    if bool(is_cut.any() | is_odd.any() | is_unknown.any()):  # the device is waited for once
+    if bool(is_cut.any() | is_forbidden.any() | is_unknown.any()):  # the device is waited for once
         _refuse_cut_rows(engine, answer, is_cut, lengths, prompts, most, stop_strings)
-        _refuse_tokens(engine, answer, is_odd, is_unknown)
+        _refuse_tokens(engine, answer, is_forbidden, is_unknown)
     return answer
 
 
@@ -174,7 +174,7 @@ def _of_right_shape(engine: GenerationEngine, answer: Any, num_rows: int, config
 
 
 def called(engine: GenerationEngine) -> str:
-    """Return what error messages call an engine: its argument and value."""
+    """Return an engine's name in error messages: its argument and value."""
     return getattr(engine, "called", f"engine={type(engine).__name__}")
 
 
@@ -198,12 +198,12 @@ def _refuse_cut_rows(
         )
 
 
-def _refuse_tokens(engine: GenerationEngine, answer: Sampled, is_odd: Tensor, is_unknown: Tensor) -> None:
+def _refuse_tokens(engine: GenerationEngine, answer: Sampled, is_forbidden: Tensor, is_unknown: Tensor) -> None:
     for row, place in is_unknown.nonzero().tolist():
         raise NonFiniteLogitsError(
             f"{called(engine)} gave no finite log-probability for token {place} of row {row} of the batch"
         )
-    for row, place in is_odd.nonzero().tolist():
+    for row, place in is_forbidden.nonzero().tolist():
         raise RuntimeError(
             f"{called(engine)} sampled the id {int(answer.ids[row, place])} in row {row} of the batch, which not all "
             "models embed; it must respect suppress_tokens of the GenerationConfig"

@@ -1,57 +1,67 @@
-"""Sampling responses with transformers' `generate`."""
+"""Generation with transformers' `generate`, batch compaction and a preallocated key-value cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rlhf_ppo.data.experience import split_until
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import pad_right, padding_columns
-from rlhf_ppo.generation.dropping import generate_dropping
-from rlhf_ppo.generation.head_cast import float32_head_apart, frozen_head_cast
-from rlhf_ppo.generation.hiding import own_generation_config_hidden
+from rlhf_ppo.data.rollout import pad_right, padding_columns, sent
 from rlhf_ppo.generation.protocol import Sampled, length_and_filling
-from rlhf_ppo.generation.stopping import StopStrings
-from rlhf_ppo.generation.trying import cache_maker, generation_needs
-from rlhf_ppo.models.modes import in_eval_mode
-from rlhf_ppo.models.sharded import gathers_in_passes
+from rlhf_ppo.generation.sampling import (
+    FiniteLogitsCheck,
+    changed,
+    default_generation_config,
+    float32_head_apart,
+    frozen_head_cast,
+    sampling_processors,
+)
+from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
+from rlhf_ppo.models.unwrapping import gathers_in_passes, in_eval_mode, transformers_model
+from rlhf_ppo.processes.signals import raise_if_any_rank_stopped, raise_if_stopped
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
 
 
-def sampling_config(
-    args: PPOConfig, stop_token_id: int | None, never_sampled: list[int] | None = None
-) -> GenerationConfig:
-    """Build the sampling distribution of the rollout from the arguments alone.
+@dataclass(frozen=True)
+class TransformersEngine:
+    """transformers' `generate`, on the policy's own weights.
 
-    Args:
-        args: Gives `response_length`, `temperature`, `top_k`, `top_p` and `min_p`.
-        stop_token_id: Where a row ends; generation ends when every row has.
-        never_sampled: Ids that other models could not read, the last ones of the vocabulary; None allows all. The
-            log-probabilities do not know of it, as they do not know of `top_k`.
-
-    Returns:
-        A configuration in which nothing is left for the model's own generation_config to fill in.
+    Attributes:
+        rows_per_call: Returns the largest number of prompts of one `generate` call.
+        stop_strings: Texts that end a row too, or None.
+        gather: Concatenates a tensor over all ranks.
     """
-    return GenerationConfig(
-        max_new_tokens=args.response_length,
-        do_sample=True,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        use_cache=True,
-        suppress_tokens=never_sampled,
-        eos_token_id=stop_token_id,
-        pad_token_id=_valid_padding(stop_token_id),
-    )
+
+    rows_per_call: Callable[[], int]
+    stop_strings: StopStrings | None = None
+    gather: Callable[[Tensor], Tensor] | None = None
+    reads_sharded: bool = False
+    called: str = "generation_engine='transformers'"
+
+    def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
+        """Generate a response to each prompt; see `sample_responses`."""
+        return Sampled(sample_responses(policy, prompts, config, self.rows_per_call(), self.stop_strings, self.gather))
+
+    def policy_changed(self) -> None:
+        """Do nothing: the policy itself generates."""
 
 
 def greedy_config(
@@ -64,14 +74,67 @@ def greedy_config(
         use_cache=True,
         suppress_tokens=never_sampled,
         eos_token_id=stop_token_id,
-        pad_token_id=_valid_padding(stop_token_id),
+        # `generate` feeds this to finished rows, and embeds it, which an added "[PAD]" may not allow.
+        pad_token_id=0 if stop_token_id is None else stop_token_id,
     )
 
 
-def _valid_padding(stop_token_id: int | None) -> int:
-    # What `generate` feeds to finished rows must be in the vocabulary, which an added "[PAD]" need not be;
-    # everything after the stop token is masked afterwards.
-    return 0 if stop_token_id is None else stop_token_id
+def sampling_config(
+    args: PPOConfig, stop_token_id: int | None, never_sampled: list[int] | None = None
+) -> GenerationConfig:
+    """Build the sampling distribution of the rollout from the arguments alone.
+
+    Args:
+        args: Gives `response_length`, `temperature`, `top_k`, `top_p` and `min_p`.
+        stop_token_id: Ends a row; generation ends when every row has ended.
+        never_sampled: Ids that other models cannot read, the last of the vocabulary; None allows all. The
+            log-probabilities ignore it, as they ignore `top_k`.
+
+    Returns:
+        A configuration that leaves nothing for the model's own generation_config to fill in.
+    """
+    sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    return changed(greedy_config(args, stop_token_id, never_sampled), do_sample=True, **sampling)
+
+
+@dataclass
+class GenerationNeeds:
+    """Answers of the generation probe of a model.
+
+    Attributes:
+        equal_lengths: The prompts of a call must have one length: padding before them changes what follows.
+        one_by_one: Each prompt needs a call of its own: other rows change what follows, even at equal length.
+        keeps_cache: The cache of some rows can be kept; otherwise their tokens are read again.
+        preallocates: By the type that autocast casts to, or None: a preallocated cache gives the same logits.
+    """
+
+    equal_lengths: bool = False
+    one_by_one: bool = False
+    keeps_cache: bool = True
+    preallocates: dict[torch.dtype | None, bool] = field(default_factory=dict, compare=False)
+
+
+def generation_needs(policy: nn.Module) -> GenerationNeeds:
+    """Return the answers that are kept with a model; probe it at its first use, under each type of autocast.
+
+    Args:
+        policy: A causal language model, or a `PeftModel` around one. If it is sharded, all ranks call this together.
+
+    Raises:
+        ValueError: Even a single prompt gets other distributions than those of the forward pass.
+    """
+    needs: GenerationNeeds | None = vars(transformers_model(policy)).get("generation_needs")
+    if needs is None or _autocast_dtype(policy) not in needs.preallocates:
+        from rlhf_ppo.generation.capability_probe import probe_generation
+
+        needs = probe_generation(policy, needs, _autocast_dtype(policy))
+        vars(transformers_model(policy))["generation_needs"] = needs
+    return needs
+
+
+def _autocast_dtype(policy: nn.Module) -> torch.dtype | None:
+    device = next(policy.parameters()).device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 @torch.no_grad()
@@ -83,56 +146,61 @@ def sample_responses(
     stop_strings: StopStrings | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Generate a response for each prompt, from prompts of similar length at a time.
+    """Generate a response for each prompt, in calls with prompts of similar length.
 
     Args:
         policy: A causal language model, or a `PeftModel` around one.
         prompts: `B` left-padded prompts; ids under the mask are ignored.
         config: The sampling distribution and the length limit.
-        rows_per_call: Most prompts that are generated from at once; see `call_sizes`.
+        rows_per_call: Largest number of prompts of a call; see `call_sizes`.
         stop_strings: Texts that end a row too, or None.
-        gather: Concatenates a tensor over all ranks, which make equally many calls where their passes are in step;
-            None when there is one process.
+        gather: Concatenates a tensor over all ranks, which make equally many calls where each pass is one of all
+            ranks; None in a single process.
 
     Returns:
-        Sampled ids, long `(B, T)` with `T <= max_new_tokens`; anything after a row's end is filling.
+        Sampled ids, long `(B, T)` with `T <= max_new_tokens`; padding follows a row's end.
     """
-    lengths, longest_first = prompts.attention_mask.sum(dim=1).sort(descending=True, stable=True)
-    in_step = gathers_in_passes(policy)
-    needs, make_cache = generation_needs(policy), cache_maker(policy)
-    max_rows = 1 if needs.one_by_one else rows_per_call
+    lengths, device = prompts.mask.sum(axis=1), prompts.input_ids.device
+    longest_first = (-lengths).argsort(kind="stable")
+    in_step, needs = gathers_in_passes(policy), generation_needs(policy)
     max_new_tokens, filling = length_and_filling(config)
-    sizes = call_sizes(lengths.tolist(), max_new_tokens, max_rows, needs.equal_lengths)
+    max_rows = 1 if needs.one_by_one else rows_per_call
+    sizes = call_sizes(lengths[longest_first].tolist(), max_new_tokens, max_rows, needs.equal_lengths)
     if in_step and gather is not None:
-        sizes = split_until(sizes, int(gather(torch.tensor([len(sizes)], device=lengths.device)).max()))
+        sizes = split_until(sizes, int(gather(torch.tensor([len(sizes)], device=device)).max()))
+    preallocates = needs.preallocates[_autocast_dtype(policy)]
+    parts = []
     # Activation checkpointing, active in training mode, forbids the KV cache.
-    heads = (frozen_head_cast(policy), float32_head_apart(policy))
-    with in_eval_mode(policy), heads[0], heads[1], own_generation_config_hidden(policy) as model:
-        parts = [
-            _sample_part(model, prompts, rows, config, stop_strings, in_step, needs.keeps_cache, make_cache)
-            for rows in longest_first.split(sizes)
-        ]
-    return pad_right(parts, padding_value=filling)[longest_first.argsort()]
+    with (
+        in_eval_mode(policy),
+        frozen_head_cast(policy),
+        float32_head_apart(policy),
+        default_generation_config(policy) as model,
+    ):
+        for rows in np.split(longest_first, np.cumsum(sizes)[:-1]):
+            first, indices = padding_columns(prompts.mask[rows]), sent(torch.from_numpy(rows), device)
+            mask = prompts.attention_mask[indices]
+            ids = prompts.input_ids[indices].masked_fill(~mask, 0)
+            how = (config, stop_strings, in_step, needs.keeps_cache, preallocates)
+            parts.append(generate_compacting(model, ids[:, first:], mask[:, first:].long(), *how))
+    return pad_right(parts, padding_value=filling)[sent(torch.from_numpy(longest_first.argsort()), device)]
 
 
 def call_sizes(lengths: Sequence[int], max_new_tokens: int, max_rows: int, equal_lengths: bool = False) -> list[int]:
-    """Count the rows that `generate` is called with, so that at most half of all positions are padding.
+    """Count the rows of each `generate` call; at most half of all positions are padding.
 
     With prompts of `l_1 >= l_2 >= ...` and `T` new tokens, `n` rows from the `i`-th on share a call as long as
 
         n (l_i + T) <= 2 sum_{j = i}^{i + n - 1} (l_j + T)
 
-    A call that ends for another reason than `max_rows` is followed by one whose rows take less than half as many
-    positions each, so that there are at most `log2((l_max + T) / (l_min + T))` of them.
+    A call that this rule ends is followed by one whose rows take less than half as many positions each: there are at
+    most `log2((l_max + T) / (l_min + T))` of them.
 
     Args:
         lengths: Tokens of each prompt, in falling order.
         max_new_tokens: Longest response, in tokens.
-        max_rows: Most rows of a call.
-        equal_lengths: Whether only prompts of one length share a call, for models that take padding for text.
-
-    Returns:
-        Number of rows of each call.
+        max_rows: Largest number of rows of a call.
+        equal_lengths: Only prompts of one length share a call, for models that read padding as text.
     """
     sizes, longest, taken = [0], 0, 0
     most_positions = 1 if equal_lengths else 2  # for each that a token takes
@@ -148,33 +216,258 @@ def call_sizes(lengths: Sequence[int], max_new_tokens: int, max_rows: int, equal
     return sizes
 
 
-def _sample_part(model: Any, prompts: Prompts, rows: Tensor, *how: Any) -> Tensor:
-    mask = prompts.attention_mask[rows]
-    left = padding_columns(mask)
-    ids = prompts.input_ids[rows].masked_fill(~mask, 0)
-    return generate_dropping(model, ids[:, left:], mask[:, left:].long(), *how)
+# ---- Batch compaction ----
+
+UNFINISHED_SHARE = 0.75
+"""A batch is compacted once at most this share of its rows is unfinished."""
 
 
-@dataclass(frozen=True)
-class TransformersEngine:
-    """transformers' `generate`, on the policy's own weights.
+class CompactionCriterion(StoppingCriteria):
+    """Ends `generate` once at most `most_left` rows are unfinished.
 
-    Attributes:
-        rows_per_call: Tells how many prompts at most are generated from at once.
-        stop_strings: Texts that end a row too, or None.
-        gather: Concatenates a tensor over all ranks.
+    Args:
+        finished: Rows that have ended by themselves, bool `(B,)`; updated after each token.
+        stop_token_id: The stop token, several, or None.
+        stop_strings: Ends rows too, or None.
+        most_left: Number of unfinished rows at which `generate` ends.
+        checks_signals: Raise `Stopped` after a token if a signal has arrived that ends the run.
     """
 
-    rows_per_call: Callable[[], int]
-    stop_strings: StopStrings | None = None
-    gather: Callable[[Tensor], Tensor] | None = None
-    reads_sharded: bool = False
-    called: str = "generation_engine='transformers'"
+    def __init__(
+        self,
+        finished: Tensor,
+        stop_token_id: int | Sequence[int] | None,
+        stop_strings: StopsAtStrings | None,
+        most_left: int,
+        checks_signals: bool = True,
+    ) -> None:
+        single = [] if stop_token_id is None else [stop_token_id]
+        self.stop_tokens = stop_token_id if isinstance(stop_token_id, Sequence) else single
+        self.finished, self.stop_strings = finished, stop_strings
+        self.most_left, self.checks_signals = most_left, checks_signals
 
-    def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
-        """Generate a response to each prompt; see `sample_responses`."""
-        how = (config, self.rows_per_call(), self.stop_strings, self.gather)
-        return Sampled(sample_responses(policy, prompts, *how))
+    def __call__(self, input_ids: Any, scores: Any = None, **kwargs: Any) -> Any:
+        """Return the rows that `generate` need not continue, bool `(B,)`."""
+        if self.checks_signals:
+            raise_if_stopped()
+        for token in self.stop_tokens:
+            self.finished = self.finished | (input_ids[:, -1] == token)
+        if self.stop_strings is not None:
+            self.finished = self.finished | self.stop_strings(input_ids)
+        return self.finished | ((~self.finished).sum() <= self.most_left)
 
-    def policy_changed(self) -> None:
-        """Do nothing: the policy itself generates."""
+
+@contextmanager
+def raising_on_all_ranks_if_stopped(model: nn.Module) -> Iterator[None]:
+    """Raise `Stopped` on all ranks before the same token, where each forward pass of a model is one of all ranks.
+
+    `generate` still calls the model on ranks that have finished, but no stopping criterion.
+    """
+
+    def ask(module: nn.Module, arguments: Any) -> None:
+        raise_if_any_rank_stopped(next(model.parameters()).device)
+
+    hook = model.register_forward_pre_hook(ask, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def generate_compacting(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    config: GenerationConfig,
+    stop_strings: StopStrings | None = None,
+    synced_gpus: bool = False,
+    keeps_cache: bool = True,
+    preallocates: bool = False,
+) -> Tensor:
+    """Generate, and drop the finished rows and their key-value cache whenever a quarter of the rows has ended.
+
+    Args:
+        model: A transformers model.
+        input_ids: Prompts, long `(B, C)`, left-padded.
+        attention_mask: 1 on real tokens, long `(B, C)`.
+        config: The sampling distribution; its `eos_token_id` is a token, several, or None.
+        stop_strings: Texts that end a row too, or None.
+        synced_gpus: Every forward pass is one of all ranks: all rows stay until the last has ended.
+        keeps_cache: Keep the unfinished rows of the cache; otherwise read their tokens again.
+        preallocates: Use a preallocated cache.
+
+    Returns:
+        Sampled ids, long `(B, T)` with `T <= max_new_tokens`; `pad_token_id` follows a row's end.
+
+    Raises:
+        NonFiniteLogitsError, Stopped: Logits are NaN or infinite; a signal has arrived, at any rank if `synced_gpus`.
+    """
+    num_rows, prompt_length = input_ids.shape
+    size, filling = length_and_filling(config)
+    result, longest = input_ids.new_full((num_rows, size), filling), prompt_length + size
+    rows = torch.arange(num_rows, device=input_ids.device)
+    strings = None if stop_strings is None else StopsAtStrings(stop_strings, prompt_length)
+    how, processors = sampling_processors(changed(config, return_dict_in_generate=True), input_ids.device)
+    new_cache = (lambda: preallocated_cache(model)) if preallocates else dict
+    check, cache = FiniteLogitsCheck(), new_cache()
+    while len(rows) and input_ids.shape[1] < longest:
+        how.max_new_tokens = longest - input_ids.shape[1]
+        finished = torch.zeros(len(rows), dtype=torch.bool, device=input_ids.device)
+        most_left = 0 if synced_gpus else int(UNFINISHED_SHARE * len(rows))
+        criterion = CompactionCriterion(finished, config.eos_token_id, strings, most_left, not synced_gpus)
+        with raising_on_all_ranks_if_stopped(model) if synced_gpus else nullcontext():
+            output = model.generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                generation_config=how,
+                logits_processor=LogitsProcessorList([check, *processors]),
+                stopping_criteria=StoppingCriteriaList([criterion]),
+                synced_gpus=synced_gpus,
+                **cache,
+            )
+        finished, sampled = check.check_beside(criterion.finished), output.sequences
+        result[rows, : sampled.shape[1] - prompt_length] = sampled[:, prompt_length:]
+        left = sent((~finished).nonzero().squeeze(1), input_ids.device)
+        attention_mask = torch.cat(
+            (attention_mask, attention_mask.new_ones(len(rows), sampled.shape[1] - input_ids.shape[1])), dim=1
+        )[left]
+        rows, input_ids = rows[left], sampled[left]
+        cache = rows_of_cache(output, left) if keeps_cache else new_cache()
+    return result[:, : max(1, sampled.shape[1] - prompt_length)]
+
+
+def rows_of_cache(output: Any, rows: Tensor) -> dict[str, Any]:
+    """Keep some rows of the cache of a `generate` call; return it as an argument of the next call.
+
+    Args:
+        output: The result of `generate`.
+        rows: Indices of the rows.
+
+    Returns:
+        `{}` if there is no cache, or its rows cannot be separated.
+    """
+    cache: Any = getattr(output, "past_key_values", None)
+    layers = getattr(cache, "layers", [None])
+    if not all(hasattr(layer, "reorder_cache") for layer in layers):
+        return {}
+    for layer in layers:
+        layer.reorder_cache(rows)  # `batch_select_indices` forgets the states of convolutions and recurrences
+    return {"past_key_values": cache}
+
+
+# ---- Preallocated key-value cache ----
+
+_BLOCK = 128
+"""Tokens by which a buffer grows."""
+
+
+class StateBuffer:
+    """Memory for keys or values `(B, heads, capacity, D)`; a range of it is in use.
+
+    Attributes:
+        view: The range that `keep` returned last; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.memory, self.start, self.end = torch.empty(0), 0, 0
+        self.view: Tensor | None = None
+
+    def extended(self, kept: Tensor | None, new: Tensor) -> Tensor:
+        """Return the kept states followed by new ones, `(B, heads, n, D)`.
+
+        Args:
+            kept: `view`, or a tensor that the cache was given in its place; None at first.
+            new: The new states.
+        """
+        num_kept, num_new = 0 if kept is None else kept.shape[-2], new.shape[-2]
+        if kept is None or kept is not self.view or self.end + num_new > self.memory.shape[-2]:
+            shape = (*new.shape[:-2], num_kept + num_new + _BLOCK, new.shape[-1])
+            memory = new.new_empty(shape)
+            if kept is not None:
+                memory[..., :num_kept, :].copy_(kept)
+            self.memory, self.start, self.end = memory, 0, num_kept
+        self.memory[..., self.end : self.end + num_new, :].copy_(new)
+        self.end += num_new
+        return self.memory[..., self.start : self.end, :]
+
+    def keep(self, num_last: int | None = None) -> Tensor:
+        """Keep the last states only, all if None, and return them."""
+        if num_last is not None:
+            self.start = max(self.start, self.end - num_last)
+        self.view = self.memory[..., self.start : self.end, :]
+        return self.view
+
+
+class PreallocatedLayer(DynamicLayer):
+    """Keys and values of a layer, in the type that attention computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers = StateBuffer(), StateBuffer()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values `(B, heads, n, D)`; return all of them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        states = _extended(self, self.buffers, key_states, value_states)
+        self.keys, self.values = (buffer.keep() for buffer in self.buffers)
+        return states
+
+
+class PreallocatedSlidingLayer(DynamicSlidingWindowLayer):
+    """Keys and values of a layer that attends to the last tokens only."""
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window=sliding_window)
+        self.buffers = StateBuffer(), StateBuffer()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values `(B, heads, n, D)`; return those that the new tokens may attend to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.cumulative_length += key_states.shape[-2]
+        states = _extended(self, self.buffers, key_states, value_states)
+        self.keys, self.values = (buffer.keep(self.sliding_window - 1) for buffer in self.buffers)
+        return states
+
+
+def _extended(
+    layer: Any, buffers: tuple[StateBuffer, StateBuffer], keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    has_some = layer.keys is not None and layer.keys.numel() > 0
+    kept = (layer.keys, layer.values) if has_some else (None, None)
+    device = keys.device.type
+    if torch.is_autocast_enabled(device):  # otherwise attention casts all of them again at each token
+        dtypes = (torch.get_autocast_dtype(device),) * 2
+    else:
+        dtypes = keys.dtype, torch.promote_types(keys.dtype, values.dtype)
+    return (
+        buffers[0].extended(kept[0], keys.to(dtypes[0])),
+        buffers[1].extended(kept[1], values.to(dtypes[1])),
+    )
+
+
+def preallocated_cache(model: Any) -> dict[str, Any]:
+    """Make the cache that `generate` would make, with preallocated layers of attention, as an argument of `generate`.
+
+    Args:
+        model: A transformers model.
+
+    Returns:
+        `{}` if `generate` would make a cache of another kind.
+    """
+    name = "_prepare_cache_for_generation"
+    if (
+        getattr(type(model), name, None) is not getattr(GenerationMixin, name)
+        or not model._supports_default_dynamic_cache()
+    ):
+        return {}
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = PreallocatedLayer
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = PreallocatedLayer()
+        elif type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = PreallocatedSlidingLayer(layer.sliding_window)
+    return {"past_key_values": cache}

@@ -1,10 +1,13 @@
-"""Sampling responses with vLLM, through TRL's adapter: colocated in the training processes, or a server."""
+"""Generation with vLLM, in the training process (colocated) or on a server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urldefrag
 
 import torch
 from accelerate import Accelerator
@@ -12,36 +15,298 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from rlhf_ppo.config.redaction import shown_address
-from rlhf_ppo.data.lengths import PositionLimit
-from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.config.redaction import hide_secrets, redact_url, redact_urls, secrets_of
+from rlhf_ppo.data.prompts import PositionLimit, Prompts
 from rlhf_ppo.generation.protocol import Sampled, prompt_rows, stack_rows
-from rlhf_ppo.generation.vllm_server import served_generation
-from rlhf_ppo.models.adapters import base_kept
-from rlhf_ppo.models.vocabulary import vocab_size
-from rlhf_ppo.processes.engines import product_dtype
-from rlhf_ppo.processes.failing import failing_together
-from rlhf_ppo.processes.logs import get_logger
-from rlhf_ppo.processes.random_numbers import isolated_rng
-from rlhf_ppo.processes.signals import may_be_given_up
+from rlhf_ppo.models.adapters import preserve_base
+from rlhf_ppo.models.capabilities import vocab_size
+from rlhf_ppo.processes.distributed import (
+    get_logger,
+    isolated_rng,
+    mixed_precision_dtype,
+    raise_on_all_ranks,
+)
+from rlhf_ppo.processes.signals import exit_despite_threads, interruptible
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
 
+
+SECONDS_BETWEEN_LOOKS = 1.0
+"""Seconds between health checks of a server that works on a request."""
+
+REFUSALS = 3
+"""Failed health checks in a row after which a server counts as dead."""
+
+
+def served_generation(args: PPOConfig) -> Any:
+    """Return a subclass of TRL's `VLLMGeneration` whose client has time limits.
+
+    Args:
+        args: Gives the server's address, `vllm_server_timeout` and `ddp_timeout`.
+    """
+    from trl.generation.vllm_client import VLLMClient
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    address = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+
+    class Client(_WatchedClient, VLLMClient):
+        watch = _Watch(address, args.vllm_server_timeout, args.ddp_timeout)
+
+    class Generation(VLLMGeneration):
+        vllm_client: Client
+
+        def _init_vllm(self) -> None:
+            with raise_on_all_ranks(self.accelerator):
+                if self.accelerator.is_main_process:
+                    limit = self.server_timeout
+                    self.vllm_client = Client(address, group_port=self.group_port, connection_timeout=limit)
+                    self.vllm_client.init_communicator(device=self.accelerator.device)
+
+    return Generation
+
+
+class _Job:
+    """A call in a separate thread, which the caller can abandon.
+
+    Attributes:
+        is_done: Set when the call has returned or failed.
+        result: The returned value.
+        error: The raised error, or None.
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.is_done, self.result, self.error = threading.Event(), None, None
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        threading.Thread(target=self._run, args=(call,), name="rlhf_ppo-vllm", daemon=True).start()
+
+    def _run(self, call: Callable[[], Any]) -> None:
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)  # each thread has its own
+            with torch.no_grad():
+                self.result = call()
+        except Exception as error:
+            self.error: Exception | None = error
+        self.is_done.set()
+
+
+class _Watch:
+    """Waits for a server's answers and checks its health meanwhile.
+
+    Args:
+        address: The server's URL.
+        seconds_unheard: Longest time without an answer of `/health`, seconds: `vllm_server_timeout`.
+        seconds: Longest time of a request, seconds: `ddp_timeout`, after which other ranks give up too.
+    """
+
+    def __init__(self, address: str, seconds_unheard: float, seconds: float) -> None:
+        self.address, self.seconds_unheard, self.seconds = address, seconds_unheard, seconds
+        self._health = f"{urldefrag(address)[0].partition('?')[0]}/health"
+
+    def result(self, doing: str, call: Callable[[], Any]) -> Any:
+        """Return the result of a call to the server.
+
+        Args:
+            doing: The server's task, for error messages.
+            call: The call.
+
+        Raises:
+            ConnectionError: The call failed or took too long, or the server has died or hangs.
+        """
+        job, look = _Job(call), self.looking(doing)
+        while not job.is_done.wait(SECONDS_BETWEEN_LOOKS):
+            look()
+        if job.error is not None:
+            raise self.error(doing, job.error) from None
+        return job.result
+
+    def looking(self, doing: str) -> Callable[[], None]:
+        """Return a function that raises a `ConnectionError` if the server has died or hangs, or time is up."""
+        start = heard = time.monotonic()
+        refusals = 0
+
+        def look() -> None:
+            nonlocal heard, refusals
+            status = self.health()
+            now = time.monotonic()
+            heard = heard if status is None else now
+            refusals = refusals + 1 if status not in (None, 200) else 0
+            reason = None
+            if refusals >= REFUSALS:
+                reason = "it refuses connections" if status == 0 else f"/health answers {status}"
+            elif now - heard > self.seconds_unheard:
+                reason = f"it has not answered for vllm_server_timeout={self.seconds_unheard:g} seconds"
+            elif now - start > self.seconds:
+                reason = f"it took longer than ddp_timeout={self.seconds:g} seconds; raise that if it is only slow"
+            if reason is not None:
+                exit_despite_threads(1)
+                raise self.error(doing, reason)
+
+        return look
+
+    def health(self) -> int | None:
+        """Return the status of `/health`; 0: connection refused; None: no answer."""
+        import requests
+
+        try:
+            return requests.get(self._health, timeout=min(5.0, max(self.seconds_unheard, 0.1))).status_code
+        except requests.Timeout:
+            return None
+        except requests.RequestException:
+            return 0
+
+    def error(self, doing: str, reason: str | Exception) -> ConnectionError:
+        """Return the error of a request, without the user, password and query of the address."""
+        if isinstance(reason, Exception):
+            text = " ".join(str(reason).split())  # a server's own page may have many lines
+            reason = redact_urls(hide_secrets(text[:1000], secrets_of(self.address)))
+        return ConnectionError(
+            f"the vLLM server at {redact_url(self.address)} cannot be used: it was to {doing}, but {reason}. Look "
+            "at its log, start it again, and continue with resume_from_checkpoint=True"
+        )
+
+
+class _WatchedClient:
+    """Put before TRL's `VLLMClient`: each call has a time limit, and none that a run makes raises by itself.
+
+    The other ranks are in TRL's collectives meanwhile, which an error would leave them in; `raise_failure` is called
+    when all are through.
+
+    Attributes:
+        watch: Looks after the server.
+        failure: The first error since the last call of `raise_failure`, or None.
+    """
+
+    watch: _Watch
+    failure: ConnectionError | None = None
+    session: Any
+    base_url: str
+
+    def raise_failure(self) -> None:
+        """Raise the error of a call since this was last called, if there was one."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        """Wait until the server is up; TRL's client calls this when it is made.
+
+        Requests get a time limit here, and are not sent again once the server has read them: it may have died of them,
+        and nobody may wait for them any more.
+
+        Raises:
+            ConnectionError: It is not up after `total_timeout` seconds.
+        """
+        adapter = self.session.get_adapter(self.base_url)
+        adapter.max_retries = adapter.max_retries.new(read=0)
+        send, limit = adapter.send, self.watch.seconds + 60  # until then `watch` tells what is wrong
+        adapter.send = lambda request, **how: send(request, **{**how, "timeout": limit})
+        start = time.monotonic()
+        while self.watch.health() != 200:
+            if time.monotonic() - start >= total_timeout:
+                raise self.watch.error("start", f"it is not up after vllm_server_timeout={total_timeout:g} seconds")
+            time.sleep(min(retry_interval, total_timeout))
+
+    def init_communicator(self, device: Any = 0) -> None:
+        """Make the group through which weights are sent."""
+        parent: Any = super()
+        self.watch.result("join the group for the policy's weights", lambda: parent.init_communicator(device))
+
+    def server_info(self) -> dict[str, Any]:
+        """Return the server's configuration of its model."""
+        parent: Any = super()
+        return self.watch.result("describe its model", lambda: parent.get_server_info()["model_config"])
+
+    def generate(self, *given: Any, **how: Any) -> dict[str, Any]:
+        """Generate, or return no rows if that fails."""
+        parent: Any = super()
+        try:
+            return self.watch.result("generate", lambda: parent.generate(*given, **how))
+        except ConnectionError as error:
+            self.failure = self.failure or error
+            return {"prompt_ids": [], "completion_ids": [], "logprobs": None}
+
+    def reset_prefix_cache(self) -> None:
+        """Clear the server's cache of keys and values of earlier weights."""
+        parent: Any = super()
+        if self.failure is None:
+            try:
+                self.watch.result("forget its cache", lambda: parent.reset_prefix_cache())
+            except ConnectionError as error:
+                self.failure = error
+
+    def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Send weights; after a failure read the rest, as other ranks take part in reading.
+
+        This thread reads and another sends: a broadcast to a dead server may never return.
+        """
+        parent: Any = super()
+        doing, items, handed = "take the policy's weights", iter(named_params), _Handed()
+        job, look = _Job(lambda: parent.update_named_params(metadata, iter(handed))), self.watch.looking(doing)
+        item: Any = ...
+        while item is not None and self._waits(handed.is_asked.acquire, job, look, doing):
+            item = next(items, None)
+            handed.give(item)
+        for _ in items:
+            pass
+        self._waits(job.is_done.wait, job, look, doing)
+
+    def _waits(self, wait: Callable[..., bool], job: _Job, look: Callable[[], None], doing: str) -> bool:
+        """Wait for a step of the job; return False once the job has ended or failed."""
+        while self.failure is None and not job.is_done.is_set() and not wait(timeout=SECONDS_BETWEEN_LOOKS):
+            try:
+                look()
+            except ConnectionError as error:
+                self.failure = error
+        if job.error is not None and self.failure is None:
+            self.failure = self.watch.error(doing, job.error)
+        return self.failure is None and not job.is_done.is_set()
+
+
+class _Handed:
+    """Items that one thread reads, and another uses: the next is read on request."""
+
+    def __init__(self) -> None:
+        self.is_asked, self._is_given = threading.Semaphore(0), threading.Semaphore(0)
+        self._item: Any = None
+
+    def give(self, item: Any) -> None:
+        """Hand over the requested item; None ends the iteration."""
+        if item is not None and item[1].is_cuda:
+            torch.cuda.current_stream(item[1].device).synchronize()  # it is used in another stream
+        self._item = item
+        self._is_given.release()
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.is_asked.release()
+            self._is_given.acquire()
+            item, self._item = self._item, None
+            if item is None:
+                return
+            if item[1].is_cuda:
+                item[1].record_stream(torch.cuda.current_stream(item[1].device))
+            yield item
+            del item
+
+
+# ---- The engine ----
+
 logger = get_logger(__name__)
 
 MAX_BIASED_IDS = 1024
-"""Ids that a request may keep from being sampled: `MAX_NUM_LOGIT_BIAS_TOKENS` of vLLM's runner for GPUs."""
+"""Largest number of suppressed ids of a request: `MAX_NUM_LOGIT_BIAS_TOKENS` of vLLM's runner for GPUs."""
 
 
 class VLLMEngine:
-    """vLLM with a copy of the policy's weights, sent to it before the first response after each change.
+    """vLLM with a copy of the policy's weights, which are sent before the first response after each change.
 
     Args:
         vllm: TRL's `VLLMGeneration`.
-        can_be_left: Whether a signal may break off a call: of a server by one process. A colocated engine would keep
-            what it had begun, and several processes wait for the one that asks the server.
-        longest_sequence: Longest prompt with its response that this vLLM can place, or None if that is not known.
+        can_be_left: A signal may interrupt a call, only of a single process to a server. A colocated engine would keep
+            its unfinished requests, and several processes wait for the process that calls the server.
+        longest_sequence: Longest prompt with its response that this vLLM accepts, or None if unknown.
     """
 
     reads_sharded = True
@@ -70,20 +335,20 @@ class VLLMEngine:
             Stopped: A signal has come, and the call can be left.
         """
         if not self._is_current or self._sleeps:
-            with self._failing_together(), base_kept(policy):  # TRL's adapter merges, sends and unmerges
+            with self._failing_together(), preserve_base(policy):  # TRL's adapter merges, sends and unmerges
                 self.vllm.sync_weights()
             self._is_current = True
         for name, value in _distribution(config).items():
             setattr(self.vllm, name, value)
         self._suppress([token for token in config.suppress_tokens or [] if token < vocab_size(policy)])
         with self._failing_together(), self._same_random_numbers():
-            with may_be_given_up() if self.can_be_left else nullcontext():
+            with interruptible() if self.can_be_left else nullcontext():
                 _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=None, num_generations=1)
         values = [[_number(token) for token in row] for row in logprobs or [()] * len(ids)]
         return stack_rows(ids, values, config.pad_token_id, prompts.input_ids.device)
 
     def _suppress(self, ids: list[int]) -> None:
-        """Keep ids from being sampled in the next calls, and no others."""
+        """Suppress these ids, and no others, in the next calls."""
         self.vllm.generation_kwargs.pop("logit_bias", None)
         if len(ids) > MAX_BIASED_IDS:
             raise ValueError(
@@ -95,26 +360,26 @@ class VLLMEngine:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Raise an error of the server, which only the main process asks, on all ranks."""
+        """Raise an error of the server, which only the main process calls, on all ranks."""
         if self.vllm.mode != "server":
             yield
             return
         accelerator = self.vllm.accelerator
-        with failing_together(accelerator):
+        with raise_on_all_ranks(accelerator):
             yield
             if accelerator.is_main_process:
                 self.vllm.vllm_client.raise_failure()
 
     @property
     def _sleeps(self) -> bool:
-        """Whether its weights are gone after each call; TRL's `generate` would send them by itself."""
+        """Whether vLLM drops its weights after each call."""
         return self.vllm.mode == "colocate" and self.vllm.enable_sleep_mode
 
     @contextmanager
     def _same_random_numbers(self) -> Iterator[None]:
-        """Let the ranks that are one vLLM together draw the same numbers in the block, and their own ones after it.
+        """Let the ranks of a vLLM instance draw the same random numbers inside a context.
 
-        Each of them samples every row of the group, from the process's generators, and goes on with what it sampled.
+        Each rank samples every row of the group from its process's generators, which are restored after the context.
         """
         if self.vllm.mode != "colocate" or self.vllm.tensor_parallel_size == 1:
             yield
@@ -125,17 +390,17 @@ class VLLMEngine:
             yield
 
     def policy_changed(self) -> None:
-        """Have the weights sent before the next response."""
+        """Send the weights before the next response."""
         self._is_current = False
 
 
 def _number(values: Any) -> float:
-    """Return the log-probability of the sampled token, the only one that is asked for; NaN where it is missing."""
+    """Return the log-probability of the sampled token; NaN if it is missing."""
     return float("nan") if not values or values[0] is None else values[0]
 
 
 def _distribution(config: GenerationConfig) -> dict[str, float]:
-    """Return what TRL's adapter reads at each call; temperature 0 is greedy."""
+    """Return the sampling arguments that TRL's adapter reads at each call; temperature 0 is greedy."""
     if not config.do_sample:
         return {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     return {
@@ -161,8 +426,8 @@ def start_vllm(
         policy: The policy that is trained.
         accelerator: Knows the processes.
         tokenizer: The policy's tokenizer.
-        stop_token_id: Where a row ends, or None.
-        rows: How many rows are generated from at once.
+        stop_token_id: Ends a row, or None.
+        rows: Number of rows to generate at once.
 
     Raises:
         ConnectionError: There is no such server, or it cannot be used; on all ranks.
@@ -205,11 +470,11 @@ def start_vllm(
 
 
 def longest_colocated(args: PPOConfig, served: dict[str, Any] | None = None) -> PositionLimit | None:
-    """Return the longest prompt with its response in a colocated vLLM, or None where nothing is known of it.
+    """Return the longest prompt with its response that a colocated vLLM accepts, or None if unknown.
 
     Args:
         args: Gives `vllm_max_model_length`.
-        served: What vLLM runs with, once it has started.
+        served: Type and length of the started vLLM's model, or None.
     """
     if args.generation_engine != "vllm" or args.vllm_mode != "colocate":
         return None
@@ -223,37 +488,37 @@ def longest_colocated(args: PPOConfig, served: dict[str, Any] | None = None) -> 
 
 
 def _limit_of_server(args: PPOConfig, most: int) -> PositionLimit:
-    address = shown_address(args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}")
+    address = redact_url(args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}")
     reason = f"the vLLM server at {address} runs with --max-model-len {most}"
     return PositionLimit(most, reason, "restart the server with a larger --max-model-len")
 
 
 def _model_of_colocated(vllm: Any) -> dict[str, Any]:
-    """Return what a colocated vLLM says of its model."""
+    """Return the type and longest sequence of a colocated vLLM's model."""
     model = vllm.llm.llm_engine.vllm_config.model_config
     return {"dtype": model.dtype, "max_model_len": model.max_model_len}
 
 
 def _model_of_server(args: PPOConfig, vllm: Any) -> dict[str, Any]:
-    """Return what a server says of its model, on all ranks.
+    """Return the type and longest sequence of a server's model, on all ranks.
 
     Raises:
-        ConnectionError: It cannot be asked.
+        ConnectionError: It does not answer.
         ValueError: Its log-probabilities cannot be corrected for.
     """
     accelerator = vllm.accelerator
-    said: list[Any] = [None]
-    with failing_together(accelerator):
+    model_of_server: list[Any] = [None]
+    with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             model = vllm.vllm_client.server_info()
             if args.importance_sampling_correction:
                 _check_logprobs_mode(model["logprobs_mode"])
-            said = [{"dtype": model["dtype"], "max_model_len": int(model["max_model_len"])}]
-    return broadcast_object_list(said)[0]
+            model_of_server = [{"dtype": model["dtype"], "max_model_len": int(model["max_model_len"])}]
+    return broadcast_object_list(model_of_server)[0]
 
 
 def _say_precision(args: PPOConfig, policy: nn.Module, accelerator: Accelerator, sampled: str) -> None:
-    """Warn in one line where vLLM computes in other precision than the policy."""
+    """Warn in a line if vLLM computes in another precision than the policy."""
     corrected = (
         f"importance_sampling_correction={args.importance_sampling_correction}"
         f"{' corrects' if args.importance_sampling_correction else ' does not correct'} for the difference"
@@ -263,7 +528,9 @@ def _say_precision(args: PPOConfig, policy: nn.Module, accelerator: Accelerator,
             "lm_head_float32=True is in the log-probabilities and in learning, but not in vLLM, which samples with a "
             f"head in {sampled}; {corrected}."
         )
-    own = product_dtype(accelerator) or next(each.dtype for each in policy.parameters() if each.is_floating_point())
+    own = mixed_precision_dtype(accelerator) or next(
+        each.dtype for each in policy.parameters() if each.is_floating_point()
+    )
     if (computed := str(own).removeprefix("torch.")) != sampled:
         logger.warning(f"vLLM samples in {sampled}, but the policy is trained in {computed}; {corrected}.")
 

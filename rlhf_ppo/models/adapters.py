@@ -1,9 +1,11 @@
-"""Adapters over policy and value model: new ones, trained ones, and what must hold for the base as the reference."""
+"""PEFT adapters: adding, loading, copying, checks, and one base under several models."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,30 +13,175 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_ppo.models.adapter_checks import (
-    PROMPT_LEARNING,
-    adapter_kind,
-    agree,
-    check_adapter,
-    probe,
-    probe_tokens,
-)
-from rlhf_ppo.models.heads import scalar_head
-from rlhf_ppo.models.passes import hidden_states
-from rlhf_ppo.models.sharded import is_sharded
+from rlhf_ppo.models.heads import empty_classifier, head_of_scorer, scalar_head
+from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.unwrapping import (
     active_adapter,
     backbone,
+    in_eval_mode,
+    is_managed,
     is_peft_model,
+    is_sharded,
     probe_ids,
     transformers_model,
     with_adapters,
 )
-from rlhf_ppo.terminal.quiet import quiet_calls
+from rlhf_ppo.processes.distributed import get_logger
+from rlhf_ppo.terminal.console import hide_library_warnings
+
+logger = get_logger(__name__)
+
+PROMPT_LEARNING = "prompt learning adds virtual tokens to the sequence itself; use a method like LoRA"
+"""Reason for refusing prompt learning, and the fix."""
+
+_LORA_WEIGHT = re.compile(r"\.lora_(embedding_)?[AB]\.")
+_LORA_FACTOR = re.compile(r"\.lora_(B|embedding_A)\.")
+"""The factor that is 0 in a new adapter."""
+
+_NOISE = 0.05
+"""Standard deviation of the noise that shows the effect of trainable parameters."""
+
+_MOST_TRAINED_TOKENS = 29
+"""Largest number of tokens with trained embeddings in a probe."""
+
+
+def check_adapter(model: nn.Module, argument: str) -> None:
+    """Check that a model's active adapter acts inside the layers only, and on each row separately.
+
+    Models run from their backbone up, without `PeftModel.forward`: virtual tokens, weights of a mixture of adapters
+    and task ids would be missing. The comparison adds noise to the trainable parameters, as a new adapter often does
+    nothing.
+
+    Args:
+        model: Any model; without adapters it passes.
+        argument: Name of the caller's argument, for the error message.
+
+    Raises:
+        ValueError: The adapter acts elsewhere, or mixes rows.
+    """
+    if not is_peft_model(model):
+        return
+    if model.active_peft_config.is_prompt_learning:
+        raise ValueError(f"{argument} has an adapter of the kind {adapter_kind(model)}: {PROMPT_LEARNING}")
+    if is_sharded(model):
+        return
+    ids = probe_tokens(model)
+    try:
+        with moved(model):
+            ours, theirs = probe(transformers_model(model), ids), probe(model, ids)
+            beside_another = probe(model, torch.cat((ids, ids.flip(1))))[:1]
+    except Exception as error:  # each kind raises other errors
+        raise ValueError(
+            f"{argument} has an adapter of the kind {adapter_kind(model)}, which cannot run on token ids alone "
+            f"({type(error).__name__}: {error!s:.300}); use a method like LoRA"
+        ) from error
+    if not agree(ours, theirs):
+        raise ValueError(
+            f"{argument} has an adapter of the kind {adapter_kind(model)} that works in PeftModel.forward, outside "
+            "the layers, which rlhf_ppo runs by themselves; use a method like LoRA, without such options"
+        )
+    if not agree(beside_another, theirs):
+        raise ValueError(
+            f"{argument} has an adapter of the kind {adapter_kind(model)} that mixes the rows of a batch: each "
+            "response's log-probabilities would depend on the others; use a method like LoRA"
+        )
+
+
+def warn_of_rank_allocation(policy: nn.Module) -> None:
+    """Warn that nothing calls `update_and_allocate`, with which AdaLoRA and AdaMSS allocate ranks."""
+    if is_peft_model(policy) and hasattr(policy.base_model, "update_and_allocate"):
+        logger.warning(
+            f"The policy's adapter is of the kind {adapter_kind(policy)}, which spreads its ranks when "
+            "base_model.update_and_allocate(step) is called after each optimizer step: unless a callback does so, all "
+            "ranks stay as they are."
+        )
+
+
+def adapter_kind(model: nn.Module) -> str:
+    """Return PEFT's name of the kind of a `PeftModel`'s active adapter, such as `LORA`."""
+    from peft import PeftType
+
+    return PeftType(with_adapters(model).active_peft_config.peft_type).value
+
+
+def adds_nothing(model: nn.Module) -> bool:
+    """Tell whether a LoRA adapter changes no bit of a model's output, like a new adapter.
+
+    `W x + B A x = W x` to the bit where `B = 0` (for embeddings, `A = 0`). Reads the weights up to the first that is
+    not 0. False if uncertain: other kinds and variants, several adapters, other trained parameters, sharded weights.
+
+    Args:
+        model: Any model.
+    """
+    if not is_peft_model(model) or adapter_kind(model) != "LORA" or is_managed(model):
+        return False
+    if len(model.active_adapters) > 1 or any(getattr(part, "lora_variant", 0) for part in model.modules()):
+        return False
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    of_adapter = all(_LORA_WEIGHT.search(name) and type(weight) is nn.Parameter for name, weight in trained.items())
+    return (
+        bool(trained)
+        and of_adapter
+        and not any(weight.any() for name, weight in trained.items() if _LORA_FACTOR.search(name))
+    )
+
+
+@contextmanager
+@torch.no_grad()
+def moved(model: nn.Module) -> Iterator[None]:
+    """Add noise to all trainable parameters inside a context; restore them bit for bit after it.
+
+    Args:
+        model: The model; the noise is the same at each call.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = [parameter.detach().clone() for parameter in trainable]
+    try:
+        for parameter in trainable:
+            generator = torch.Generator(parameter.device).manual_seed(0)
+            noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+            parameter.add_(noise.to(parameter.dtype), alpha=_NOISE)
+        yield
+    finally:
+        for parameter, value in zip(trainable, before, strict=True):
+            parameter.copy_(value)
+
+
+@torch.no_grad()
+def probe(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return a model's logits, in autocast if the base is in 16 bits.
+
+    Args:
+        model: A transformers model, or a `PeftModel` around one.
+        ids: Token ids, long `(B, L)`.
+    """
+    in_16_bits = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
+    with in_eval_mode(model), torch.autocast(ids.device.type, torch.bfloat16, enabled=in_16_bits):
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def probe_tokens(model: nn.Module) -> Tensor:
+    """Return a few tokens, long `(1, L)`, with tokens whose single embeddings an adapter trains."""
+    by_layer = (getattr(module, "token_indices", None) for module in model.modules())
+    by_adapter = [ids for layer in by_layer if isinstance(layer, dict) for ids in layer.values()]
+    trained = sorted({index for ids in by_adapter for index in ids})[:_MOST_TRAINED_TOKENS]
+    ids = probe_ids(model)
+    return torch.cat((ids, ids.new_tensor([trained], dtype=ids.dtype)), dim=1)
+
+
+def agree(ours: Tensor, theirs: Tensor) -> bool:
+    """Tell whether two tensors are equal up to rounding of the largest number; NaN equals NaN."""
+    is_exact = theirs.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    within = 1e-4 if is_exact else 3e-2
+    largest = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(ours, theirs, rtol=within, atol=within * largest, equal_nan=True)
+
+
+# ---- Adding, loading and copying ----
 
 
 def is_adapter_directory(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a directory holds an adapter, as `save_model` writes it for a LoRA policy."""
+    """Tell whether a directory holds a saved adapter."""
     return os.path.isfile(os.path.join(path, "adapter_config.json"))
 
 
@@ -46,14 +193,14 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str:
 
 
 def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Put a saved adapter over its base, ready to be trained further."""
+    """Load a trainable adapter over its base."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True)
 
 
 def adapter_directory(policy: nn.Module, directory: str) -> str:
-    """Return where PEFT saves the active adapter: in `directory` itself, or in a folder of the adapter's name.
+    """Return the directory in which PEFT saves the active adapter: `directory`, or a folder of the adapter's name.
 
     Args:
         policy: A `PeftModel`.
@@ -64,26 +211,26 @@ def adapter_directory(policy: nn.Module, directory: str) -> str:
 
 
 def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serves_others: bool) -> nn.Module:
-    """Put a new adapter over the policy.
+    """Add a new adapter to the policy.
 
     Args:
         policy: A causal language model.
         peft_config: A `peft.PeftConfig`.
         name: The adapter's name; PEFT's `"default"` when None.
-        base_serves_others: Whether the policy without the adapter will be the reference, or the base of other models.
+        base_serves_others: The policy without the adapter is also the reference, or the base of other models.
 
     Returns:
         The policy as a `PeftModel`.
 
     Raises:
         TypeError: `peft_config` is no `PeftConfig`.
-        ValueError: There already is an adapter, the method is unsuitable, or the base would change.
+        ValueError: The policy has an adapter, the method is unsuitable, or the base would change.
     """
     from peft import get_peft_model
 
     _check_config(policy, peft_config, "model", "peft_config")
     before = None if is_sharded(policy) else probe(policy, probe_ids(policy))
-    with _naming("peft_config"), quiet_calls():
+    with _naming("peft_config"), hide_library_warnings():
         adapted = get_peft_model(policy, peft_config, adapter_name=name or "default")
     check_adapter(adapted, "model")
     if base_serves_others:
@@ -92,7 +239,7 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
 
 
 def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
-    """Put a new adapter over the value model, and train its head along with it.
+    """Add a new adapter to the value model, and train the head with it.
 
     Args:
         value_model: A model with a per-token scalar head.
@@ -103,7 +250,7 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
 
     Raises:
         TypeError: `peft_config` is no `PeftConfig`.
-        ValueError: There already is an adapter, or the method is unsuitable.
+        ValueError: The value model has an adapter, or the method is unsuitable.
     """
     from peft import get_peft_model
 
@@ -112,19 +259,18 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
     name = next(name for name, module in value_model.named_modules() if module is head)
     modules = {name, *(getattr(peft_config, "modules_to_save", None) or ())}
     config = dataclasses.replace(peft_config, modules_to_save=sorted(modules), task_type="SEQ_CLS")
-    with _naming("value_peft_config"), quiet_calls():
+    with _naming("value_peft_config"), hide_library_warnings():
         adapted = get_peft_model(value_model, config)
     check_adapter(adapted, "value_model")
     return adapted
 
 
 @contextmanager
-def base_kept(model: nn.Module) -> Iterator[None]:
-    """Put the weights below adapters back, bit for bit, after a context that merges the adapters and takes them out.
+def preserve_base(model: nn.Module) -> Iterator[None]:
+    """Restore the weights below adapters, bit for bit, after a context that merges and unmerges the adapters.
 
-    Adding and subtracting rounds: in bfloat16 a base that is merged into at every update drifts, by percents in some
-    dozens of updates, and with it all that shares the base. They are kept in the host's memory: a GPU that also holds
-    vLLM has no room for them twice.
+    Merging rounds: a bfloat16 base drifts by percents in some dozens of updates, with every model that shares it. The
+    copies are in the host's memory: a GPU that also holds vLLM has no room for them.
 
     Args:
         model: A model with adapters or without.
@@ -143,30 +289,30 @@ def base_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _on_host(weight: Tensor) -> Tensor:
-    """Copy a weight to the host's memory, in its device's turn: the host does not wait for it."""
+    """Copy a weight to the host's memory, without waiting for the device."""
     copy = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda, requires_grad=False)
     return copy.copy_(weight.detach(), non_blocking=True)
 
 
 def copy_adapter(source: nn.Module, target: nn.Module) -> None:
-    """Copy the active adapter's weights below the heads from one `PeftModel` into another's of the same kind.
+    """Copy the active adapter's weights below the heads from a `PeftModel` into another with the same kind.
 
     Args:
         source: Its backbone has at least the adapter's parameters of `target`.
         target: Receives them.
 
     Raises:
-        ValueError: The backbones still give other hidden states.
+        ValueError: The backbones give different hidden states.
     """
     from peft import set_peft_model_state_dict
 
     place, new_place = (f"{_name_in(model, backbone(model))}." for model in (source, target))
     heads = f"{_name_in(source, transformers_model(source))}."
-    state = adapter_state(target)  # with what the head has of its own
+    state = adapter_state(target)  # with the head's
     for name, value in adapter_state(source).items():
         if name.startswith(place):
             state[name.replace(place, new_place, 1)] = value
-        elif not name.startswith(heads):  # what all layers have in common
+        elif not name.startswith(heads):  # shared by all layers
             state[name] = value
     set_peft_model_state_dict(target, state, adapter_name=active_adapter(target))
     tokens = probe_tokens(source)
@@ -178,7 +324,7 @@ def copy_adapter(source: nn.Module, target: nn.Module) -> None:
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights and buffers of a `PeftModel`'s active adapter by their names without the adapter's."""
+    """Return the weights and buffers of a `PeftModel`'s active adapter; names omit the adapter's."""
     from peft import get_peft_model_state_dict
 
     name = active_adapter(model)
@@ -211,7 +357,7 @@ def load_adapter_weights(model: nn.Module, directory: str) -> None:
 
 
 def activate_adapter(policy: nn.Module, name: str | None) -> None:
-    """Choose the adapter to train and make its parameters trainable.
+    """Activate the adapter to train.
 
     Args:
         policy: A `PeftModel`.
@@ -253,7 +399,7 @@ def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) 
 
 @contextmanager
 def _naming(argument: str) -> Iterator[None]:
-    """Name the argument in what PEFT says of a configuration that does not fit the model."""
+    """Name the argument in PEFT's errors about a configuration that does not fit the model."""
     try:
         yield
     except ValueError as error:
@@ -261,7 +407,7 @@ def _naming(argument: str) -> Iterator[None]:
 
 
 def _check_base_stays(adapted: Any, peft_config: Any, before: Tensor | None) -> None:
-    """Check that switching the adapter off gives the model that was handed over, now and after training."""
+    """Check that the model without the adapter is the given model, now and after training."""
     fix = (
         "which is the reference's too, and with share_base_model=True the value model's: choose another setting, or "
         "pass ref_model and leave share_base_model=False"
@@ -276,3 +422,154 @@ def _check_base_stays(adapted: Any, peft_config: Any, before: Tensor | None) -> 
     if not agree(after, before):
         how = getattr(peft_config, "init_lora_weights", None)
         raise ValueError(f"peft_config (init_lora_weights={how!r}) changes the weights of the base, {fix}")
+
+
+# ---- One base under several models ----
+
+
+def value_model_over(policy: nn.Module, value_model: nn.Module | None, peft_config: Any) -> nn.Module:
+    """Make a value model that shares the policy's base.
+
+    Each model keeps its own modules, which hold the same parameters: no adapter is switched between a forward pass and
+    its backward pass, which may recompute activations.
+
+    Args:
+        policy: A `PeftModel`.
+        value_model: A value model with the base's weights below the head, or None to make it, with a zero head.
+        peft_config: The `peft.PeftConfig` of the value model's adapter. None: the adapter of `value_model`, or a
+            configuration like the policy's, for `value_model=None` with a copy of the policy's adapter.
+
+    Returns:
+        The value model as a `PeftModel` with a separate adapter and head.
+
+    Raises:
+        ValueError: The policy has no adapter, trains its base, or has a base that differs from the value model's.
+    """
+    _check_base_is_frozen(policy)
+    critic = _scorer_with_zero_head(policy) if value_model is None else value_model
+    if peft_config is not None:
+        critic = add_value_adapter(critic, peft_config)
+    elif not is_peft_model(critic):
+        config = with_adapters(policy).active_peft_config
+        critic = _with_adapter_like(config, critic)
+        if value_model is None:
+            copy_adapter(policy, critic)
+    if (difference := share_base(critic, policy)) is not None:
+        raise ValueError(
+            f"share_base_model=True, but value_model has another base than model: {difference}; pass an adapter over "
+            "the policy's base, or value_model=None to have one made"
+        )
+    return critic
+
+
+@torch.no_grad()
+def share_base(model: nn.Module, policy: nn.Module) -> str | None:
+    """Replace the parameters of a model's base by the policy's, if they are equal in the policy's precision.
+
+    Adapters and heads stay separate.
+
+    Args:
+        model: A `PeftModel`, which is changed in place.
+        policy: The `PeftModel` with the shared base.
+
+    Returns:
+        None, or the difference between the two bases; the model is then unchanged.
+    """
+    own, base = (dict(_bare_modules(backbone(part))) for part in (model, policy))
+    found = {name: module._parameters for name, module in own.items() if module._parameters}
+    shared = {name: module._parameters for name, module in base.items() if module._parameters}
+    if missing := sorted(shared.keys() ^ found.keys()):
+        return f"only one of them has {missing[0]}"
+    for name, parameters in found.items():
+        for key, value in parameters.items():
+            if not _equal(value, shared[name].get(key)):
+                return f"{name}.{key} is not the same"
+    for name, parameters in found.items():
+        parameters.update(shared[name])
+    return None
+
+
+def shares_parameters(model: nn.Module, other: nn.Module) -> bool:
+    """Tell whether two models share a parameter."""
+    return not {id(value) for value in model.parameters()}.isdisjoint(id(value) for value in other.parameters())
+
+
+def _scorer_with_zero_head(policy: nn.Module) -> nn.Module:
+    """Make a sequence classifier over the policy's base, without the policy's adapters."""
+    original = transformers_model(policy)
+    device = next(original.parameters()).device
+    with torch.device("meta"):
+        scorer = empty_classifier(original)
+    shared = {id(value): value for value in backbone(policy).parameters()}
+    body = copy.deepcopy(backbone(policy), shared)
+    _strip_adapters(body)
+    setattr(scorer, transformers_model(scorer).base_model_prefix, body)
+    head = head_of_scorer(scorer).to_empty(device=device)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    for name in ("is_quantized", "hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):
+        if hasattr(original, name):  # PEFT and Trainer treat quantized models as their own kind
+            setattr(scorer, name, getattr(original, name))
+    return scorer.train()
+
+
+def _with_adapter_like(config: Any, model: nn.Module) -> nn.Module:
+    """Add an adapter with the policy's configuration to a model without a language-model head."""
+    names = [name for name, _ in backbone(model).named_modules()]
+
+    def is_there(name: str) -> bool:
+        return any(full == name or full.endswith(f".{name}") for full in names)
+
+    changed = copy.deepcopy(config)
+    changed.inference_mode = False
+    if getattr(config, "modules_to_save", None):
+        changed.modules_to_save = [name for name in config.modules_to_save if is_there(name)] or None
+    if isinstance(tokens := getattr(config, "trainable_token_indices", None), dict):
+        changed.trainable_token_indices = {name: ids for name, ids in tokens.items() if is_there(name)}
+    try:
+        return add_value_adapter(model, changed)
+    except ValueError as error:
+        raise ValueError(
+            "share_base_model=True gives the value model an adapter like the policy's, which it cannot have; pass "
+            f"value_peft_config for one of another kind: {error}"
+        ) from error
+
+
+def _check_base_is_frozen(policy: nn.Module) -> None:
+    if not is_peft_model(policy):
+        raise ValueError("share_base_model=True, but all weights of model are trained; pass peft_config")
+    for name, module in _bare_modules(backbone(policy)):
+        for key, value in module._parameters.items():
+            if value is not None and value.requires_grad:
+                raise ValueError(
+                    f"share_base_model=True, but the policy's adapter, of the kind {adapter_kind(policy)}, trains "
+                    f"{name}.{key} of the base, which every model would follow; set bias='none' in peft_config, or "
+                    "choose a kind such as LoRA"
+                )
+
+
+def _bare_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules below adapters, with their original names."""
+    yield name, module
+    for child_name, child in module.named_children():
+        yield from _bare_modules(_without_wrapper(child), f"{name}.{child_name}".lstrip("."))
+
+
+def _strip_adapters(module: nn.Module) -> None:
+    for name, child in list(module.named_children()):
+        setattr(module, name, _without_wrapper(child))
+        _strip_adapters(getattr(module, name))
+
+
+def _without_wrapper(module: nn.Module) -> nn.Module:
+    """Return the module inside PEFT's wrapper: the layer under adapters, or the original of a fully trained module."""
+    for name in ("base_layer", "original_module", "token_adapter"):
+        if (inner := module._modules.get(name)) is not None:
+            return _without_wrapper(inner)
+    return module
+
+
+def _equal(own: torch.Tensor | None, shared: torch.Tensor | None) -> bool:
+    if own is None or shared is None:
+        return own is shared
+    return own is shared or (own.shape == shared.shape and torch.equal(own.to(shared), shared))

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of tokens straight from hidden states: the head and the softmax in one operation.
+"""Log-probabilities and entropies of tokens from hidden states: the head and the softmax in one operation.
 
-Logits exist for one tile at a time, some tokens by some of the vocabulary, forward and backward. The tiles of one
-stretch of the vocabulary follow each other: each part of the head's weight is read, cast and given its gradient once,
-where chunks of tokens would do so with the whole weight for each chunk.
+Only one tile of logits, some tokens by some of the vocabulary, exists at a time, forward and backward. The tiles of a
+range of the vocabulary follow each other: each part of the head's weight is read and cast, and its gradient written,
+once. Chunks of tokens would do this with the whole weight for each chunk.
 """
 
 from __future__ import annotations
@@ -18,18 +18,31 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_ppo.models.head_factors import HeadFactors
-
 _BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**19, 2**21
-"""Logits that the passes of one softmax go over at a time, tokens x vocabulary: three such blocks in float32, of 8 MiB
-on a GPU, stay in its cache."""
+"""Logits of a block, tokens x vocabulary: three blocks in float32, of 8 MiB on a GPU, fit into its cache."""
 _ROWS_ON_CPU, _ROWS_ELSEWHERE = 1, 2**13
-"""Tokens that a tile has at least, if there are as many: with few of them each reading of the weights serves few. On a
-CPU, where that is not what takes the time, a tile has the whole vocabulary whenever it can."""
+"""Smallest number of tokens of a tile: with few tokens each read of the weights serves few. On a CPU reading weights
+takes little of the time, and a tile has the whole vocabulary whenever it can."""
+
+
+class HeadFactors(NamedTuple):
+    """A head as factors: `logits = sum_i states_i @ weight_i^T + bias`.
+
+    Attributes:
+        states: The hidden states `(N, H)`, and for each adapter its inner activations `(N, r)`.
+        weights: The head's weight `(V, H)`, and for each adapter its outer weight `(V, r)`.
+        bias: The head's bias `(V,)`, or None.
+        in_float32: Multiply in float32, whatever autocast.
+    """
+
+    states: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    bias: Tensor | None
+    in_float32: bool = False
 
 
 class LogitScaling(NamedTuple):
-    """What happens to the head's output before the softmax: `z = cap tanh(factor x / cap) / temperature`.
+    """Scaling of the head's output before the softmax: `z = cap tanh(factor x / cap) / temperature`.
 
     Attributes:
         factor: Multiplies the head's output (Cohere's `logit_scale`, one over Granite's `logits_scaling`).
@@ -59,14 +72,14 @@ def fused_logprobs(
 ) -> tuple[Tensor, Tensor]:
     r"""Compute `log p_t[y_t]` and `-sum_v p_t[v] log p_t[v]` with `p_t = softmax(scaling(W h_t + b))`.
 
-    The logits of the last tile are kept for the backward pass; those of the others are computed again.
+    The logits of the last tile are kept for the backward pass; the others are computed again.
 
     Args:
         head: The hidden states of `N` tokens and the head's weights.
         targets: The tokens that followed, long `(N,)`.
-        scaling: What happens to the logits before the softmax.
+        scaling: Scaling of the logits before the softmax.
         max_elements: Logits held at once, tokens x vocabulary.
-        with_entropy: Whether to compute the entropies, which are else NaN.
+        with_entropy: Compute the entropies, otherwise NaN.
 
     Returns:
         Log-probabilities and entropies in nats, float32 `(N,)`, both differentiable.
@@ -125,7 +138,7 @@ class _FusedLogprobs(torch.autograd.Function):
             buffer = buffer if is_kept else logits.of(tile, buffer)
             is_kept = False
             if ctx.dtype != torch.float32:
-                rounded = _room(rounded, (len(buffer), buffer.shape[1]), ctx.dtype, buffer.device)
+                rounded = _matrix_in(rounded, (len(buffer), buffer.shape[1]), ctx.dtype, buffer.device)
             by_logits = buffer if rounded is None else rounded
             _to_gradients(
                 buffer,
@@ -139,21 +152,21 @@ class _FusedLogprobs(torch.autograd.Function):
 
 
 class _Tile(NamedTuple):
-    """Some of the tokens, and a stretch of the vocabulary with its rows of the weights, in the type of products."""
+    """Some tokens, a range of the vocabulary, and its rows of the weights in the type of products."""
 
     rows: slice
     columns: slice
     weights: list[Tensor]
 
     def columns_of(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where in the tile the rows' targets are `(n, 1)`, and whether they are in it; else any place."""
+        """Return the columns of the targets `(n, 1)`, and whether they are in the tile; others have any column."""
         index = targets[self.rows, None] - self.columns.start
         width = self.columns.stop - self.columns.start
         return index.clamp(0, width - 1), (index >= 0) & (index < width)
 
 
 class _Sums(NamedTuple):
-    """Of each row, over part of the vocabulary `(n, 1)`: `m = max z`, `sum exp(z - m)`, `sum exp(z - m) (z - m)`."""
+    """Sums of each row over a range of ids, `(n, 1)`: `m = max z`, `sum exp(z - m)`, `sum exp(z - m) (z - m)`."""
 
     largest: Tensor
     total: Tensor
@@ -169,14 +182,14 @@ class _Sums(NamedTuple):
 
 
 def _sums(scaled: Tensor, with_entropy: bool) -> list[_Sums]:
-    """Go over the blocks of a tile; without the entropy `weighted` is NaN."""
-    # Elsewhere a block's own largest is found while the block is in the cache: one reading of the tile less.
+    """Compute the sums of each block of a tile; without the entropy `weighted` is NaN."""
+    # On a GPU each block has a maximum of its own, found while it is in the cache: one read of the tile less.
     whole = _largest(scaled) if _is_on_cpu(scaled) else None
     return [_sums_of_block(columns, whole, with_entropy) for columns in _blocks(scaled)]
 
 
 def _sums_of_block(columns: Tensor, largest: Tensor | None, with_entropy: bool) -> _Sums:
-    """Leave no memory in use, so that the next block's passes find the same in the cache."""
+    """Compute the sums of a block; its memory is freed, and the next block finds the same memory in the cache."""
     largest = _largest(columns) if largest is None else largest
     below = columns - largest
     weights = below.exp() if with_entropy else below.exp_()
@@ -192,7 +205,7 @@ def _largest(scaled: Tensor) -> Tensor:
 
 
 def _merged(parts: list[_Sums]) -> _Sums:
-    """Make the sums over several parts of the vocabulary those over all of them."""
+    """Merge the sums over several parts of the vocabulary."""
     if len(parts) == 1:
         return parts[0]
     largest, total, weighted = (torch.stack(each) for each in zip(*parts, strict=True))
@@ -207,7 +220,7 @@ def _merged(parts: list[_Sums]) -> _Sums:
 
 
 class _Outputs(NamedTuple):
-    """What is known of some rows in the backward pass, each `(n, 1)`: both results, and the gradients by them."""
+    """Results and their gradients for some rows in the backward pass, `(n, 1)` each."""
 
     log_total: Tensor
     entropy: Tensor
@@ -216,17 +229,17 @@ class _Outputs(NamedTuple):
 
     @classmethod
     def of(cls, rows: slice, *all_rows: Tensor | None) -> _Outputs:
-        """Take the rows."""
+        """Select the rows."""
         return cls(*(None if each is None else each[rows, None] for each in all_rows))  # pyright: ignore
 
 
 def _to_gradients(
     scaled: Tensor, into: Tensor, scaling: LogitScaling, targets: tuple[Tensor, Tensor], outputs: _Outputs
 ) -> None:
-    r"""Make of a tile's scaled logits the gradients by the head's output `(n, V)`, in the same memory or beside it.
+    r"""Compute the gradients by the head's output `(n, V)` from a tile's scaled logits, in place or into other memory.
 
     `(g (1[v = y] - p_v) - g' p_v (log p_v + H)) dz_v/dx_v` with the gradients `g` by log-probabilities and `g'` by
-    entropies. The target's is rounded once, not after each of its two terms, which may nearly cancel.
+    entropies. The gradient at the target is rounded once: its two terms may nearly cancel.
     """
     index, is_inside = targets
     at_target = scaled.gather(1, index)
@@ -254,7 +267,7 @@ def _gradient_by_distribution(
 
 
 def _blocks(tile: Tensor) -> tuple[Tensor, ...]:
-    """Part a tile by columns: the passes over one block find it in the cache."""
+    """Split a tile by columns into blocks that fit into the cache."""
     size = _BLOCK_ON_CPU if _is_on_cpu(tile) else _BLOCK_ELSEWHERE
     return tile.split(max(1, size // len(tile)), dim=1)
 
@@ -274,18 +287,18 @@ class _Logits:
         self.columns = _even_slices(self.vocabulary, max_elements // max(1, most_rows))
 
     def tiles(self, backwards: bool = False) -> Iterator[_Tile]:
-        """Yield all tiles, those of one stretch of the vocabulary one after the other."""
+        """Yield all tiles, ordered by their range of the vocabulary."""
         order = reversed if backwards else iter
         for columns in order(self.columns):
             weights = [weight[columns].to(self.dtype) for weight in self.weights]
             yield from (_Tile(rows, columns, weights) for rows in order(self.rows))
 
     def of(self, tile: _Tile, buffer: Tensor | None) -> Tensor:
-        """Compute float32 `(n, V)`, in the memory of the tile before where that is possible."""
+        """Compute float32 `(n, V)`, in the memory of the previous tile if possible."""
         states = [states[tile.rows].to(self.dtype) for states in self.states]
         weight, scaling = tile.weights[0].t(), self.scaling
         if self.dtype == torch.float32 or multiplies_into_float32(weight.device.type, self.dtype):
-            logits = _room(buffer, (len(states[0]), weight.shape[1]), torch.float32, weight.device)
+            logits = _matrix_in(buffer, (len(states[0]), weight.shape[1]), torch.float32, weight.device)
             if self._is_scaled_in_product:
                 return _write_product(logits, states[0], weight, factor=scaling.factor / scaling.temperature)
             _write_product(logits, states[0], weight)
@@ -299,15 +312,15 @@ class _Logits:
 
     @property
     def _is_scaled_in_product(self) -> bool:
-        """Whether the product is all that is scaled, and on a GPU: a CPU may scale before, with other roundings."""
+        """Whether the matrix product can scale: only the product is scaled, on a GPU. A CPU may round otherwise."""
         is_all = len(self.weights) == 1 and self.bias is None and self.scaling.cap is None
         return is_all and not _is_on_cpu(self.states[0])
 
 
 class _Gradients:
-    """Adds up the gradients by bias, states and weights, tile by tile, from the last to the first.
+    """Sums of the gradients by bias, states and weights, tile by tile, from the last to the first.
 
-    What several tiles add to is float32, as sums of rounded products drift; what one product gives has its own type.
+    A sum over several tiles is float32, as sums of rounded products drift; a single product has its own type.
     """
 
     def __init__(self, logits: _Logits, bias: Tensor | None, factors: list[Tensor], needed: Sequence[bool]) -> None:
@@ -326,7 +339,7 @@ class _Gradients:
         ]
 
     def add(self, tile: _Tile, by_logits: Tensor) -> None:
-        """Add a tile's share."""
+        """Add a tile's gradients."""
         first_of_columns, first_of_rows = tile.rows == self.logits.rows[-1], tile.columns == self.logits.columns[-1]
         by_bias, *sums = self.sums
         if by_bias is not None:
@@ -362,8 +375,8 @@ def _write_product(into: Tensor, left: Tensor, right: Tensor, adds: bool = False
     return torch.mm(left, right, out=into, **kind)
 
 
-def _room(buffer: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a matrix in the memory of the one before, if that has room."""
+def _matrix_in(buffer: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a matrix in a buffer's memory, if it is large enough."""
     rows, columns = shape
     if buffer is None or buffer.untyped_storage().nbytes() < rows * columns * buffer.itemsize:
         return torch.empty(rows, columns, dtype=dtype, device=device)
@@ -373,7 +386,7 @@ def _room(buffer: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, dev
 def weight_gradient_dtype(
     stored: torch.dtype, computed: torch.dtype, num_tokens: int, vocabulary: int, max_elements: int, on_cpu: bool
 ) -> torch.dtype:
-    """Return the type that the gradient by a trained head is added up in.
+    """Return the type in which the gradient by a trained head is summed.
 
     Args:
         stored: The head's type in the pass.
@@ -381,7 +394,7 @@ def weight_gradient_dtype(
         num_tokens: Tokens of the pass.
         vocabulary: Tokens of the vocabulary.
         max_elements: Logits held at once.
-        on_cpu: Whether the pass is on a CPU.
+        on_cpu: The pass is on a CPU.
     """
     num_tiles = -(-num_tokens // min(num_tokens, _most_rows(vocabulary, max_elements, on_cpu)))
     return _sum_dtype(stored, computed, num_tiles)
@@ -403,7 +416,7 @@ def _is_on_cpu(tensor: Tensor) -> bool:
 
 @functools.cache
 def multiplies_into_float32(device: str, dtype: torch.dtype) -> bool:
-    """Tell whether a device gives products of 16-bit matrices as they are added up, in float32, without rounding them.
+    """Tell whether a device returns products of 16-bit matrices in float32, without rounding.
 
     Args:
         device: Its type; no CPU does.

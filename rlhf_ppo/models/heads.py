@@ -1,54 +1,33 @@
-"""Scalar heads: a value for every token (value model) or for the last one (reward model)."""
+"""Heads: values of tokens, scores of texts, and linear layers that multiply in float32."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
 
-from rlhf_ppo.data.places import Places
-from rlhf_ppo.models.consistency import probe_rows, rounding
-from rlhf_ppo.models.float32_head import is_in_float32, multiply_in_float32
-from rlhf_ppo.models.frozen import Frozen
-from rlhf_ppo.models.modes import in_eval_mode
-from rlhf_ppo.models.passes import hidden_states
-from rlhf_ppo.models.sharded import is_sharded
-from rlhf_ppo.models.unwrapping import backbone, probe_ids, text_config, transformers_model
-from rlhf_ppo.processes.random_numbers import rng_kept
-
-
-class FrozenScorer(Frozen):
-    """A reward model whose forward pass gives one score per text.
-
-    A causal model's score is its head at the last real token, found from the mask; an encoder's is whatever it pools.
-
-    Args:
-        model: A sequence-classification model with one label; it is frozen.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._score = last_token_score if reads_last_token(model) else pooled_score
-        multiply_scores_in_float32(model)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Score texts.
-
-        Args:
-            input_ids: Token ids, long `(B, L)`, padded on either side or both.
-            attention_mask: True on real tokens, bool `(B, L)`.
-
-        Returns:
-            One score per row, float32 `(B,)`.
-        """
-        return self._score(self.model, input_ids, attention_mask)
+from rlhf_ppo.data.rollout import PackedIndices
+from rlhf_ppo.models.capabilities import probe_rows, rounding
+from rlhf_ppo.models.packing import hidden_states
+from rlhf_ppo.models.unwrapping import (
+    backbone,
+    in_eval_mode,
+    is_sharded,
+    output_layer,
+    probe_ids,
+    text_config,
+    transformers_model,
+)
+from rlhf_ppo.processes.distributed import preserve_rng
 
 
 def scalar_head(model: nn.Module) -> nn.Module | None:
-    """Return the linear layer that maps one hidden state to one number, or None if the model has no such layer."""
+    """Return the linear layer that maps a hidden state to a number, or None."""
     base = transformers_model(model)
     if isinstance(head := getattr(base, "score", None), nn.Module):
         return head
@@ -58,13 +37,13 @@ def scalar_head(model: nn.Module) -> nn.Module | None:
 
 
 def multiply_scores_in_float32(model: nn.Module) -> None:
-    """Let a model's scalar head, if it has one, multiply in float32, whatever type its weights are stored in."""
+    """Let a model's scalar head, if it has one, multiply in float32, whatever the type of its weights."""
     if (head := scalar_head(model)) is not None:
         multiply_in_float32(head)
 
 
 def head_of_scorer(model: nn.Module) -> nn.Module:
-    """Return the `scalar_head` of a model that is known to have one; a `TypeError` if it has none."""
+    """Return the `scalar_head` of a model; a `TypeError` if it has none."""
     head = scalar_head(model)
     if head is None:
         raise TypeError(f"{type(model).__name__} has no layer that maps a hidden state to one number")
@@ -75,7 +54,7 @@ def check_one_label(model: nn.Module, argument: str) -> None:
     """Check that a sequence-classification model has exactly one output.
 
     Raises:
-        ValueError: It has several labels, or it is no sequence-classification model.
+        ValueError: It has several labels, or is no sequence-classification model.
     """
     base = transformers_model(model)
     labels, reward = getattr(base.config, "num_labels", None), argument.startswith("reward_model")
@@ -100,9 +79,8 @@ def check_one_label(model: nn.Module, argument: str) -> None:
 def reads_last_token(model: nn.Module) -> bool:
     """Tell whether the model's score is its head applied to the last token's hidden state.
 
-    True for causal models (`score(h_last)`); False for encoders that pool (BERT's `classifier(pooler(h_0))`). The
-    model is asked once, on three tokens. Its head's name tells it of a sharded model, which cannot run yet, and of one
-    whose scores are not finite, which are equal to nothing.
+    True for causal models (`score(h_last)`), False for encoders that pool (BERT's `classifier(pooler(h_0))`). Runs the
+    model on three tokens. The head's name decides for a sharded model, which cannot run yet, and non-finite scores.
     """
     if scalar_head(model) is None:
         return False
@@ -124,7 +102,7 @@ def reads_last_token(model: nn.Module) -> bool:
 
 @contextmanager
 def _no_id_is_padding(base: Any) -> Iterator[None]:
-    """Keep a classifier from taking an id of the probe for padding, which would end the text."""
+    """Keep a classifier from reading an id of the probe as padding, which would end the text."""
     configs = [config for config in (base.config, text_config(base)) if hasattr(config, "pad_token_id")]
     before = [config.pad_token_id for config in configs]
     for config in configs:
@@ -137,7 +115,7 @@ def _no_id_is_padding(base: Any) -> Iterator[None]:
 
 
 def token_values(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, last: int, places: Places | None = None
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, last: int, places: PackedIndices | None = None
 ) -> Tensor:
     """Apply the scalar head to the last `last` positions.
 
@@ -145,8 +123,8 @@ def token_values(
         model: A model with a per-token scalar head.
         input_ids: Token ids, long `(B, L)`.
         attention_mask: True on real tokens, bool `(B, L)`.
-        last: How many positions, counted from the right.
-        places: Where the real tokens are; None reads it from the device.
+        last: Number of positions, counted from the right.
+        places: Indices of the real tokens; None reads them from the device.
 
     Returns:
         One number per position, float32 `(B, last)`.
@@ -176,7 +154,7 @@ def last_real(mask: Tensor) -> Tensor:
 
 
 def pooled_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Ask the whole model, with the real tokens moved to the left: encoders read their first token (CLS).
+    """Compute the model's own score, with the real tokens moved to the left: encoders read the first token (CLS).
 
     Args:
         model: A sequence-classification model with one label.
@@ -194,21 +172,21 @@ def pooled_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) ->
 
 @torch.no_grad()
 def check_classifier(model: nn.Module, argument: str) -> None:
-    """Check that a text's score does not depend on the texts beside it, whose length it is padded to.
+    """Check that a text's score does not depend on padding, and on the other texts of a batch.
 
     Args:
         model: A sequence-classification model with one label.
-        argument: What the caller's argument is called, for error messages.
+        argument: Name of the caller's argument, for error messages.
 
     Raises:
-        ValueError: It does (convolutions and Fourier transforms over padding), or the model cannot score token ids.
+        ValueError: It does (convolutions or Fourier transforms over padding), or the model cannot score token ids.
     """
     if is_sharded(model):
         return
     what = f"{argument} is a {type(transformers_model(model)).__name__}"
     score = last_token_score if reads_last_token(model) else pooled_score
     ids, mask = probe_rows(model)
-    with in_eval_mode(model), rng_kept():
+    with in_eval_mode(model), preserve_rng():
         try:
             beside = score(model, ids, mask)
             rows = [row[real][None] for row, real in zip(ids, mask, strict=True)]
@@ -231,3 +209,99 @@ def _apply_head(model: nn.Module, states: Tensor) -> Tensor:
         states = states.to(next(head.parameters()).dtype)  # a base in 16 bits may be below a head in 32
     with torch.autocast(states.device.type, enabled=False):  # at values near 5 bfloat16's steps are .03
         return head(states).squeeze(-1).float()
+
+
+class StoredLinear(nn.Linear):
+    """A frozen linear layer with weights in 16 bits that computes in the type of its input outside autocast."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply `(..., in_features)` by the weight."""
+        if input.dtype == self.weight.dtype or torch.is_autocast_enabled(input.device.type):
+            return super().forward(input)
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return nn.functional.linear(input, self.weight.to(input.dtype), bias)
+
+
+# ---- Float32 products ----
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer that multiplies in float32, whatever autocast and the type of its weights."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply `(..., in_features)` by the weight, into float32."""
+        with torch.autocast(input.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return nn.functional.linear(input.float(), self.weight.float(), bias)
+
+
+LINEAR_KINDS = nn.Linear, StoredLinear, Float32Linear
+
+
+def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:
+    """Let a policy's head, with its adapters, multiply in float32, or in the model's own type again.
+
+        z = float32(W) float32(h) + float32(b)
+
+    16-bit arithmetic rounds logits to 16 bits: near 20, bfloat16 has steps of 1/8. The kernels of sampling and of
+    learning then disagree about a token's probability. MiniMax-M1, 2506.13585; ScaleRL, 2510.13786. States and weights
+    that are stored in 16 bits stay as exact as they are.
+
+    Args:
+        policy: A causal language model, or a `PeftModel` around one; its linear layers are changed in place.
+        in_float32: Multiply in float32.
+
+    Raises:
+        ValueError: `in_float32`, but the head is no linear layer of torch.
+    """
+    head = output_layer(policy)
+    if in_float32:
+        own = head
+        while (inner := getattr(own, "base_layer", getattr(own, "original_module", None))) is not None:
+            own = inner
+        if type(own) not in LINEAR_KINDS:
+            raise ValueError(
+                f"lm_head_float32=True, but the head of {type(transformers_model(policy)).__name__} is a "
+                f"{type(own).__name__}, which multiplies in a type of its own; leave it False, or load the model "
+                "with its head in 16 or 32 bits (llm_int8_skip_modules=['lm_head'])"
+            )
+        multiply_in_float32(head)
+    else:
+        for layer in head.modules():
+            if type(layer) is Float32Linear:
+                layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def multiply_in_float32(head: nn.Module) -> None:
+    """Let the linear layers of a head and of its adapters multiply in float32.
+
+    In bfloat16 values and scores near 5 have steps of .03. Engines store all trained weights in 16 bits.
+    """
+    for layer in head.modules():
+        if type(layer) in LINEAR_KINDS:
+            layer.__class__ = Float32Linear
+
+
+def is_in_float32(head: nn.Module) -> bool:
+    """Tell whether a head, which may have adapters, multiplies in float32."""
+    return any(type(layer) is Float32Linear for layer in head.modules())
+
+
+def empty_classifier(model: nn.Module) -> nn.Module:
+    """Make a float32 classifier with one label and new weights, of a language model's architecture.
+
+    Args:
+        model: The language model, or a `PeftModel` around one.
+
+    Raises:
+        ValueError: The architecture has no sequence-classification class.
+    """
+    config = copy.deepcopy(transformers_model(model).config)
+    config.num_labels = 1
+    try:
+        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise ValueError(
+            "value_model=None, but transformers has no sequence-classification class for "
+            f"{type(transformers_model(model)).__name__}; pass value_model"
+        ) from error

@@ -1,4 +1,4 @@
-"""Models given as objects, directories or hub names; a value model made when none is given."""
+"""Loading of models from objects, factories, directories or hub names; value models; labels of reward models."""
 
 from __future__ import annotations
 
@@ -6,22 +6,66 @@ import copy
 import math
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers.trainer_utils import number_of_arguments
 
-from rlhf_ppo.models.adapter_checks import adapter_kind
-from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory, load_adapter
-from rlhf_ppo.models.copying import copy_model, copy_weights
-from rlhf_ppo.models.heads import check_one_label, head_of_scorer, reads_last_token, scalar_head
-from rlhf_ppo.models.labels import keep_label, label_index, num_labels
+from rlhf_ppo.models.adapters import adapter_kind, base_of_adapter, is_adapter_directory, load_adapter
+from rlhf_ppo.models.heads import (
+    check_one_label,
+    empty_classifier,
+    head_of_scorer,
+    reads_last_token,
+    scalar_head,
+)
 from rlhf_ppo.models.packing import pack_rows
-from rlhf_ppo.models.sharded import gathered, is_sharded
-from rlhf_ppo.models.unwrapping import backbone, is_peft_model, transformers_model, weight_of
-from rlhf_ppo.terminal.quiet import bars_of_models_on_terminals
+from rlhf_ppo.models.unwrapping import (
+    backbone,
+    copy_model,
+    copy_weights,
+    gathered,
+    in_eval_mode,
+    is_peft_model,
+    is_sharded,
+    probe_ids,
+    transformers_model,
+    weight_of,
+)
+from rlhf_ppo.terminal.console import hide_model_bars
+
+
+def is_function(model: Any) -> bool:
+    """Tell whether a model is given as a factory."""
+    return callable(model) and not isinstance(model, nn.Module)
+
+
+def made(model: Any, argument: str, trial: Any = None) -> Any:
+    """Return a model, made by calling it if it is a factory.
+
+    Args:
+        model: A model, a path, None, or a factory that takes the trial or nothing.
+        argument: Name of the caller's argument, for the error message.
+        trial: The trial of a search, or None.
+
+    Raises:
+        TypeError: The factory takes more than one argument, or returns neither a model nor a path.
+    """
+    if not is_function(model):
+        return model
+    num_arguments = number_of_arguments(model)
+    if num_arguments > 1:
+        raise TypeError(f"{argument} is a function of {num_arguments} arguments; it may take the trial, or nothing")
+    result = model(trial) if num_arguments else model()
+    if not isinstance(result, nn.Module | str | os.PathLike):
+        raise TypeError(f"{argument} is a function that returned {result!r}, neither a model nor a path")
+    return result
+
+
+# ---- Loading ----
 
 
 def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.Module:
@@ -31,10 +75,10 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
 
     Args:
         model: The model, a directory, or a hub name.
-        argument: What the caller's argument is called, for error messages.
+        argument: Name of the caller's argument, for error messages.
 
     Raises:
-        ValueError: Nothing loadable is there, or it is no decoder-only language model.
+        ValueError: It cannot be loaded, or is no decoder-only language model.
     """
     loaded = load_pretrained(AutoModelForCausalLM, model, argument) if isinstance(model, str | os.PathLike) else model
     _check_transformers_model(loaded, argument)
@@ -54,12 +98,12 @@ def load_scalar_model(
 
     Args:
         model: The model, a directory, or a hub name.
-        argument: What the caller's argument is called, for error messages.
-        merges_adapter: Whether an adapter in a directory is merged into the base that it names.
+        argument: Name of the caller's argument, for error messages.
+        merges_adapter: Merge an adapter in a directory into its base.
         **kwargs: For `from_pretrained`.
 
     Raises:
-        ValueError: Nothing loadable is there, or the model has no, or more than one, output.
+        ValueError: It cannot be loaded, or does not have exactly one output.
     """
     model = load_classifier(model, argument, merges_adapter, num_labels=1, **kwargs)
     check_one_label(model, argument)
@@ -73,17 +117,17 @@ def load_reward_model(
     merges_adapter: bool = True,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Return a reward model with one label: its only one, or the one to keep.
+    """Return a reward model with one label: its only label, or the label to keep.
 
     Args:
         model: The model, a directory, or a hub name.
-        argument: What the caller's argument is called, for error messages.
-        label: Name or position of the label to keep; None for a model that has but one.
-        merges_adapter: Whether an adapter in a directory is merged into its base; always where a label is chosen.
-        trust_remote_code: Whether to run code that comes with it.
+        argument: Name of the caller's argument, for error messages.
+        label: Name or position of the label to keep; None for a model with a single label.
+        merges_adapter: Merge an adapter in a directory into its base; always where a label is chosen.
+        trust_remote_code: Run code that comes with the model.
 
     Raises:
-        ValueError: Nothing loadable is there, the model has no such label, or several and `label` is None.
+        ValueError: It cannot be loaded, has no such label, or has several and `label` is None.
     """
     if label is None:
         return load_scalar_model(model, argument, merges_adapter, trust_remote_code=trust_remote_code)
@@ -102,13 +146,13 @@ def load_classifier(
 
     Args:
         model: The model, a directory, or a hub name.
-        argument: What the caller's argument is called, for error messages.
-        merges_adapter: Whether an adapter in a directory is merged into the base that it names.
+        argument: Name of the caller's argument, for error messages.
+        merges_adapter: Merge an adapter in a directory into its base.
         **kwargs: For `from_pretrained`.
 
     Raises:
         TypeError: It is no model.
-        ValueError: Nothing loadable is there, or weights that score are not.
+        ValueError: It cannot be loaded, or has no weights of a head.
     """
     if isinstance(model, str | os.PathLike):
         is_whole = argument != "value_model" and not is_adapter_directory(model)  # a value model may start anew
@@ -127,7 +171,7 @@ def check_value_model(model: nn.Module) -> None:
     """Check that the value model gives one number per token.
 
     Raises:
-        ValueError: It pools over the text, as encoders do.
+        ValueError: It pools over the text.
     """
     if not reads_last_token(model):
         raise ValueError(
@@ -137,9 +181,7 @@ def check_value_model(model: nn.Module) -> None:
 
 
 def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Module:
-    """Make a value model: a trainable copy of the reward model if it can serve, else of the policy's backbone.
-
-    The copy of the backbone gets a zero head, so that every value starts at 0.
+    """Make a value model: a trainable copy of a causal reward model, or of the policy's backbone with a zero head.
 
     Args:
         policy: The policy.
@@ -149,7 +191,7 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
         A float32 model with a per-token scalar head, without adapters.
 
     Raises:
-        ValueError: What it would be made from is quantized, or its architecture has no sequence-classification class.
+        ValueError: The original is quantized, or its architecture has no sequence-classification class.
     """
     original = reward_model if reward_model is not None and reads_last_token(reward_model) else policy
     if _is_quantized(original):
@@ -176,13 +218,13 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
 
 
 def init_normal_head(value_model: nn.Module, seed: int) -> None:
-    """Draw the weights of a value model's head, of `d` inputs, from a normal distribution of std `1 / sqrt(d + 1)`.
+    """Draw the weights of a value model's head with `d` inputs from a normal distribution of std `1 / sqrt(d + 1)`.
 
-    N+ implementation details, 2403.17031, section 4. All processes draw the same, and no other random numbers.
+    N+ implementation details, 2403.17031, section 4. All processes draw the same numbers.
 
     Args:
         value_model: A model with a per-token scalar head.
-        seed: Of the draw.
+        seed: Seed of the draw.
     """
     head = weight_of(head_of_scorer(value_model))
     generator = torch.Generator().manual_seed(seed)
@@ -190,31 +232,11 @@ def init_normal_head(value_model: nn.Module, seed: int) -> None:
         head.copy_(torch.randn(head.shape, generator=generator) / math.sqrt(head.shape[-1] + 1))
 
 
-def empty_classifier(model: nn.Module) -> nn.Module:
-    """Make a float32 classifier with one label of the same architecture as a language model, with new weights.
-
-    Args:
-        model: The language model, or a `PeftModel` around one.
-
-    Raises:
-        ValueError: The architecture has no sequence-classification class.
-    """
-    config = copy.deepcopy(transformers_model(model).config)
-    config.num_labels = 1
-    try:
-        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    except ValueError as error:
-        raise ValueError(
-            "value_model=None, but transformers has no sequence-classification class for "
-            f"{type(transformers_model(model)).__name__}; pass value_model"
-        ) from error
-
-
 def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
-    """Check that the optimizer can change the weights, and let rows be packed.
+    """Check that the optimizer can change the weights; pack rows.
 
     Raises:
-        ValueError: A model is quantized and has no adapter, or nothing of it is trainable.
+        ValueError: A model is quantized and has no adapter, or has no trainable parameter.
     """
     for argument, model in (("model", policy), ("value_model", value_model)):
         if _is_quantized(model) and not is_peft_model(model):
@@ -234,15 +256,15 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
 
 
 def check_runs_on(model: nn.Module, argument: str, device: torch.device) -> None:
-    """Check that a model that bitsandbytes has quantized is on CUDA.
+    """Check that a model that bitsandbytes quantized runs on CUDA.
 
     Args:
         model: The model.
-        argument: What the caller's argument is called, for the error message.
-        device: Where the run is.
+        argument: Name of the caller's argument, for the error message.
+        device: Device of the run.
 
     Raises:
-        ValueError: It would run elsewhere.
+        ValueError: It would run on another device.
     """
     base = transformers_model(model)
     bits = 4 if getattr(base, "is_loaded_in_4bit", False) else 8 if getattr(base, "is_loaded_in_8bit", False) else None
@@ -271,7 +293,7 @@ def low_precision_parameters(model: nn.Module) -> list[str]:
 
 
 def _language_model(path: str | os.PathLike[str], given: str, settings: dict[str, Any]) -> Any:
-    """Load a language model, unless its head is not there, which transformers would fill with random numbers."""
+    """Load a language model; refuse a missing head, which transformers would fill with random numbers."""
     load: Any = AutoModelForCausalLM.from_pretrained
     loaded, info = load(path, output_loading_info=True, **settings)
     head = loaded.get_output_embeddings()
@@ -285,19 +307,19 @@ def _language_model(path: str | os.PathLike[str], given: str, settings: dict[str
 
 
 def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str, **kwargs: Any) -> Any:
-    """Call `auto_class.from_pretrained`, in float32 unless told otherwise, and put an adapter over its base.
+    """Call `auto_class.from_pretrained`, by default in float32; load an adapter over its base.
 
     Args:
         auto_class: One of transformers' auto classes of models.
         path: A directory, or a hub name.
-        argument: What the caller's argument is called, for error messages.
+        argument: Name of the caller's argument, for error messages.
         **kwargs: For `from_pretrained`.
 
     Returns:
-        What `from_pretrained` returned; a directory with an adapter gives a `PeftModel`.
+        The result of `from_pretrained`; a `PeftModel` for a directory with an adapter.
 
     Raises:
-        ValueError: Nothing loadable is there; names the argument and the reason.
+        ValueError: It cannot be loaded; names the argument and the reason.
     """
     given = f"{argument}={os.fspath(path)!r}"
     if os.path.isdir(path) and not _has_config(path):
@@ -309,7 +331,7 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     if is_adapter_directory(path):
         return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
     try:
-        with bars_of_models_on_terminals():
+        with hide_model_bars(unless_terminal=True):
             if auto_class is AutoModelForCausalLM:
                 return _language_model(path, given, {"dtype": torch.float32, **kwargs})
             return auto_class.from_pretrained(path, **{"dtype": torch.float32, **kwargs})
@@ -322,7 +344,7 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
         raise ValueError(f"{given} could not be loaded: {reason}") from error
     except SafetensorError as error:
         raise ValueError(f"{given} could not be loaded: its weights are damaged ({error}); save it anew") from error
-    except ImportError as error:  # of what its quantization needs
+    except ImportError as error:  # of a package that its quantization needs
         raise ValueError(f"{given} needs a package that is not installed: {error}") from error
     except (ValueError, RuntimeError) as error:  # another kind of model, or another number of labels
         if str(error).startswith(given):
@@ -342,11 +364,11 @@ CODE_IS_RUN_IF = (
     "comes with Python code of its own, which is not run: read it, and allow it by --trust_remote_code, or in Python "
     "by loading the model yourself with trust_remote_code=True"
 )
-"""What is said of a model, or a tokenizer, whose code may not be run."""
+"""Message for a model or tokenizer with code that may not run."""
 
 
 def wants_code(error: Exception) -> bool:
-    """Tell whether transformers has refused to run the code that comes with a model."""
+    """Tell whether transformers refused to run a model's code."""
     return "trust_remote_code" in str(error)
 
 
@@ -376,8 +398,89 @@ def _without_adapters(model: nn.Module, argument: str) -> nn.Module:
         return model
     try:
         return model.merge_and_unload()
-    except Exception as error:  # each kind has errors of its own
+    except Exception as error:  # each kind raises other errors
         raise ValueError(
             f"PEFT cannot merge an adapter of the kind {adapter_kind(model)} into its base ({error}); pass {argument} "
             "as a whole model"
         ) from error
+
+
+# ---- Multi-label reward models ----
+
+
+def num_labels(model: nn.Module) -> int:
+    """Count a classifier's labels."""
+    return int(transformers_model(model).config.num_labels or 0)
+
+
+def label_index(config: PreTrainedConfig, label: str) -> int:
+    """Return the position of a label.
+
+    Args:
+        config: The classifier's configuration, with `id2label`.
+        label: A name in `id2label`, or the position itself as digits.
+
+    Raises:
+        ValueError: There is no such label.
+    """
+    names = [str(name) for _, name in sorted((config.id2label or {}).items())]
+    if label in names:
+        return names.index(label)
+    if label.isdecimal() and int(label) < len(names):
+        return int(label)
+    raise ValueError(f"reward_head={label!r} is no label of the reward model, which has {names}; name one of them")
+
+
+@torch.no_grad()
+def keep_label(model: nn.Module, label: str) -> nn.Module:
+    """Reduce a classifier to one of its labels, in place: the last linear layer keeps the label's row.
+
+    Args:
+        model: A sequence-classification model with several labels, no `PeftModel`.
+        label: As in `label_index`.
+
+    Raises:
+        ValueError: There is no such label, or the labels are not the rows of one linear layer.
+    """
+    base = transformers_model(model)
+    index, count = label_index(base.config, label), num_labels(base)
+    inside = {id(module) for module in backbone(base).modules()} if backbone(base) is not base else set()
+    layers = [
+        (name, module)
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features == count and id(module) not in inside
+    ]
+    if len(layers) != 1:
+        raise ValueError(
+            f"reward_head={label!r}: {type(base).__name__} has {len(layers)} linear layers with {count} outputs "
+            "beside its backbone, so the label's cannot be told; pass the model with one label"
+        )
+    expected = None if is_sharded(base) else _probe(base)[:, index]
+    name, layer = layers[0]
+    _replace(base, name, _row_of(layer, index))
+    base.config.num_labels = cast(Any, base).num_labels = 1
+    if expected is not None and not torch.allclose(_probe(base)[:, 0], expected, 1e-3, 1e-4, equal_nan=True):
+        raise ValueError(
+            f"reward_head={label!r}: {type(base).__name__} computes its labels from more than one linear layer; pass "
+            "the model with one label"
+        )
+    return model
+
+
+def _row_of(layer: nn.Linear, index: int) -> nn.Linear:
+    with gathered(layer.parameters()):
+        kept = nn.Linear(layer.in_features, 1, layer.bias is not None, layer.weight.device, layer.weight.dtype)
+        kept.weight.copy_(layer.weight[index : index + 1])
+        if layer.bias is not None:
+            kept.bias.copy_(layer.bias[index : index + 1])
+    return kept.train(layer.training)
+
+
+def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, layer)
+
+
+def _probe(model: nn.Module) -> torch.Tensor:
+    with in_eval_mode(model):
+        return model(input_ids=probe_ids(model)).logits.float()

@@ -7,19 +7,28 @@ training, the logits of all chunks but the last are recomputed in the backward p
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_ppo.data.places import Places
-from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
-from rlhf_ppo.models.head_factors import head_layers
-from rlhf_ppo.models.modes import in_eval_mode
-from rlhf_ppo.models.passes import hidden_states
-from rlhf_ppo.models.sharded import is_managed, is_sharded
-from rlhf_ppo.models.unwrapping import output_layer, probe_ids, text_config, transformers_model
+from rlhf_ppo.data.rollout import PackedIndices
+from rlhf_ppo.models.fused import HeadFactors, LogitScaling, fused_logprobs
+from rlhf_ppo.models.heads import LINEAR_KINDS, is_in_float32
+from rlhf_ppo.models.packing import hidden_states
+from rlhf_ppo.models.unwrapping import (
+    in_eval_mode,
+    is_managed,
+    is_sharded,
+    is_zero_hook,
+    output_layer,
+    probe_ids,
+    text_config,
+    transformers_model,
+)
 
 MAX_CHUNK_ELEMENTS, MAX_CHUNK_ELEMENTS_ON_GPU = 2**24, 2**27
 """Logits computed at once, tokens x vocabulary: 64 and 512 MiB in float32. The fewer they are, the more often hidden
@@ -27,12 +36,12 @@ states and their gradients are read and written, with few tokens the head's weig
 
 
 class ResponseLogprobs(NamedTuple):
-    """What the policy says about the tokens of a response.
+    """Output of the policy for the tokens of a response.
 
     Attributes:
         logprobs: Log-probability of each response token, nats, float32 `(B, T)`, 0 outside the mask.
-        entropy: Entropy of the whole next-token distribution, nats, float32 `(B, T)`, 0 outside the mask; NaN in it
-            where the entropy was not asked for.
+        entropy: Entropy of the next-token distribution, nats, float32 `(B, T)`, 0 outside the mask; NaN inside it if
+            the entropy was not computed.
     """
 
     logprobs: Tensor
@@ -46,13 +55,12 @@ def response_logprobs(
     response_mask: Tensor,
     temperature: float,
     with_entropy: bool = True,
-    places: Places | None = None,
+    places: PackedIndices | None = None,
 ) -> ResponseLogprobs:
     r"""Compute `log softmax(z_t / temperature)[y_t]` for every response token that the policy wrote.
 
-    The temperature is that of sampling: PPO's ratio compares the distributions that were sampled from (N+
-    Implementation Details, arXiv 2403.17031, section 3.1). Top-k and top-p are not applied: both sides of the ratio
-    are full distributions.
+    PPO's ratio compares the sampled distributions, and uses the sampling temperature (N+ Implementation Details, arXiv
+    2403.17031, section 3.1). Top-k and top-p are not applied: both sides of the ratio are full distributions.
 
     Args:
         policy: A causal language model, or a `PeftModel` around one.
@@ -60,14 +68,14 @@ def response_logprobs(
         attention_mask: True on real tokens, bool `(B, C + T)`.
         response_mask: True on the response tokens that the policy wrote, bool `(B, T)`.
         temperature: Sampling temperature, above 0.
-        with_entropy: Whether to compute the entropy.
-        places: Where the real tokens are; None reads it from the device.
+        with_entropy: Compute the entropy.
+        places: Indices of the real tokens; None reads them from the device.
 
     Returns:
         Log-probabilities and entropy, both float32 `(B, T)`.
     """
     num_rows, length = response_mask.shape
-    places = Places.of(attention_mask, response_mask) if places is None else places
+    places = PackedIndices.of(attention_mask, response_mask) if places is None else places
     tokens = places.response_tokens
     states = hidden_states(policy, query_responses, attention_mask, places).flatten(0, 1).index_select(0, tokens - 1)
     per_token = token_logprobs(policy, states, query_responses.flatten()[tokens], temperature, with_entropy)
@@ -87,7 +95,7 @@ def token_logprobs(
         states: Hidden states before each token `(N, H)`.
         targets: The tokens that followed, long `(N,)`.
         temperature: Sampling temperature.
-        with_entropy: Whether to compute the entropies, which are else NaN.
+        with_entropy: Compute the entropies, otherwise NaN.
 
     Returns:
         Log-probabilities and entropies in nats, float32 `(N,)` each.
@@ -102,14 +110,14 @@ def token_logprobs(
 
 
 def max_chunk_elements(states: Tensor) -> int:
-    """Return how many logits are computed at once where the states are."""
+    """Return the number of logits to compute at once on the device of the states."""
     return MAX_CHUNK_ELEMENTS_ON_GPU if states.device.type == "cuda" else MAX_CHUNK_ELEMENTS
 
 
 def _logprobs_of_called_head(
     policy: nn.Module, states: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Do what `token_logprobs` does with a head that can only be called, leaving the gradients to autograd."""
+    """Like `token_logprobs`, for a head that can only be called; autograd computes the gradients."""
     chunk = max(1, max_chunk_elements(states) // text_config(policy).vocab_size)
     num_chunks = _same_on_all_ranks(policy, math.ceil(len(states) / chunk))
     recompute = torch.is_grad_enabled() and num_chunks > 1
@@ -130,7 +138,7 @@ def _logprobs_of_called_head(
 
 
 def _same_on_all_ranks(policy: nn.Module, num_chunks: int) -> int:
-    """Under ZeRO-3 each call of a head gathers its weight from all ranks: all must call it equally often."""
+    """Return the largest number of chunks of all ranks under ZeRO-3, where each call of a head takes all ranks."""
     if not is_managed(policy):
         return num_chunks
     largest = torch.tensor(num_chunks, device=next(policy.parameters()).device)
@@ -139,7 +147,7 @@ def _same_on_all_ranks(policy: nn.Module, num_chunks: int) -> int:
 
 
 def logits(policy: nn.Module, states: Tensor) -> Tensor:
-    """Apply the language-model head, with the scalings that some architectures put after it.
+    """Apply the language-model head and the scalings that some architectures apply to its output.
 
     Args:
         policy: The model whose head reads the states.
@@ -154,7 +162,7 @@ def logits(policy: nn.Module, states: Tensor) -> Tensor:
 
 
 def logit_scaling(policy: nn.Module, temperature: float = 1.0) -> LogitScaling:
-    """Read from the configuration what the architecture does to its logits after the head.
+    """Read the scaling of the logits from the configuration.
 
     Args:
         policy: The model.
@@ -173,10 +181,10 @@ def logit_scaling(policy: nn.Module, temperature: float = 1.0) -> LogitScaling:
 
 @torch.no_grad()
 def check_logits(policy: nn.Module) -> None:
-    """Check once that head(backbone(ids)) is what the model itself calls its logits.
+    """Check that head(backbone(ids)), scaled by `logit_scaling`, equals the model's own logits.
 
     Raises:
-        ValueError: The architecture does something to its logits that `logits` does not know.
+        ValueError: The architecture changes its logits in another way.
     """
     if is_sharded(policy):
         return
@@ -186,7 +194,7 @@ def check_logits(policy: nn.Module) -> None:
         ours = logits(policy, hidden_states(policy, ids, mask))
         theirs = transformers_model(policy)(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits.float()
     if not theirs.isfinite().all():
-        return  # numbers that overflow, which are named where they are first sampled from
+        return  # overflow is reported at the first sampling
     tolerance = 1e-2 if next(policy.parameters()).dtype.itemsize == 2 else 1e-4
     if ours.shape != theirs.shape or not torch.allclose(
         ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max())
@@ -196,3 +204,111 @@ def check_logits(policy: nn.Module) -> None:
             f"head(backbone(ids)) by {float((ours - theirs).abs().max()):.3g}), in a way rlhf_ppo does not know; add "
             "its scaling to rlhf_ppo.models.logprobs.logit_scaling"
         )
+
+
+# ---- Linear layers of the head ----
+
+T = TypeVar("T")
+
+
+class HeadLayers(NamedTuple):
+    """Linear layers of a head: `logits = sum_i layer_i(states_i)`; only the first may have a bias.
+
+    Attributes:
+        states: The hidden states `(N, H)`, and for each adapter its inner activations `(N, r)`.
+        layers: The head's own layer, and for each adapter its outer one.
+    """
+
+    states: tuple[Tensor, ...]
+    layers: tuple[nn.Linear, ...]
+
+    def apply(self, function: Callable[[HeadFactors], T]) -> T:
+        """Call a function with the factors, inside a forward pass of each layer.
+
+        ZeRO-3's hooks then gather each weight once before the function and once before its backward pass.
+
+        Args:
+            function: Returns a tensor or a tuple of tensors, which are differentiable.
+        """
+
+        def run(*states: Tensor) -> T:
+            weights = tuple(layer.weight for layer in self.layers)
+            return function(HeadFactors(states, weights, self.layers[0].bias, is_in_float32(self.layers[0])))
+
+        for layer in self.layers:
+            run = _within_pass_of(layer, run)
+        return run(*self.states)
+
+
+def head_layers(head: nn.Module, states: Tensor) -> HeadLayers | None:
+    """Return the layers of a head that is a linear layer with at most plain LoRA adapters.
+
+    Args:
+        head: The language-model head.
+        states: Its hidden states `(N, H)`.
+
+    Returns:
+        The layers; None for any other head, which must be called: quantized, DoRA, sharded by an engine other than
+        ZeRO-3, or with hooks that may read or change its output.
+    """
+    kind = _peft_kind(head)
+    if kind == "ModulesToSaveWrapper":
+        return head_layers(_active_copy(head), states)
+    if kind == "LoraLinear":
+        return _lora_layers(head, states)
+    # Not `head.weight`, which ZeRO-3 would gather for the rest of the model's forward pass.
+    weight = next(head.parameters(recurse=False), None)
+    if type(head) not in LINEAR_KINDS or _is_observed(head) or isinstance(weight, DTensor):
+        return None
+    return HeadLayers((states,), (cast(nn.Linear, head),))
+
+
+def _within_pass_of(layer: nn.Module, function: Callable[..., T]) -> Callable[..., T]:
+    """Let a layer with hooks run a function in place of its forward pass, on the same inputs."""
+
+    def run(*states: Tensor) -> T:
+        layer.forward = function
+        try:
+            return layer(*states)
+        finally:
+            del layer.forward
+
+    return run if layer._forward_pre_hooks else function
+
+
+def _is_observed(head: nn.Module) -> bool:
+    """Tell whether a head has hooks, other than ZeRO-3's, or another `forward`."""
+    hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+    return not all(map(is_zero_hook, hooks)) or "forward" in vars(head)
+
+
+def _peft_kind(head: nn.Module) -> str | None:
+    if not type(head).__module__.startswith("peft."):
+        return None
+    from peft.tuners.lora import Linear
+    from peft.utils import ModulesToSaveWrapper
+
+    if isinstance(head, ModulesToSaveWrapper):
+        return "ModulesToSaveWrapper"
+    return "LoraLinear" if type(head) is Linear else None
+
+
+def _active_copy(wrapper: Any) -> nn.Module:
+    active = [] if wrapper.disable_adapters else [name for name in wrapper.active_adapters if name]
+    is_copied = bool(active) and active[0] in wrapper.modules_to_save
+    return wrapper.modules_to_save[active[0]] if is_copied else wrapper.original_module
+
+
+def _lora_layers(head: Any, states: Tensor) -> HeadLayers | None:
+    base = head_layers(head.base_layer, states)
+    if base is None or (head.disable_adapters and head.merged):
+        return None
+    active = [] if head.disable_adapters or head.merged else [n for n in head.active_adapters if n in head.lora_A]
+    if any(name in head.lora_variant or head.lora_B[name].bias is not None for name in active):
+        return None
+    inner = [
+        head.lora_A[name](head.lora_dropout[name](states.to(next(head.lora_A[name].parameters()).dtype)))
+        * head.scaling[name]
+        for name in active
+    ]
+    return HeadLayers((*base.states, *inner), (*base.layers, *(head.lora_B[name] for name in active)))

@@ -1,31 +1,219 @@
-"""Rows without padding: their real tokens in one sequence, in which only attention keeps the rows apart.
+"""Hidden states of a backbone, over packed or padded rows.
 
-Embeddings, projections and feed-forward layers, where nearly all the arithmetic is, then run on real tokens alone.
+Packed rows are a single sequence of all real tokens, which attention alone separates: embeddings, projections and
+feed-forward layers compute nothing for padding.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhf_ppo.models.modes import in_eval_mode
-from rlhf_ppo.models.passes import PACKS, PROOF, run_packed, run_padded, uses_flash_attention
-from rlhf_ppo.models.sharded import is_sharded
-from rlhf_ppo.models.unwrapping import backbone, transformers_model
-from rlhf_ppo.models.varlen import attend_varlen
+from rlhf_ppo.data.rollout import PackedIndices
+from rlhf_ppo.models.unwrapping import backbone, in_eval_mode, is_sharded, transformers_model
+
+PACKS, PROOF = "rows_are_packed", "proof_of_packing"
+"""Attributes of a backbone: the attention under which it was seen to pack rows, and a check left to its first pass."""
+
+
+@functools.lru_cache(maxsize=32)
+def _takes(model_class: type, argument: str) -> bool:
+    return argument in inspect.signature(model_class.forward).parameters  # pyright: ignore
+
+
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """Number the real tokens of each row from 0: `position_t = sum_{s<=t} mask_s - 1`.
+
+    Args:
+        attention_mask: True on real tokens, `(B, L)`.
+
+    Returns:
+        Positions, long `(B, L)`; 0 on left padding.
+    """
+    return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def hidden_states(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, places: PackedIndices | None = None
+) -> Tensor:
+    """Run the backbone once and return its last hidden states.
+
+    Rows are packed where `pack_rows` has checked that the model can, now or earlier. Elsewhere rows are padded on the
+    right with id 0: a padding id outside the vocabulary, or equal to EOS, changes nothing.
+
+    Args:
+        model: Any transformers model with a backbone, or a `PeftModel` around one.
+        input_ids: Token ids, long `(B, L)`.
+        attention_mask: True on real tokens, bool `(B, L)`.
+        places: Indices of these; None reads them from the device.
+
+    Returns:
+        Hidden states `(B, L, H)` in the model's dtype, 0 where the mask is False.
+    """
+    body = backbone(model)
+    if (prove := vars(body).pop(PROOF, None)) is not None:
+        prove(body)
+    run = run_packed if packs_rows(body) else run_padded
+    places = PackedIndices.of(attention_mask) if places is None else places
+    states = run(body, input_ids, attention_mask, places)
+    scattered = states.new_zeros(attention_mask.numel(), states.shape[-1]).index_copy(0, places.tokens, states)
+    return scattered.unflatten(0, attention_mask.shape)
+
+
+def attention_of(body: nn.Module) -> str | None:
+    """Return the name of a backbone's present attention."""
+    config = transformers_model(body).config
+    return config._attn_implementation
+
+
+def packs_rows(body: nn.Module) -> bool:
+    """Tell whether a backbone was seen to separate packed rows under its present attention."""
+    return vars(body).get(PACKS, "") == attention_of(body)
+
+
+def uses_flash_attention(body: nn.Module) -> bool:
+    """Tell whether a backbone's attention is flash attention, which runs on accelerators."""
+    return str(attention_of(body)).startswith("flash_attention")
+
+
+def run_packed(
+    body: nn.Module, input_ids: Tensor, attention_mask: Tensor, places: PackedIndices | None = None
+) -> Tensor:
+    """Return the hidden states of all `N` real tokens, `(N, H)`, from a single sequence.
+
+    Args:
+        body: A backbone for which `packs_rows` is true.
+        input_ids: Token ids, long `(B, L)`.
+        attention_mask: True on real tokens, bool `(B, L)`.
+        places: Indices of these; None reads them from the device.
+    """
+    places = PackedIndices.of(attention_mask) if places is None else places
+    # A mask of four dimensions keeps transformers from making an unused mask (N, N).
+    own = {"attention_mask": attention_mask.new_ones(1, 1, 1, 1), "squeezed_places": places.squeezed}
+    output = body(
+        input_ids=input_ids.flatten()[places.tokens][None],
+        position_ids=places.positions[None],
+        cu_seq_lens_q=places.starts,
+        cu_seq_lens_k=places.starts,
+        max_length_q=places.longest,
+        max_length_k=places.longest,
+        use_cache=False,
+        return_dict=True,
+        **({"attention_mask": None} if uses_flash_attention(body) else own),
+    )
+    return output.last_hidden_state[0]
+
+
+def run_padded(
+    body: nn.Module, input_ids: Tensor, attention_mask: Tensor, places: PackedIndices | None = None
+) -> Tensor:
+    """Return the hidden states of all `N` real tokens, `(N, H)`, from rows padded to the longest row.
+
+    Args:
+        body: Any backbone.
+        input_ids: Token ids, long `(B, L)`.
+        attention_mask: True on real tokens, bool `(B, L)`.
+        places: Indices of these; None reads them from the device.
+    """
+    places = PackedIndices.of(attention_mask) if places is None else places
+    mask = places.squeezed_mask
+    positions = {"position_ids": position_ids(mask)} if _takes(type(body), "position_ids") else {}
+    output = body(
+        input_ids=places.squeeze(input_ids),
+        attention_mask=mask.long(),
+        use_cache=False,
+        return_dict=True,
+        **positions,
+    )
+    return output.last_hidden_state.flatten(0, 1).index_select(0, places.squeezed)
+
+
+# ---- Variable-length flash attention ----
+
+_TAKES = frozenset(inspect.signature(varlen_attn).parameters)
+"""Arguments of this PyTorch's function: in 2.10 no windows, scales or grouped heads."""
+
+_OTHERS = ("position_bias", "softcap", "s_aux", "cache")
+"""Arguments of transformers' attention functions that the kernels lack."""
+
+
+def attend_varlen(
+    states: tuple[Tensor, Tensor, Tensor],
+    starts: Tensor,
+    longest: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Attend causally within each row, without padding, if PyTorch and the device can.
+
+    Args:
+        states: Queries `(1, heads, N, D)`, keys and values `(1, key heads, N, D)` of `N` tokens.
+        starts: First token of each of `B` rows and end of the last, int32 `(B + 1,)`.
+        longest: Tokens of the longest row.
+        scaling: Factor of the scores; None: `D ** -0.5`.
+        sliding_window: Number of tokens that a token attends to, with itself; None: all before it.
+        kwargs: Other arguments of transformers' attention functions.
+
+    Returns:
+        Attended values `(1, N, heads, D)`; None if the kernels cannot.
+    """
+    if kwargs.get("dropout") or any(kwargs.get(name) is not None for name in _OTHERS):
+        return None
+    device = states[0].device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # autocast casts only for `sdpa`
+        dtype = torch.get_autocast_dtype(device)
+        states = states[0].to(dtype), states[1].to(dtype), states[2].to(dtype)
+    window = None if sliding_window is None or longest <= sliding_window else sliding_window
+    options = _options(states, scaling, window)
+    if not options.keys() <= _TAKES or not _flash_can(*states):
+        return None
+    query, key, value = (part[0].transpose(0, 1) for part in states)
+    attended: Any = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
+    return attended[None]
+
+
+def _options(states: tuple[Tensor, Tensor, Tensor], scaling: float | None, window: int | None) -> dict[str, Any]:
+    """Return the arguments that differ from the function's defaults."""
+    query, key, _ = states
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    if window is None and "window_size" not in _TAKES:
+        options = {"is_causal": True}
+    if scaling is not None and not math.isclose(scaling, query.shape[-1] ** -0.5):
+        options["scale"] = scaling
+    if query.shape[1] != key.shape[1]:
+        options["enable_gqa"] = True
+    return options
+
+
+def _flash_can(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Tell whether PyTorch's flash attention takes these heads; only `sdpa` pads heads of odd sizes."""
+    if query.device.type != "cuda" or torch.version.hip is not None or query.shape[-1] % 8:
+        return False
+    grouped = query.shape[1] != key.shape[1]
+    return torch.backends.cuda.can_use_flash_attention(
+        torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, grouped)
+    )
+
+
+# ---- Packed attention ----
 
 PACKED = "packed_sdpa"
-"""Name of the attention under which transformers' models run packed rows; it is `sdpa` for all other calls."""
+"""Name of the attention of models with packed rows; all other calls run `sdpa`."""
 
 _LENGTHS = (5, 9, 6)
-"""Tokens of the rows of a proof."""
+"""Tokens of the rows of a check."""
 
 
 def packed_sdpa(
@@ -46,11 +234,11 @@ def packed_sdpa(
         query: Queries of `N` tokens, `(1, heads, N, D)`.
         key: Keys, `(1, key heads, N, D)`.
         value: Values, as the keys.
-        attention_mask: Read only where rows are not packed.
-        cu_seq_lens_q: Where each of `B` rows begins and the last ends, int32 `(B + 1,)`; None where none are packed.
+        attention_mask: Read only if rows are not packed.
+        cu_seq_lens_q: First token of each of `B` rows and end of the last, int32 `(B + 1,)`; None if not packed.
         max_length_q: Tokens of the longest row.
-        squeezed_places: Places of the tokens in rows padded on the right to the longest, long `(N,)`.
-        kwargs: What else `sdpa_attention_forward` takes, and `sliding_window`.
+        squeezed_places: Indices of the tokens in rows padded on the right to the longest, long `(N,)`.
+        kwargs: Other arguments of `sdpa_attention_forward`, and `sliding_window`.
 
     Returns:
         Attended values `(1, N, heads, D)`, and None.
@@ -66,12 +254,12 @@ def packed_sdpa(
 
 
 class PackedRows(NamedTuple):
-    """Where the rows of a packed sequence are.
+    """Rows of a packed sequence.
 
     Attributes:
-        starts: Where each of `B` rows begins and the last ends, int32 `(B + 1,)`.
+        starts: First token of each of `B` rows and end of the last, int32 `(B + 1,)`.
         longest: Tokens of the longest row.
-        squeezed: Places of the `N` tokens in rows padded to the longest, long `(N,)`; None where they were not told.
+        squeezed: Indices of the `N` tokens in rows padded to the longest, long `(N,)`; None: computed from `starts`.
     """
 
     starts: Tensor
@@ -79,7 +267,7 @@ class PackedRows(NamedTuple):
     squeezed: Tensor | None
 
     def padded_places(self, num_tokens: int) -> Tensor:
-        """Return the places of `N` tokens in rows padded to the longest, long `(N,)`."""
+        """Return the indices of `N` tokens in rows padded to the longest, long `(N,)`."""
         if self.squeezed is not None:
             return self.squeezed
         starts = self.starts
@@ -99,7 +287,7 @@ def _attend_row_by_row(
 def _attend_padded(
     module: nn.Module, states: tuple[Tensor, Tensor, Tensor], packed: PackedRows, **kwargs: Any
 ) -> Tensor:
-    """Make one call for all rows, padded on the right, where causal attention lets no real token see the padding."""
+    """Attend in a single call for all rows, padded on the right: causal attention hides the padding."""
     num_rows, longest = len(packed.starts) - 1, packed.longest
     places = packed.padded_places(states[0].shape[2])
 
@@ -128,12 +316,11 @@ AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
 def pack_rows(model: nn.Module) -> None:
-    """Let `hidden_states` pack a model's rows, where it is proven that each row's states are then those of it alone.
+    """Let `hidden_states` pack a model's rows, after a check that each row's states are those of the row alone.
 
-    Causal models with transformers' `sdpa` attention, or with flash attention, are tried on a few tokens: convolutions
-    and state-space layers would carry one row's end into the next row. Models with another attention, encoders and
-    others keep padded rows. What cannot run yet is tried in its first pass, where it then runs: flash attention, and
-    models that ZeRO-3 has sharded.
+    The check runs causal models with `sdpa` or flash attention on a few tokens: convolutions and state-space layers
+    would carry a row's end into the next row. Other models keep padded rows. Flash attention, and models that ZeRO-3
+    has sharded, cannot run yet and are checked in their first pass.
 
     Args:
         model: A transformers model with a backbone, or a `PeftModel` around one.
@@ -145,14 +332,14 @@ def pack_rows(model: nn.Module) -> None:
     if not is_flash:
         base.set_attn_implementation(PACKED)
     if is_flash or is_sharded(model):
-        setattr(body, PROOF, _prove)
+        setattr(body, PROOF, _check_packing)
     else:
-        _prove(body)
+        _check_packing(body)
 
 
 @torch.no_grad()
-def _prove(body: Any) -> None:
-    """Pack the rows of a backbone from now on, if they are what they are alone, whatever stands beside them."""
+def _check_packing(body: Any) -> None:
+    """Pack the rows of a backbone from now on, if their states do not depend on the other rows."""
     device = next(body.parameters()).device
     vocabulary = body.config.get_text_config().vocab_size
     mask = torch.arange(max(_LENGTHS), device=device) < torch.tensor(_LENGTHS, device=device)[:, None]
@@ -164,10 +351,10 @@ def _prove(body: Any) -> None:
         padded = run_padded(body, ids, mask)
         try:
             packed, beside_others = run_packed(body, ids, mask), run_packed(body, others, mask)
-        except (RuntimeError, TypeError, ValueError):  # it cannot, and knows it, or the arguments are unknown
+        except (RuntimeError, TypeError, ValueError):  # the model refuses, or does not know the arguments
             packed = beside_others = torch.full_like(padded, torch.nan)
     in_16_bits = padded.dtype.itemsize == 2 or torch.is_autocast_enabled(device.type)
-    leak = 2e-2 if in_16_bits else 1e-4  # the same kernels on as many tokens: nearly nothing but a leak
+    leak = 2e-2 if in_16_bits else 1e-4  # the same kernels on as many tokens
     rounding = 1e-1 if in_16_bits else 1e-2  # other kernels, over many layers
     proven = _are_alike(packed[middle], beside_others[middle], leak) and _are_alike(packed, padded, rounding)
     setattr(body, PACKS, body.config._attn_implementation if proven else "")
@@ -177,7 +364,7 @@ def _prove(body: Any) -> None:
 
 @contextmanager
 def unpacked(model: Any) -> Iterator[None]:
-    """Put `sdpa` back while a context lasts, for what knows transformers' own attentions alone.
+    """Restore `sdpa` inside a context, for code that knows transformers' own attentions only.
 
     Args:
         model: A transformers model.

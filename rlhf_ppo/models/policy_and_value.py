@@ -9,12 +9,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from rlhf_ppo.data.places import Places
+from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.models.heads import last_real, multiply_scores_in_float32, token_values
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
-from rlhf_ppo.models.modes import recompute_in_eval_mode, set_learning
-from rlhf_ppo.models.passes import packs_rows
-from rlhf_ppo.models.unwrapping import backbone, no_split_modules, transformers_model
+from rlhf_ppo.models.packing import packs_rows
+from rlhf_ppo.models.unwrapping import (
+    backbone,
+    no_split_modules,
+    recompute_in_eval_mode,
+    set_learning,
+    transformers_model,
+)
 
 
 class PolicyAndValueOutput(NamedTuple):
@@ -22,8 +27,8 @@ class PolicyAndValueOutput(NamedTuple):
 
     Attributes:
         logprobs: Log-probabilities of the response tokens, nats, float32 `(B, T)`, 0 outside the mask.
-        entropy: Entropy of the next-token distributions, nats, float32 `(B, T)`, 0 outside the mask; NaN in it where
-            the entropy was not asked for.
+        entropy: Entropy of the next-token distributions, nats, float32 `(B, T)`, 0 outside the mask; NaN inside it if
+            the entropy was not computed.
         values: Value estimate before each response token, float32 `(B, T)`, 0 outside the mask.
         final_values: Value estimate after the last token of the row, whoever wrote it, float32 `(B,)`.
     """
@@ -35,7 +40,7 @@ class PolicyAndValueOutput(NamedTuple):
 
 
 class ResponseValues(NamedTuple):
-    """What the value model says about a response.
+    """Output of the value model for a response.
 
     Attributes:
         values: Value estimate before each response token, float32 `(B, T)`, 0 outside the mask.
@@ -47,7 +52,7 @@ class ResponseValues(NamedTuple):
 
 
 class PolicyAndValue(nn.Module):
-    """Holds the two trained models; the rollout and the optimizer steps call the same `forward`.
+    """The two trained models; rollout and optimizer steps call the same `forward`.
 
     Args:
         policy: The causal language model that is trained, or a `PeftModel` around it.
@@ -78,21 +83,26 @@ class PolicyAndValue(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the policy's parameters are."""
+        """Device of the policy's parameters."""
         return next(self.policy.parameters()).device
 
     @property
     def packs_rows(self) -> bool:
-        """Whether both models see the real tokens of a batch only, and no padding."""
+        """Whether both models pack rows: they compute nothing for padding."""
         return all(packs_rows(backbone(model)) for model in (self.policy, self.value_model))
 
     def train(self, mode: bool = True) -> Self:
-        """Learn, or evaluate: both compute the same, see `rlhf_ppo.models.modes`."""
+        """Switch between learning and evaluation, which compute the same; see `set_learning`."""
         super().train(mode)
         if mode:
             for model in (self.policy, self.value_model):
                 set_learning(model)
         return self
+
+    def tie_weights(self) -> None:
+        """Tie each model's tied weights again; accelerate calls this after moving models to the meta device."""
+        for model in (self.policy, self.value_model):
+            transformers_model(model).tie_weights()
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
         """Recompute activations in the backward pass, in both models."""
@@ -118,7 +128,7 @@ class PolicyAndValue(nn.Module):
         response_mask: Tensor,
         only: Literal["policy", "value_model"] | None = None,
         with_entropy: bool = True,
-        places: Places | None = None,
+        places: PackedIndices | None = None,
         temperature: float | None = None,
     ) -> PolicyAndValueOutput | ResponseLogprobs | ResponseValues:
         """Evaluate both models, or one of them, on responses.
@@ -128,8 +138,8 @@ class PolicyAndValue(nn.Module):
             attention_mask: True on real tokens, bool `(B, C + T)`.
             response_mask: True on the response tokens that the policy wrote, bool `(B, T)`.
             only: The model to run; None runs both.
-            with_entropy: Whether to compute the policy's entropy.
-            places: Where the real tokens are; None reads it from the device, once for each model.
+            with_entropy: Compute the policy's entropy.
+            places: Indices of the real tokens; None reads them from the device, once for each model.
             temperature: Divides the logits; None: the sampling temperature.
 
         Returns:
@@ -154,18 +164,18 @@ def response_values(
     query_responses: Tensor,
     attention_mask: Tensor,
     response_mask: Tensor,
-    places: Places | None = None,
+    places: PackedIndices | None = None,
 ) -> ResponseValues:
-    """Estimate the value before each response token, and of what the whole row leads to.
+    """Estimate the value before each response token, and after the last token of the row.
 
-    After the last token of the row, not the policy's last: what a tool answered is part of the state to go on from.
+    The last token may be a tool's: its answer is part of the state in which the next turn begins.
 
     Args:
         value_model: A model with a per-token scalar head.
         query_responses: Token ids, long `(B, C + T)`.
         attention_mask: True on real tokens, bool `(B, C + T)`.
         response_mask: True on the response tokens that the policy wrote, bool `(B, T)`.
-        places: Where the real tokens are; None reads it from the device.
+        places: Indices of the real tokens; None reads them from the device.
     """
     values = token_values(value_model, query_responses, attention_mask, response_mask.shape[1] + 1, places)
     after_last = last_real(attention_mask[:, -values.shape[1] :])[:, None]
@@ -173,7 +183,7 @@ def response_values(
 
 
 def _allow_missing_frozen(model: nn.Module, incompatible: Any) -> None:
-    """Let DeepSpeed's checkpoints leave out what is not trained."""
+    """Let DeepSpeed's checkpoints omit frozen parameters."""
     parameters = model.named_parameters(remove_duplicate=False)  # two models may share a base
     frozen = {name for name, parameter in parameters if not parameter.requires_grad}
     incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in frozen]

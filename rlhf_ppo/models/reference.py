@@ -1,39 +1,266 @@
-"""The reference policy: a frozen copy, or the policy's own weights with another adapter, or none."""
+"""The reference policy: a frozen copy, the policy without its adapter, or a moving average of the policy."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.places import Places
-from rlhf_ppo.models.adapter_checks import adapter_kind, adds_nothing, moved, probe, probe_tokens
-from rlhf_ppo.models.adapters import adapter_state
-from rlhf_ppo.models.copying import copy_model
-from rlhf_ppo.models.frozen import Frozen, at_work
+from rlhf_ppo.data.rollout import PackedIndices
+from rlhf_ppo.models.adapters import adapter_kind, adapter_state, adds_nothing, moved, probe, probe_tokens
+from rlhf_ppo.models.frozen import Frozen
 from rlhf_ppo.models.loading import low_precision_parameters
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
-from rlhf_ppo.models.moving_reference import MovingReference, warn_of_unread
-from rlhf_ppo.models.sharded import is_sharded
-from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, with_adapters
-from rlhf_ppo.processes.logs import get_logger
+from rlhf_ppo.models.unwrapping import active_adapter, copy_model, is_peft_model, is_sharded, with_adapters
+from rlhf_ppo.processes.distributed import get_logger
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
+
 logger = get_logger(__name__)
 
+MOVED_NAME = "moved_reference.safetensors"
+
+
+class _Pair(NamedTuple):
+    """The modules that hold a parameter of the reference and the policy's parameter of that name.
+
+    Engines put other parameters into modules that they shard.
+    """
+
+    name: str
+    of_reference: nn.Module
+    of_policy: nn.Module
+
+    @property
+    def stored(self) -> Any:
+        """The reference's parameter."""
+        return self.of_reference.get_parameter(self.name.rpartition(".")[2])
+
+    @property
+    def followed(self) -> Any:
+        """The policy's parameter."""
+        return self.of_policy.get_parameter(self.name.rpartition(".")[2])
+
+
+class EMAReference:
+    r"""Exponential moving average of the policy, updated after each update of PPO.
+
+        theta_ref <- decay theta_ref + (1 - decay) theta
+
+    Xu et al., *Is DPO Superior to PPO for LLM Alignment?*, 2404.10719. Each rank updates its share in
+    float32, with a float32 copy of a reference in 16 bits, whose steps rounding would lose.
+
+    Args:
+        decay: Weight of the reference's own parameters.
+        reference: The language model of the reference, before an engine shards it.
+        policy: The policy, before an engine shards it.
+
+    Raises:
+        ValueError: They have different parameters.
+    """
+
+    def __init__(self, decay: float, reference: nn.Module, policy: nn.Module) -> None:
+        self.decay = decay
+        self._pairs = _paired(decay, reference, policy)
+        self._exact: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def move(self, model: nn.Module, placed: nn.Module) -> None:
+        """Take one step towards the policy.
+
+        Args:
+            model: The prepared `PolicyAndValue`.
+            placed: The placed `FrozenPolicy`.
+        """
+        _reshard(model, placed)
+        for pair in self._pairs:
+            exact = self._exact_share(pair)
+            exact.lerp_(_share(pair.followed).to(exact), 1 - self.decay)
+            self._put(pair, exact)
+
+    @torch.no_grad()
+    def save(self, directory: str, model: nn.Module, placed: nn.Module, is_main: bool) -> None:
+        """Write the reference in float32; every rank calls this, the main process writes.
+
+        Args:
+            directory: The checkpoint's.
+            model: The prepared `PolicyAndValue`.
+            placed: The placed `FrozenPolicy`.
+            is_main: Whether this is the main process.
+        """
+        _reshard(model, placed)
+        whole: dict[str, Tensor] = {}
+        for pair in self._pairs:
+            value = _whole(pair.stored, self._exact_share(pair))
+            if is_main:
+                whole[pair.name] = value.cpu().contiguous()
+        if is_main:
+            save_file(whole, Path(directory, MOVED_NAME))
+
+    @torch.no_grad()
+    def load(self, checkpoint: str, model: nn.Module, placed: nn.Module) -> None:
+        """Load a checkpoint; every rank calls this.
+
+        Args:
+            checkpoint: Directory of the checkpoint.
+            model: The prepared `PolicyAndValue`.
+            placed: The placed `FrozenPolicy`.
+
+        Raises:
+            ValueError: The file belongs to another reference, or cannot be read.
+        """
+        path = Path(checkpoint, MOVED_NAME)
+        if not path.exists():
+            logger.warning(
+                f"{checkpoint} has no {MOVED_NAME}, as its run had no reference_ema: the reference starts to move "
+                "from where it is, ref_model or the policy as it was given."
+            )
+            return
+        _reshard(model, placed)
+        try:
+            with safe_open(path, "pt") as file:
+                for pair in self._pairs:
+                    share = _share_of_whole(pair.stored, file.get_tensor(pair.name))
+                    exact = self._exact_share(pair)
+                    self._put(pair, exact.copy_(share))
+        except (SafetensorError, RuntimeError, OSError) as error:
+            raise ValueError(
+                f"the {MOVED_NAME} in {checkpoint} is no reference of this policy: {error!s:.200}"
+            ) from error
+
+    def _exact_share(self, pair: _Pair) -> Tensor:
+        """Return this rank's share in float32: the parameter's own memory if it is float32."""
+        share = _share(pair.stored)
+        if share.dtype == torch.float32:
+            return share
+        return self._exact.setdefault(pair.name, share.float())
+
+    def _put(self, pair: _Pair, exact: Tensor) -> None:
+        """Copy a share into the parameter that forward passes read."""
+        stored = pair.stored
+        share = _share(stored)
+        if share is not exact:
+            share.copy_(exact)
+        if hasattr(stored, "ds_tensor") and stored.numel() > 0:  # small: ZeRO-3 keeps it gathered
+            stored.partition()
+
+
+def warn_of_unread(checkpoint: str) -> None:
+    """Warn of a checkpoint with an EMA reference that a run without `reference_ema` ignores."""
+    if Path(checkpoint, MOVED_NAME).exists():
+        logger.warning(
+            f"{checkpoint} has a reference that had moved, but reference_ema=None: the KL is to ref_model, or to the "
+            "policy as it was given."
+        )
+
+
+def check_can_move(decay: float | None, reference: nn.Module | None, policy: nn.Module) -> None:
+    """Check that the reference has weights that can be averaged with the policy's.
+
+    Args:
+        decay: `reference_ema`.
+        reference: The language model of the reference; None if it has no separate weights.
+        policy: The policy.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if decay is None:
+        return
+    if is_peft_model(policy):
+        raise ValueError(
+            f"reference_ema={decay} moves a reference's own weights towards the policy's, but here an adapter is "
+            "trained; train all weights (no peft_config), or leave reference_ema None"
+        )
+    if reference is None:
+        raise ValueError(
+            f"reference_ema={decay} moves the reference, but there is none; set kl_coef above 0, or log_kl=True, or "
+            "leave reference_ema None"
+        )
+    _paired(decay, reference, policy)
+
+
+def _paired(decay: float, reference: nn.Module, policy: nn.Module) -> list[_Pair]:
+    own = dict(reference.named_parameters())
+    followed = dict(policy.named_parameters(remove_duplicate=False))
+    foreign = {name for name, value in own.items() if name not in followed or _shape(followed[name]) != _shape(value)}
+    if odd := foreign | (dict(policy.named_parameters()).keys() - own.keys()):
+        raise ValueError(
+            f"reference_ema={decay} moves ref_model towards the policy, but they have different parameters (the first "
+            f"is {min(odd)}); give a ref_model of the policy's architecture, not quantized, or leave it out"
+        )
+    return [_Pair(name, *(_holder(model, name) for model in (reference, policy))) for name in own]
+
+
+def _holder(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _reshard(*models: nn.Module) -> None:
+    """Reshard FSDP2's modules: those outside of blocks stay gathered after a pass without gradients."""
+    for module in (module for model in models for module in model.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _share(parameter: Any) -> Tensor:
+    """Return this rank's share of a parameter."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+
+
+def _whole(parameter: Any, share: Tensor) -> Tensor:
+    """Gather the shares of all ranks."""
+    if hasattr(parameter, "ds_tensor"):
+        group = parameter.ds_process_group
+        parts = [torch.empty_like(share) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(parts, share.contiguous(), group=group)
+        return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)
+    if isinstance(parameter, DTensor):
+        how = {"shape": parameter.shape, "stride": parameter.stride()}
+        return DTensor.from_local(share, parameter.device_mesh, parameter.placements, **how).full_tensor()
+    return share
+
+
+def _share_of_whole(parameter: Any, whole: Tensor) -> Tensor:
+    """Return this rank's share of a whole parameter; a `RuntimeError` if it has another shape."""
+    if whole.shape != torch.Size(_shape(parameter)):
+        raise RuntimeError(f"a tensor has the shape {tuple(whole.shape)}, not {_shape(parameter)}")
+    if hasattr(parameter, "ds_tensor"):
+        size, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank(parameter.ds_process_group)
+        piece = whole.flatten()[rank * size : (rank + 1) * size]
+        return nn.functional.pad(piece, (0, size - len(piece)))
+    if isinstance(parameter, DTensor):
+        device = parameter.to_local().device
+        return distribute_tensor(whole.to(device), parameter.device_mesh, parameter.placements).to_local()
+    return whole
+
+
+# ---- The reference ----
+
 INITIAL_ADAPTER = "ref"
-"""Name of the frozen copy of an adapter that was already trained when it was handed over."""
+"""Name of the frozen copy of an adapter that was trained before the run."""
 
 _ONE_AT_A_TIME = ("ADALORA", "ADAPTION_PROMPT")
-"""Kinds of adapters of which a model trains one, or that move between two without PyTorch's knowledge."""
+"""Kinds of adapters of which a model holds only one, or that share state outside of PyTorch's parameters."""
 
 
 class FrozenPolicy(Frozen):
@@ -58,7 +285,11 @@ class FrozenPolicy(Frozen):
         return function(self.model)
 
     def forward(
-        self, query_responses: Tensor, attention_mask: Tensor, response_mask: Tensor, places: Places | None = None
+        self,
+        query_responses: Tensor,
+        attention_mask: Tensor,
+        response_mask: Tensor,
+        places: PackedIndices | None = None,
     ) -> ResponseLogprobs:
         """Evaluate responses, without entropy; shapes as in `response_logprobs`."""
         batch = query_responses, attention_mask, response_mask
@@ -69,46 +300,46 @@ class Reference:
     """The policy that the KL penalty compares with (Ziegler et al., arXiv 1909.08593, section 2.1).
 
     Args:
-        model: A frozen model of its own, or None when the policy's base weights serve.
+        model: A separate frozen model, or None if the policy's base weights serve.
         adapter_name: With `model=None`, the adapter that makes the policy the reference; None switches adapters off.
 
     Attributes:
-        moving: Moves `model` towards the policy after each update; None where it stays.
+        ema: Moves `model` towards the policy after each update; None if it stays.
     """
 
     def __init__(self, model: nn.Module | None, adapter_name: str | None = None) -> None:
         self.model = model
         self.adapter_name = adapter_name
-        self.moving: MovingReference | None = None
+        self.ema: EMAReference | None = None
 
     def follow(self, model: nn.Module) -> None:
-        """Move towards the policy after an update, with `reference_ema`; every rank calls this.
+        """Move towards the policy after an update, if `reference_ema` is set; every rank calls this.
 
         Args:
             model: The prepared `PolicyAndValue`.
         """
-        if self.moving is not None and self.model is not None:
-            self.moving.move(model, self.model)
+        if self.ema is not None and self.model is not None:
+            self.ema.move(model, self.model)
 
     def save(self, directory: str, model: nn.Module, is_main: bool) -> None:
-        """Write where it has moved to into a checkpoint; every rank calls this, the main process writes."""
-        if self.moving is not None and self.model is not None:
-            self.moving.save(directory, model, self.model, is_main)
+        """Write the EMA reference into a checkpoint; every rank calls this, the main process writes."""
+        if self.ema is not None and self.model is not None:
+            self.ema.save(directory, model, self.model, is_main)
 
-    def take_up(self, checkpoint: str, model: nn.Module) -> None:
-        """Go on from where it was at a checkpoint; every rank calls this.
+    def resume(self, checkpoint: str, model: nn.Module) -> None:
+        """Load the EMA reference of a checkpoint; every rank calls this.
 
         Raises:
-            ValueError: The checkpoint's is of another model, or cannot be read.
+            ValueError: The file belongs to another model, or cannot be read.
         """
-        if self.moving is not None and self.model is not None:
-            self.moving.load(checkpoint, model, self.model)
+        if self.ema is not None and self.model is not None:
+            self.ema.load(checkpoint, model, self.model)
         else:
             warn_of_unread(checkpoint)
 
     @property
     def own_policy(self) -> nn.Module | None:
-        """The language model of its own; None where the policy's base serves, or an engine has it."""
+        """The separate language model; None if the policy's base serves, or an engine holds the model."""
         return self.model.policy if isinstance(self.model, FrozenPolicy) else None
 
     @contextmanager
@@ -116,20 +347,20 @@ class Reference:
         """Yield the function that evaluates responses under the reference; shapes as in `response_logprobs`.
 
         Args:
-            model: The prepared `PolicyAndValue`, which runs while the policy's adapters are switched.
+            model: The prepared `PolicyAndValue`, which runs with the policy's adapters switched.
             policy: The unwrapped policy.
         """
         if self.model is not None:
-            with at_work(self.model):
+            with getattr(self.model, "offload", nullcontext)():
                 yield self.model
         else:
-            with _adapter_in_use(with_adapters(policy), self.adapter_name):
+            with _use_adapter(with_adapters(policy), self.adapter_name):
                 yield functools.partial(model, only="policy", with_entropy=False)
 
     def is_policy(self, policy: nn.Module) -> bool:
-        """Tell whether both are the same modules with the same weights now, so that a pass would repeat the policy's.
+        """Tell whether both are the same modules with the same weights: a forward pass would repeat the policy's.
 
-        Copies that are still equal get passes of their own: they show that a run's KL starts at 0.
+        Equal copies still get a forward pass: it shows that a run's KL starts at 0.
         """
         return self.model is None and self.adapter_name is None and adds_nothing(policy)
 
@@ -137,10 +368,10 @@ class Reference:
     def generating(self, model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:
         """Yield the module whose `policy` is the reference, to generate from; the arguments are those of `forward`."""
         if self.model is not None:
-            with at_work(self.model):
+            with getattr(self.model, "offload", nullcontext)():
                 yield self.model
         else:
-            with _adapter_in_use(with_adapters(policy), self.adapter_name):
+            with _use_adapter(with_adapters(policy), self.adapter_name):
                 yield model
 
 
@@ -174,34 +405,24 @@ def make_reference(
         ValueError: `ref_adapter_name` is given without such an adapter, or together with `ref_model`; the adapter
             cannot be copied; or the reference would be trained along.
     """
+    model = adapter = None
     if ref_adapter_name is not None:
         _check_adapter(policy, ref_model, ref_adapter_name)
-    reference = _choose_reference(policy, ref_model, ref_adapter_name, adapter_is_new, temperature)
+        adapter = ref_adapter_name
+    elif ref_model is not None:
+        _check_own_weights(policy, ref_model)
+        model = ref_model
+    elif not is_peft_model(policy):
+        model = copy_model(policy)
+    elif not adapter_is_new and _can_hold_two(policy):
+        _copy_active_adapter(policy, INITIAL_ADAPTER)
+        adapter = INITIAL_ADAPTER
+    elif not adapter_is_new:
+        model = _whole_copy(policy)
+    reference = Reference(None if model is None else FrozenPolicy(model, temperature), adapter)
     if is_peft_model(policy):
         _check_stays(reference, policy)
     return reference
-
-
-def _choose_reference(
-    policy: nn.Module,
-    ref_model: nn.Module | None,
-    ref_adapter_name: str | None,
-    adapter_is_new: bool,
-    temperature: float,
-) -> Reference:
-    if ref_adapter_name is not None:
-        return Reference(None, ref_adapter_name)
-    if ref_model is not None:
-        _check_own_weights(policy, ref_model)
-        return Reference(FrozenPolicy(ref_model, temperature))
-    if not is_peft_model(policy):
-        return Reference(FrozenPolicy(copy_model(policy), temperature))
-    if adapter_is_new:
-        return Reference(None)
-    if not _can_hold_two(policy):
-        return Reference(FrozenPolicy(_whole_copy(policy), temperature))
-    _copy_active_adapter(policy, INITIAL_ADAPTER)
-    return Reference(None, INITIAL_ADAPTER)
 
 
 def _check_adapter(policy: nn.Module, ref_model: nn.Module | None, ref_adapter_name: str) -> None:
@@ -223,7 +444,7 @@ def _check_own_weights(policy: nn.Module, ref_model: nn.Module) -> None:
 
 
 def _can_hold_two(policy: nn.Module) -> bool:
-    """Tell whether a second adapter of the active one's kind can be had that shares nothing trainable with it."""
+    """Tell whether the policy can have a second adapter of this kind that shares no trainable parameter."""
     config = with_adapters(policy).active_peft_config
     return adapter_kind(policy) not in _ONE_AT_A_TIME and getattr(config, "bias", "none") == "none"
 
@@ -263,7 +484,7 @@ def _copy_active_adapter(policy: PeftModel, name: str) -> None:
 
 
 def _check_stays(reference: Reference, policy: PeftModel) -> None:
-    """Raise where training the policy's adapter would change the reference too."""
+    """Raise if training the policy's adapter would change the reference."""
     if is_sharded(policy):
         return
     tokens = probe_tokens(policy)
@@ -278,8 +499,8 @@ def _check_stays(reference: Reference, policy: PeftModel) -> None:
         )
 
 
-def _adapter_in_use(policy: PeftModel, name: str | None) -> AbstractContextManager[None]:
-    """Let an adapter of the policy work in the block, or none."""
+def _use_adapter(policy: PeftModel, name: str | None) -> AbstractContextManager[None]:
+    """Enable an adapter of the policy, or none, inside a context."""
     from trl.trainer.utils import use_adapter
 
     return use_adapter(policy, name)
@@ -288,5 +509,5 @@ def _adapter_in_use(policy: PeftModel, name: str | None) -> AbstractContextManag
 def _logits(reference: Reference, policy: PeftModel, tokens: Tensor) -> Tensor:
     if isinstance(reference.model, FrozenPolicy):
         return probe(reference.model.policy, tokens)
-    with _adapter_in_use(policy, reference.adapter_name):
+    with _use_adapter(policy, reference.adapter_name):
         return probe(policy, tokens)

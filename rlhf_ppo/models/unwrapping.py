@@ -1,14 +1,22 @@
-"""The bare transformers model inside what is given, its parts and its configuration."""
+"""The transformers model inside its wrappers: parts, configuration, modes of learning, ZeRO-3 shards and copies.
+
+Modules stay in eval mode while models learn. Dropout, jitter and random routing happen where `training` is True: the
+importance ratio would not start at 1. Only modules that recompute activations, which transformers does in training
+mode alone, are in training mode; they switch to eval mode inside the recomputed function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -27,26 +35,26 @@ def is_peft_model(model: nn.Module) -> TypeIs[PeftModel]:
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside a `PeftModel` (adapters stay injected), or `model` itself."""
-    # No isinstance: what takes parts of a model apart for a check has classes of its own.
+    # No isinstance: tests and checks pass other classes.
     return cast(PreTrainedModel, model.get_base_model() if is_peft_model(model) else model)
 
 
 def as_module(model: object) -> nn.Module:
-    """Return what an engine runs, a module that Trainer's types do not know as one; a `TypeError` if it is none."""
+    """Return a model as a `torch.nn.Module`, which Trainer's types do not state; a `TypeError` if it is none."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model must be a torch.nn.Module, not {type(model).__name__}")
     return model
 
 
 def with_adapters(model: nn.Module) -> PeftModel:
-    """Return a model that is known to be a `peft.PeftModel`, as one; a `TypeError` if it is none."""
+    """Return a model as a `peft.PeftModel`; a `TypeError` if it is none."""
     if not is_peft_model(model):
         raise TypeError(f"{type(model).__name__} has no adapters of PEFT")
     return model
 
 
 def active_adapter(model: nn.Module) -> str:
-    """Return the name of a `PeftModel`'s active adapter; a `TypeError` if it has none, or several at once."""
+    """Return the name of a `PeftModel`'s active adapter; a `TypeError` if it has none or several."""
     name = with_adapters(model).active_adapter
     if not isinstance(name, str):
         raise TypeError(f"one adapter must be active, not {name!r}")
@@ -54,7 +62,7 @@ def active_adapter(model: nn.Module) -> str:
 
 
 def weight_of(layer: nn.Module) -> Tensor:
-    """Return a layer's weight, also where an adapter's layer stands around it; a `TypeError` if it has none."""
+    """Return a layer's weight, also inside an adapter's layer; a `TypeError` if it has none."""
     weight = layer.weight
     if not isinstance(weight, Tensor):
         raise TypeError(f"{type(layer).__name__} has no weight")
@@ -70,24 +78,24 @@ def output_layer(policy: nn.Module) -> nn.Module:
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """Return the part of `model` below its head, the one that produces hidden states."""
+    """Return the part of a model below its head, which computes hidden states."""
     base = transformers_model(model)
     body = base.base_model
     if body is not base:
         return body
-    # Some classes name their part by another prefix than the one they declare (Llama4).
+    # Some classes declare another prefix than the name of their backbone (Llama4).
     parts = [child for child in base.children() if isinstance(child, PreTrainedModel)]
     return parts[0] if len(parts) == 1 else base
 
 
 def text_config(model: nn.Module) -> PreTrainedConfig:
-    """Return the configuration of the language model, also where it is one part of several (Gemma 3 with vision)."""
+    """Return the configuration of the language model, also inside a model with vision (Gemma 3)."""
     return transformers_model(model).config.get_text_config()
 
 
 @contextmanager
 def configuration_kept(model: nn.Module, name: str) -> Iterator[None]:
-    """Put back what a context does to one entry of a model's configuration, which is saved with it."""
+    """Restore an entry of a model's configuration, which is saved with the model, after a context."""
     config = transformers_model(model).config
     was_there, value = hasattr(config, name), getattr(config, name, None)
     try:
@@ -111,10 +119,10 @@ def probe_ids(model: nn.Module) -> Tensor:
 
 
 def drop_foreign_padding(model: nn.Module) -> None:
-    """Unset a `pad_token_id` that the model has no embedding for.
+    """Unset a `pad_token_id` outside the model's vocabulary.
 
-    Trainer copies the tokenizer's special tokens into the configurations that are saved with the model; with an added
-    "[PAD]" beyond the vocabulary most architectures could not be loaded again.
+    Trainer copies the tokenizer's special tokens into the saved configurations. Most architectures cannot be loaded
+    with an added "[PAD]" beyond the vocabulary.
 
     Args:
         model: A transformers model, or a `PeftModel` around one.
@@ -123,3 +131,155 @@ def drop_foreign_padding(model: nn.Module) -> None:
     for config in (text_config(model), generation_config):
         if config is not None and (config.pad_token_id or 0) >= text_config(model).vocab_size:
             config.pad_token_id = None
+
+
+# ---- Learning without randomness ----
+
+_CHECKPOINT = "_gradient_checkpointing_func"
+"""Attribute in which transformers keeps the function that recomputes a module's activations."""
+
+
+def set_learning(model: nn.Module) -> None:
+    """Put all modules of a model in eval mode, except those that recompute their activations."""
+    for module in model.modules():
+        # A stack of layers that recompute by themselves does not recompute.
+        module.training = getattr(module, "gradient_checkpointing", False) and not any(
+            isinstance(part, GradientCheckpointingLayer) for part in module.modules() if part is not module
+        )
+
+
+def recompute_in_eval_mode(model: nn.Module) -> None:
+    """Let modules that recompute activations, and are in training mode for it, compute in eval mode.
+
+    Args:
+        model: A model whose `gradient_checkpointing_enable` has just been called.
+    """
+    for module in model.modules():
+        checkpoint = vars(module).get(_CHECKPOINT)
+        if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpointed:
+            setattr(module, _CHECKPOINT, functools.partial(_checkpointed, checkpoint, module))
+
+
+def _checkpointed(checkpoint: Callable[..., Any], module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    def in_eval_mode(*args: Any) -> Any:
+        was_training, module.training = module.training, False
+        try:
+            return function(*args)
+        finally:
+            module.training = was_training
+
+    return checkpoint(in_eval_mode, *args)
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode inside a context; restore each module's mode after it."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def as_in_learning(
+    checkpointing: bool, checkpointing_kwargs: Mapping[str, Any] | None, *models: nn.Module
+) -> Iterator[None]:
+    """Let models compute as while they learn, with or without recomputation; restore their modes after the context.
+
+    Args:
+        checkpointing: Whether activations are to be recomputed: `args.gradient_checkpointing`.
+        checkpointing_kwargs: How: `args.gradient_checkpointing_kwargs`.
+        *models: Transformers models, or `PeftModel`s around them.
+
+    Raises:
+        ValueError: An architecture cannot recompute activations.
+    """
+    bases: list[Any] = [transformers_model(model) for model in models] if checkpointing else []
+    given = dict(checkpointing_kwargs or {})
+    cut = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
+    # Renamed after 5.17; there the old name warns.
+    kind = "activation" if all(hasattr(base, "activation_checkpointing_enable") for base in bases) else "gradient"
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(in_eval_mode(model))
+        for base in bases:
+            getattr(base, f"{kind}_checkpointing_enable")(given or None, **cut)
+            stack.callback(getattr(base, f"{kind}_checkpointing_disable"))
+            recompute_in_eval_mode(base)
+        for model in models:
+            set_learning(model)
+        yield
+
+
+# ---- ZeRO-3 ----
+
+
+def is_managed(model: nn.Module) -> bool:
+    """Tell whether DeepSpeed ZeRO-3 shards the parameters, which may be gathered at the moment."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def gathers_in_passes(model: nn.Module) -> bool:
+    """Tell whether ZeRO-3's hooks gather the parameters in each forward pass, which then takes all ranks."""
+    return any(is_zero_hook(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+
+
+def is_zero_hook(hook: object) -> bool:
+    """Tell whether a module's hook is DeepSpeed's, which gathers or releases parameters."""
+    return str(getattr(hook, "__module__", "")).startswith("deepspeed")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether DeepSpeed ZeRO-3 has sharded the parameters: they are empty outside its hooks."""
+    return any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in model.parameters())
+
+
+def gathered(parameters: Iterable[Tensor], modify: bool = False) -> AbstractContextManager[None]:
+    """Gather parameters that ZeRO-3 has sharded inside a context, which every rank enters.
+
+    Args:
+        parameters: Sharded or not.
+        modify: Keep the values that rank 0 writes.
+    """
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if modify else None)
+
+
+# ---- Copies ----
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """Copy a model; the copy of a sharded model is sharded too, and a rank holds at most one whole parameter.
+
+    Args:
+        model: A transformers model.
+    """
+    if not is_sharded(model):
+        return copy.deepcopy(model)
+    original = transformers_model(model)
+    twin = type(original)._from_config(copy.deepcopy(original.config))
+    copy_weights(original, twin)
+    return twin.train(original.training)
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Copy parameters and buffers by name, one at a time.
+
+    Args:
+        source: Has at least the parameters and buffers of `target`.
+        target: Receives them.
+    """
+    for name, parameter in target.named_parameters():
+        original = source.get_parameter(name)
+        with gathered([original, parameter], modify=True):
+            parameter.copy_(original)
+    for name, buffer in target.named_buffers():
+        buffer.copy_(source.get_buffer(name))

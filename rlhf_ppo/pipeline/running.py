@@ -1,4 +1,4 @@
-"""Running a pipeline's steps: finished ones stay as they are, an interrupted one continues, the others begin."""
+"""Run a pipeline's steps: finished ones are kept, an interrupted one continues, the others start."""
 
 from __future__ import annotations
 
@@ -16,15 +16,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_ppo.checkpoints.lock import locked
-from rlhf_ppo.checkpoints.run import finished_in
-from rlhf_ppo.checkpoints.whole import last_whole_checkpoint, newest_of_trl
-from rlhf_ppo.config.redaction import hide_from_ps, shown_words
-from rlhf_ppo.pipeline.record import Entry, hash_of_all, hashes_of, read_record, what_is_missing, write_record
-from rlhf_ppo.pipeline.results import check_result, keep_win_rates
-from rlhf_ppo.pipeline.steps import TRAINING, Pipeline, Step
-from rlhf_ppo.processes.signals import leave_closed_terminal
-from rlhf_ppo.terminal.foreign import print_text
+from rlhf_ppo.checkpoints.complete import (
+    last_complete_checkpoint,
+    newest_trl_checkpoint,
+)
+from rlhf_ppo.checkpoints.files import write_json
+from rlhf_ppo.checkpoints.run import finished_checkpoints, locked
+from rlhf_ppo.config.redaction import hide_from_ps, redact_words
+from rlhf_ppo.pipeline.steps import (
+    TRAINING,
+    Entry,
+    Pipeline,
+    Step,
+    hash_of_all,
+    hashes_of,
+    read_record,
+    why_incomplete,
+    write_record,
+)
+from rlhf_ppo.processes.signals import discard_closed_terminal
+from rlhf_ppo.reporting.judgements import SeedWinRates, read_win_rate
+from rlhf_ppo.reporting.verdict import Verdict, recorded_runs, verdict_of
+from rlhf_ppo.terminal.text import print_text
 
 _PR_SET_PDEATHSIG = 1
 _PASSED_ON = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -82,7 +95,7 @@ def _plan(step: Step, before: Entry | None, now: Entry) -> Plan:
         return Plan("anew", f"{' and '.join(inputs)} wrote something else since")
     if before.output is None:
         return Plan("continue", f"it was interrupted, and {changes}" if changes else "")
-    missing = what_is_missing(before.output)
+    missing = why_incomplete(before.output)
     if missing is not None:
         return Plan("anew", f"{missing}, and {changes}") if changes else Plan("continue", missing)
     if not changes:
@@ -109,9 +122,9 @@ def run_pipeline(
     """Run the steps that are left, each in a process of its own.
 
     A step is finished if its process has ended well and its output is still there as it was written. Others are run: a
-    training step continues from its newest whole checkpoint; without one, and for judge and report, it begins. A step
-    begins anew if an earlier step has written another model since; its old result is moved to `replaced`. After the
-    last one the judge's win rates are printed and kept, those of all seeds together.
+    training step continues from its newest complete checkpoint; without one, and for judge and report, it begins. A
+    step begins anew if an earlier step has written another model since; its old result is moved to `replaced`. After
+    the last one the judge's win rates are printed and kept, those of all seeds together.
 
     Args:
         pipeline: The steps.
@@ -152,13 +165,16 @@ def _run_steps(
         record[step.name] = now
         write_record(pipeline.output_dir, record)
         launch = pipeline.launch if step.kind in TRAINING else ()
-        say(f"{step.name}: {shlex.join(shown_words(['rlhf-ppo', step.command, *words]))}")
+        say(f"{step.name}: {shlex.join(redact_words(['rlhf-ppo', step.command, *words]))}")
         if code := start(["-m", *launch, *(["-m"] if launch else []), "rlhf_ppo", step.command, *words]):
             say(f"{step.name} has ended with exit code {code}; {_AGAIN}")
             return code
         record[step.name] = replace(now, output=_written(step))
         write_record(pipeline.output_dir, record)
-    if rates := keep_win_rates(pipeline):
+    rates = keep_win_rates(pipeline)
+    if verdict := keep_verdict(pipeline):
+        say("\n".join(verdict.lines()))
+    if rates:
         say("\n".join(rates.lines()))
     say(f"All steps are finished: {', '.join(step.name for step in pipeline.steps)}, in {pipeline.output_dir}")
     return 0
@@ -188,7 +204,7 @@ def _prepare(step: Step, plan: Plan, pipeline_dir: Path, say: Callable[[str], ob
     checkpoint = None if plan.action == "anew" else _newest_checkpoint(step)
     # beside checkpoints that are damaged PPO starts no new run
     is_in_the_way = plan.action == "anew" or (
-        step.kind == "ppo" and checkpoint is None and finished_in(step.output_dir)
+        step.kind == "ppo" and checkpoint is None and finished_checkpoints(step.output_dir)
     )
     if is_in_the_way and step.kind != "report" and step.output_dir.exists():
         kept = _free(pipeline_dir / REPLACED / step.name)
@@ -203,8 +219,8 @@ def _prepare(step: Step, plan: Plan, pipeline_dir: Path, say: Callable[[str], ob
 
 def _newest_checkpoint(step: Step) -> str | None:
     if step.kind == "ppo":  # which chooses it itself, and warns of others
-        return "true" if last_whole_checkpoint(str(step.output_dir), warn=lambda _: None) else None
-    newest = newest_of_trl(step.output_dir) if step.kind in TRAINING else None
+        return "true" if last_complete_checkpoint(str(step.output_dir), warn=lambda _: None) else None
+    newest = newest_trl_checkpoint(step.output_dir) if step.kind in TRAINING else None
     return None if newest is None else str(newest)
 
 
@@ -216,7 +232,7 @@ def _signals_noted() -> Iterator[list[int]]:
     def note(number: int) -> None:
         noted.append(number)
         if signal.Signals(number).name == "SIGHUP":
-            leave_closed_terminal()
+            discard_closed_terminal()
 
     with _handling((*_PASSED_ON, signal.SIGINT), note):
         yield noted
@@ -296,3 +312,71 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """Pass SIGTERM and SIGHUP on; SIGINT comes to the process by itself, from the terminal that both have."""
     with _handling(_PASSED_ON, process.send_signal), _handling([signal.SIGINT], lambda _: None):
         yield
+
+
+# ---- Win rates over seeds ----
+
+RESULTS = "results.json"
+"""The file in the pipeline's directory with the figures of `SeedWinRates`."""
+
+
+def keep_win_rates(pipeline: Pipeline) -> SeedWinRates | None:
+    """Read what the judge wrote of each seed, and write it together.
+
+    Args:
+        pipeline: The steps, all of which are finished.
+
+    Returns:
+        The win rates; None where there is no judge.
+
+    Raises:
+        ValueError: What the judge wrote is gone, or damaged.
+    """
+    steps = [step for step in pipeline.steps if step.kind == "judge"]
+    if not steps:
+        return None
+    said = [check_result(step) for step in steps]
+    found = SeedWinRates(
+        [step.options["seed"] for step in steps],
+        [each["win_rate"] for each in said],
+        [each["interval"] for each in said],
+        [each.get("length_controlled") for each in said],
+    )
+    write_json(pipeline.output_dir / RESULTS, found.as_json())
+    return found
+
+
+def keep_verdict(pipeline: Pipeline) -> Verdict | None:
+    """Make the verdict on the policies of all seeds, and write it as `verdict.json`.
+
+    Args:
+        pipeline: The steps, all of which are finished.
+
+    Returns:
+        The verdict; None if the pipeline trains no policy whose run can be read.
+    """
+    runs = recorded_runs([step.output_dir for step in pipeline.steps if step.kind == "ppo"])
+    if not runs:
+        return None
+    verdict = verdict_of(runs)
+    verdict.save(pipeline.output_dir)
+    return verdict
+
+
+def check_result(step: Step) -> dict[str, Any]:
+    """Return what the judge wrote of a seed.
+
+    Args:
+        step: The judge's.
+
+    Raises:
+        ValueError: It is gone or damaged, or there is no verdict.
+    """
+    folder, again = step.output_dir, "run the same command again"
+    try:
+        said = read_win_rate(folder / "win_rate.json", ("win_rate", "interval"))
+    except ValueError as error:
+        raise ValueError(f"{folder} does not hold the judge's result: {error}; {again}") from None
+    if said["win_rate"] is None:
+        raise ValueError(f"the judge gave no verdict in {folder}: all failed; {again}")
+    return said

@@ -1,1 +1,1 @@
-"""Several processes, signals and random numbers."""
+"""Signals, random numbers, and the collective operations of several processes."""

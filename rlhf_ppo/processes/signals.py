@@ -1,13 +1,14 @@
-"""SIGTERM, SIGINT and SIGHUP: the run ends with a checkpoint, then the process; a second signal ends it at once.
+"""Stop a run on SIGTERM, SIGINT or SIGHUP: write a checkpoint, then exit; a second signal exits at once.
 
-Schedulers send SIGTERM before they take a machine away, Ctrl-C sends SIGINT, a closed terminal SIGHUP. Work that a
-resumed run repeats exactly is given up: sampling, rewards, evaluation, the learning of a mini-batch. Work that cannot
-be undone is finished: an optimizer step, a save.
+Schedulers send SIGTERM before they reclaim a machine, Ctrl-C sends SIGINT, a closed terminal sends SIGHUP. Work that a
+resumed run repeats exactly is interrupted: sampling, rewards, evaluation, a mini-batch. Work that cannot be repeated,
+an optimizer step or a save, is finished first.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import signal
 import socket
@@ -19,41 +20,47 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from transformers import TrainerCallback, TrainerControl
 
-from rlhf_ppo.processes.relaying import told_to_all_ranks
-from rlhf_ppo.terminal.foreign import visible
+from rlhf_ppo.terminal.text import visible
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 SAME_SIGNAL = 0.3
-"""Seconds in which signals count as one: a scheduler, or a terminal, may signal a process and what started it."""
+"""Signals within this many seconds count as one: schedulers and terminals may signal a process and its parent."""
 
 SAME_SIGNAL_OF_RANKS = 5.0
-"""The same for one of several processes, whose launcher passes its own signal on."""
+"""The same for one of several processes: the launcher forwards its own signal to each."""
 
-SECONDS_UNASKED = 2.0
-"""How long several processes may learn until they ask each other again whether one has received a signal."""
+SECONDS_BETWEEN_EXCHANGES = 2.0
+"""Longest time that several processes learn without exchanging whether a signal has arrived."""
 
-SECONDS_UNTIL_TOLD = 5.0
-"""How long the end of a run waits for the line that says that a signal has come."""
+SECONDS_BETWEEN_LOOKS = 0.5
+"""Interval at which each process reads the store in which other ranks leave their signals."""
+
+SECONDS_UNTIL_LOGGED = 5.0
+"""Longest wait, at the end of a run, for the line that reports the signal."""
 
 SECONDS_FOR_THREADS = 5.0
-"""How long a process that was told to end waits for threads that are left of a reward function or an engine."""
+"""Longest wait, at exit, for threads that a reward function or a generation engine left running."""
 
 _WAKING = getattr(signal, "SIGURG", None)
-"""Interrupts the main thread, and means nothing; one that is ignored where nobody handles it."""
+"""A harmless signal that interrupts blocking calls of the main thread; ignored by default."""
 
-_listening: list[EndsOnSignals] = []
-"""The runs that are open; a signal is for all of them, and the latest stands for the one that is running."""
+_listening: list[StopOnSignal] = []
+"""The open runs. A signal stops all of them; the last one is the run that is active."""
+
+_sessions = itertools.count()
 
 
 class Stopped(BaseException):
-    """What runs now is given up, since a signal has come; no `Exception`, which a reward function might catch.
+    """Interrupts the current work after a signal; not an `Exception`, which a reward function might catch.
 
     Args:
-        number: The signal's.
+        number: The signal's number.
     """
 
     def __init__(self, number: int) -> None:
@@ -62,13 +69,13 @@ class Stopped(BaseException):
 
 
 class RunStopped(SystemExit):
-    """A signal has ended the run. A script that does not catch it exits with 128 plus its number.
+    """Raised when a signal has ended the run. A script that does not catch it exits with 128 plus the signal's number.
 
     That is 143 after SIGTERM, 130 after SIGINT and 129 after SIGHUP.
 
     Attributes:
         number: The signal's number.
-        checkpoint: Where the run was saved.
+        checkpoint: The checkpoint of the run.
     """
 
     def __init__(self, number: int, checkpoint: str) -> None:
@@ -76,203 +83,244 @@ class RunStopped(SystemExit):
         self.number, self.checkpoint = number, checkpoint
 
 
-def give_up_if_stopped() -> None:
-    """Raise `Stopped` if a signal has come; called from time to time by what can be given up."""
+def raise_if_stopped() -> None:
+    """Raise `Stopped` if this rank has received a signal. Call it regularly from interruptible work."""
     if _listening:
-        _listening[-1].give_up_if_stopped()
+        _listening[-1].raise_if_stopped()
 
 
-def give_up_together(device: torch.device) -> None:
-    """Raise `Stopped` on all ranks if any of them has received a signal; where every rank calls this in step."""
+def raise_if_any_rank_stopped(device: torch.device) -> None:
+    """Raise `Stopped` on all ranks if any rank has received a signal; every rank must call this."""
     if _listening:
-        _listening[-1].give_up_together(device)
+        _listening[-1].raise_if_any_rank_stopped(device)
 
 
 @contextmanager
-def may_be_given_up() -> Iterator[None]:
-    """Let a signal raise `Stopped` in the middle of the block: a user's code, or a wait, which may never end."""
+def interruptible() -> Iterator[None]:
+    """Let a signal raise `Stopped` anywhere in the block, such as in a user's code or in a wait that may never end."""
     listener = _listening[-1] if _listening and threading.current_thread() is threading.main_thread() else None
-    with nullcontext() if listener is None else listener.giving_up():
+    with nullcontext() if listener is None else listener.interruptible():
         yield
 
 
-def is_main_thread_interruptible() -> bool:
-    """Tell whether a `KeyboardInterrupt` in this thread may be Ctrl-C, and not what somebody raised."""
+def can_be_ctrl_c() -> bool:
+    """Return whether a `KeyboardInterrupt` in this thread may come from Ctrl-C."""
     handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return handles and threading.current_thread() is threading.main_thread()
 
 
-class EndsOnSignals(TrainerCallback):
-    """Ends training after a signal to any rank, with a checkpoint from which the run can be resumed exactly.
+class StopOnSignal(TrainerCallback):
+    """Stop training on all ranks after a signal to any of them, with a checkpoint that resumes exactly.
 
-    A signal that the program ignores, as SIGHUP under nohup, stays ignored.
+    A signal that the program ignores, such as SIGHUP under nohup, stays ignored.
 
     Args:
-        reduce_sum: Adds a tensor up over all ranks, so that all of them stop after the same update.
-        awaited: Says what is finished before the run ends.
-        num_processes: How many ranks there are.
+        reduce_sum: Sums a tensor over all ranks, so that all stop after the same update.
+        pending: Returns the work that is finished before the run ends, in words.
+        num_processes: Number of ranks.
 
     Attributes:
         received: The signal that this rank received.
-        stopped: The signal that ended training, on all ranks.
+        stopped: The signal that ended training on all ranks.
     """
 
     def __init__(
-        self, reduce_sum: Callable[[Tensor], Tensor], awaited: Callable[[], str], num_processes: int = 1
+        self, reduce_sum: Callable[[Tensor], Tensor], pending: Callable[[], str], num_processes: int = 1
     ) -> None:
-        self.reduce_sum, self.awaited = reduce_sum, awaited
+        self.reduce_sum, self.pending = reduce_sum, pending
         self.same_signal = SAME_SIGNAL if num_processes == 1 else SAME_SIGNAL_OF_RANKS
         self.received: int | None = None
         self.stopped: int | None = None
-        self._gives_up, self._told = False, threading.Event()
+        self._raises, self.is_logged = False, threading.Event()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals while the context lasts; a thread other than the main one cannot, and does not.
+        """Handle signals in the block; outside of the main thread, where Python cannot, do nothing.
 
-        Several may listen at a time and end in any order: a signal is for all of them.
+        Several listeners may be open at once and close in any order: a signal reaches all of them.
         """
         self.received = self.stopped = None
-        self._told.clear()
+        self.is_logged.clear()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        _listening.append(self)  # first: a thread that collects another trainer meanwhile then leaves the handlers
+        _listening.append(self)  # first: the finalizer of another trainer then leaves the handlers installed
         try:
-            _handle_signals()
-            with told_to_all_ranks(lambda: self.received):
+            _install_handlers()
+            with _broadcast_signals(lambda: self.received):
                 yield
         finally:
             if self in _listening:  # not in a forked process
-                self.wait_until_told()
+                self.wait_until_logged()
                 _listening.remove(self)
-            _restore_signals()
+            _restore_handlers()
 
-    def told(self) -> None:
-        """Note that the line on the signal is written."""
-        self._told.set()
-
-    def wait_until_told(self) -> None:
-        """Wait for the line on the signal that this rank has received, which another thread writes."""
+    def wait_until_logged(self) -> None:
+        """Wait until another thread has written the line that reports this rank's signal."""
         if self.received is not None:
-            self._told.wait(SECONDS_UNTIL_TOLD)
+            self.is_logged.wait(SECONDS_UNTIL_LOGGED)
 
-    def give_up_if_stopped(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise `Stopped` if this rank has received a signal."""
         if self.received is not None:
             raise Stopped(self.received)
 
     @contextmanager
-    def giving_up(self) -> Iterator[None]:
-        """Let the signal's handler raise `Stopped` while the context lasts."""
-        self.give_up_if_stopped()
-        self._gives_up = True
+    def interruptible(self) -> Iterator[None]:
+        """Let the signal handler raise `Stopped` in the block."""
+        self.raise_if_stopped()
+        self._raises = True
         try:
             yield
         finally:
-            self._gives_up = False
+            self._raises = False
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """Ask for a checkpoint and the end, on all ranks together."""
-        self.stopped, _ = self._received_by_any(args.device)
+        """Request a checkpoint and the end of training, on all ranks together."""
+        self.stopped, _ = self._exchange(args.device)
         if self.stopped is not None:
             control.should_save = control.should_training_stop = True
 
-    def give_up_together(self, device: torch.device, figure: float = 0.0) -> float:
-        """Raise `Stopped` on all ranks if any has received a signal; every rank calls this.
+    def raise_if_any_rank_stopped(self, device: torch.device, value: float = 0.0) -> float:
+        """Raise `Stopped` on all ranks if any rank has received a signal; every rank must call this.
 
         Args:
-            device: Where tensors are exchanged.
-            figure: This rank's summand of what is returned, for which no exchange of its own is needed.
+            device: Device of the exchanged tensor.
+            value: A number to sum in the same exchange.
+
+        Returns:
+            The sum of `value` over all ranks.
         """
-        number, total = self._received_by_any(device, figure)
+        number, total = self._exchange(device, value)
         if number is not None:
             raise Stopped(number)
         return total
 
-    def _received_by_any(self, device: torch.device, figure: float = 0.0) -> tuple[int | None, float]:
-        own = [*(float(self.received == number) for number in STOPPING), figure]
+    def _exchange(self, device: torch.device, value: float = 0.0) -> tuple[int | None, float]:
+        own = [*(float(self.received == number) for number in STOPPING), value]
         *flags, total = self.reduce_sum(torch.tensor(own, device=device)).tolist()
         return next((int(number) for number, flag in zip(STOPPING, flags, strict=True) if flag > 0), None), total
 
-    def note(self, number: int) -> bool:
-        """Take note of a signal, and return whether `Stopped` is to be raised at once."""
+    def receive(self, number: int) -> bool:
+        """Record a signal; return whether the handler raises `Stopped`."""
         if self.received is None:
             self.received = number
-        gives_up, self._gives_up = self._gives_up, False  # once: what handles `Stopped` is not to be broken off
-        return gives_up
+        raises, self._raises = self._raises, False  # once: the handling of `Stopped` is not interrupted
+        return raises
 
 
-class BetweenMicroBatches:
-    """Lets learning be given up between two micro-batches, on all ranks before the same one.
+class MicroBatchStopCheck:
+    """Interrupt learning between two micro-batches, on all ranks before the same one.
 
-    One process looks whether a signal has come. Several ask each other, which costs an exchange, and waiting for the
-    device: before each mini-batch, whose number of tokens they exchange anyway, and within one as often as
-    `SECONDS_UNASKED` allows.
+    A single process only reads a flag. Several processes exchange flags, which waits for the device: before each
+    mini-batch, and within one every `SECONDS_BETWEEN_EXCHANGES`.
 
     Args:
-        signals: Knows which have come.
-        num_processes: How many ranks there are.
-        device: Where tensors are exchanged.
+        signals: Holds the received signals.
+        num_processes: Number of ranks.
+        device: Device of the exchanged tensors.
 
     Attributes:
-        seconds: What this rank's latest mini-batch took, its optimizer step included.
+        seconds: Duration of this rank's last mini-batch, with its optimizer step.
     """
 
-    def __init__(self, signals: EndsOnSignals, num_processes: int, device: torch.device) -> None:
+    def __init__(self, signals: StopOnSignal, num_processes: int, device: torch.device) -> None:
         self.signals, self.num_processes, self.device = signals, num_processes, device
         self.seconds = 0.0
         self._latest, self._every = 0, 1
 
-    def give_up_before_minibatch(self) -> None:
-        """Raise `Stopped` if a signal has come; every rank calls this."""
+    def check_before_minibatch(self) -> None:
+        """Raise `Stopped` if a signal has arrived; every rank must call this."""
         if self.num_processes == 1:
-            self.signals.give_up_if_stopped()
+            self.signals.raise_if_stopped()
             return
-        of_each = self.seconds / (self._latest + 1)
-        of_each = self.signals.give_up_together(self.device, of_each) / self.num_processes  # the same on all ranks
-        self._every = max(1, int(SECONDS_UNASKED / of_each)) if of_each > 0 else 1
+        own = self.seconds / (self._latest + 1)
+        seconds = self.signals.raise_if_any_rank_stopped(self.device, own) / self.num_processes  # equal on all ranks
+        self._every = max(1, int(SECONDS_BETWEEN_EXCHANGES / seconds)) if seconds > 0 else 1
 
-    def give_up_before(self, index: int) -> None:
-        """Do the same before a micro-batch of the mini-batch; where it is not asked, nothing happens."""
+    def check_before_micro_batch(self, index: int) -> None:
+        """Raise `Stopped` if a signal has arrived and this micro-batch is one at which the ranks exchange it."""
         self._latest = index
         if self.num_processes == 1:
-            self.signals.give_up_if_stopped()
+            self.signals.raise_if_stopped()
         elif index > 0 and index % self._every == 0:
-            self.signals.give_up_together(self.device)
+            self.signals.raise_if_any_rank_stopped(self.device)
+
+
+@contextmanager
+def _broadcast_signals(received: Callable[[], int | None]) -> Iterator[None]:
+    """Send this process, in the block, the signal that another rank has received; every rank enters it.
+
+    Ranks that generate or wait for rewards run no collective until they are done. Signals therefore go through the
+    process group's key-value store, which a thread of each rank polls.
+
+    Args:
+        received: Returns the number of the signal that this process has received, or None.
+    """
+    name, store = f"rlhf_ppo/signal/{next(_sessions)}", _store()
+    if store is None:
+        yield
+        return
+    is_over, sending = threading.Event(), threading.Lock()
+
+    def poll() -> None:
+        with suppress(RuntimeError):  # the process that holds the store has exited
+            while not is_over.wait(SECONDS_BETWEEN_LOOKS):
+                if (number := received()) is not None:
+                    store.set(name, str(number))
+                    return
+                if store.check([name]):
+                    with sending:
+                        if not is_over.is_set():  # else nothing handles the signal any more
+                            os.kill(os.getpid(), int(store.get(name)))
+                    return
+
+    threading.Thread(target=poll, name="rlhf_ppo-signal-broadcast", daemon=True).start()
+    try:
+        yield
+    finally:
+        with sending:
+            is_over.set()
+
+
+def _store() -> Any:
+    """Return the process group's key-value store, or None for a single process."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    return distributed_c10d._get_default_store() if torch.distributed.get_world_size() > 1 else None
 
 
 class _Watcher:
-    """Says what a signal waits for, and ends the process with the second one, whatever the main thread is busy with.
+    """Report the first signal and exit on the second one, from a thread that runs while the main thread is blocked.
 
     Attributes:
-        first: When the first signal came, in seconds of a clock that never goes back; None before it.
-        is_over: Whether nobody listens any more.
+        first: Monotonic time of the first signal; None before it.
+        is_over: Whether no listener is open any more.
     """
 
     def __init__(self) -> None:
         self.first: float | None = None
         self.is_over = False
 
-    def hear(self, number: int) -> None:
-        """Take note of a signal, which is the first for all that listen, or a further one."""
+    def on_signal(self, number: int) -> None:
+        """Handle the first signal for all listeners, or exit on a later one."""
         name, listeners = signal.Signals(number).name, list(_listening)
         if not listeners:
             return
         if name == "SIGHUP":
-            leave_closed_terminal()
+            discard_closed_terminal()
         if self.first is None:
             self.first = time.monotonic()
             threading.Thread(target=self._wake_main_thread, name="rlhf_ppo-waker", daemon=True).start()
-            say(f"{name}: {listeners[-1].awaited()}. A second signal ends the process at once.")
+            say(f"{name}: {listeners[-1].pending()}. A second signal ends the process at once.")
             for listener in listeners:
-                listener.told()
+                listener.is_logged.set()
         elif time.monotonic() - self.first > listeners[-1].same_signal:
             say(f"{name}, the second signal: the process ends at once.")
             os._exit(128 + number)
 
     def _wake_main_thread(self) -> None:
-        """Interrupt what the main thread waits for: the system may have given the signal to another thread."""
+        """Interrupt the main thread's blocking call: the system may have delivered the signal to another thread."""
         main = threading.main_thread().ident
         while _WAKING is not None and main is not None and not self.is_over:
             if all(listener.received is not None for listener in list(_listening)):
@@ -282,28 +330,29 @@ class _Watcher:
 
 
 _handlers = ExitStack()
-"""Puts the signal handlers back that were there before anybody listened."""
+"""Restores the program's own signal handlers."""
 
 _watchers: list[_Watcher] = []
 
 
-def _handle_signals() -> None:
-    """Install the handlers; where they are installed, the next signal counts as the first again."""
+def _install_handlers() -> None:
+    """Install the handlers; if they are installed already, count the next signal as the first again."""
     if _watchers:
         _watchers[0].first = None
         return
-    heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+    numbers = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
     _watchers.append(_Watcher())
     _handlers.callback(_watchers.clear)
     _handlers.enter_context(_watching(_watchers[0]))
-    for number in heard:
-        _handlers.callback(signal.signal, number, signal.signal(number, _note))
+    for number in numbers:
+        _handlers.callback(signal.signal, number, signal.signal(number, _handle))
 
 
-def _restore_signals() -> None:
-    """Put the handlers back if nobody listens any more, in the main thread, which alone can do so.
+def _restore_handlers() -> None:
+    """Restore the program's handlers if no listener is open; only the main thread can.
 
-    Another thread gets here where it collects the garbage that a trainer has become in the middle of its `step` loop.
+    Another thread arrives here when its garbage collection finalizes a trainer in the middle of its `step` loop; it
+    wakes the main thread.
     """
     if _listening:
         return
@@ -313,56 +362,51 @@ def _restore_signals() -> None:
         signal.pthread_kill(main, _WAKING)
 
 
-def _note(number: int, frame: Any) -> None:
-    """Tell all that listen of a signal; where the last has ended in another thread, the handler before gets it."""
+def _handle(number: int, frame: Any) -> None:
+    """Record a signal with all listeners; if the last one was closed in another thread, pass it to the program."""
     if not _listening:
-        _restore_signals()
+        _restore_handlers()
+        if signal.getsignal(number) is _handle:  # the program has saved it during the run and put it back
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.kill(os.getpid(), number)
-    if given_up := [listener.received for listener in _listening if listener.note(number)]:
-        raise Stopped(given_up[-1] or number)
+    if raised := [listener.received for listener in _listening if listener.receive(number)]:
+        raise Stopped(raised[-1] or number)
 
 
 @contextmanager
 def _watching(watcher: _Watcher) -> Iterator[None]:
-    """Let the watcher hear, in a thread of its own, each signal that comes while the context lasts.
+    """Call the watcher for each signal in the block, in a thread of its own.
 
-    Python's handlers run in the main thread only, and not before it comes back from what it calls in C.
+    Python's handlers run in the main thread only, and only after it returns from C code.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    waking = None if _WAKING is None else signal.signal(_WAKING, lambda *_: _restore_signals())
+    waking = None if _WAKING is None else signal.signal(_WAKING, lambda *_: _restore_handlers())
 
     def watch() -> None:
         with reader:
             while byte := reader.recv(1):
                 if byte[0] in STOPPING:
-                    watcher.hear(byte[0])
+                    watcher.on_signal(byte[0])
 
     threading.Thread(target=watch, name="rlhf_ppo-signals", daemon=True).start()
     try:
         yield
     finally:
         watcher.is_over = True
-        _restore_wakeup_fd(writer.fileno(), previous)
+        # The program's event loop may have set another descriptor meanwhile, or closed its own.
+        if (current := signal.set_wakeup_fd(-1)) != writer.fileno():
+            previous = current
+        with suppress(OSError):
+            signal.set_wakeup_fd(previous)
         writer.close()
         if _WAKING is not None:
             signal.signal(_WAKING, waking)
 
 
-def _restore_wakeup_fd(own: int, previous: int) -> None:
-    """Put the descriptor back that was there before, unless the program has set another or closed it meanwhile.
-
-    An event loop that handles signals does both at its end.
-    """
-    if (current := signal.set_wakeup_fd(-1)) != own:
-        previous = current
-    with suppress(OSError):
-        signal.set_wakeup_fd(previous)
-
-
-def _forget_in_child() -> None:
-    """Let a forked process, such as a worker that loads data, die of SIGTERM, and leave the terminal to its parent."""
+def _reset_in_child() -> None:
+    """Let a forked process, such as a data-loader worker, exit on SIGTERM and ignore signals of the terminal."""
     if _listening:
         signal.set_wakeup_fd(-1)
         for number in STOPPING:
@@ -373,32 +417,32 @@ def _forget_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+    os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def say(text: str) -> None:
-    """Write a line on stderr, once on each machine, below a progress bar that may stand there."""
+    """Write a line to stderr, once on each machine, below a progress bar."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with suppress(OSError):  # the terminal is closed
             os.write(2, f"\n{visible(text)}\n".encode())
 
 
-def leave_closed_terminal() -> None:
-    """Drop further output to a terminal that is closed, where each line would be an error that ends the run."""
+def discard_closed_terminal() -> None:
+    """Redirect output to a closed terminal to the null device; otherwise each line is an error that ends the run."""
     for stream in (1, 2):
         try:
             os.write(stream, b"")
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream)
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream)
+            os.close(null)
 
 
-def end_despite_threads(code: int) -> None:
-    """Make sure that the program, once it ends, does not wait for other threads for ever.
+def exit_despite_threads(code: int) -> None:
+    """Make the program's exit wait at most `SECONDS_FOR_THREADS` for other threads.
 
     Args:
-        code: Its exit code, where threads still run `SECONDS_FOR_THREADS` after its main thread has ended.
+        code: Exit code if threads are still running then.
     """
     ending, over = threading.Event(), threading.Event()
 
@@ -410,5 +454,5 @@ def end_despite_threads(code: int) -> None:
             os._exit(code)
 
     threading.Thread(target=wait, name="rlhf_ppo-exit", daemon=True).start()
-    atexit.register(over.set)  # these functions run after the threads have ended
-    threading._register_atexit(ending.set)  # pyright: ignore  these before, in reverse order
+    atexit.register(over.set)  # runs after all threads have ended
+    threading._register_atexit(ending.set)  # pyright: ignore  runs before that, in reverse order

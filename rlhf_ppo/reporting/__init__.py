@@ -1,1 +1,1 @@
-"""What a run leaves to read: metrics, curves and a model card."""
+"""Metrics, logs, health checks, curves, reports and model cards of runs."""

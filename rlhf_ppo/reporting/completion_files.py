@@ -1,25 +1,33 @@
-"""Responses of the logged updates in `completions/`: a parquet file for each update, written once."""
+"""Responses of logged updates, token by token: kept until the log, and written to `completions/`."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress, count
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf_ppo.checkpoints.jsonfile import replacing
+from rlhf_ppo.checkpoints.files import replacing
 from rlhf_ppo.checkpoints.run import Run
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.rewards.shaping import masked_kl
 
 COMPLETIONS_DIR = "completions"
-"""Where in `output_dir` the responses are, under the name that TRL has for it."""
+"""The directory of the responses in `output_dir`, named as TRL's."""
 
 TOKEN_VALUES = ("token_value", "token_advantage", "token_kl", "token_reward")
-"""Figures of each token that the policy wrote; null for the others."""
+"""Values of each token that the policy wrote; null for others."""
 
 _TYPES: dict[str, pa.DataType] = {
     "step": pa.int32(),
@@ -38,22 +46,178 @@ _NAME = re.compile(r"completions_(\d{5,})(?:-(\d+))?\.parquet")
 _RUN = b"rlhf_ppo_run"
 
 
-def write_completions(output_dir: str | Path, rows: Sequence[Mapping[str, Any]], run: Run) -> Path:
-    """Write the responses of an update to `completions/completions_<step>.parquet`; no file is ever replaced.
+@dataclass(frozen=True)
+class _Noted:
+    """A rank's first `n` responses of an update, copied on their device.
 
-    A resumed run that repeats an update finds its own responses there, and writes nothing. Where they are others (of
-    another run, or because arguments were changed), they go to `completions_<step>-2.parquet` and so on.
+    Attributes:
+        step: The update's number.
+        prompts: Ids, left-padded, long `(n, C)`.
+        responses: Ids, right-padded, long `(n, T)`.
+        masks: True on real prompt tokens, on real response tokens, and on tokens that the policy wrote; on the CPU.
+        per_token: The known `TOKEN_VALUES` by name, float32 `(n, T)`.
+        columns: Values of each response, float32 `(n,)`.
+        extra: Columns that reward functions logged.
+    """
+
+    step: int
+    prompts: Tensor
+    responses: Tensor
+    masks: tuple[Any, Any, Any]
+    per_token: Mapping[str, Tensor]
+    columns: Mapping[str, Tensor]
+    extra: Mapping[str, Sequence[Any]]
+
+
+class KeptCompletions:
+    """Keeps the first responses of the latest update, with the values of each token, until the update is logged.
+
+    Keeping does not wait for the device and draws no random numbers. Only logged updates are decoded.
+
+    Args:
+        args: Gives `num_completions_to_keep` and the KL estimator.
+        tokenizer: The policy's tokenizer.
+        num_processes: Number of ranks, which share the responses.
+    """
+
+    def __init__(self, args: PPOConfig, tokenizer: PreTrainedTokenizerBase, num_processes: int) -> None:
+        self.tokenizer, self.kl_estimator = tokenizer, args.kl_estimator
+        self._num_rows = -(-args.num_completions_to_keep // num_processes)
+        self._noted: _Noted | None = None
+        self._rows: list[dict[str, Any]] = []
+
+    def note(
+        self,
+        step: int,
+        rollout: Rollout,
+        advantages: Tensor,
+        rewards: Tensor,
+        columns: Mapping[str, Tensor],
+        extra: Mapping[str, Sequence[Any]],
+    ) -> None:
+        """Keep an update's first responses, and drop those of the update before.
+
+        Args:
+            step: The update's number.
+            rollout: This rank's `B` responses.
+            advantages: Advantages of the policy loss, `(B, T)`.
+            rewards: Reward of each token before whitening, `(B, T)`.
+            columns: The result of `episode_columns`.
+            extra: Columns that reward functions logged, `B` values each.
+        """
+        number = min(self._num_rows, len(rollout))
+        if number == 0:
+            return
+        of_tokens = {"token_value": rollout.values, "token_advantage": advantages, "token_reward": rewards}
+        if (kl := masked_kl(rollout, self.kl_estimator)) is not None:
+            of_tokens["token_kl"] = kl
+        per_token = {name: values[:number].detach().float().clone() for name, values in of_tokens.items()}
+        of_rows = {name: values[:number].detach().clone() for name, values in columns.items()}
+        context, attention = rollout.context_length, rollout.masks.attention[:number]
+        masks = attention[:, :context].copy(), attention[:, context:].copy(), rollout.masks.response[:number].copy()
+        ids = rollout.query_responses[:number].clone()
+        self._noted = _Noted(step, ids[:, :context], ids[:, context:], masks, per_token, of_rows, dict(extra))
+        self._rows = []
+
+    def take(self, rows: list[dict[str, Any]]) -> None:
+        """Restore the rows of an update that an earlier run began."""
+        self._noted, self._rows = None, rows
+
+    def rows(self, step: int) -> list[dict[str, Any]]:
+        """Return this rank's rows of an update, or an empty list if it is not the latest.
+
+        Args:
+            step: The update's number.
+
+        Returns:
+            A dict of JSON values for each response: `step`, `prompt` (without special tokens), `completion`, `score`
+            (after shaping), `rewards/<name>` of each source, `kl` (nats; None without a reference, also for tokens),
+            `length` (tokens that the policy wrote), `ended`, `extra/<name>`; and, in lists over the response's tokens,
+            `token_id`, `token_text`, `token_written` (False for tokens of a tool or environment) and `TOKEN_VALUES`.
+        """
+        if self._noted is not None and self._noted.step == step:
+            self._rows, self._noted = self._rows_of(self._noted), None
+        return [row for row in self._rows if row["step"] == step]
+
+    def _rows_of(self, noted: _Noted) -> list[dict[str, Any]]:
+        ids = torch.cat([noted.prompts, noted.responses], dim=1).cpu()  # once: each copy waits for the device
+        prompts, responses = (
+            part.tolist() for part in ids.split([noted.prompts.shape[1], noted.responses.shape[1]], 1)
+        )
+        per_token = torch.stack([*noted.per_token.values()]).tolist()
+        figures = dict(zip(noted.per_token, per_token, strict=True))
+        in_prompt, in_response, written = (mask.tolist() for mask in noted.masks)
+        columns = {name: values.tolist() for name, values in noted.columns.items()}
+        rows = []
+        for row in range(len(prompts)):
+            prompt = list(compress(prompts[row], in_prompt[row]))
+            response, own = (list(compress(values[row], in_response[row])) for values in (responses, written))
+            of_tokens = {name: [None] * len(own) for name in TOKEN_VALUES} | {
+                name: _of_policy(compress(values[row], in_response[row]), own) for name, values in figures.items()
+            }
+            rows.append(
+                {
+                    "step": noted.step,
+                    "prompt": self.tokenizer.decode(prompt, skip_special_tokens=True),
+                    "completion": self.tokenizer.decode(response),
+                    "score": columns["scores"][row],
+                    **{name: values[row] for name, values in columns.items() if name.startswith("rewards/")},
+                    "kl": columns["kl"][row] if "kl" in columns else None,
+                    "length": sum(own),
+                    "ended": bool(columns["stopped"][row]),
+                    **{f"extra/{name}": _plain(values[row]) for name, values in noted.extra.items()},
+                    "token_id": response,
+                    "token_text": texts_of_tokens(self.tokenizer, response),
+                    "token_written": own,
+                    **of_tokens,
+                }
+            )
+        return rows
+
+
+def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds.
+
+    Args:
+        tokenizer: The tokenizer.
+        ids: Token ids of a text.
+
+    Returns:
+        A text for each token; a character of several tokens is at its last token, the others are empty.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids]
+
+
+def _of_policy(values: Iterable[float], written: list[bool]) -> list[float | None]:
+    return [value if own else None for value, own in zip(values, written, strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+# Files
+
+
+def write_completions(output_dir: str | Path, rows: Sequence[Mapping[str, Any]], run: Run) -> Path:
+    """Write the responses of an update to `completions/completions_<step>.parquet`; files are never replaced.
+
+    If a resumed run repeats an update with the same responses, nothing is written. Other responses (of another run, or
+    after arguments were changed) go to `completions_<step>-2.parquet` and so on.
 
     Args:
         output_dir: The run's directory.
-        rows: The responses, at least one, all of one update; columns as in `KeptCompletions.rows`.
-        run: The run, whose name is in the file.
+        rows: The responses of one update, at least one; columns as in `KeptCompletions.rows`.
+        run: The run; its id is stored in the file.
 
     Returns:
-        The file that holds them.
+        The file with the responses.
 
     Raises:
-        OSError: They cannot be written; no file has appeared then.
+        OSError: The file cannot be written; no partial file is left.
     """
     folder, step = Path(output_dir, COMPLETIONS_DIR), rows[0]["step"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +231,7 @@ def write_completions(output_dir: str | Path, rows: Sequence[Mapping[str, Any]],
 
 
 def find_completions(output_dir: str | Path) -> dict[int, Path]:
-    """Return the file of each update of the run that has a directory now, without those of runs before it.
+    """Return the file of each update of the directory's current run, without those of earlier runs.
 
     Args:
         output_dir: The run's directory.
@@ -90,7 +254,7 @@ def read_completions(path: str | Path, num_rows: int | None = None) -> list[dict
 
     Args:
         path: The file.
-        num_rows: How many, from the first; None: all.
+        num_rows: Number of rows; None: all.
 
     Raises:
         ValueError: The file is damaged, or lacks a column.
@@ -117,7 +281,7 @@ def _holds(path: Path, table: pa.Table, run: Run, step: int) -> bool:
 
 
 def _is_of(path: Path, run: Run, step: int) -> bool:
-    """Tell whether a file is of a run, or of one that it goes on from."""
+    """Return whether a file is from a run, or from a run that it continues."""
     try:
         metadata = pq.read_schema(path).metadata or {}
     except (pa.ArrowException, OSError) as error:
@@ -133,7 +297,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 
 def _stored(value: Any) -> Any:
-    """Return a value with null in place of NaN, which equals nothing."""
+    """Return a value with None for NaN, because NaN is not equal to itself."""
     if isinstance(value, list):
         return [_stored(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value
@@ -142,6 +306,6 @@ def _stored(value: Any) -> Any:
 def _array(values: list[Any], kind: pa.DataType | None) -> pa.Array:
     if kind is None and all(value is None or isinstance(value, int | float) for value in values):
         kind = pa.float64()
-    if kind is None:  # what reward functions log may be anything
+    if kind is None:  # reward functions may log any value
         values, kind = [None if value is None else str(value) for value in values], pa.string()
     return pa.array(values, kind)

@@ -1,23 +1,30 @@
-"""What judges have found about a run's policy, for its model card."""
+"""Win rates of `rlhf-ppo judge`, means over seeds, and the accuracy of reward models: files and figures."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_ppo.checkpoints.jsonfile import check_values, read_object, replacing
+import numpy as np
+
+from rlhf_ppo.checkpoints.files import check_values, read_object, replacing, write_json
 from rlhf_ppo.config.validation import Interval
+from rlhf_ppo.rewards.reward_model import wilson_interval
 
 JUDGED = "judged"
-"""How the name of a table of verdicts begins, and the directory in a run's that may hold such."""
+"""Prefix of the names of tables of verdicts, and the name of their directory in a run's directory."""
+
+
+JUDGED_RATE = "judged/win_rate"
+"""Key of a win rate in a log."""
 
 
 def win_rate_beside(judged: Path) -> Path:
-    """Return where the win rate of a table is kept.
+    """Return the path of a table's win rate.
 
     Args:
         judged: The table, such as `judged-2.parquet`.
@@ -26,25 +33,25 @@ def win_rate_beside(judged: Path) -> Path:
 
 
 def judge_of(options: Mapping[str, Any]) -> str | None:
-    """Return who judged, of the options of `rlhf-ppo judge`."""
+    """Return the judge's name from the options of `rlhf-ppo judge`."""
     return options.get("judge_model") or options.get("judge")
 
 
 _SHARE, _COUNT = Interval(0, 1), Interval(0, math.inf)
 FIGURES = ("win_rate", "interval", "wins", "losses", "ties", "failed")
-"""What every `win_rate.json` holds; `win_rate` and `interval` are null if all verdicts failed."""
+"""The keys of every `win_rate.json`; `win_rate` and `interval` are null if all verdicts failed."""
 _NAMES = ("model", "model_column", "opponent", "opponent_column", "judge_model", "judge")
 
 
 def read_win_rate(path: Path, required: Sequence[str] = FIGURES) -> dict[str, Any]:
-    """Read the figures that `rlhf-ppo judge` has kept.
+    """Read and check a `win_rate.json`.
 
     Args:
-        path: A `win_rate.json`.
+        path: The file.
         required: Keys that it must have.
 
     Raises:
-        ValueError: There is no such file, or a figure is missing or impossible; see `read_object`.
+        ValueError: The file does not exist, or a value is missing or invalid; see `read_object`.
     """
     said = read_object(path, dict.fromkeys(required, Any))
     of_figures = dict.fromkeys(FIGURES[2:], int) | {"interval": list[float], "options": dict}
@@ -62,15 +69,15 @@ def read_win_rate(path: Path, required: Sequence[str] = FIGURES) -> dict[str, An
 
 
 def keep(table: Any, folder: Path, name: str) -> Path:
-    """Write a table under a name that is free, which no other process that writes there takes meanwhile.
+    """Write a table under a free name, safe against other processes that write there.
 
     Args:
         table: The table.
-        folder: Where.
-        name: The file's name without its ending; `-2`, `-3` ... come behind it where there is one.
+        folder: The directory.
+        name: The file's name without suffix; `-2`, `-3` ... are appended if it exists.
 
     Returns:
-        Its path.
+        The file's path.
     """
     numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
     path = next(path for number in numbers if _claimed(path := folder / f"{name}{number}.parquet"))
@@ -84,7 +91,7 @@ def keep(table: Any, folder: Path, name: str) -> Path:
 
 
 def _claimed(path: Path) -> bool:
-    """Create an empty file, unless the file or the win rate beside it is there."""
+    """Create an empty file; return whether neither it nor its win rate existed."""
     try:
         open(path, "xb").close()
     except FileExistsError:
@@ -97,14 +104,15 @@ def _claimed(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A win rate.
+    """A win rate of a policy.
 
     Attributes:
-        win_rate: Share of the judged prompts that the policy won, a tie counting half.
-        interval: Its bootstrap interval of 95%.
-        num_prompts: How many were judged.
-        opponent: Whose responses were the others: a model, or a column of the data set.
-        judge: Who judged.
+        win_rate: Share of the judged prompts that the policy won, with a tie as half.
+        interval: Its 95% bootstrap interval.
+        num_prompts: Number of judged prompts.
+        opponent: The opponent: a model, or a column of the data set.
+        judge: The judge's name.
+        length_controlled: The win rate at equal length.
     """
 
     win_rate: float
@@ -112,14 +120,11 @@ class Judgement:
     num_prompts: int
     opponent: str
     judge: str
+    length_controlled: float | None = None
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> Judgement:
-        """Take over what `read_win_rate` returns.
-
-        Raises:
-            ValueError: Nothing was judged.
-        """
+        """Make a judgement from the result of `read_win_rate`; raise a `ValueError` if nothing was judged."""
         options = said["options"] or {}
         if said["win_rate"] is None:
             raise ValueError("nothing was judged")
@@ -130,23 +135,171 @@ class Judgement:
             num_prompts=said["wins"] + said["losses"] + said["ties"],
             opponent=options.get("opponent") or f"the column {options.get('opponent_column')}",
             judge=judge_of(options) or "a judge",
+            length_controlled=said.get("length_controlled"),
         )
 
 
 def found_judgements(output_dir: str | Path) -> list[Judgement]:
-    """Read the win rates that were written into a run's directory, or into `judged/` in it.
+    """Read the win rates in a run's directory and in its `judged/`.
 
     Args:
-        output_dir: The run's directory, such as was the judge's `--model`; give the judge
-            `--output_dir <output_dir>/judged`.
+        output_dir: The run's directory; the judge writes there with `--output_dir <output_dir>/judged`.
 
     Returns:
-        Those of the files that hold one, in the order of their names.
+        The valid win rates, in the order in which they were judged.
     """
     found, folders = [], (Path(output_dir), Path(output_dir, JUDGED))
-    for path in sorted(path for folder in folders for path in folder.glob("win_rate*.json")):
+    paths = [path for folder in folders for path in folder.glob("win_rate*.json")]
+    for path in sorted(paths, key=lambda path: (path.parent, len(path.name), path.name)):
         try:
             found.append(Judgement.of(read_win_rate(path, (*FIGURES, "options"))))
         except ValueError:
             continue
     return found
+
+
+# Seeds
+
+
+@dataclass(frozen=True)
+class SeedWinRates:
+    """Win rates of policies that differ only in PPO's seed.
+
+    Attributes:
+        seeds: The seeds.
+        rates: Share of prompts won by each policy, in [0, 1].
+        intervals: Low and high end of each rate's interval over prompts.
+        length_controlled: Each length-controlled rate, or None.
+    """
+
+    seeds: Sequence[int]
+    rates: Sequence[float]
+    intervals: Sequence[Sequence[float]]
+    length_controlled: Sequence[float | None]
+
+    @property
+    def mean(self) -> float:
+        """Mean over seeds."""
+        return float(np.mean(self.rates))
+
+    @property
+    def standard_error(self) -> float | None:
+        """Standard deviation over seeds (denominator `n - 1`), divided by `sqrt(n)`; None for one seed."""
+        count = len(self.rates)
+        return float(np.std(self.rates, ddof=1) / np.sqrt(count)) if count > 1 else None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95% interval of the mean, within [0, 1]: over prompts and, with several seeds, also over seeds.
+
+            mean +- sqrt((t s)^2 + h^2)
+
+        with `s` the standard error over seeds, `t` Student's quantile, and `h` the mean half-width of the intervals
+        over prompts, which does not shrink with the number of seeds: all seeds are judged on the same prompts.
+        """
+        if (error := self.standard_error) is None:
+            low, high = self.intervals[0]
+            return float(low), float(high)
+        half = float(np.mean([(high - low) / 2 for low, high in self.intervals]))
+        width = math.hypot(_student_quantile(len(self.rates) - 1) * error, half)
+        return max(0.0, self.mean - width), min(1.0, self.mean + width)
+
+    def lines(self) -> Iterator[str]:
+        """Yield one line for each seed, and one for the mean."""
+        yield "Win rates:"
+        for seed, rate, (low, high), controlled in zip(
+            self.seeds, self.rates, self.intervals, self.length_controlled, strict=True
+        ):
+            equal = "" if controlled is None else f", {100 * controlled:.2f}% at equal length"
+            yield f"  seed {seed}: {100 * rate:.2f}% (95% interval {100 * low:.2f} to {100 * high:.2f}){equal}"
+        if (error := self.standard_error) is not None:
+            yield f"  mean of {len(self.rates)} seeds: {100 * self.mean:.2f}%, standard error {100 * error:.2f}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the win rates as JSON values."""
+        columns = zip(self.seeds, self.rates, self.intervals, self.length_controlled, strict=True)
+        names = ("seed", "win_rate", "interval", "length_controlled")
+        by_seed = [dict(zip(names, column, strict=True)) for column in columns]
+        return {
+            "win_rate": self.mean,
+            "interval": list(self.interval),
+            "standard_error": self.standard_error,
+            "seeds": by_seed,
+        }
+
+
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def _student_quantile(freedom: int) -> float:
+    """Return the 97.5% quantile of Student's t distribution, exact to three digits up to 10 degrees of freedom."""
+    return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96 + 2.7 / freedom
+
+
+# Reward models
+
+
+ACCURACY = "accuracy.json"
+"""The file beside a reward model with its accuracy on held-out pairs."""
+
+AT_LEAST = 0.6
+"""Accuracy below which a reward model is weak."""
+
+
+@dataclass(frozen=True)
+class RewardAccuracy:
+    """How often a reward model scores the better response of a held-out pair higher.
+
+    Attributes:
+        accuracy: Share of the pairs, with a tie as half.
+        interval: Its 95% interval.
+        num_pairs: Number of pairs.
+    """
+
+    accuracy: float
+    interval: tuple[float, float]
+    num_pairs: int
+
+    @classmethod
+    def of(cls, accuracy: float, num_pairs: int) -> RewardAccuracy:
+        """Return an accuracy with Wilson's 95% interval (E. B. Wilson, 1927)."""
+        return cls(accuracy, wilson_interval(accuracy, num_pairs), num_pairs)
+
+    @property
+    def is_at_chance(self) -> bool:
+        """Whether the interval includes 50% or lies below it."""
+        return self.interval[0] <= 0.5
+
+    def __str__(self) -> str:
+        """Return the figures in words."""
+        low, high = self.interval
+        return (
+            f"right on {percent(self.accuracy)} of {self.num_pairs} held-out pairs (95% interval {100 * low:.1f} to "
+            f"{percent(high)})"
+        )
+
+    def save(self, directory: str | Path) -> None:
+        """Write `accuracy.json` beside a reward model."""
+        write_json(Path(directory, ACCURACY), asdict(self))
+
+
+def read_accuracy(directory: str | Path) -> RewardAccuracy | None:
+    """Read the accuracy of a reward model; None if it was not measured, or the file is damaged.
+
+    Args:
+        directory: The model's directory.
+    """
+    try:
+        said = read_object(Path(directory, ACCURACY), {"accuracy": float, "interval": list[float], "num_pairs": int})
+        low, high = said["interval"]
+        check_values(ACCURACY, {"accuracy": said["accuracy"], "low": low, "high": high}, dict.fromkeys(
+            ("accuracy", "low", "high"), _SHARE
+        ))  # fmt: skip
+    except (ValueError, OSError):
+        return None
+    return RewardAccuracy(said["accuracy"], (low, high), said["num_pairs"])
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage with one digit, such as 51.0%."""
+    return f"{100 * share:.1f}%"

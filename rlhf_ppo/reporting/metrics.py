@@ -1,8 +1,10 @@
-"""The logged numbers of a rollout, response by response, and their means between two logs."""
+"""Metrics of rollouts, sampling, critic and evaluation, their means between two logs, and times of the phases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,34 +12,34 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo.algorithm.losses import explained_variance
-from rlhf_ppo.algorithm.masked import ReduceSum, zero_outside
-from rlhf_ppo.algorithm.moments import ScoreMoments
+from rlhf_ppo.algorithm.masked import ReduceSum, ScoreMoments, zero_outside
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.processes.logs import get_logger
+from rlhf_ppo.processes.distributed import get_logger
 from rlhf_ppo.rewards.shaping import masked_kl, shape_scores, token_score_sums
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
 
+
 logger = get_logger(__name__)
 
 LATEST = frozenset({"episode", "eps", "lr", "guard/skipped_rows", "guard/skipped_updates"})
-"""Keys logged as they are now; all others are means (or minima, maxima) over the updates since the last log."""
+"""Keys logged with their latest value; others are means (or minima, maxima) over the updates since the last log."""
 
-_ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
+_HASH_BASE = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
 
 
 def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor | None, kl_coef: float) -> dict[str, Tensor]:
-    """Sum each response's per-token figures, over the tokens that the policy wrote.
+    """Sum each response's token values over the tokens that the policy wrote.
 
     Args:
         rollout: `B` responses.
         scores: Scores after the missing-EOS penalty, float32 `(B,)`.
-        kl: KL estimate per token, nats, `(B, T)`, 0 outside the mask; None without a reference, which costs nothing.
+        kl: KL estimate per token, nats, `(B, T)`, 0 outside the mask; None without a reference, which has no penalty.
         kl_coef: Reward per nat.
 
     Returns:
-        One float32 `(B,)` tensor per figure; `rewards/<name>` for each reward source.
+        Float32 `(B,)` tensors by name; `rewards/<name>` for each reward source.
     """
     return {
         "scores": scores,
@@ -57,12 +59,12 @@ def rollout_columns(
 
     Args:
         rollout: `B` scored responses.
-        args: Gives what shapes the scores, and the KL estimator.
+        args: Gives the shaping of scores, and the KL estimator.
         kl_coef: Reward per nat.
         score_unit: The moments that scores are scaled by; None leaves them in the reward's unit.
 
     Returns:
-        What `episode_columns` gives; with a `score_unit` also `raw_scores`, the scores in the reward's unit.
+        The columns of `episode_columns`; with a `score_unit` also `raw_scores`, the scores in the reward's unit.
     """
     scores, token_scores = shape_scores(rollout, args, score_unit)
     raw = {} if score_unit is None else {"raw_scores": rollout.scores + token_score_sums(rollout)}
@@ -79,14 +81,14 @@ def evaluation_columns(rollout: Rollout, args: PPOConfig, kl_coef: float) -> dic
         kl_coef: Reward per nat.
 
     Returns:
-        What `episode_columns` gives, its `scores` without the rewards of single tokens; `token_scores` are their sums.
+        The columns of `episode_columns`, with `scores` without token rewards; `token_scores` are the sums of those.
     """
     columns = episode_columns(rollout, rollout.scores, masked_kl(rollout, args.kl_estimator), kl_coef)
     return columns | {"token_scores": token_score_sums(rollout)}
 
 
 def gather_columns(columns: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Collect every rank's rows of all columns in one exchange.
+    """Gather every rank's rows of all columns in one collective call.
 
     Args:
         columns: Tensors `(B,)`.
@@ -100,7 +102,7 @@ def gather_columns(columns: Mapping[str, Tensor], gather: Callable[[Tensor], Ten
 
 
 def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
-    """Average per-episode figures over the episodes of all ranks.
+    """Average the episode columns of all ranks.
 
     `objective/kl` (left out without a reference), `objective/entropy` and `objective/non_score_reward` are sums over a
     response's real tokens, then means over episodes;
@@ -108,10 +110,10 @@ def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
     have one. `objective/raw_scores`, with scaling only, is the mean before shaping, in the reward's unit.
 
     Args:
-        columns: What `episode_columns` gave, gathered; NaN where an episode has no score.
+        columns: The gathered `episode_columns`; NaN: no score.
 
     Returns:
-        Metrics by their logged keys; those of scores are left out where no episode has one.
+        Metrics by their logged keys, without those of scores if no episode has one.
     """
     means = {name: float(values.mean()) for name, values in columns.items() if not name.startswith("rewards/")}
     score = columns["scores"].nanmean()
@@ -142,17 +144,17 @@ def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
 def sampling_metrics(
     rollout: Rollout, weights: Tensor | None, reduce_sum: ReduceSum, gather: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
-    """Compare an engine's log-probabilities with those of the training forward pass, under the names TRL has for it.
+    """Compare an engine's log-probabilities with those of the training forward pass, under TRL's names.
 
     Args:
         rollout: `B` responses.
-        weights: What importance sampling makes of the two, `(B, T)`; None if the engine says no log-probabilities.
+        weights: Importance weights of the two, `(B, T)`; None if the engine returns no log-probabilities.
         reduce_sum: Adds a tensor up over ranks.
         gather: Concatenates over ranks along the first dimension.
 
     Returns:
         Mean and maximum of the absolute difference in nats, and mean and extremes of the weights, over the real
-        tokens of all ranks. Nothing if the engine says no log-probabilities.
+        tokens of all ranks; empty if the engine returns no log-probabilities.
     """
     if weights is None or rollout.sampling_logprobs is None:
         return {}
@@ -175,18 +177,18 @@ def sampling_metrics(
 def critic_metrics(
     values: Tensor, returns: Tensor, mask: Tensor, reduce_sum: ReduceSum, gather: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
-    """Say what the value model expected of a rollout, and what came.
+    """Compare the value model's estimates with the returns.
 
     Args:
         values: Estimates, `(B, T)`, in the reward's unit.
-        returns: What the value model is to expect, `(B, T)`.
+        returns: Targets of the value model, `(B, T)`.
         mask: True on the tokens that are learned from, bool `(B, T)`.
         reduce_sum: Adds a tensor up over ranks.
         gather: Concatenates over ranks along the first dimension.
 
     Returns:
-        Mean and extremes of the values, mean of the returns, and how much of their variance the values foresee, over
-        the tokens of all ranks; of these only the last where there are none.
+        Mean and extremes of the values, mean of the returns, and their explained variance, over the tokens of all
+        ranks; only the explained variance if there are no tokens.
     """
     explained = {"val/explained_variance": float(explained_variance(values, returns, mask, reduce_sum))}
     sums = torch.stack([zero_outside(values, mask).sum(), zero_outside(returns, mask).sum(), mask.sum().float()])
@@ -207,7 +209,7 @@ def critic_metrics(
 
 
 def unique_fraction(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> float:
-    """Return the share of different responses among those of all ranks, in (0, 1].
+    """Return the share of distinct responses of all ranks, in (0, 1].
 
     Responses are compared by `sum_t (y_t + 1) c^t` modulo 2^64, a polynomial of their tokens.
 
@@ -218,7 +220,7 @@ def unique_fraction(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> flo
     num_columns = rollout.response_mask.shape[1]
     response = rollout.query_responses[:, -num_columns:]
     tokens = (response + 1).masked_fill(~rollout.response_mask, 0)
-    powers = torch.full_like(tokens[0], _ODD).cumprod(dim=0)
+    powers = torch.full_like(tokens[0], _HASH_BASE).cumprod(dim=0)
     sums = gather((tokens * powers).sum(dim=1))
     return len(sums.unique()) / len(sums)
 
@@ -226,21 +228,21 @@ def unique_fraction(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> flo
 def response_metrics(
     rollout: Rollout, columns: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
-    """Return `rollout_metrics`, and the share of different responses.
+    """Return `rollout_metrics`, and the share of distinct responses.
 
     Args:
         rollout: `B` responses of this rank.
-        columns: Those of all ranks.
+        columns: The columns of all ranks.
         gather: Concatenates over ranks along the first dimension.
     """
     return {**rollout_metrics(columns), "response/unique_frac": unique_fraction(rollout, gather)}
 
 
 def warn_of_unscored(scores: Tensor) -> None:
-    """Say how many episodes no reward scored, if there are any.
+    """Warn of episodes that no reward scored, if there are any.
 
     Args:
-        scores: Scores of the episodes of all ranks, `(N,)`; NaN where there is none.
+        scores: Scores of the episodes of all ranks, `(N,)`; NaN: no score.
     """
     num_unscored = int(scores.isnan().sum())
     if num_unscored > 0:
@@ -257,19 +259,19 @@ EVALUATED = {
     "response/length_mean": "response_length_mean",
     "response/ended_frac": "ended_frac",
 }
-"""Metrics of training: what evaluation calls them."""
+"""Names of training metrics in an evaluation."""
 
 
 def evaluation_metrics(columns: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
     """Average an evaluation's episodes, under the keys that `metric_for_best_model` names.
 
     Args:
-        columns: What `episode_columns` gave, for all evaluation rows.
-        prefix: Put before each key, with an underscore.
+        columns: The `episode_columns` of all evaluation rows.
+        prefix: Prefix of each key, before an underscore.
 
     Returns:
         `score`, `kl`, `entropy`, `response_length_mean`, `ended_frac` and `rewards/<name>/mean|std`; without those of
-        scores where no row has one.
+        scores if no row has one.
     """
     training = rollout_metrics(columns)
     names = EVALUATED | {key: key for key in training if key.startswith("rewards/")}
@@ -291,7 +293,7 @@ class MetricWindow:
         self.updates.append(dict(metrics))
 
     def drain(self) -> dict[str, float]:
-        """Return the window's figures and start a new window."""
+        """Return the window's metrics and start a new window."""
         keys = {key: None for update in self.updates for key in update}
         result = {key: _combine(key, [update[key] for update in self.updates if key in update]) for key in keys}
         self.updates = []
@@ -307,3 +309,77 @@ def _combine(key: str, values: list[float]) -> float:
     if key.endswith("_max") or (of_engine and key.endswith("/max")):
         return max(values)
     return sum(values) / len(values)
+
+
+# Times of the phases of an update
+
+_TO_LOWER = {
+    "generate": "generation: lower generation_batch_size (or local_rollout_forward_batch_size) or response_length",
+    "score": "the rewards: lower per_device_train_batch_size or response_length, or set offload_frozen=True",
+    "evaluate": "the forward passes over the responses: lower local_rollout_forward_batch_size or response_length, or "
+    "set offload_frozen=True",
+    "learn": "learning: lower per_device_train_batch_size and raise gradient_accumulation_steps as many times, which "
+    "keeps the rollout as it is; or set max_tokens_per_micro_batch or gradient_checkpointing=True",
+}
+_NOTE = "Out of memory in "
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+@contextmanager
+def noting_out_of_memory(phase: str) -> Iterator[None]:
+    """Add a note to out-of-memory errors with the phase and the arguments to lower.
+
+    The error keeps its type, so that `except torch.OutOfMemoryError` still catches it.
+
+    Args:
+        phase: A phase of an update.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        lowered = _TO_LOWER.get(phase)
+        if lowered is not None and (
+            isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
+        ):
+            error.add_note(f"{_NOTE}{lowered}. `rlhf-ppo estimate` tells how much memory a run takes.")
+        raise
+
+
+def note_on_memory(error: BaseException) -> str | None:
+    """Return the note of `noting_out_of_memory` on an error, if any."""
+    return next((note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)), None)
+
+
+def rate(name: str, number: float, seconds: float) -> dict[str, float]:
+    """Return `number / seconds` under a metric's name; empty if no time has passed."""
+    return {name: number / seconds} if seconds > 0 else {}
+
+
+@dataclass
+class PhaseTimer:
+    """Adds up the wall-clock seconds of named phases.
+
+    Attributes:
+        seconds: Seconds by phase since the last `drain`.
+        running: The phase that runs now; empty between phases.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    running: str = ""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the block's time to `name`; out-of-memory errors get a note on the phase."""
+        start, self.running = time.perf_counter(), name
+        try:
+            with noting_out_of_memory(name):
+                yield
+        finally:
+            self.running = ""
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def drain(self) -> dict[str, float]:
+        """Return `time/<phase>` in seconds, and reset."""
+        result = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        self.seconds = {}
+        return result

@@ -1,19 +1,23 @@
-"""The model card: what a policy was made from, how, and what came out."""
+"""The model card of a policy: its base model, rewards, metrics, judgements, hyper-parameters and citations."""
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from torch import nn
 
-from rlhf_ppo.config.redaction import shown_addresses
-from rlhf_ppo.reporting.judgements import Judgement
-from rlhf_ppo.terminal.foreign import code_span, markdown, visible
+from rlhf_ppo.checkpoints.files import write_text
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.redaction import redact_urls
+from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
+from rlhf_ppo.reporting.judgements import Judgement, found_judgements
+from rlhf_ppo.reporting.run_log import installed_versions, training_log
+from rlhf_ppo.terminal.text import code_span, markdown, visible
 
 TAGS = ("rlhf_ppo", "ppo")
 """The tags of every card."""
@@ -21,38 +25,13 @@ TAGS = ("rlhf_ppo", "ppo")
 _JUDGED, _AFTER_JUDGED = "## Judged", "## Hyper-parameters"
 
 _HYPERPARAMETERS = (
-    "total_episodes",
-    "batch_size",
-    "mini_batch_size",
-    "num_ppo_epochs",
-    "num_mini_batches",
-    "learning_rate",
-    "lr_scheduler_type",
-    "optim",
-    "max_grad_norm",
-    "kl_coef",
-    "kl_estimator",
-    "cliprange",
-    "vf_coef",
-    "cliprange_value",
-    "gamma",
-    "lam",
-    "whiten_rewards",
-    "missing_eos_penalty",
-    "missing_eos_score",
-    "score_clip",
-    "reward_weights",
-    "response_length",
-    "stop_token",
-    "stop_token_id",
-    "temperature",
-    "bf16",
-    "fp16",
-    "seed",
-)
+    "total_episodes batch_size mini_batch_size num_ppo_epochs num_mini_batches learning_rate lr_scheduler_type optim "
+    "max_grad_norm kl_coef kl_estimator cliprange vf_coef cliprange_value gamma lam whiten_rewards "
+    "missing_eos_penalty missing_eos_score score_clip reward_weights response_length stop_token stop_token_id "
+    "temperature bf16 fp16 seed"
+).split()
 _RESULTS = ("objective/", "rewards/", "policy/", "loss/", "val/", "response/", "eval_")
 _BOOKKEEPING = ("_runtime", "_per_second")
-_PACKAGES = ("rlhf_ppo", "transformers", "trl", "accelerate", "datasets", "peft", "deepspeed", "torch")
 _CITATIONS = """\
 ```bibtex
 @article{schulman2017proximal,
@@ -106,7 +85,7 @@ def model_card(
     license: str | None = None,
     language: str | None = None,
 ) -> ModelCard:
-    """Write the card of a policy; `card.save(path)` puts it in a file.
+    """Make the card of a policy; `card.save(path)` writes it.
 
     Args:
         model_name: The card's title.
@@ -116,16 +95,16 @@ def model_card(
         hyperparameters: Name to value, see `hyperparameters`.
         metrics: Name to final value, see `FinalMetrics`.
         versions: Package to version, see `installed_versions`.
-        curves: The picture of the run's curves, beside the card.
-        judgements: What judges found, see `found_judgements`.
-        tags: Tags beside `TAGS`.
+        curves: File name of the run's curves, in the card's directory.
+        judgements: Win rates, see `found_judgements`.
+        tags: Tags in addition to `TAGS`.
         library_name: The library that loads the model: `"transformers"`, or `"peft"` for an adapter.
         license: The licence in the card's metadata.
         language: The language in the card's metadata.
 
     Returns:
-        The card; no name in it is markup. Local paths appear by their last part only, and not in the metadata that
-        the hub links.
+        The card, with names escaped. Only the last part of local paths is shown, and the metadata that the hub links
+        has none.
     """
     data = ModelCardData(
         base_model=_hub_id(base_model),
@@ -153,14 +132,14 @@ def model_card(
 
 
 def with_judgements(card: str, judgements: Sequence[Judgement]) -> str:
-    """Put what judges have found into a card that was written before, in place of what it says of judges.
+    """Replace the section of win rates in an existing card.
 
     Args:
-        card: The text of a card that `model_card` has written; people may have written into it since.
-        judgements: All that judges have found, see `found_judgements`.
+        card: The text of a card of `model_card`, which people may have edited.
+        judgements: All win rates, see `found_judgements`.
 
     Returns:
-        The text; as it was where there is no section behind which to put it.
+        The new text, or the old text if there is no place for the section.
     """
     start, heading, rest = card.partition(f"\n{_AFTER_JUDGED}\n")
     if not heading or not judgements:
@@ -170,20 +149,20 @@ def with_judgements(card: str, judgements: Sequence[Judgement]) -> str:
 
 
 def hyperparameters(args: Any) -> dict[str, Any]:
-    """Pick the settings that decide a run's numbers.
+    """Return the arguments that affect a run's numbers.
 
     Args:
         args: The run's `PPOConfig`.
 
     Returns:
-        Name to value, without those that are None.
+        Name to value, without None.
     """
     values = {name: getattr(args, name) for name in _HYPERPARAMETERS}
     return {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
 
 
 class FinalMetrics:
-    """Knows the last logged values of a run's metrics; of its log, which only grows, it reads each entry once."""
+    """Tracks the last values of a run's metrics; it reads each entry of the growing log once."""
 
     def __init__(self) -> None:
         self._log: Sequence[Mapping[str, Any]] = ()
@@ -191,10 +170,10 @@ class FinalMetrics:
         self._last: dict[str, float] = {}
 
     def of(self, log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Take the last logged value of every metric that says something about the policy.
+        """Return the last value of every metric of the policy.
 
         Args:
-            log_history: `trainer.state.log_history`; of another list than before all is read.
+            log_history: `trainer.state.log_history`; another list than before is read from its start.
 
         Returns:
             Name to value, in alphabetical order, without timings and counters.
@@ -209,18 +188,6 @@ class FinalMetrics:
 
 def _is_result(name: str) -> bool:
     return name.startswith(_RESULTS) and not name.endswith(_BOOKKEEPING)
-
-
-@functools.cache
-def installed_versions() -> dict[str, str]:
-    """Look up the versions of the packages that decide a run's numbers, of those that are installed."""
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _summary(base_model: str | None, dataset: str | None) -> str:
@@ -248,13 +215,8 @@ def _shown(judgement: Judgement) -> str:
 def _table(header: str, rows: Mapping[str, Any]) -> str:
     if not rows:
         return "None logged."
-    return "\n".join(
-        [
-            f"| {header} | value |",
-            "|---|---|",
-            *(f"| {_line(name)} | {_line(value)} |" for name, value in rows.items()),
-        ]
-    )
+    lines = (f"| {_line(name)} | {_line(value)} |" for name, value in rows.items())
+    return "\n".join([f"| {header} | value |", "|---|---|", *lines])
 
 
 def _line(value: Any) -> str:
@@ -268,5 +230,125 @@ def _hub_id(name: str | None) -> str | None:
 
 
 def _last_part(name: str) -> str:
-    name = shown_addresses(name)
+    name = redact_urls(name)
     return name if _hub_id(name) else name.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
+
+
+# The card of a run
+
+CARD = "README.md"
+
+CURVES = "curves.png"
+"""File name of the curves in the card's directory."""
+
+NUM_CURVES = 4
+"""Number of curves: the first of `PANELS` that were logged."""
+
+
+def save_run_card(
+    args: PPOConfig,
+    policy: nn.Module,
+    rewards: Sequence[str],
+    log: Sequence[Any],
+    metrics: Mapping[str, float],
+    *,
+    title: str | None,
+    dataset: str | None,
+    tags: str | Sequence[str] | None,
+    with_curves: bool,
+    finetuned_from: str | None = None,
+    license: str | None = None,
+    language: str | None = None,
+) -> None:
+    """Write a run's card to `output_dir`.
+
+    Args:
+        args: The run's arguments.
+        policy: The policy.
+        rewards: The rewards' origins, see `reward_origins`.
+        log: The run's log history.
+        metrics: The last values of its metrics.
+        title: The card's title; None takes the last part of `hub_model_id` or `output_dir`.
+        dataset: Hub name or path of the prompts.
+        tags: One or several additional tags.
+        with_curves: Whether to draw the curves again, which takes half a second; otherwise the card shows existing
+            ones, if any.
+        finetuned_from: Hub name or path of the model that training started from; None takes the policy's origin.
+        license: The licence in the card's metadata.
+        language: The language in the card's metadata.
+    """
+    output_dir = Path(str(args.output_dir))
+    card = model_card(
+        model_name=title or Path(args.hub_model_id or output_dir.absolute()).name,
+        base_model=finetuned_from or model_origin(policy),
+        dataset=dataset,
+        reward_sources=rewards,
+        hyperparameters=hyperparameters(args),
+        metrics=metrics,
+        versions=installed_versions(),
+        curves=_curves(log, output_dir, with_curves),
+        judgements=found_judgements(output_dir),
+        tags=[tags] if isinstance(tags, str) else list(tags or []),
+        library_name="peft" if is_peft_model(policy) else "transformers",
+        license=license,
+        language=language,
+    )
+    write_text(output_dir / CARD, str(card))
+
+
+def show_judgements(output_dir: str | Path) -> Path | None:
+    """Add the current win rates to the card of a run.
+
+    Args:
+        output_dir: The run's directory.
+
+    Returns:
+        The card's path; None if there is no card, or nothing has changed.
+    """
+    path, found = Path(output_dir, CARD), found_judgements(output_dir)
+    if not found or not path.is_file():
+        return None
+    card = path.read_text(encoding="utf-8")
+    if (judged := with_judgements(card, found)) == card:
+        return None
+    write_text(path, judged)
+    return path
+
+
+def _curves(log: Sequence[Any], output_dir: Path, drawn_again: bool) -> str | None:
+    if drawn_again:
+        _draw(log, output_dir / CURVES)
+    return CURVES if (output_dir / CURVES).exists() else None
+
+
+def _draw(log: Sequence[Any], path: Path) -> None:
+    from rlhf_ppo.reporting.plots import PANELS, plot_metrics  # Matplotlib takes a second to import
+
+    entries = training_log(log)
+    logged = [name for name in PANELS if any(name in entry and "episode" in entry for entry in entries)]
+    if logged:
+        plot_metrics([log], path, logged[:NUM_CURVES])
+
+
+def reward_origins(models: Sequence[nn.Module], names: Sequence[str]) -> list[str]:
+    """Return the origins of reward sources.
+
+    Args:
+        models: The reward models.
+        names: The names of all sources, the models' first.
+
+    Returns:
+        The path or hub name of each model, if it has one, or else the source's name.
+    """
+    origins = [model_origin(model) for model in models]
+    return [origin or name for origin, name in zip(origins, names, strict=False)] + list(names[len(origins) :])
+
+
+def names_of_parts(policy: nn.Module, reward_models: Sequence[nn.Module], names: Sequence[str]) -> dict[str, Any]:
+    """Return the origins of a run's `policy` and `rewards`, see `reward_origins`."""
+    return {"policy": model_origin(policy), "rewards": reward_origins(reward_models, names)}
+
+
+def model_origin(model: nn.Module) -> str | None:
+    """Return the path or hub name that a model was loaded from, if any."""
+    return transformers_model(model).config._name_or_path or None

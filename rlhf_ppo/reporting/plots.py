@@ -1,4 +1,4 @@
-"""Training curves, drawn from the log that Trainer keeps in `trainer_state.json`."""
+"""Training curves, drawn from the log of Trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,9 +14,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from transformers import TrainerState
 
-from rlhf_ppo.checkpoints.jsonfile import replacing
-from rlhf_ppo.reporting.run_log import Log, Run, read_log
-from rlhf_ppo.terminal.foreign import visible
+from rlhf_ppo.checkpoints.files import replacing
+from rlhf_ppo.reporting.run_log import Log, Run, training_log
+from rlhf_ppo.terminal.text import visible
 
 PANELS: Mapping[str, str] = {
     "objective/scores": "mean score of a response",
@@ -51,7 +50,7 @@ PANELS: Mapping[str, str] = {
     "time/learn": "seconds of an update, optimizer steps",
     "time/tokens_per_second": "response tokens per second",
 }
-"""What each metric says. These are drawn first, in this order, and then all others that the runs logged."""
+"""The meaning of metrics. These are drawn first, in this order, then all other logged metrics."""
 
 _AXES = {"episode": "episodes", "step": "updates"}
 _COUNTERS = {*_AXES, "epoch", "total_flos", "num_input_tokens_seen"}
@@ -65,22 +64,22 @@ def plot_metrics(
     metrics: Sequence[str] | None = None,
     x: str = "episode",
 ) -> Figure:
-    """Draw one panel for each metric, with all runs over each other, and save the picture.
+    """Draw one panel per metric with all runs, and save the figure.
 
     Args:
-        runs: Runs, each drawn as a line; or a mapping of label to the runs of one setting (its seeds), drawn as their
-            mean and a band of one standard deviation.
-        path: Where the picture is saved; its suffix chooses the format, such as .png, .svg or .pdf.
-        metrics: Keys of the log. By default all that the runs logged.
-        x: The key on the horizontal axis: `"episode"`, or `"step"` for PPO updates.
+        runs: Runs, each drawn as a line; or a mapping of label to the runs of one setting (its seeds), drawn as mean
+            and a band of one standard deviation.
+        path: The file; its suffix sets the format, such as .png, .svg or .pdf.
+        metrics: Keys of the log; None: all logged metrics.
+        x: The key of the horizontal axis: `"episode"`, or `"step"` for PPO updates.
 
     Returns:
-        The figure, one axes for each metric in the order of `metrics`.
+        The figure, with one axes per metric, in order.
 
     Raises:
-        TypeError: If `runs` is a single run.
-        ValueError: If there is nothing to draw, no run logged one of `metrics`, or the suffix is of no format.
-        FileNotFoundError: If a directory holds no `trainer_state.json`.
+        TypeError: `runs` is a single run.
+        ValueError: There is nothing to draw, a metric was not logged, or the suffix is not a format.
+        FileNotFoundError: A directory holds no run.
     """
     groups = _read_groups(runs)
     shown = _logged_metrics(groups, metrics, x)
@@ -107,21 +106,21 @@ def plot_metrics(
 def mean_curve(
     logs: Sequence[Log], metric: str, x: str = "episode"
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Average a metric over runs at each point of the horizontal axis.
+    """Compute a metric's mean over runs at each point of the horizontal axis.
 
     Args:
         logs: The log histories of the runs.
-        metric: The key to average.
-        x: The key on the horizontal axis.
+        metric: The metric's key.
+        x: The key of the horizontal axis.
 
     Returns:
-        The points, the mean at each, and the standard deviation over runs (n - 1 below; 0 for a single run). A run
-        that did not log the metric at a point does not count there.
+        The points, the mean at each, and the standard deviation over runs (denominator `n - 1`; 0 for a single run).
+        Runs without the metric at a point are left out there.
     """
     found = [(entry[x], entry[metric]) for log in logs for entry in log if metric in entry and x in entry]
     places, values = np.array(found, float).reshape(-1, 2).T
     points, numbers, counts = np.unique(places, return_inverse=True, return_counts=True)
-    with np.errstate(invalid="ignore"):  # a figure that is not finite stays one
+    with np.errstate(invalid="ignore"):  # values that are not finite stay as they are
         means = np.bincount(numbers, values, len(points)) / np.maximum(counts, 1)
         squares = np.bincount(numbers, (values - means[numbers]) ** 2, len(points))
         deviations = np.where(counts > 1, np.sqrt(squares / np.maximum(counts - 1, 1)), 0.0)
@@ -132,22 +131,6 @@ def _read_groups(runs: Sequence[Run] | Mapping[str, Sequence[Run]]) -> dict[str,
     if isinstance(runs, Mapping):
         return {label: [training_log(run) for run in _listed(group)] for label, group in runs.items()}
     return {label: [training_log(run)] for label, run in zip(_labels(_listed(runs)), runs, strict=True)}
-
-
-def training_log(run: Run) -> Log:
-    """Read a run's log without its summary, and give evaluations, which log their step alone, their episode."""
-    log = [_numbers(entry) for entry in read_log(run) if "train_runtime" not in entry]
-    known = [(entry["step"], entry["episode"]) for entry in log if "step" in entry and "episode" in entry]
-    if not known:
-        return log
-    placed = [entry for entry in log if "step" in entry]
-    episodes = np.interp([entry["step"] for entry in placed], *np.array([(0, 0), *known], float).T)
-    with_episode = iter(episodes.tolist())
-    return [{"episode": next(with_episode), **entry} if "step" in entry else entry for entry in log]
-
-
-def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
-    return {key: value for key, value in entry.items() if isinstance(value, int | float)}
 
 
 def _listed(runs: Sequence[Run]) -> Sequence[Run]:
@@ -195,7 +178,7 @@ def _what_is_logged(logs: Sequence[Log], x: str) -> str:
 
 
 def _label(text: str) -> str:
-    """Return a text as a label in which `$` begins no formula."""
+    """Return a text as a label, with `$` escaped, which begins a formula."""
     return visible(text, one_line=True).replace("$", r"\$")
 
 
@@ -213,6 +196,6 @@ def _draw(panel: Axes, metric: str, groups: Mapping[str, list[Log]], x: str) -> 
     panel.set_xlabel(_label(_AXES.get(x, x)), fontsize=9)
     panel.tick_params(labelsize=8)
     panel.ticklabel_format(axis="y", useOffset=False)
-    panel.yaxis.get_offset_text().set(x=1.0, ha="right", fontsize=8)  # on the left is what the metric says
+    panel.yaxis.get_offset_text().set(x=1.0, ha="right", fontsize=8)  # the left holds the metric's meaning
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)

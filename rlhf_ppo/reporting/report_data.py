@@ -1,4 +1,4 @@
-"""What a report shows, as JSON values: curves, health checks, settings, samples and responses token by token."""
+"""Data of the report: curves, key figures, score against KL, samples, responses, settings and judged pairs."""
 
 from __future__ import annotations
 
@@ -15,59 +15,66 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.health import HealthThresholds
-from rlhf_ppo.config.redaction import is_secret, shown
+from rlhf_ppo.config.redaction import is_secret, redacted
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
-from rlhf_ppo.reporting.health import CHECKS, Surroundings
-from rlhf_ppo.reporting.health.callback import said
-from rlhf_ppo.reporting.judged import Judged, judged_data, over_seeds
+from rlhf_ppo.reporting.health_checks import CHECKS
+from rlhf_ppo.reporting.judged_pairs import Judged, judged_data, over_seeds
+from rlhf_ppo.reporting.judgements import JUDGED
+from rlhf_ppo.reporting.key_figures import headline, health_warnings, key_figures, score_against_kl
 from rlhf_ppo.reporting.plots import PANELS, mean_curve
-from rlhf_ppo.reporting.run_groups import RecordedRun, grouped
-from rlhf_ppo.reporting.run_log import Log
-from rlhf_ppo.reporting.run_settings import SETTINGS_NAME
-from rlhf_ppo.terminal.foreign import from_csv_cell, visible
+from rlhf_ppo.reporting.run_log import Log, RecordedRun, grouped
+from rlhf_ppo.reporting.verdict import verdict_of
+from rlhf_ppo.terminal.text import from_csv_cell, visible
 
 MAX_POINTS = 1000
-"""Most points of a curve; of a longer one each stretch keeps its extremes, and the first and last point are kept."""
+"""Largest number of points of a curve; longer curves keep their extremes, first and last point."""
 MAX_UPDATES = 16
-"""Most updates of a run whose responses, or samples, are in a report."""
+"""Largest number of updates of a run with responses, or samples."""
 MAX_TOKENS = 200_000
-"""About how many tokens of responses are in a report; with longer responses there are fewer of each update."""
+"""Approximate number of response tokens in a report."""
 MAX_SAMPLES = 8
 
-_HEALTH = "health/"
-_SETTLED = frozenset(
+_HEALTH, _JUDGED = "health/", f"{JUDGED}/"
+_NOT_CHOSEN = frozenset(
     ("output_dir run_name accelerator_config activation_checkpointing dataloader_pin_memory debug do_eval").split()
 )
-"""Arguments that TrainingArguments sets by itself, or that say only where a run is."""
+"""Arguments that TrainingArguments sets itself, or that only name places."""
 
 _NO_METRICS = frozenset({"step", "episode", "epoch", "total_flos", "num_input_tokens_seen"})
 
 
 def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> dict[str, Any]:
-    """Gather what a report shows.
+    """Collect the data of the page as JSON values.
 
     Args:
         runs: The runs, at least one.
-        judged: What a judge said of them.
+        judged: Tables of judged pairs.
 
     Returns:
-        `groups` (label and the indices of its runs), `metrics` (key, what it says, and a curve for each group), `runs`
-        (name, health, samples, responses), `checks` (what each health check means), `judged`, `judged_seeds`,
-        `settings` and `versions`. Numbers are the log's, those of tokens have four digits, and what is not finite is
-        None.
+        `groups` (label and the indices of its runs); of each group `verdicts` (see `headline`), `figures` (see
+        `key_figures`), `frontier` (see `score_against_kl`) and `metrics` (key, meaning, and a curve); `runs` (name,
+        health, samples, responses), `checks` (the meaning of each health check), `judged`, `judged_seeds`, `settings`
+        and `versions`. Token values have four digits, and numbers that are not finite are None.
 
     Raises:
-        ValueError: A file of a run is damaged.
+        ValueError: A file is damaged.
     """
     groups = grouped(runs)
+    logs = [[run.log for run in group] for group in groups.values()]
+    figures = key_figures(logs)
     numbers = {id(run): number for number, run in enumerate(runs)}
     data = {
         "groups": [
             {"label": label, "runs": [numbers[id(run)] for run in group], "seeds": [_seed(run) for run in group]}
             for label, group in groups.items()
         ],
-        "metrics": _metrics([[run.log for run in group] for group in groups.values()]),
+        "verdicts": [
+            headline(verdict_of(group).as_json(), {figure["key"]: figure["groups"][number] for figure in figures})
+            for number, group in enumerate(groups.values())
+        ],
+        "figures": figures,
+        "frontier": [score_against_kl(of_group) for of_group in logs],
+        "metrics": _metrics(logs),
         "runs": [_run(run, MAX_TOKENS // len(runs)) for run in runs],
         "checks": {
             check.name: {"symptom": check.symptom, "cause": check.cause, "advice": check.advice} for check in CHECKS
@@ -77,11 +84,11 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
         "settings": _settings([group[0] for group in groups.values()]),
         "versions": _versions(runs),
     }
-    return _shown(data)
+    return _escaped(data)
 
 
 def curve(logs: Sequence[Log], metric: str, episodes: Mapping[float, float]) -> dict[str, list[Any]] | None:
-    """Return the mean of a metric over runs, and its standard deviation, at each update that is drawn.
+    """Return a metric's mean over runs and standard deviation, at each drawn update.
 
     Args:
         logs: The logs of the runs.
@@ -89,32 +96,42 @@ def curve(logs: Sequence[Log], metric: str, episodes: Mapping[float, float]) -> 
         episodes: Episodes after each update.
 
     Returns:
-        `step`, `episode`, `mean` and `std`, or None where no run has logged it.
+        `step`, `episode`, `mean` and `std`, or None if no run logged the metric. A curve of more than `MAX_POINTS`
+        points has `level` too: the mean of the stretch around each drawn point, for smoothing.
     """
     steps, means, deviations = mean_curve(logs, metric, "step")
     if len(steps) == 0:
         return None
     kept = drawn_points(means, deviations)
-    return {
+    drawn = {
         "step": steps[kept].astype(int).tolist(),
         "episode": [episodes.get(step) for step in steps[kept].tolist()],
         "mean": means[kept].tolist(),
         "std": deviations[kept].tolist(),
     }
+    return drawn if len(kept) == len(means) else drawn | {"level": _levels(means, kept).tolist()}
+
+
+def _levels(means: NDArray[np.float64], kept: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Return the mean of the points around each kept point, those that are no numbers left out."""
+    edges = np.concatenate([[0], (kept[:-1] + kept[1:] + 1) // 2])
+    is_number = np.isfinite(means)
+    sums, counts = np.add.reduceat(np.where(is_number, means, 0.0), edges), np.add.reduceat(is_number, edges)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def drawn_points(means: NDArray[np.float64], deviations: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Choose the points of a curve that are drawn, so that its picture shows every extreme.
+    """Select the points of a curve to draw, with all visible extremes.
 
-    A curve of more than `MAX_POINTS` points is cut into stretches of equal length. Each keeps its lowest and highest
-    mean, and the lowest and highest edge of its band.
+    A curve of more than `MAX_POINTS` points is split into stretches of equal length. Each stretch keeps its lowest and
+    highest mean, and the lowest and highest edges of its band.
 
     Args:
-        means: The curve, `(N,)`; NaN where there is no value.
+        means: The curve, `(N,)`; NaN: no value.
         deviations: Half the height of its band, `(N,)`.
 
     Returns:
-        Their places, in order, at most `MAX_POINTS` unless there are fewer; the first and the last are among them.
+        At most `MAX_POINTS` sorted indices, with the first and the last.
     """
     if len(means) <= MAX_POINTS:
         return np.arange(len(means))
@@ -141,7 +158,7 @@ def _metrics(groups: Sequence[Sequence[Log]]) -> list[dict[str, Any]]:
     return [
         {"key": key, "says": PANELS.get(key, ""), "curves": [curve(logs, key, known) for logs, known in both]}
         for key in keys
-        if not key.startswith(_HEALTH)
+        if not key.startswith((_HEALTH, _JUDGED))
     ]
 
 
@@ -150,14 +167,14 @@ def _run(run: RecordedRun, num_tokens: int) -> dict[str, Any]:
         "name": run.name,
         "last_step": max(int(entry.get("step", 0)) for entry in run.log),
         "health": _health(run),
-        "samples": [{"step": step, "rows": _samples(run.samples[step])} for step in _spread(list(run.samples))],
+        "samples": [{"step": step, "rows": _samples(run.samples[step])} for step in _select_evenly(list(run.samples))],
         "responses": _responses(run.completions, num_tokens),
     }
 
 
 def _health(run: RecordedRun) -> list[dict[str, Any]]:
-    """Say of each check when it fired first and last, at how many of its logs, and what it said at which update."""
-    found, words = [], _words(run)
+    """Return for each check its first and last finding, their number, and its warnings."""
+    found, words = [], health_warnings(run)
     for key in dict.fromkeys(key for entry in run.log for key in entry if key.startswith(_HEALTH)):
         steps = [(entry.get("step"), entry[key]) for entry in run.log if key in entry]
         fired = [step for step, value in steps if value > 0]
@@ -170,47 +187,45 @@ def _health(run: RecordedRun) -> list[dict[str, Any]]:
     return found
 
 
-def _words(run: RecordedRun) -> dict[str, list[tuple[int, str]]]:
-    """Say again what the checks have said; nothing for a run of a version that did not keep what they went by."""
-    if not (health := run.settings.health):
-        return {}
-    try:
-        return said(run.log, HealthThresholds(**health["thresholds"]), Surroundings(**health["run"]))
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"the run {run.name} has a {SETTINGS_NAME} that is damaged, or of a newer rlhf_ppo: {error!r}"
-        ) from error
-
-
 def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
-    """Return a row for each argument: its value in each group, and whether one of them is not the default."""
-    defaults = {each.name: each for each in dataclasses.fields(PPOConfig)}
+    """Return a row for each argument: its values, default and help, and whether it differs from the default."""
+    fields = {each.name: each for each in dataclasses.fields(PPOConfig)}
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings.arguments if not is_secret(name)):
-        values = [_said(shown(run.settings.arguments.get(name), name)) for run in runs]
-        default = defaults.get(name)
-        is_derived = default is not None and str(default.metadata.get("help", "")).startswith("Derived")
-        standard = dataclasses.MISSING if default is None else default.default
-        is_chosen = standard is not dataclasses.MISSING and not is_derived and name not in _SETTLED
-        changed = is_chosen and any(value != _said(standard) for value in values)
-        differs = len(set(values)) > 1 and name not in _SETTLED
-        rows.append({"name": name, "values": values, "changed": changed, "differs": differs})
+        values = [_as_text(redacted(run.settings.arguments.get(name), name)) for run in runs]
+        help_text, default = _help_and_default(fields.get(name))
+        changed = default is not None and name not in _NOT_CHOSEN and any(value != default for value in values)
+        differs = len(set(values)) > 1 and name not in _NOT_CHOSEN
+        rows.append(
+            {"name": name, "values": values, "changed": changed, "differs": differs}
+            | {"default": default, "help": help_text}
+        )
     for name in dict.fromkeys(name for run in runs for name in run.settings.made_of):
-        values = [_said(shown(run.settings.made_of.get(name), name)) for run in runs]
+        values = [_as_text(redacted(run.settings.made_of.get(name), name)) for run in runs]
         rows.append({"name": name, "values": values, "changed": True, "differs": len(set(values)) > 1})
     return rows
 
 
-def _said(value: Any) -> str:
-    value = getattr(value, "value", value)  # of enums
+def _help_and_default(field: dataclasses.Field[Any] | None) -> tuple[str, str | None]:
+    """Return the help of an argument and its default as a text; None for one that is derived or has no default."""
+    if field is None:
+        return "", None
+    help_text = str(field.metadata.get("help", ""))
+    if field.default is dataclasses.MISSING or help_text.startswith("Derived"):
+        return help_text, None
+    return help_text, _as_text(field.default)
+
+
+def _as_text(value: Any) -> str:
+    value = getattr(value, "value", value)  # enums
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _versions(runs: Sequence[RecordedRun]) -> dict[str, str]:
     found: dict[str, dict[str, None]] = {}
     for run in runs:
-        for package, version in run.settings.versions.items():
-            found.setdefault(package, {})[version] = None
+        for package, installed in run.settings.versions.items():
+            found.setdefault(package, {})[installed] = None
     return {package: ", ".join(versions) for package, versions in found.items()}
 
 
@@ -218,8 +233,8 @@ def _seed(run: RecordedRun) -> Any:
     return run.settings.arguments.get("seed")
 
 
-def _spread(steps: Sequence[int]) -> list[int]:
-    """Choose updates evenly, the first and the last among them."""
+def _select_evenly(steps: Sequence[int]) -> list[int]:
+    """Select updates evenly, with the first and the last."""
     places = np.linspace(0, len(steps) - 1, min(len(steps), MAX_UPDATES)).round().astype(int)
     return [steps[place] for place in dict.fromkeys(places.tolist())]
 
@@ -240,7 +255,7 @@ def _samples(path: Path) -> list[dict[str, Any]]:
 
 
 def _responses(files: Mapping[int, Path], num_tokens: int) -> list[dict[str, Any]]:
-    steps = _spread(list(files))
+    steps = _select_evenly(list(files))
     updates = {step: read_completions(files[step]) for step in steps}
     longest = max((len(row["token_id"]) for rows in updates.values() for row in rows), default=1)
     num_rows = max(2, num_tokens // max(1, len(steps) * longest))
@@ -251,12 +266,12 @@ def _responses(files: Mapping[int, Path], num_tokens: int) -> list[dict[str, Any
 
 
 def _response(row: Mapping[str, Any]) -> dict[str, Any]:
-    figures = {name.removeprefix("token_"): [_short(value) for value in row[name]] for name in TOKEN_VALUES}
+    figures = {name.removeprefix("token_"): [_four_digits(value) for value in row[name]] for name in TOKEN_VALUES}
     return {
         "prompt": row["prompt"],
         "score": row["score"],
         "rewards": {name.removeprefix("rewards/"): row[name] for name in row if name.startswith("rewards/")},
-        "extra": {name.removeprefix("extra/"): _said(row[name]) for name in row if name.startswith("extra/")},
+        "extra": {name.removeprefix("extra/"): _as_text(row[name]) for name in row if name.startswith("extra/")},
         "kl": row["kl"],
         "length": row["length"],
         "ended": row["ended"],
@@ -267,16 +282,16 @@ def _response(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _short(value: float | None) -> float | None:
+def _four_digits(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _shown(value: Any) -> Any:
-    """Return a value with visible texts, and None in place of numbers that JSON does not have."""
+def _escaped(value: Any) -> Any:
+    """Return a value with escaped control characters, and with None for numbers that JSON does not have."""
     if isinstance(value, dict):
-        return {_shown(key): _shown(item) for key, item in value.items()}
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_shown(item) for item in value]
+        return [_escaped(item) for item in value]
     if isinstance(value, str):
         return visible(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Sums over the tokens that an update has learned from, and the metrics that they become."""
+"""Metrics of an update: sums over the tokens of its micro-batches, averaged at its end."""
 
 from __future__ import annotations
 
@@ -130,14 +130,14 @@ class UpdateStatistics:
             self.grad_norms.append(norms)
 
     def _mean_grad_norms(self) -> Iterable[Tensor]:
-        """Average over the steps; without those that fp16's loss scaling leaves out, whose gradients overflow."""
+        """Average over the steps, without those that fp16's loss scaling skips because of overflow."""
         if not self.grad_norms:
             return ()
         norms = torch.stack(self.grad_norms).to(self.sums[0].device)  # on the CPU where FSDP2 offloads parameters
         return norms.where(norms.isfinite().all(dim=1, keepdim=True), math.nan).nanmean(dim=0)
 
     def drop_last(self, count: int) -> None:
-        """Forget the last micro-batches: their optimizer step was not taken."""
+        """Drop the last micro-batches, whose optimizer step was skipped."""
         del self.sums[len(self.sums) - count :]
 
     def metrics(self, reduce_sum: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Rewards: what a response is worth, from a reward model, Python functions, or several of both."""
+"""Rewards of responses from reward models, Python functions, servers and judges."""
 
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.resolve import resolve_reward

@@ -1,14 +1,14 @@
-r"""Rewards by name: the ones that AITraining's `rl_reward_fn` and environments name, and TRL's own.
+r"""Built-in rewards by name: those of AITraining's `rl_reward_fn` and environments, and TRL's.
 
-Each is a picklable object with `GRPOTrainer`'s signature whose `__name__` is the name that metrics and weights use.
-`y` is the response's text, `words(y)` the number of its parts between white space.
+Each is a picklable object with `GRPOTrainer`'s signature; metrics and weights use its `__name__`. `y` is the
+response's text, `words(y)` its number of words (parts between white space).
 
 | name | score of a response | range |
 |---|---|---|
 | `default` | `-0.01 max(0, words(y) - 50) + 0.5 [y holds one of . ! ?]` | at most 0.5 |
 | `length_penalty` | `-0.01 max(0, words(y) - 50)` | at most 0 |
 | `length` | `words(y) / 100` | at least 0 |
-| `correctness` | `[the answer that y ends in is the data set's]` | 0 or 1 |
+| `correctness` | `[the final answer of y is the data set's]` | 0 or 1 |
 | `formatting` | `[y announces an answer]`: "Answer:", `####` or `\boxed{` | 0 or 1 |
 | `keyword` | number of the given keywords that y holds | 0 to their number |
 | `custom` | a function of `prompt`, `generated` and `full_text` | the function's |
@@ -19,67 +19,72 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from rlhf_ppo.config.redaction import shown
-from rlhf_ppo.rewards import answers
-from rlhf_ppo.rewards.reading import Answer
-from rlhf_ppo.terminal.foreign import visible_logger
+from rlhf_ppo.config.redaction import redacted
+from rlhf_ppo.rewards.reward_model import Answer
+from rlhf_ppo.terminal.text import visible_logger
 
 logger = visible_logger(__name__)
 
 
+class TextReward(ABC):
+    """A reward function of the response's text alone."""
+
+    @abstractmethod
+    def score(self, text: str) -> float:
+        """Score one response."""
+
+    def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
+        """Score every response."""
+        return [self.score(text) for text in response_texts(completions)]
+
+
 @dataclass(frozen=True)
-class LengthPenalty:
-    """Punishes long responses: `-penalty * max(0, words(y) - max_words)`.
+class LengthPenalty(TextReward):
+    """Penalty for long responses: `-penalty * max(0, words(y) - max_words)`.
 
     Attributes:
-        max_words: Number of words that cost nothing.
-        penalty: Cost of each word beyond.
+        max_words: Number of words without a penalty.
+        penalty: Penalty for each further word.
     """
 
     __name__: ClassVar[str] = "length_penalty"
     max_words: int = 50
     penalty: float = 0.01
 
-    def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
-        """Score every response, at most 0."""
-        return [-self.penalty * max(0, _num_words(text) - self.max_words) for text in response_texts(completions)]
+    def score(self, text: str) -> float:
+        """Return a score of at most 0."""
+        return -self.penalty * max(0, len(text.split()) - self.max_words)
 
 
 @dataclass(frozen=True)
-class Default:
-    """AITraining's reward where nothing else is given: the length penalty, and `bonus` for any of `.`, `!`, `?`.
+class Default(LengthPenalty):
+    """AITraining's default reward: the length penalty, plus `bonus` if the response has any of `.`, `!`, `?`.
 
     Attributes:
-        max_words: Number of words that cost nothing.
-        penalty: Cost of each word beyond.
-        bonus: What a sentence's end is worth.
+        bonus: Reward for the end of a sentence.
     """
 
     __name__: ClassVar[str] = "default"
-    max_words: int = 50
-    penalty: float = 0.01
     bonus: float = 0.5
 
-    def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
-        """Score every response, at most `bonus`."""
-        brevity = LengthPenalty(self.max_words, self.penalty)(completions)
-        return [
-            score + self.bonus * bool(re.search("[.!?]", text))
-            for score, text in zip(brevity, response_texts(completions), strict=True)
-        ]
+    def score(self, text: str) -> float:
+        """Return a score of at most `bonus`."""
+        return super().score(text) + self.bonus * bool(re.search("[.!?]", text))
 
 
 @dataclass(frozen=True)
-class Length:
-    """Favours long responses: `words(y) / unit`.
+class Length(TextReward):
+    """Reward for long responses: `words(y) / unit`.
 
     Attributes:
-        unit: Number of words that are worth 1.
+        unit: Number of words with a reward of 1.
 
     Raises:
         ValueError: `unit` is not above 0.
@@ -92,25 +97,25 @@ class Length:
         if not self.unit > 0:
             raise ValueError(f"length: unit={self.unit!r} must be above 0")
 
-    def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
-        """Score every response, at least 0."""
-        return [_num_words(text) / self.unit for text in response_texts(completions)]
+    def score(self, text: str) -> float:
+        """Return a score of at least 0."""
+        return len(text.split()) / self.unit
 
 
 @dataclass(frozen=True)
 class Correctness:
-    """1 where the response ends in the data set's answer, else 0; see `rlhf_ppo.rewards.answers` for what that is.
+    """1 if the `final_answer` of the response is that of the data set, else 0.
 
-    A row whose answer is None is not scored, nor is any where the data set has neither default column, with one
-    warning.
+    Rows whose answer is None are not scored. If the data set has neither default column, no row is scored, and one
+    warning is logged.
 
     Attributes:
-        mode: "exact" compares texts (but for case, spacing and a closing full stop), "numeric" numbers; "auto" is
-            "numeric" in rows whose answer is a number and "exact" in others; "math" asks the package math-verify.
-        column: The data set's column with the answers; None takes `answer`, or else `solution`.
+        mode: "exact" compares texts, ignoring case, spacing and a final full stop; "numeric" compares numbers; "auto"
+            is "numeric" in rows whose answer is a number and "exact" in others; "math" uses the package math-verify.
+        column: The column with the answers; None takes `answer`, or else `solution`.
 
     Raises:
-        ValueError: `mode` is none of these.
+        ValueError: `mode` has another value.
         ImportError: `mode="math"` without math-verify.
     """
 
@@ -128,7 +133,7 @@ class Correctness:
         """Score every response.
 
         Raises:
-            ValueError: The data set has no such column as `column` names.
+            ValueError: The data set has no column `column`.
         """
         names = ("answer", "solution") if self.column is None else (self.column,)
         found = [name for name in names if name in columns]
@@ -148,14 +153,14 @@ class Correctness:
 
 
 @dataclass(frozen=True)
-class Formatting:
-    r"""1 where the response has the wanted form, else 0.
+class Formatting(TextReward):
+    r"""1 if the response matches a pattern, else 0.
 
     Attributes:
-        pattern: A regular expression to be found in it; the default finds an announced answer.
+        pattern: A regular expression, searched anywhere in the response; the default finds an announced answer.
 
     Raises:
-        ValueError: `pattern` is no regular expression.
+        ValueError: `pattern` is not a regular expression.
     """
 
     __name__: ClassVar[str] = "formatting"
@@ -167,20 +172,20 @@ class Formatting:
         except re.error as error:
             raise ValueError(f"formatting: pattern={self.pattern!r} is no regular expression: {error}") from error
 
-    def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
-        """Score every response, 0 or 1."""
-        return [float(re.search(self.pattern, text) is not None) for text in response_texts(completions)]
+    def score(self, text: str) -> float:
+        """Return 0 or 1."""
+        return float(re.search(self.pattern, text) is not None)
 
 
 @dataclass(frozen=True)
-class Keyword:
-    """Number of the given keywords that the response holds, each counted once, upper and lower case told apart.
+class Keyword(TextReward):
+    """Number of keywords in the response, each counted once, case-sensitive.
 
     Attributes:
         keywords: The keywords.
 
     Raises:
-        ValueError: They are one text, there is none, or one is empty or no text.
+        ValueError: `keywords` is a text, is empty, or holds an empty text or something else than texts.
     """
 
     __name__: ClassVar[str] = "keyword"
@@ -191,21 +196,21 @@ class Keyword:
         if not is_list or not self.keywords or not all(isinstance(word, str) and word for word in self.keywords):
             raise ValueError(f"keyword: keywords={self.keywords!r} must be a list of texts, such as ['yes']")
 
-    def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
-        """Score every response, from 0 to the number of keywords."""
-        return [float(sum(word in text for word in self.keywords)) for text in response_texts(completions)]
+    def score(self, text: str) -> float:
+        """Return a score from 0 to the number of keywords."""
+        return float(sum(word in text for word in self.keywords))
 
 
 class Custom:
     """A function of one row with AITraining's signature, `f(prompt, generated, full_text) -> float`.
 
-    A function with `GRPOTrainer`'s signature needs no such cover: pass it as it is.
+    Pass a function with `GRPOTrainer`'s signature directly instead.
 
     Args:
         function: The function.
 
     Raises:
-        TypeError: It does not take these arguments.
+        TypeError: The function does not take these arguments.
     """
 
     __name__ = "custom"
@@ -227,7 +232,7 @@ class Custom:
         policy_answers: Sequence[Answer] | None = None,
         **_: Any,
     ) -> list[float | None]:
-        """Call the function for every response; `full_text` is the prompt's text with the response behind it."""
+        """Call the function for every response; `full_text` is the prompt's text followed by the response."""
         texts = response_texts(completions)
         behind = texts if policy_answers is None else [answer.continuation for answer in policy_answers]
         rows = zip(map(prompt_text, prompts), texts, behind, strict=True)
@@ -241,7 +246,7 @@ BUILTIN_REWARDS: dict[str, type] = {
     reward.__dict__["__name__"]: reward
     for reward in (Default, LengthPenalty, Length, Correctness, Formatting, Keyword, Custom)
 }
-"""The rewards that `builtin_reward` makes, by name; TRL's come on top."""
+"""The built-in rewards by name, without TRL's."""
 
 TRL_REWARDS: tuple[str, ...] = (
     "accuracy_reward",
@@ -251,7 +256,7 @@ TRL_REWARDS: tuple[str, ...] = (
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
 )
-"""The rewards of `trl.rewards`; those that begin with `get_` take settings. Older versions of TRL have fewer."""
+"""The rewards of `trl.rewards`; those that begin with `get_` take settings. Older versions of TRL lack some."""
 
 _COMPARING = ("accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward")
 
@@ -260,14 +265,14 @@ def builtin_reward(name: str, **settings: Any) -> Callable[..., Any]:
     """Make a reward function by name.
 
     Args:
-        name: A key of `BUILTIN_REWARDS`, or one of `TRL_REWARDS`, the settings of which are documented by TRL.
-        **settings: The reward's own, see its class.
+        name: A key of `BUILTIN_REWARDS`, or one of `TRL_REWARDS`.
+        **settings: The attributes of the reward's class; TRL documents those of its rewards.
 
     Returns:
-        A picklable callable with `GRPOTrainer`'s signature. TRL's get their completions as messages, as they expect.
+        A picklable callable with `GRPOTrainer`'s signature.
 
     Raises:
-        ValueError: There is no such reward, or it has no such setting.
+        ValueError: The reward or the setting does not exist.
         ImportError: The reward needs math-verify, which is not installed.
     """
     if name not in BUILTIN_REWARDS and name not in TRL_REWARDS:
@@ -275,19 +280,21 @@ def builtin_reward(name: str, **settings: Any) -> Callable[..., Any]:
     try:
         return TrlReward(name, settings) if name in TRL_REWARDS else BUILTIN_REWARDS[name](**settings)
     except TypeError as error:
-        raise ValueError(f"the reward {name!r} cannot be made with the settings {shown(settings)}: {error}") from error
+        raise ValueError(
+            f"the reward {name!r} cannot be made with the settings {redacted(settings)}: {error}"
+        ) from error
 
 
 class TrlReward:
-    """One of TRL's rewards, which read conversations, for responses that are texts too.
+    """One of TRL's rewards. They expect conversations; this class passes texts as messages.
 
     Args:
         name: Its name in `trl.rewards`.
-        settings: Arguments of those that begin with `get_`; none for the others.
+        settings: Its arguments; for names that begin with `get_`, those of the factory.
 
     Raises:
-        ValueError: The installed TRL has no such reward.
-        TypeError: It does not take these settings.
+        ValueError: The installed TRL does not have the reward.
+        TypeError: The reward does not take these settings.
         ImportError: The reward compares answers, and math-verify is not installed.
     """
 
@@ -300,8 +307,7 @@ class TrlReward:
             _require_math_verify(f"trl.rewards.{name}")
         self.name, self.settings = name, settings
         found = getattr(trl.rewards, name)
-        is_factory = name.startswith("get_")
-        if is_factory:
+        if name.startswith("get_"):
             self._call = made = found(**settings)
             self.__name__ = made.__name__
         else:
@@ -318,7 +324,7 @@ class TrlReward:
 
 
 def response_texts(completions: Sequence[Any]) -> list[str]:
-    """Return the texts of responses that may be texts or messages.
+    """Return the texts of responses that are texts or lists of messages.
 
     Args:
         completions: `B` texts, or `B` lists of messages `{"role", "content"}`.
@@ -327,7 +333,7 @@ def response_texts(completions: Sequence[Any]) -> list[str]:
 
 
 def prompt_text(prompt: Any) -> str:
-    """Return a prompt as one text: itself, or its messages as paragraphs that begin with the speaker."""
+    """Return a prompt as one text; the messages of a conversation become paragraphs that begin with the role."""
     if isinstance(prompt, str):
         return prompt
     return "".join(f"{message['role'].capitalize()}: {message['content']}\n\n" for message in prompt)
@@ -338,35 +344,122 @@ def _require_math_verify(what: str) -> None:
         raise ImportError(f"{what} needs the package math-verify; pip install math-verify (or rlhf_ppo[math])")
 
 
-def _num_words(text: str) -> int:
-    return len(text.split())
+def _accepted(function: Callable[..., Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings; raise a TypeError for one that is not a parameter with a default."""
+    known = {p.name for p in inspect.signature(function).parameters.values() if p.default is not p.empty}
+    if unknown := settings.keys() - (known - {"log_extra"}):
+        raise TypeError(f"it takes no {sorted(unknown)}")
+    return settings
+
+
+# Answer extraction
+
+MARKERS = re.compile(r"####|\banswer\s+is\b:?|\banswer:", re.IGNORECASE)
+"""Markers of an answer: GSM8K's `####`, "the answer is", "Answer:"."""
+
+_BOXED = "\\boxed{"
+_NUMBER_PATTERN = re.compile(
+    r"(?:(?<![\w.)])[-+\N{MINUS SIGN}])?"  # a sign, but not the minus between two numbers
+    r"(?:[$€£]\s?)?"
+    r"(?<![\w.])(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+)"
+    r"(?:\s?/\s?(?P<denominator>\d+))?"
+)
+
+
+def final_answer(text: str) -> str:
+    r"""Return the last announced answer of a text, or the whole text if it announces none.
+
+    An announced answer is the rest of the line after `####`, "the answer is" or "Answer:", without the asterisks of
+    bold type, or the content of `\boxed{}`.
+    """
+    boxed = text.rfind(_BOXED)
+    marked = [match.end() for match in MARKERS.finditer(text)]
+    if boxed >= 0 and boxed + len(_BOXED) >= max(marked, default=0):
+        return _until_closing_brace(text[boxed + len(_BOXED) :]).strip()
+    if not marked:
+        return text.strip()
+    return text[marked[-1] :].lstrip("* \t\n").split("\n")[0].rstrip("* \t")
+
+
+def same_text(answer: str, reference: str) -> bool:
+    """Return whether two texts have the same final answer, ignoring case, spacing and a final full stop."""
+    return _normalized(final_answer(answer)) == _normalized(final_answer(reference))
+
+
+def same_number(answer: str, reference: str) -> bool:
+    """Return whether two texts have the same final number: whole numbers exactly, fractions to one part in a million.
+
+    Numbers may have thousands separators, a sign, a currency and units; `3/4` is 0.75. The final number is the first
+    number of an announced answer (after its last `=`, if it has one), or else the last number of the text.
+    """
+    given, wanted = final_number(answer), final_number(reference)
+    if given is None or wanted is None:
+        return False
+    if given.is_integer() and wanted.is_integer():
+        return given == wanted  # with a tolerance of one part in a million, 1,000,001 would be 1,000,000
+    return math.isclose(given, wanted, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def final_number(text: str) -> float | None:
+    """Return the final number of a text, see `same_number`, or None if it has no finite one."""
+    announced = final_answer(text)
+    is_announced = announced != text.strip()
+    segment = announced.rpartition("=")[2] if is_announced else announced
+    found = list(_NUMBER_PATTERN.finditer(_without_latex(segment)))
+    value = _match_value(found[0 if is_announced else -1]) if found else math.nan
+    return value if math.isfinite(value) else None
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text's final answer is one number, with at most a currency or a percent sign."""
+    answer = _without_latex(final_answer(text)).rstrip(".% ")
+    return _NUMBER_PATTERN.fullmatch(answer) is not None
+
+
+def _match_value(match: re.Match[str]) -> float:
+    value = float(match["digits"].replace(",", ""))
+    if match["denominator"] is not None:
+        denominator = float(match["denominator"])
+        value = value / denominator if denominator else math.nan
+    return -value if match[0][0] in "-\N{MINUS SIGN}" else value
+
+
+def _without_latex(text: str) -> str:
+    text = text.replace("{,}", ",").replace("\\,", "").replace("\\$", "$").replace("\\%", "%")
+    return re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
+
+
+def _normalized(text: str) -> str:
+    return " ".join(text.casefold().split()).rstrip(". ")
+
+
+def _until_closing_brace(text: str) -> str:
+    """Return the text up to the brace that closes an open one, or all of it."""
+    depth = 1
+    for index, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:index]
+    return text
 
 
 def _math_verified(answer: str, reference: str) -> bool:
     import math_verify
 
-    # Its time limits are signals, which only a program's main thread may set; responses are short.
+    # Its time limits use signals, which only the main thread may set. Responses are short.
     parse = functools.partial(math_verify.parse, parsing_timeout=cast(Any, None))
-    wanted = parse(f"${final}$") if (final := answers.final_answer(reference)) else []
+    wanted = parse(f"${final}$") if (final := final_answer(reference)) else []
     return bool(math_verify.verify(wanted, parse(answer), timeout_seconds=None))
 
 
 def _agree_auto(answer: str, reference: str) -> bool:
-    agree = answers.same_number if answers.is_number(reference) else answers.same_text
+    agree = same_number if is_number(reference) else same_text
     return agree(answer, reference)
 
 
 _AGREE: dict[str, Callable[[str, str], bool]] = {
     "auto": _agree_auto,
-    "exact": answers.same_text,
-    "numeric": answers.same_number,
+    "exact": same_text,
+    "numeric": same_number,
     "math": _math_verified,
 }
-
-
-def _accepted(function: Callable[..., Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings; a TypeError if one is no parameter with a default, which columns would fill."""
-    known = {p.name for p in inspect.signature(function).parameters.values() if p.default is not p.empty}
-    if unknown := settings.keys() - (known - {"log_extra"}):
-        raise TypeError(f"it takes no {sorted(unknown)}")
-    return settings

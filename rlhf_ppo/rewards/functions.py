@@ -1,66 +1,78 @@
-"""Python functions as reward sources, with the calling convention of TRL's `GRPOTrainer`."""
+"""Python reward functions with the calling convention of TRL's `GRPOTrainer`.
+
+The file reads from a call to its details: the function as a reward source, its arguments, its errors, the metrics and
+columns that it logs, and the threads and event loop that it runs in.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import inspect
 import itertools
+import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from rlhf_ppo.data.encoding import is_conversation
-from rlhf_ppo.data.places import sent
-from rlhf_ppo.processes.signals import Stopped, is_main_thread_interruptible, may_be_given_up
-from rlhf_ppo.rewards.logged import CheckedLog
-from rlhf_ppo.rewards.reading import answers_of
-from rlhf_ppo.rewards.returned import check_scores, described
-from rlhf_ppo.rewards.scorer import Refuse, ScoringBatch, refuse_by_raising
-from rlhf_ppo.rewards.waiting import (
-    expiring,
-    in_daemon_thread,
-    leave_event_loop,
-    on_event_loop,
-)
-from rlhf_ppo.terminal.foreign import visible
+from rlhf_ppo.data.prompts import is_conversation
+from rlhf_ppo.data.rollout import sent
+from rlhf_ppo.processes.distributed import any_rank
+from rlhf_ppo.processes.signals import Stopped, can_be_ctrl_c, interruptible
+from rlhf_ppo.rewards.endpoint import RewardEndpoint
+from rlhf_ppo.rewards.reward_model import answers_of
+from rlhf_ppo.rewards.scorer import Refuse, ScoringBatch, WrongRewardError, check_scores, refuse_by_raising, short_repr
+from rlhf_ppo.terminal.text import visible
 
-# The trainer's own arguments, which would take the place of columns of their names.
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "policy_answers")
+T = TypeVar("T")
+LogMetric = Callable[[str, float], None]
+LogExtra = Callable[[str, list[Any]], None]
 
-# GRPO hands these over under other names, or not at all.
+# Arguments that the trainer passes. A column of the same name would be hidden.
+RESERVED_ARGUMENTS = (
+    "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "policy_answers"
+)  # fmt: skip
+# Columns that GRPO passes under other names, or not at all.
 _NOT_PASSED = ("prompt", "completion", "completion_ids", "input_ids", "attention_mask")
+
+
+class RewardTimeoutError(TimeoutError):
+    """A reward function did not return within `reward_timeout`."""
 
 
 class RewardFunction:
     """Scores responses with a function `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
 
-    A list in place of each number rewards the response's tokens one by one; it is as long as `completion_ids[row]`.
+    None means: not scored. A list in place of a number rewards the response's tokens one by one; it is as long as
+    `completion_ids[row]`.
 
-    The convention is `GRPOTrainer`'s, so that the same functions serve both. Where the column `prompt` holds
+    The convention is `GRPOTrainer`'s, so the same functions work with both. If the column `prompt` holds
     conversations, `prompts` are lists of messages and `completions` are `[{"role": "assistant", "content": text}]`;
-    else both are texts, without special tokens. `completion_ids` are the responses' ids, the stop token and the tokens
-    of tools and environments included; rewards of tokens that the policy did not write are not paid. The data set's
-    other columns come as lists, besides `trainer_state`, `log_extra(column, values)` and `log_metric(name, value)`. A
-    function without `**kwargs` gets only what it names. None means: not scored. One that names `policy_answers` gets
-    the rows as `Answer`s, with the tokens that a reward model reads.
+    otherwise both are texts, without special tokens. `completion_ids` are the ids of the whole response, including the
+    stop token and the tokens of tools and environments; rewards of tokens that the policy did not write are not paid.
+    The other columns of the data set are passed as lists, with `trainer_state`, `log_extra(column, values)` and
+    `log_metric(name, value)`. A function without `**kwargs` gets only the arguments that it names. If it names
+    `policy_answers`, it gets the rows as `Answer`s, with the tokens that a reward model reads.
 
     Args:
         function: The function, sync or async: a function, `functools.partial` or callable object.
         tokenizer: The policy's tokenizer, which decodes.
         trainer_state_getter: Returns the trainer's current state.
-        log_metric: Takes the metrics that the function logs; None drops them.
+        log_metric: Receives the metrics that the function logs; None drops them.
         name: Name in metrics and errors; None takes the function's.
-        log_extra: Takes the columns that the function adds to the sample table; None drops them.
-        refuse: What becomes of a score that is not finite, or beyond `MAX_SCORE`.
-        timeout: Seconds that a call may take; the function then runs in a thread of its own. None: any number.
+        log_extra: Receives the columns that the function adds to the sample table; None drops them.
+        refuse: Called with the reason if a score is not finite, or beyond `MAX_SCORE`.
+        timeout: Seconds that a call may take; the function then runs in its own thread. None: no limit.
     """
 
     def __init__(
@@ -68,19 +80,20 @@ class RewardFunction:
         function: Callable[..., Any],
         tokenizer: PreTrainedTokenizerBase,
         trainer_state_getter: Callable[[], TrainerState],
-        log_metric: Callable[[str, float], None] | None = None,
+        log_metric: LogMetric | None = None,
         name: str | None = None,
-        log_extra: Callable[[str, list[Any]], None] | None = None,
+        log_extra: LogExtra | None = None,
         refuse: Refuse = refuse_by_raising,
         timeout: float | None = None,
     ) -> None:
         if not callable(function):
             raise TypeError(f"reward_funcs holds {function!r}, which cannot be called; pass a function")
         self.function, self.tokenizer, self.trainer_state_getter = function, tokenizer, trainer_state_getter
-        self.log_metric, self.log_extra = log_metric or _drop, log_extra or _drop
+        self.log_metric, self.log_extra = log_metric or discard, log_extra or discard
         self.refuse, self.timeout = refuse, timeout
         self.name = visible(name, one_line=True) if name else function_name(function)
-        self.is_async = _is_async(function)
+        inner = _unwrapped(function)
+        self.is_async = any(map(inspect.iscoroutinefunction, (inner, getattr(inner, "__call__", None))))  # noqa: B004
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
         """Score every response and wait for the result.
@@ -93,44 +106,33 @@ class RewardFunction:
 
         Raises:
             WrongRewardError: The function returned a string, one number or nothing, or another number of scores.
-            ValueError: It returned a score that is not finite, or it asks for a column that the data set does not
-                have. What the function itself raises comes through, with a note that names it.
+            ValueError: It returned a score that is not finite, or requires a column that the data set does not have.
+                Errors of the function itself are raised as they are, with a note that names it.
             RewardTimeoutError: The function took longer than `timeout`.
         """
         if self.is_async:
-            with may_be_given_up():
+            with interruptible():
                 return self.submit(batch).result()
         arguments = self.arguments(batch)
-        with may_be_given_up(), naming(self.name, len(batch)), torch.no_grad():
-            returned = self._called(arguments, len(batch))
+        with interruptible(), naming(self.name, len(batch)), torch.no_grad():
+            if self.timeout is None:
+                returned = _call(self.function, arguments, len(batch))
+            else:
+                running = in_daemon_thread(_call, self.function, arguments, len(batch))
+                returned = with_timeout(running, self.timeout, self._timeout_message(batch)).result()
         return self._checked(returned, batch)
 
-    def _called(self, arguments: Mapping[str, Any], num_rows: int) -> Any:
-        """Call the function in this thread, or, where its time is limited, in one that can be left behind."""
-        if self.timeout is None:
-            return _listed(self.function, arguments, num_rows)
-        running = in_daemon_thread(_listed, self.function, arguments, num_rows)
-        return expiring(running, self.timeout, self._overdue(num_rows)).result()
-
-    def _overdue(self, num_rows: int) -> str:
-        return (
-            f"the reward function {self.name!r}, given the rows 0 to {num_rows - 1}, has not returned within "
-            f"reward_timeout={self.timeout} seconds. Nothing can stop a thread: what it does goes on until the "
-            "program ends, which does not wait for it. Mend the function or raise reward_timeout, and go on with "
-            "resume_from_checkpoint=True"
-        )
-
     def submit(self, batch: ScoringBatch) -> Future[Tensor]:
-        """Start an async function and return its future, so that several can run side by side."""
+        """Start an async function and return its future, so that several can run at the same time."""
         try:
             arguments = self.arguments(batch)
-        except Exception as error:  # raised where the scores are collected, like every other error
+        except Exception as error:  # raised when the scores are collected, like all other errors
             failed: Future[Tensor] = Future()
             failed.set_exception(error)
             return failed
-        scores = on_event_loop(self._score_async(batch, arguments))
-        # The function may be blocking the loop: who hears that it is late finds another one.
-        return expiring(scores, self.timeout, self._overdue(len(batch)), before_error=leave_event_loop)
+        scores = run_on_event_loop(self._score_async(batch, arguments))
+        # The late function may block the loop, so the next one gets another loop.
+        return with_timeout(scores, self.timeout, self._timeout_message(batch), on_timeout=abandon_event_loop)
 
     async def _score_async(self, batch: ScoringBatch, arguments: Mapping[str, Any]) -> Tensor:
         with naming(self.name, len(batch)):
@@ -145,18 +147,25 @@ class RewardFunction:
 
     def _checked(self, returned: Any, batch: ScoringBatch) -> Tensor:
         mask, written = batch.response_mask, batch.written
-        scores = check_scores(
-            returned, described(self.function, self.name), list(map(len, written)), self.refuse, written
-        )
+        lengths = list(map(len, written))
+        scores = check_scores(returned, described(self.function, self.name), lengths, self.refuse, written)
         if scores.dim() == 2:
             scores = functional.pad(scores, (0, mask.shape[1] - scores.shape[1]))
         return sent(scores, mask.device)
+
+    def _timeout_message(self, batch: ScoringBatch) -> str:
+        return (
+            f"the reward function {self.name!r}, given the rows 0 to {len(batch) - 1}, has not returned within "
+            f"reward_timeout={self.timeout} seconds. Nothing can stop a thread: what it does goes on until the "
+            "program ends, which does not wait for it. Mend the function or raise reward_timeout, and go on with "
+            "resume_from_checkpoint=True"
+        )
 
     def arguments(self, batch: ScoringBatch) -> dict[str, Any]:
         """Return the keyword arguments for the function.
 
         Raises:
-            ValueError: The function requires an argument that is no column of the data set.
+            ValueError: The function requires an argument that is not a column of the data set.
         """
         texts = batch.response_texts(self.tokenizer)
         prompts = batch.columns.get("prompt")
@@ -180,91 +189,59 @@ class RewardFunction:
         return accepted_arguments(self.function, offered, self.name)
 
     def check_columns(self, columns: Iterable[str], dataset: str) -> None:
-        """Check that a data set has the columns that the function requires, before anything is generated.
+        """Raise a `ValueError` if a data set lacks a column that the function requires.
 
         Args:
             columns: The data set's columns, and those that the trainer adds.
-            dataset: What the error calls the data set.
-
-        Raises:
-            ValueError: It lacks one.
+            dataset: Name of the data set in the error.
         """
-        offered = dict.fromkeys([*GIVEN, *(column for column in columns if column not in _NOT_PASSED)])
+        offered = dict.fromkeys([*RESERVED_ARGUMENTS, *(column for column in columns if column not in _NOT_PASSED)])
         try:
             accepted_arguments(self.function, offered, self.name)
         except ValueError as error:
             raise ValueError(f"{dataset}: {error}") from error
 
 
-def check_columns(sources: Iterable[Any], added: Iterable[str], **datasets: Any) -> None:
-    """Check that each data set has the columns that reward functions require.
-
-    Args:
-        sources: Reward sources; those that are no functions read what they find.
-        added: Columns that the trainer adds.
-        **datasets: Data sets by name: rows with `input_ids`, a dict of data sets, or None. What a stream has may only
-            be known when it comes; it is then checked with each batch.
-
-    Raises:
-        ValueError: One lacks a column.
-    """
-    functions = [source for source in sources if isinstance(source, RewardFunction)]
-    for name, columns in _columns_by_name(datasets):
-        for function in functions:
-            function.check_columns([*columns, *added], name)
+def _call(function: Callable[..., Any], arguments: Mapping[str, Any], num_rows: int) -> Any:
+    """Call a function; if it returns an iterator, which may be endless, run it for at most one row too many."""
+    returned = function(**arguments)
+    return list(itertools.islice(returned, num_rows + 1)) if isinstance(returned, Iterator) else returned
 
 
-def check_names_of_columns(**datasets: Any) -> None:
-    """Check that no column has the name of an argument that reward functions are given, which would hide it.
-
-    Args:
-        **datasets: As for `check_columns`.
-
-    Raises:
-        ValueError: One has.
-    """
-    for name, columns in _columns_by_name(datasets):
-        if hidden := sorted({*columns} & {*GIVEN}):
-            raise ValueError(
-                f"{name} has the columns {hidden}, which reward functions would not get: they are given arguments "
-                "of these names; rename the columns"
-            )
+def finished(returned: Any) -> Any:
+    """Return a function's result; wait for it if it is a coroutine."""
+    return run_on_event_loop(_without_exits(returned)).result() if inspect.iscoroutine(returned) else returned
 
 
-def _columns_by_name(datasets: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    for name, dataset in datasets.items():
-        if isinstance(dataset, Mapping):
-            yield from _columns_by_name({f"{name}[{key!r}]": value for key, value in dataset.items()})
-        elif (columns := _columns_of(dataset)) is not None:
-            yield name, columns
+async def _without_exits(coroutine: Any) -> Any:
+    with naming_exits("an async function"):
+        return await coroutine
 
 
-def _columns_of(dataset: Any) -> list[str] | None:
-    if isinstance(dataset, list):
-        return list(dict.fromkeys(key for row in dataset for key in row))
-    return getattr(dataset, "column_names", None)
+# Arguments
 
 
 def accepted_arguments(function: Callable[..., Any], offered: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Choose what a reward function is given.
+    """Return those of the offered arguments that a function accepts.
 
     Args:
         function: The function.
-        offered: All that there is, by name.
+        offered: All arguments by name.
         name: The function's name, for the error message.
 
     Raises:
-        ValueError: It requires something else.
+        TypeError: It has positional-only parameters.
+        ValueError: It requires an argument that is not offered.
     """
-    if unnamed := _only_by_position(function):
+    parameters = _parameters(function) or ()
+    required = [parameter for parameter in parameters if parameter.default is parameter.empty]
+    if unnamed := [parameter.name for parameter in required if parameter.kind is parameter.POSITIONAL_ONLY]:
         raise TypeError(
             f"the reward function {name!r} takes {unnamed} only by position, but rewards are called by name; pass a "
             "function of completions, prompts, ..., **kwargs"
         )
     named = named_parameters(function)
-    required = {key for key, parameter in named.items() if parameter.default is parameter.empty}
-    missing = sorted(required - offered.keys())
-    if missing:
+    if missing := sorted({parameter.name for parameter in required} & named.keys() - offered.keys()):
         raise ValueError(
             f"the reward function {name!r} requires the arguments {missing}, but is offered only "
             f"{sorted(offered)}: add them as columns of the data set, or give them defaults"
@@ -272,84 +249,14 @@ def accepted_arguments(function: Callable[..., Any], offered: Mapping[str, Any],
     return {key: value for key, value in offered.items() if takes_any_argument(function) or key in named}
 
 
-def function_name(function: Callable[..., Any]) -> str:
-    """Return a function's visible name: of the one in a partial without a name, of an object's class, or `lambda`."""
-    while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
-        function = function.func
-    return visible(getattr(function, "__name__", type(function).__name__).strip("<>"), one_line=True)
-
-
-def _listed(function: Callable[..., Any], arguments: Mapping[str, Any], num_rows: int) -> Any:
-    """Call a function, and run the code of a generator that it returns, which need not end."""
-    returned = function(**arguments)
-    return list(itertools.islice(returned, num_rows + 1)) if isinstance(returned, Iterator) else returned
-
-
-@contextlib.contextmanager
-def naming(name: str, num_rows: int) -> Iterator[None]:
-    """Note at an error of a reward function which function it was."""
-    try:
-        with naming_exits(f"the reward function {name!r}"):
-            yield
-    except Exception as error:
-        error.add_note(f"raised by the reward function {name!r}, given the rows 0 to {num_rows - 1}")
-        raise
-
-
-@contextlib.contextmanager
-def naming_exits(name: str) -> Iterator[None]:
-    """Make an error of what would end the program, or the thread of all async functions: `sys.exit()`, for example.
-
-    Raises:
-        RuntimeError: The block raised something that is no `Exception`.
-    """
-    try:
-        yield
-    except BaseException as error:
-        is_ours = isinstance(error, Exception | Stopped | GeneratorExit | asyncio.CancelledError)
-        if is_ours or (isinstance(error, KeyboardInterrupt) and is_main_thread_interruptible()):
-            raise
-        raise RuntimeError(
-            f"{name} raised {error!r}, which would end the program: raise an Exception, or return None for what it "
-            "cannot score"
-        ) from error
-
-
-def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    function = _inner(function)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
 def named_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters that may be passed by name."""
+    """Return the parameters that can be passed by name."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {parameter.name: parameter for parameter in _parameters(function) or () if parameter.kind in kinds}
 
 
-def _only_by_position(function: Callable[..., Any]) -> list[str]:
-    """Name the parameters that a call must give, and cannot by their names."""
-    return [
-        parameter.name
-        for parameter in _parameters(function) or ()
-        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty
-    ]
-
-
-def called_code(function: Callable[..., Any]) -> types.CodeType | None:
-    """Return the code that a call runs, or None where it is not Python's."""
-    function = _inner(function)
-    own = getattr(function, "__code__", None)
-    return own if own is not None else getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004
-
-
 def takes_any_argument(function: Callable[..., Any]) -> bool:
-    """Tell whether a function has `**kwargs`, or does not say what it takes."""
+    """Return whether a function has `**kwargs`, or no readable signature."""
     parameters = _parameters(function)
     return parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
@@ -361,17 +268,329 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
-def finished(returned: Any) -> Any:
-    """Return what a function returned, or, where that is a coroutine, its result."""
-    if not inspect.iscoroutine(returned):
-        return returned
-    return on_event_loop(_without_exits(returned)).result()
+def function_name(function: Callable[..., Any]) -> str:
+    """Return a function's name for display; for objects that of their class, for lambdas `lambda`."""
+    while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
+        function = function.func
+    return visible(getattr(function, "__name__", type(function).__name__).strip("<>"), one_line=True)
 
 
-async def _without_exits(coroutine: Any) -> Any:
-    with naming_exits("an async function"):
-        return await coroutine
+def called_code(function: Callable[..., Any]) -> types.CodeType | None:
+    """Return the code object that a call runs, or None if it is not Python code."""
+    function = _unwrapped(function)
+    own = getattr(function, "__code__", None)
+    return own if own is not None else getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004
 
 
-def _drop(*_: Any) -> None:
-    """Take what nobody asked for."""
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def check_columns(sources: Iterable[Any], added: Iterable[str], **datasets: Any) -> None:
+    """Raise a `ValueError` if a data set lacks a column that a reward function requires.
+
+    Args:
+        sources: Reward sources; only reward functions are checked.
+        added: Columns that the trainer adds.
+        **datasets: Data sets by name: rows with `input_ids`, a dict of data sets, or None. A stream whose columns are
+            not known yet is checked with each batch instead.
+    """
+    functions = [source for source in sources if isinstance(source, RewardFunction)]
+    for name, columns in _columns_by_name(datasets):
+        for function in functions:
+            function.check_columns([*columns, *added], name)
+
+
+def check_names_of_columns(**datasets: Any) -> None:
+    """Raise a `ValueError` if a column has the name of an argument that the trainer passes.
+
+    Args:
+        **datasets: As for `check_columns`.
+    """
+    for name, columns in _columns_by_name(datasets):
+        if hidden := sorted({*columns} & {*RESERVED_ARGUMENTS}):
+            raise ValueError(
+                f"{name} has the columns {hidden}, which reward functions would not get: they are given arguments "
+                "of these names; rename the columns"
+            )
+
+
+def _columns_by_name(datasets: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    for name, dataset in datasets.items():
+        if isinstance(dataset, Mapping):
+            yield from _columns_by_name({f"{name}[{key!r}]": value for key, value in dataset.items()})
+        elif isinstance(dataset, list):
+            yield name, list(dict.fromkeys(key for row in dataset for key in row))
+        elif (columns := getattr(dataset, "column_names", None)) is not None:
+            yield name, columns
+
+
+# Errors
+
+
+def described(function: Any, name: str) -> str:
+    """Return a reward function's name for errors, with the address of an endpoint."""
+    address = f" at {function.display_url}" if isinstance(function, RewardEndpoint) else ""
+    return f"the reward function {name!r}{address}"
+
+
+@contextlib.contextmanager
+def naming(name: str, num_rows: int) -> Iterator[None]:
+    """Add a note with the reward function's name to its errors."""
+    try:
+        with naming_exits(f"the reward function {name!r}"):
+            yield
+    except Exception as error:
+        error.add_note(f"raised by the reward function {name!r}, given the rows 0 to {num_rows - 1}")
+        raise
+
+
+@contextlib.contextmanager
+def naming_exits(name: str) -> Iterator[None]:
+    """Raise a `RuntimeError` in place of `sys.exit()` and the like, which would end the program or the event loop."""
+    try:
+        yield
+    except BaseException as error:
+        is_ours = isinstance(error, Exception | Stopped | GeneratorExit | asyncio.CancelledError)
+        if is_ours or (isinstance(error, KeyboardInterrupt) and can_be_ctrl_c()):
+            raise
+        raise RuntimeError(
+            f"{name} raised {error!r}, which would end the program: raise an Exception, or return None for what it "
+            "cannot score"
+        ) from error
+
+
+# Metrics and columns that functions log
+
+
+@dataclass
+class LoggedByFunctions:
+    """Collects the `log_metric(name, value)` and `log_extra(column, values)` calls between two reports.
+
+    Attributes:
+        is_used: Whether there are reward functions, on all ranks alike.
+        values: This rank's metrics by name.
+        columns: Columns for the sample table, one value per row of the last batch.
+    """
+
+    is_used: bool = True
+    values: dict[str, list[float]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Store a column of the current batch."""
+        self.columns[column] = list(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Store one value of a metric."""
+        self.values.setdefault(name, []).append(float(value))
+
+    def drain_columns(self) -> dict[str, list[Any]]:
+        """Return and clear this rank's columns of the last batch."""
+        columns, self.columns = self.columns, {}
+        return columns
+
+    def drain(self) -> dict[str, float]:
+        """Return the metrics' means over calls and ranks, and clear everything; all ranks must call this together."""
+        own = self.values
+        self.forget()
+        if not self.is_used or not any_rank(bool(own)):
+            return {}
+        merged: dict[str, list[float]] = {}
+        for of_one_rank in gather_object([own]):
+            for name, numbers in of_one_rank.items():
+                merged.setdefault(name, []).extend(numbers)
+        return {name: sum(numbers) / len(numbers) for name, numbers in merged.items()}
+
+    def forget(self) -> None:
+        """Clear metrics and columns."""
+        self.values, self.columns = {}, {}
+
+
+@dataclass(frozen=True)
+class CheckedLog:
+    """The `log_metric` and `log_extra` that a reward function gets; they check their arguments.
+
+    Attributes:
+        function: The reward function's name.
+        num_rows: Number of rows in the batch.
+        metric: Receives the metrics.
+        extra: Receives the columns.
+    """
+
+    function: str
+    num_rows: int
+    metric: LogMetric
+    extra: LogExtra
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log one number.
+
+        Raises:
+            WrongRewardError: The name is not a text, or the value is not a number that a float holds.
+        """
+        name = self._name("log_metric", name)
+        self.metric(name, self._float("log_metric", name, value))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log a column of the sample table.
+
+        Raises:
+            WrongRewardError: The name is not a text, there is not one value per row, or a value cannot be written.
+        """
+        column = self._name("log_extra", column)
+        if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
+            fix = f"pass a list of {self.num_rows} values, one per completion"
+            raise self._wrong("log_extra", column, values, fix)
+        listed = list(values)
+        if len(listed) != self.num_rows:
+            fix = f"pass one value per completion, None where there is none; there are {self.num_rows} completions"
+            raise self._wrong("log_extra", column, values, f"it has {len(listed)} values: {fix}")
+        for value in listed:
+            if isinstance(value, int):
+                self._float("log_extra", column, value)
+            elif value is not None and not isinstance(value, float):
+                self._check_encodable("log_extra", column, str(value))
+        self.extra(column, listed)
+
+    def _name(self, argument: str, name: Any) -> str:
+        if not isinstance(name, str) or not name:
+            raise self._wrong(argument, name, None, "pass a text as the name")
+        self._check_encodable(argument, name, name)
+        return visible(name, one_line=True)
+
+    def _float(self, argument: str, name: str, value: Any) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise self._wrong(argument, name, value, "pass one number") from None
+        except OverflowError:
+            raise self._wrong(argument, name, value, "pass numbers below 1e308, which a float holds") from None
+
+    def _check_encodable(self, argument: str, name: str, text: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            fix = "it holds half of a surrogate pair, which no file takes: pass text.encode(errors='replace').decode()"
+            raise self._wrong(argument, name, text, fix) from None
+
+    def _wrong(self, argument: str, name: Any, value: Any, fix: str) -> WrongRewardError:
+        call = f"{argument}({short_repr(name)}, {short_repr(value)})"
+        return WrongRewardError(f"the reward function {self.function!r} called {call}: {fix}")
+
+
+def discard(*_: Any) -> None:
+    """Accept and ignore a metric or a column."""
+
+
+# Threads and the event loop. All are daemon threads: a program can end while a reward function still runs.
+
+
+def in_daemon_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+    """Call a function in a new daemon thread, with the caller's context variables and CUDA device, without gradients.
+
+    Returns:
+        A future of the function's result or error.
+    """
+    future: Future[T] = Future()
+    context = contextvars.copy_context()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            with torch.no_grad():
+                result = context.run(function, *args, **kwargs)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=f"rlhf_ppo-{getattr(function, '__name__', 'call')}", daemon=True).start()
+    return future
+
+
+def with_timeout(
+    future: Future[T], seconds: float | None, message: str, on_timeout: Callable[[], object] | None = None
+) -> Future[T]:
+    """Limit the time until a future has its result, even if its thread or event loop is blocked.
+
+    Args:
+        future: The future.
+        seconds: Seconds from now; None: no limit.
+        message: Message of the error.
+        on_timeout: Called when the time is up, before waiting threads get the error.
+
+    Returns:
+        A future that raises a `RewardTimeoutError` when the time is up; `future` is then cancelled.
+    """
+    if seconds is None:
+        return future
+    limited: Future[T] = Future()
+
+    def copy_outcome(done: Future[T]) -> None:
+        with contextlib.suppress(InvalidStateError):  # the time was up, or the caller cancelled
+            if done.cancelled():
+                limited.cancel()
+            elif (error := done.exception()) is not None:
+                limited.set_exception(error)
+            else:
+                limited.set_result(done.result())
+
+    def expire() -> None:
+        if on_timeout is not None:
+            on_timeout()
+        with contextlib.suppress(InvalidStateError):  # the result came in the meantime
+            limited.set_exception(RewardTimeoutError(message))
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    limited.add_done_callback(lambda _: (timer.cancel(), future.cancel()))
+    future.add_done_callback(copy_outcome)
+    return limited
+
+
+class _DaemonThreads(ThreadPoolExecutor):
+    """Daemon threads for `asyncio.to_thread`, whose own threads would keep the program from ending."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free = threading.BoundedSemaphore(self._max_workers)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Start a call; calls beyond the pool's size wait."""
+
+        def when_free() -> T:
+            with self._free:
+                return fn(*args, **kwargs)
+
+        return in_daemon_thread(when_free)
+
+
+def run_on_event_loop(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Run a coroutine on the loop that all async functions share, so that the clients they keep stay usable."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+
+
+def abandon_event_loop() -> None:
+    """Leave a blocked loop; the next coroutine gets a new one."""
+    _event_loop.cache_clear()
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(_DaemonThreads())
+
+    def run() -> None:
+        torch.set_grad_enabled(False)  # per thread; a context manager would leak between interleaved coroutines
+        loop.run_forever()
+
+    threading.Thread(target=run, name="rlhf_ppo-rewards", daemon=True).start()
+    return loop

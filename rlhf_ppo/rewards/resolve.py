@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf_ppo.config.redaction import shown
+from rlhf_ppo.config.redaction import redacted
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
-from rlhf_ppo.rewards.settings import make_with, split_settings
 
 RewardSpec = Callable[..., Any] | str
-"""A reward function, where it is to be found, or a `RewardSource`."""
+"""A reward function, its name, or a `RewardSource`."""
 
 
 def resolve_rewards(specs: RewardSpec | Sequence[RewardSpec] | None) -> list[Callable[..., Any]]:
-    """Return reward functions as a list, each ready to be called.
+    """Return a list of callable reward functions.
 
     Args:
-        specs: None, one, or several of what `resolve_reward` takes.
+        specs: None, or one or several arguments of `resolve_reward`.
 
     Raises:
-        TypeError: One of them, or what it names, cannot be called.
-        ValueError: A text leads to no reward function.
+        TypeError: A value, or the object that it names, cannot be called.
+        ValueError: A text does not name a reward function.
     """
     if specs is None:
         return []
@@ -40,24 +42,24 @@ def resolve_rewards(specs: RewardSpec | Sequence[RewardSpec] | None) -> list[Cal
 
 
 def resolve_reward(spec: RewardSpec, argument: str = "reward_funcs") -> Callable[..., Any]:
-    """Turn what a user wrote into a callable with `GRPOTrainer`'s signature, or into a judge.
+    """Return the reward function, or the judge, that a user named.
 
     Args:
-        spec: A callable, which comes back as it is; or the name of a built-in or of one of TRL's rewards; or
+        spec: A callable, which is returned as it is; or the name of a built-in or of one of TRL's rewards; or
             `"package.module.function"`; or `"path/file.py:function"`, the path relative to the working directory; or
-            `"http://host/path"`, also `https`; each with settings behind it, such as `"keyword(keywords=['yes'])"`,
-            see `rlhf_ppo.rewards.settings`. Modules are looked for in the working directory too, and what a file
-            imports beside it. An object with TRL's `judge` counts as callable.
-        argument: The argument that holds it, for errors.
+            `"http://host/path"`, also `https`; each optionally with settings, such as `"keyword(keywords=['yes'])"`,
+            see `split_settings`. Modules are also searched in the working directory, and imports of a file beside it.
+            An object with TRL's `judge` counts as callable.
+        argument: Name of the argument, for errors.
 
     Raises:
-        TypeError: `spec` is neither callable nor a text, or what it names cannot be called.
-        ValueError: There is no such file, module, function, name or setting.
+        TypeError: `spec` is neither callable nor a text, or the object that it names cannot be called.
+        ValueError: The file, module, function, name or setting does not exist.
     """
     if not isinstance(spec, str):
         if not callable(spec):
             raise TypeError(
-                f"{argument} holds {shown(spec)!r}, which cannot be called; pass a Python function or its name"
+                f"{argument} holds {redacted(spec)!r}, which cannot be called; pass a Python function or its name"
             )
         if isinstance(spec, type):
             raise TypeError(f"{argument} holds the class {spec.__name__}; pass an object of it, or a function")
@@ -72,7 +74,7 @@ def resolve_reward(spec: RewardSpec, argument: str = "reward_funcs") -> Callable
     function = found_function(place, argument)
     if function is None:
         raise ValueError(
-            f"{argument} holds {shown(place)!r}, which names no reward; write 'package.module.function', "
+            f"{argument} holds {redacted(place)!r}, which names no reward; write 'package.module.function', "
             f"'path/file.py:function', 'http://host/path' or one of {[*BUILTIN_REWARDS, *TRL_REWARDS]}; a reward "
             f"model is passed as {'judge_model' if argument == 'judge' else 'reward_model'}"
         )
@@ -80,14 +82,11 @@ def resolve_reward(spec: RewardSpec, argument: str = "reward_funcs") -> Callable
 
 
 def check_reward_name(spec: str, argument: str = "reward_funcs") -> None:
-    """Refuse a text that names no reward; a file that it names must be there, and neither file nor module is run.
+    """Raise a `ValueError` for a text that does not name a reward, without running its file or module.
 
     Args:
-        spec: A text that `resolve_reward` takes.
-        argument: The argument that holds it, for errors.
-
-    Raises:
-        ValueError: There is no such file, name or setting.
+        spec: A text for `resolve_reward`.
+        argument: Name of the argument, for errors.
     """
     place, _ = split_settings(spec)
     if (path := _path_in(place)) is not None:
@@ -97,15 +96,15 @@ def check_reward_name(spec: str, argument: str = "reward_funcs") -> None:
 
 
 def found_function(spec: str, argument: str) -> Callable[..., Any] | None:
-    """Return the function that a text names, or None where it is no name of one.
+    """Return the function that a text names, or None if it does not have the form of such a name.
 
     Args:
         spec: 'path/file.py:function' or 'package.module.function'.
-        argument: The argument that holds it, for errors.
+        argument: Name of the argument, for errors.
 
     Raises:
-        TypeError: It cannot be called.
-        ValueError: There is no such file, module or function.
+        TypeError: The object cannot be called.
+        ValueError: The file, module or function does not exist.
     """
     if (path := _path_in(spec)) is not None:
         return _function(_load_file(spec, path, argument), spec.rpartition(":")[2], spec, argument)
@@ -126,14 +125,14 @@ def _is_dotted(spec: str) -> bool:
 
 def _check_file(spec: str, path: Path, argument: str) -> None:
     if not path.is_file():
-        raise ValueError(f"{argument} holds {shown(spec)!r}, but there is no file {str(path)!r} in {Path.cwd()}")
+        raise ValueError(f"{argument} holds {redacted(spec)!r}, but there is no file {str(path)!r} in {Path.cwd()}")
 
 
 def _load_file(spec: str, path: Path, argument: str) -> ModuleType:
-    """Run a Python file as a module, once in a process."""
+    """Run a Python file as a module, once per process."""
     _check_file(spec, path, argument)
     path = path.resolve()
-    # A name of its own: two files may share theirs, and neither may hide an installed package.
+    # A unique name: two files may have the same name, and neither may hide an installed package.
     name = f"reward_file_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -146,7 +145,7 @@ def _load_file(spec: str, path: Path, argument: str) -> ModuleType:
         import_spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        error.add_note(f"raised while loading {shown(spec)!r} of {argument}")
+        error.add_note(f"raised while loading {redacted(spec)!r} of {argument}")
         raise
     return module
 
@@ -159,15 +158,15 @@ def _import_module(spec: str, name: str, argument: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise ValueError(
-                f"{argument} holds {shown(spec)!r}, but Python finds no module {missing!r}; check the spelling, put "
-                "its folder on PYTHONPATH, or write 'path/file.py:function'"
+                f"{argument} holds {redacted(spec)!r}, but Python finds no module {missing!r}; check the spelling, "
+                "put its folder on PYTHONPATH, or write 'path/file.py:function'"
             ) from error
-        error.add_note(f"raised while loading {shown(spec)!r} of {argument}")
+        error.add_note(f"raised while loading {redacted(spec)!r} of {argument}")
         raise
 
 
 def _look_into(directory: str) -> None:
-    """Look for modules in a directory too, after all other places, so that nothing is hidden by it."""
+    """Search modules in a directory too, after all other directories, so that it hides none."""
     if directory not in sys.path:
         sys.path.append(directory)
 
@@ -176,14 +175,81 @@ def _function(module: ModuleType, name: str, spec: str, argument: str) -> Callab
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ValueError(
-            f"{argument} holds {shown(spec)!r}, but {module.__file__} has no {name!r}; it has {sorted(own)}"
+            f"{argument} holds {redacted(spec)!r}, but {module.__file__} has no {name!r}; it has {sorted(own)}"
         )
     function = getattr(module, name)
     is_judge = callable(getattr(function, "judge", None))
     if isinstance(function, type) or not (callable(function) or is_judge):
         problem = "is a class, not" if isinstance(function, type) else "cannot be called; name"
         raise TypeError(
-            f"{argument} holds {shown(spec)!r}, which is {function!r:.60} and {problem} a function or an object "
+            f"{argument} holds {redacted(spec)!r}, which is {function!r:.60} and {problem} a function or an object "
             "that can be called"
         )
     return function
+
+
+# Settings, as in `keyword(keywords=["yes", "no"])`
+
+_CALL = re.compile(r"(?P<place>[^()]+)\((?P<settings>.*)\)\s*", re.DOTALL)
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+def split_settings(spec: str) -> tuple[str, dict[str, Any]]:
+    """Split a reward's text into its name and its settings.
+
+    Args:
+        spec: A text such as `length_penalty(max_words=20, penalty=0.1)`. Values are numbers, texts in quotes (as
+            in Python: r"..." keeps backslashes) or of one word, lists, dicts, and None, True, False, or their JSON
+            forms. Nothing is executed.
+
+    Returns:
+        The name, path or address, and the settings; an address may itself hold parentheses.
+
+    Raises:
+        ValueError: The parentheses do not hold settings.
+    """
+    found = _CALL.fullmatch(spec)
+    if found is None:
+        return spec, {}
+    try:
+        call = ast.parse(f"f({found['settings']})", mode="eval").body
+        assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError("a value without a name")
+        settings = {str(keyword.arg): ast.literal_eval(_Words().visit(keyword.value)) for keyword in call.keywords}
+    except (SyntaxError, ValueError, AssertionError) as error:
+        if "://" in found["place"]:
+            return spec, {}
+        raise ValueError(
+            f"reward_funcs holds {redacted(spec)!r}, whose settings cannot be read; write them as name=value, such as "
+            """'keyword(keywords=["yes", "no"])' or 'length_penalty(max_words=20)'"""
+        ) from error
+    return found["place"].strip(), settings
+
+
+def make_with(make: Callable[..., Any], given: tuple[Any, ...], settings: dict[str, Any], place: str) -> Any:
+    """Call `make` with the settings; raise a `ValueError` for a setting that does not exist.
+
+    Args:
+        make: A class, or `functools.partial` for a function.
+        given: The first arguments; the function, for `functools.partial`.
+        settings: The settings.
+        place: The reward's text, for the error message.
+    """
+    function = given[0] if make is functools.partial else make
+    taken = () if make is functools.partial else given
+    try:
+        inspect.signature(function).bind_partial(*taken, **settings)
+    except TypeError as error:
+        raise ValueError(
+            f"reward_funcs holds {redacted(place)!r} with the settings {redacted(settings)}, but {error}; it takes "
+            f"{[name for name in inspect.signature(function).parameters if name != 'url']}"
+        ) from error
+    return make(*given, **settings)
+
+
+class _Words(ast.NodeTransformer):
+    """Reads bare words as texts, or as JSON's constants."""
+
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant(_WORDS.get(node.id, node.id))

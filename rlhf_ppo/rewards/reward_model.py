@@ -1,36 +1,121 @@
-"""Reward models as reward sources: loaded, with the tokenizer that each reads, and asked."""
+"""Reward models as reward sources: loading, their tokenizers, scoring, and the tokens that they read.
+
+A reward model reads the same tokens in training, as a judge and in `rlhf-ppo judge`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.preferences import with_explicit_prompt
+from rlhf_ppo.data.prompts import eos_id, is_conversation
 from rlhf_ppo.data.rollout import pad_right
-from rlhf_ppo.models.frozen import at_work
-from rlhf_ppo.models.loading import load_reward_model
-from rlhf_ppo.models.unwrapping import transformers_model
-from rlhf_ppo.rewards.reading import Answer, answers_of, reward_model_ids, shares_tokens, tokenizer_beside
+from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
+from rlhf_ppo.models.frozen import FrozenScorer
+from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_reward_model, wants_code
+from rlhf_ppo.models.unwrapping import in_eval_mode, transformers_model
 from rlhf_ppo.rewards.scorer import MAX_SCORE, Refuse, ScoringBatch, refuse_by_raising
 
-TokenizerFor = Callable[[Answer], PreTrainedTokenizerBase | None]
+TokenizerFor = Callable[["Answer"], PreTrainedTokenizerBase | None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response to a prompt: in tokens, from a policy, or as text, from a data set.
+
+    Attributes:
+        prompt: The data set's prompt, a text or a conversation; None if only its ids are known.
+        response: The response's text, decoded apart from the prompt, without special tokens.
+        ended: Whether it ended with a stop token or stop string; True for an answer from a data set.
+        prompt_ids: The prompt in the policy's tokens; None for an answer from a data set.
+        response_ids: The whole response in the policy's tokens, including the stop token and the tokens of tools and
+            environments; None for an answer from a data set.
+        tokenizer: The policy's tokenizer; None for an answer from a data set.
+        written: Whether the policy wrote each of `response_ids`; None: all.
+    """
+
+    prompt: Any
+    response: str
+    ended: bool = True
+    prompt_ids: Sequence[int] | None = None
+    response_ids: Sequence[int] | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    written: Sequence[bool] | None = None
+
+    @property
+    def asked(self) -> Any:
+        """The prompt, a text or a conversation."""
+        return self._decode(self.prompt_ids or ()) if self.prompt is None else self.prompt
+
+    @property
+    def continuation(self) -> str:
+        """The response as the prompt's continuation: some tokenizers drop the space before a text's first word."""
+        if self.prompt_ids is None or self.response_ids is None:
+            return self.response
+        before, whole = self._decode(self.prompt_ids), self._decode([*self.prompt_ids, *self.response_ids])
+        text = whole[len(before) :] if whole.startswith(before) else self._decode(self.response_ids)
+        # Some also move a text's last space before the next word.
+        lacks_space = self._text_before.endswith(" ") and not before.endswith(" ")
+        return text.removeprefix(" ") if lacks_space else text
+
+    @property
+    def text(self) -> str:
+        """A text prompt followed by its response."""
+        return self.asked + self.continuation
+
+    @property
+    def _text_before(self) -> str:
+        """The text before the response, if it is known as text."""
+        if is_conversation(self.prompt):
+            return self.prompt[-1]["content"] if self.prompt[-1].get("role") == "assistant" else ""
+        return self.prompt if isinstance(self.prompt, str) else ""
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            raise ValueError("the answer has token ids, but no tokenizer to read them with")
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return "".join(self.tokenizer.decode(list(ids), **options))
+
+
+def answers_of(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
+    """Return a batch's rows as answers, one list for all sources.
+
+    Args:
+        batch: `B` prompts and truncated responses.
+        tokenizer: The policy's tokenizer.
+    """
+    return batch.once("answers", tokenizer, lambda: _answers(batch, tokenizer))
+
+
+def _answers(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
+    prompt_ids, response_ids = batch.prompt_ids(), batch.response_ids()
+    prompts = batch.columns.get("prompt", [None] * len(batch))
+    texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    written = batch.written
+    rows = zip(prompts, texts, batch.ended.tolist(), prompt_ids, response_ids, strict=True)
+    return [Answer(*row, tokenizer, own) for row, own in zip(rows, written, strict=True)]
 
 
 @dataclass(frozen=True)
 class LoadedRewardModel:
-    """A reward model and what it reads.
+    """A loaded reward model and its tokenizer.
 
     Attributes:
-        model: The sequence-classification model, cut down to one label.
-        tokenizer: Its own tokenizer; None where it reads the policy's tokens.
+        model: The sequence-classification model, reduced to one label.
+        tokenizer: Its own tokenizer; None if it reads the policy's tokens.
         offloads: Whether its weights stay on the CPU between uses.
-        scorer: What computes its scores. None until all models are made, which may copy or share its weights.
+        scorer: The module that computes its scores; None until all models are made, which may copy or share its
+            weights.
     """
 
     model: nn.Module
@@ -39,7 +124,7 @@ class LoadedRewardModel:
     scorer: nn.Module | None = None
 
     def made_scorer(self) -> nn.Module:
-        """Return what computes its scores; a `ValueError` before it is made."""
+        """Return the module that computes its scores; raise a `ValueError` before it is made."""
         if self.scorer is None:
             raise ValueError("a reward model's scorer is made once all models are")
         return self.scorer
@@ -48,19 +133,19 @@ class LoadedRewardModel:
 def load_reward_models(
     args: PPOConfig, reward_model: Any, reward_processing_classes: Any, tokenizer: PreTrainedTokenizerBase
 ) -> list[LoadedRewardModel]:
-    """Load what is given by path, choose labels and tokenizers.
+    """Load the reward models, and choose their labels and tokenizers.
 
     Args:
-        args: `reward_head` is the label to take of each model that has several: one for all of them, or one for each
-            model. With `share_base_model` adapters in directories are not merged into their bases.
+        args: `reward_head` is the label of models with several labels: one for all models, or one for each. With
+            `share_base_model`, adapters in directories are not merged into their base models.
         reward_model: None, or one or a list of models, directories and hub names.
-        reward_processing_classes: None, or one tokenizer, or a list with one, or None, for each reward model. Where it
-            is None, the tokenizer saved beside the model is used if its tokens are not the policy's.
+        reward_processing_classes: None, one tokenizer, or a list with a tokenizer or None for each reward model. For
+            None, the tokenizer saved with the model is used if its tokens are not the policy's.
         tokenizer: The policy's tokenizer.
 
     Raises:
-        TypeError: A tokenizer is none.
-        ValueError: The lists do not have the same length, a label does not exist, or nothing loadable is there.
+        TypeError: A tokenizer has the wrong type.
+        ValueError: The lists have different lengths, a label does not exist, or a model cannot be loaded.
     """
     specs = _as_list(reward_model)
     tokenizers = _one_for_each(_as_list(reward_processing_classes), specs, "reward_processing_classes")
@@ -82,14 +167,14 @@ class RewardModel:
     """Scores prompt and response with a reward model.
 
     Args:
-        scorer: Gives scores `(B,)` of token ids and mask `(B, L)`: a `FrozenScorer`, placed where it runs.
+        scorer: Computes scores `(B,)` from token ids and mask `(B, L)`: a `FrozenScorer` on its device.
         rows_per_pass: Number of rows in one forward pass.
-        autocast: Makes the context of the forward passes.
-        tokenizers: The policy's tokenizer and the model's own; None where it reads the policy's tokens.
-        max_positions: Longest text that the model can place, in its own tokens; None if there is no limit.
-        together: Makes a context that raises one process' error on all, as those of sharded models enter each forward
-            pass together; every process enters it as often.
-        refuse: What becomes of a score that is not finite, or beyond `MAX_SCORE`.
+        autocast: Returns the context of the forward passes.
+        tokenizers: The policy's tokenizer and the model's own; None if it reads the policy's tokens.
+        max_positions: Longest text for the model, in its own tokens; None if there is no limit.
+        together: Returns a context that raises one process' error on all, because processes with a sharded model
+            enter each forward pass together; every process enters it the same number of times.
+        refuse: Called with the reason if a score is not finite, or beyond `MAX_SCORE`.
     """
 
     name = "reward_model"
@@ -122,9 +207,9 @@ class RewardModel:
             Scores, float32 `(B,)`.
 
         Raises:
-            ValueError: The model's score of a row is not finite, or a row is too long in the model's own tokens.
+            ValueError: A score is not finite, or a row is too long in the model's own tokens.
         """
-        if self.tokenizers is None:  # as `reward_model_ids` has it, without taking rows apart
+        if self.tokenizers is None:  # the same as `reward_model_ids`, for the whole batch
             return self._scores(batch.query_responses, batch.attention_mask.bool())
         policy_tokenizer, tokenizer = self.tokenizers
         with self.together():
@@ -133,12 +218,11 @@ class RewardModel:
 
     @torch.no_grad()
     def score_answers(self, answers: Sequence[Answer], tokenizer_for: TokenizerFor) -> Tensor:
-        """Score answers one by one, as `__call__` scores a batch.
+        """Score answers as `__call__` scores a batch.
 
         Args:
             answers: `B` answers.
-            tokenizer_for: Gives the model's own tokenizer, or None where it reads the tokens of the policy that gave
-                the answer.
+            tokenizer_for: Returns the model's own tokenizer, or None if it reads the tokens of the answer's policy.
 
         Returns:
             Scores, float32 `(B,)`.
@@ -152,10 +236,10 @@ class RewardModel:
 
     def _scores(self, ids: Tensor, mask: Tensor) -> Tensor:
         scores: list[Tensor] = []
-        with at_work(self.scorer), self.autocast():
+        with getattr(self.scorer, "offload", nullcontext)(), self.autocast():
             for start in range(0, len(ids), self.rows_per_pass):
                 rows = slice(start, start + self.rows_per_pass)
-                used = mask[rows].any(dim=0)  # columns that are padding in every row of this pass cost time only
+                used = mask[rows].any(dim=0)  # skip columns that are padding in every row
                 scores.append(self.scorer(ids[rows][:, used], mask[rows][:, used]))
         with self.together():
             return self._checked(torch.cat(scores).float())
@@ -183,6 +267,102 @@ class RewardModel:
                 )
             rows.append(torch.tensor([ids], dtype=torch.long))
         return pad_right(rows), pad_right([torch.ones_like(row) for row in rows]).bool()
+
+
+# Accuracy on preference pairs
+
+
+@dataclass(frozen=True)
+class PreferenceAccuracy:
+    """Accuracy of a reward model on preference pairs.
+
+    Attributes:
+        accuracy: Share of pairs whose chosen response has the higher score, from 0 to 1; a tie counts half.
+        interval: 95% interval of `accuracy` (Wilson 1927).
+        num_pairs: Number of pairs.
+        ties: Number of pairs with equal scores.
+    """
+
+    accuracy: float
+    interval: tuple[float, float]
+    num_pairs: int
+    ties: int
+
+    def __str__(self) -> str:
+        low, high = (f"{100 * bound:.1f}" for bound in self.interval)
+        return f"{100 * self.accuracy:.1f}% of {self.num_pairs} pairs (95% interval {low} to {high}%)"
+
+
+def preference_accuracy(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Iterable[Mapping[str, Any]],
+    batch_size: int = 16,
+    max_length: int | None = None,
+) -> PreferenceAccuracy:
+    """Measure how often a reward model scores the chosen response above the rejected one.
+
+    The model reads the same tokens as in PPO. Its mode and the parameters' `requires_grad` are restored.
+
+    Args:
+        model: A sequence-classification model with one label, on its device.
+        tokenizer: Its tokenizer.
+        pairs: Rows with `chosen` and `rejected`, in any format of `with_explicit_prompt`.
+        batch_size: Pairs in one forward pass.
+        max_length: Longest text in tokens; pairs with a longer one are left out, as `RewardTrainer` does.
+
+    Raises:
+        ValueError: There are no pairs, a pair cannot be read, or a score is not finite.
+    """
+    answers = [answer for row in pairs for answer in _answers_of_pair(row)]
+    ids = [reward_model_ids(answer, tokenizer) for answer in answers]
+    limit = math.inf if max_length is None else max_length
+    kept = [
+        answer
+        for row in range(0, len(ids), 2)
+        if max(len(ids[row]), len(ids[row + 1])) <= limit
+        for answer in answers[row : row + 2]
+    ]
+    if not kept:
+        raise ValueError(f"no preference pair is left to measure accuracy on (max_length={max_length})")
+    gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        with in_eval_mode(model), torch.no_grad():
+            scores = RewardModel(FrozenScorer(model), 2 * batch_size).score_answers(kept, lambda _: tokenizer)
+    finally:
+        for parameter, had_gradient in gradients:
+            parameter.requires_grad_(had_gradient)
+    chosen, rejected = scores[::2], scores[1::2]
+    ties = int((chosen == rejected).sum())
+    accuracy = (int((chosen > rejected).sum()) + ties / 2) / len(chosen)
+    return PreferenceAccuracy(accuracy, wilson_interval(accuracy, len(chosen)), len(chosen), ties)
+
+
+def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """Compute the Wilson score interval of a share (Wilson 1927, JASA 22).
+
+        (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+
+    Args:
+        share: `p`, from 0 to 1.
+        count: `n`, at least 1.
+        z: Quantile of the normal distribution; the default gives 95%.
+    """
+    center, scale = share + z**2 / (2 * count), 1 + z**2 / count
+    margin = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max(0.0, (center - margin) / scale), min(1.0, (center + margin) / scale)
+
+
+def _answers_of_pair(row: Mapping[str, Any]) -> list[Answer]:
+    """Return the chosen and the rejected response as answers to the pair's prompt."""
+    pair = with_explicit_prompt(row)
+    prompt, answers = pair["prompt"], []
+    for response in (pair["chosen"], pair["rejected"]):
+        if isinstance(response, str):
+            answers.append(Answer(prompt, response))
+        else:  # a conversation may continue over several turns, of which the last is the response
+            answers.append(Answer([*prompt, *response[:-1]], response[-1]["content"]))
+    return answers
 
 
 def _own_tokenizer(
@@ -220,3 +400,92 @@ def _one_for_each(values: list[Any], specs: Sequence[Any], argument: str, spread
     if len(values) != len(specs):
         raise ValueError(f"{argument} has {len(values)} entries for {len(specs)} reward models; give one for each")
     return values
+
+
+# Tokenization
+
+
+def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Return the token ids that a reward model reads.
+
+    Without its own tokenizer, it reads the policy's tokens. Otherwise the text is prompt + response; EOS is appended
+    if the response ended. A conversation gets the response as its last message and goes through the tokenizer's chat
+    template, which closes that message only if the response ended. An answer without ids is always read as text.
+
+    Args:
+        answer: The answer.
+        tokenizer: The reward model's own tokenizer; None if it reads the policy's tokens.
+
+    Raises:
+        ValueError: The prompt is a conversation, and the tokenizer has no chat template or the template rejects it; or
+            the answer has no ids, and there is no tokenizer.
+    """
+    if tokenizer is None:
+        if answer.prompt_ids is not None and answer.response_ids is not None:
+            return [*answer.prompt_ids, *answer.response_ids]
+        tokenizer = answer.tokenizer
+    if tokenizer is None:
+        raise ValueError("there is no tokenizer beside the reward model, which is to read a text; save it there")
+    if is_conversation(answer.prompt):
+        return _templated(answer, tokenizer)
+    ids, eos = _ids(tokenizer(answer.text)), eos_id(tokenizer)
+    return [*ids, eos] if answer.ended and eos is not None and ids[-1:] != [eos] else ids
+
+
+def _templated(answer: Answer, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "the prompt is a conversation, and the reward model's tokenizer has no chat template: set its "
+            "chat_template in reward_processing_classes"
+        )
+    # Arrow gives every message the union of all messages' keys; templates check whether a key is defined.
+    messages: list[Any] = [
+        {key: value for key, value in message.items() if value is not None} for message in answer.prompt
+    ]
+    response = answer.response
+    if messages[-1].get("role") == "assistant":
+        response = messages.pop()["content"] + answer.continuation
+    goes_on = not answer.ended and bool(response.strip())
+    whole = [*messages, {"role": "assistant", "content": response}] if answer.ended or goes_on else messages
+    try:
+        encoded = tokenizer.apply_chat_template(
+            whole, continue_final_message=goes_on, add_generation_prompt=whole is messages, return_dict=True
+        )
+    except Exception as error:
+        raise ValueError(f"the reward model's chat template rejects it: {error}") from error
+    return _ids(encoded)
+
+
+def tokenizer_beside(
+    path: str | os.PathLike[str] | None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer that was saved with a model, or return None if there is none.
+
+    Args:
+        path: The model's directory or hub name. An adapter without a tokenizer uses that of its base model.
+        trust_remote_code: Whether to run code of the tokenizer.
+
+    Raises:
+        ValueError: It comes with code, which is not allowed to run.
+    """
+    if not path:
+        return None
+    try:
+        found = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if found.get_vocab().keys() - set(found.all_special_tokens):  # without files Qwen2's has only special tokens
+            return found
+    except (OSError, ValueError, KeyError) as error:
+        if wants_code(error):
+            raise ValueError(f"the tokenizer of {os.fspath(path)!r} {CODE_IS_RUN_IF}") from error
+    return tokenizer_beside(base_of_adapter(path), trust_remote_code) if is_adapter_directory(path) else None
+
+
+def shares_tokens(policy_tokenizer: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the policy's tokens, except its own PAD, have the same ids in the reward model's tokenizer."""
+    ids = tokenizer.get_vocab()
+    own_pad = policy_tokenizer.pad_token if policy_tokenizer.pad_token != policy_tokenizer.eos_token else None
+    return all(ids.get(token) == number for token, number in policy_tokenizer.get_vocab().items() if token != own_pad)
+
+
+def _ids(encoded: Any) -> list[int]:
+    return list(encoded["input_ids"])

@@ -1,4 +1,4 @@
-"""What responses are worth: the weighted sum of what every reward source gives them."""
+"""Scores of responses: the batch that reward sources read, their weighted sum, and validation of their results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
+from rlhf_ppo.config.validation import WEIGHTS, check_range
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.processes.signals import may_be_given_up
-from rlhf_ppo.terminal.foreign import visible
+from rlhf_ppo.processes.signals import interruptible
+from rlhf_ppo.terminal.text import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 T = TypeVar("T")
 
@@ -31,7 +33,7 @@ MAX_SCORE = 1e12
 """The largest absolute value of a score: its squares, summed over a batch, are still finite in float32."""
 
 Refuse = Callable[[str], None]
-"""Takes the reason why a response's score cannot be used: raises, or returns, and the response counts as unscored."""
+"""Called with the reason why a score cannot be used: raises, or returns, and the response counts as not scored."""
 
 
 def refuse_by_raising(reason: str) -> None:
@@ -41,18 +43,18 @@ def refuse_by_raising(reason: str) -> None:
 
 @dataclass(frozen=True)
 class ScoringBatch:
-    """What a reward source reads: prompts and responses, already truncated after the stop token.
+    """Prompts and responses for a reward source, already truncated after the stop token.
 
-    Which tokens are real is told by the masks, never by the ids. What is read is the whole response, with what tools
-    and environments wrote in it; rewards of single tokens are paid for those that the policy wrote.
+    The masks, never the ids, tell which tokens are real. Sources read the whole response, including the tokens of
+    tools and environments; token rewards are paid only for tokens that the policy wrote.
 
     Attributes:
         query_responses: Prompt and response ids, long `(B, C + T)`: left-padded prompt, right-padded response.
-        attention_mask: True on real tokens of either part, bool `(B, C + T)`.
-        response_mask: True on the response's tokens that the policy wrote, the stop token included, bool `(B, T)`.
+        attention_mask: True on real tokens of both parts, bool `(B, C + T)`.
+        response_mask: True on the response's tokens that the policy wrote, including the stop token, bool `(B, T)`.
         columns: The data set's other columns, each a list of `B` values.
-        ended: Whether the response ended by itself, with a stop token or a stop string, bool `(B,)`; the one notion of
-            it, from `rlhf_ppo.generation.sequences.ended`.
+        ended: Whether the response ended with a stop token or a stop string, bool `(B,)`, see
+            `rlhf_ppo.generation.stopping.ended`.
     """
 
     query_responses: Tensor
@@ -77,58 +79,50 @@ class ScoringBatch:
 
     @classmethod
     def of(cls, responses: Responses, prompts: Prompts, ended: Tensor) -> ScoringBatch:
-        """Put responses, their prompts' columns and whether they ended together."""
+        """Make a batch of responses, their prompts' columns and whether they ended."""
         return cls(*responses.batch, prompts.columns, ended)
 
     def __len__(self) -> int:
         return len(self.query_responses)
 
     def prompt_ids(self) -> list[list[int]]:
-        """Return the real token ids of each prompt, in lists of the caller's own."""
-        return [list(ids) for ids in self._prompt_ids]
+        """Return the real token ids of each prompt, in new lists."""
+        return [list(ids) for ids in self._rows[0]]
 
     def response_ids(self) -> list[list[int]]:
-        """Return the real token ids of each response, whoever wrote them, in lists of the caller's own."""
-        return [list(ids) for ids in self._response_ids]
+        """Return the real token ids of each response, whoever wrote them, in new lists."""
+        return [list(ids) for ids in self._rows[1]]
 
     def prompt_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Return each prompt's text, without special tokens; it is decoded once for all sources."""
-        return self._texts("prompt", tokenizer, self._prompt_ids)
+        """Return each prompt's text, without special tokens, decoded once for all sources."""
+        return self._texts("prompt", tokenizer, self._rows[0])
 
     def response_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Return each response's text, without special tokens; it is decoded once for all sources."""
-        return self._texts("response", tokenizer, self._response_ids)
+        """Return each response's text, without special tokens, decoded once for all sources."""
+        return self._texts("response", tokenizer, self._rows[1])
 
-    @cached_property
-    def _prompt_ids(self) -> list[list[int]]:
-        ids, real, _ = self._on_host
-        context = ids.shape[1] - self.response_mask.shape[1]
-        return selected(ids[:, :context], real[:, :context])
-
-    @cached_property
-    def _on_host(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids and both masks, copied from their device in one piece for all sources."""
-        width = self.query_responses.shape[1]
-        together = torch.cat([self.query_responses, self.attention_mask.long(), self.response_mask.long()], dim=1)
-        ids, real, written = together.cpu().split([width, width, self.response_mask.shape[1]], dim=1)
-        return ids, real.bool(), written.bool()
-
-    @cached_property
+    @property
     def written(self) -> list[list[bool]]:
-        """Which of each response's real tokens the policy wrote."""
-        _, real, written = self._on_host
-        return selected(written, real[:, real.shape[1] - written.shape[1] :])
+        """For each response, whether the policy wrote each of its real tokens."""
+        return self._rows[2]
+
+    @cached_property
+    def _rows(self) -> tuple[list[list[int]], list[list[int]], list[list[bool]]]:
+        """Real ids of prompts and responses, and whether the policy wrote the latter; one copy from the GPU."""
+        width, response_width = self.query_responses.shape[1], self.response_mask.shape[1]
+        together = torch.cat([self.query_responses, self.attention_mask.long(), self.response_mask.long()], dim=1)
+        ids, real, written = together.cpu().split([width, width, response_width], dim=1)
+        prompt, response = slice(width - response_width), slice(width - response_width, None)
+        return (
+            selected(ids[:, prompt], real[:, prompt]),
+            selected(ids[:, response], real[:, response]),
+            selected(written.bool(), real[:, response]),
+        )
 
     @property
     def episode_mask(self) -> Tensor:
         """True on the response's real tokens, whoever wrote them, bool `(B, T)`."""
         return self.attention_mask[:, self.query_responses.shape[1] - self.response_mask.shape[1] :]
-
-    @cached_property
-    def _response_ids(self) -> list[list[int]]:
-        ids, real, _ = self._on_host
-        context = ids.shape[1] - self.response_mask.shape[1]
-        return selected(ids[:, context:], real[:, context:])
 
     def _texts(self, part: str, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
         def decoded() -> list[str]:
@@ -137,12 +131,12 @@ class ScoringBatch:
         return list(self.once(f"text of the {part}", tokenizer, decoded))
 
     def once(self, what: str, tokenizer: PreTrainedTokenizerBase, make: Callable[[], list[T]]) -> list[T]:
-        """Make something of the rows when it is first asked for, and return the same to all others.
+        """Return a value that is computed once for all sources.
 
         Args:
-            what: What it is.
+            what: Name of the value.
             tokenizer: The tokenizer that it depends on.
-            make: Makes it.
+            make: Computes it.
         """
         made: dict[tuple[str, int], list[Any]] = self.__dict__.setdefault("_made", {})
         key = (what, id(tokenizer))
@@ -151,16 +145,21 @@ class ScoringBatch:
         return made[key]
 
 
+def selected(values: Tensor, mask: Tensor) -> list[list[Any]]:
+    """Return the values of each row of `(B, T)` where a mask is True."""
+    return [row[real].tolist() for row, real in zip(values.cpu(), mask.bool().cpu(), strict=True)]
+
+
 class RewardSource(Protocol):
     """Anything that scores responses by their token ids, many at once.
 
-    An object in `reward_funcs` is one if its class derives from this, or if it has a `name` and is called with one
-    argument by position, the batch; reward functions take theirs by name.
+    An object in `reward_funcs` is a reward source if its class derives from this class, or if it has a `name` and
+    takes one positional argument, the batch. Reward functions take their arguments by name.
 
-    A slow source has `is_async = True` and a method `submit(batch) -> Future`; it then runs beside everything else.
+    A slow source can have `is_async = True` and a method `submit(batch) -> Future`; it then runs concurrently.
 
     Attributes:
-        name: What the source is called in metrics, tables and errors.
+        name: Name of the source in metrics, tables and errors.
     """
 
     name: str
@@ -170,14 +169,14 @@ class RewardSource(Protocol):
 
         Returns:
             Float32 `(B,)`, one score per response; or `(B, T)`, one reward per response token. NaN for a response that
-            the source does not score, at the first token that the policy wrote at least. What stands at tokens that
-            it did not write is not paid.
+            the source does not score, at least at the first token that the policy wrote. Rewards at tokens that the
+            policy did not write are not paid.
         """
         ...
 
 
 def is_reward_source(candidate: object) -> TypeGuard[RewardSource]:
-    """Tell whether an object is a `RewardSource` rather than a reward function."""
+    """Return whether an object is a `RewardSource` rather than a reward function."""
     if isinstance(candidate, type):
         return False
     if RewardSource in type(candidate).__mro__:
@@ -190,13 +189,13 @@ def is_reward_source(candidate: object) -> TypeGuard[RewardSource]:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a batch of responses is worth.
+    """Scores of a batch of responses.
 
     Attributes:
-        final: Weighted sum over the sources that gave the response one number, float32 `(B,)`: 0 where only rewards of
-            tokens were given, NaN where no source scored the response.
+        final: Weighted sum over the sources that gave the response one number, float32 `(B,)`: 0 if it has only token
+            rewards, NaN if no source scored it.
         per_token: Weighted sum over the sources that reward tokens, float32 `(B, T)`, 0 outside the response mask.
-        by_source: Each source's own scores before weighting, float32 `(B,)`, NaN where it gave none; of a source that
+        by_source: Each source's scores before weighting, float32 `(B,)`, NaN where it gave none; for a source that
             rewards tokens, their sum.
     """
 
@@ -206,23 +205,22 @@ class Scores:
 
     @property
     def total(self) -> Tensor:
-        """What each response is worth in all, float32 `(B,)`; NaN where no source scored it."""
+        """Total score of each response, float32 `(B,)`; NaN if no source scored it."""
         return self.final + self.per_token.sum(dim=1)
 
 
 class Scorer:
-    """Adds up several reward sources, over the sources `i` that scored response `b`.
+    """Computes the weighted sum of reward sources, over the sources `i` that scored response `b`.
 
         final_b = sum_i w_i s_ib        per_token_bt = sum_i w_i r_ibt
 
     Args:
-        sources: The reward sources; sources of one name are called `name`, `name_2`, ...
-        weights: One weight per source, in their order or by name; None weighs each 1.
-        refuse: What becomes of a weighted sum beyond `MAX_SCORE`.
+        sources: The reward sources; sources with the same name become `name`, `name_2`, ...
+        weights: One weight per source, in their order or by name; None: all 1.
+        refuse: Called with the reason if a weighted sum is beyond `MAX_SCORE`.
 
     Raises:
-        ValueError: There is no source, or `weights` does not name each source once, or holds a number that is not
-            finite.
+        ValueError: There is no source, `weights` does not have one weight per source, or a weight is not finite.
     """
 
     def __init__(
@@ -237,7 +235,7 @@ class Scorer:
         self.sources = dict(zip(self.names, sources, strict=True))
         self.weights = weights_by_name(self.names, weights)
         self.refuse = refuse
-        self._started: tuple[ScoringBatch, dict[str, Future[Tensor]]] | None = None
+        self._started: tuple[ScoringBatch | None, dict[str, Future[Tensor]]] = None, {}
 
     @property
     def reads_columns(self) -> bool:
@@ -245,25 +243,25 @@ class Scorer:
         return any(getattr(source, "reads_columns", True) for source in self.sources.values())
 
     def start(self, batch: ScoringBatch) -> None:
-        """Start the slow sources on a batch, so that they run while the caller goes on.
+        """Start the slow sources, so that they run while the caller continues.
 
         Args:
-            batch: What the next call will score.
+            batch: The batch of the next call.
         """
         self.stop()
-        self._started = (batch, self._submitted(batch))
+        self._started = batch, self._submit(batch)
 
     def stop(self) -> None:
-        """Give up what `start` began and no call has collected; nothing that it would still log arrives."""
-        started, self._started = self._started, None
-        _cancel({} if started is None else started[1])
+        """Cancel the sources that `start` started and no call has collected; their further logs are dropped."""
+        (_, running), self._started = self._started, (None, {})
+        _cancel(running)
 
     @torch.no_grad()
     def __call__(self, batch: ScoringBatch) -> Scores:
         """Score a batch.
 
-        The slow sources are started first, unless `start` did so, and collected last. When one source fails, the
-        slow ones that still run are given up.
+        The slow sources are started first, unless `start` did so, and collected last. If a source fails, the slow ones
+        are cancelled.
 
         Args:
             batch: `B` prompts and truncated responses.
@@ -274,32 +272,33 @@ class Scorer:
         Raises:
             ValueError: A source returned another shape.
         """
-        batch, running = self._taken(batch)
+        batch, running = self._take_started(batch)
         try:
-            with _surroundings_kept():
+            with _restore_cwd_and_dtype():
                 given = {name: source(batch) for name, source in self.sources.items() if name not in running}
-                with may_be_given_up():
+                with interruptible():
                     given |= {name: future.result() for name, future in running.items()}
         finally:
             _cancel(running)
-        return self._added_up({name: given[name] for name in self.names}, batch)
+        return self._weighted_sum({name: given[name] for name in self.names}, batch)
 
-    def _taken(self, batch: ScoringBatch) -> tuple[ScoringBatch, dict[str, Future[Tensor]]]:
-        """Return what `start` was given and began, if these are its responses; else give up what it began."""
-        if self._started is None or self._started[0].query_responses is not batch.query_responses:
+    def _take_started(self, batch: ScoringBatch) -> tuple[ScoringBatch, dict[str, Future[Tensor]]]:
+        """Return the batch and futures of `start` if it got these responses; otherwise cancel those and start anew."""
+        started, running = self._started
+        if started is None or started.query_responses is not batch.query_responses:
             self.stop()
-            return batch, self._submitted(batch)
-        taken, self._started = self._started, None
-        return taken
+            return batch, self._submit(batch)
+        self._started = None, {}
+        return started, running
 
-    def _submitted(self, batch: ScoringBatch) -> dict[str, Future[Tensor]]:
+    def _submit(self, batch: ScoringBatch) -> dict[str, Future[Tensor]]:
         return {
             name: source.submit(batch)  # pyright: ignore[reportAttributeAccessIssue]
             for name, source in self.sources.items()
             if getattr(source, "is_async", False)
         }
 
-    def _added_up(self, given: Mapping[str, Tensor], batch: ScoringBatch) -> Scores:
+    def _weighted_sum(self, given: Mapping[str, Tensor], batch: ScoringBatch) -> Scores:
         mask = batch.response_mask.bool()
         final, per_token = torch.zeros(len(batch), device=mask.device), torch.zeros(mask.shape, device=mask.device)
         by_source: dict[str, Tensor] = {}
@@ -333,12 +332,12 @@ class Scorer:
 
 
 @contextmanager
-def _surroundings_kept() -> Iterator[None]:
-    """Restore the working directory and PyTorch's default dtype, which a user's function may change."""
+def _restore_cwd_and_dtype() -> Iterator[None]:
+    """Restore the working directory and PyTorch's default dtype, which a reward function may change."""
     dtype = torch.get_default_dtype()
     try:
         directory = os.getcwd()
-    except FileNotFoundError:  # somebody has deleted it
+    except FileNotFoundError:  # it was deleted
         directory = None
     try:
         yield
@@ -349,14 +348,14 @@ def _surroundings_kept() -> Iterator[None]:
 
 
 def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:
-    """Give each reward source its weight.
+    """Return each reward source's weight by name.
 
     Args:
         names: The sources' names.
-        weights: As many numbers as there are names, or a number by each name, or None: all 1.
+        weights: One number per name, in order or by name, or None: all 1.
 
     Raises:
-        ValueError: There are too few or too many, one names no source, or one is not finite.
+        ValueError: There are too few or too many weights, a name is not a source, or a weight is not finite.
     """
     if weights is None:
         return dict.fromkeys(names, 1.0)
@@ -377,19 +376,14 @@ def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str
             f"reward_weights={dict(weights)} {' and '.join(problems)}: the rewards are {list(names)}"
             f"{hint}; give each a weight, 0 for one that is only to be logged"
         )
-    if not all(math.isfinite(weight) for weight in weights.values()):
-        raise ValueError(f"reward_weights={dict(weights)}: every weight must be finite")
+    for name, weight in weights.items():
+        check_range(f"reward_weights[{name!r}]", weight, WEIGHTS, "the factor of a reward in the score")
     return {name: float(weights[name]) for name in names}
 
 
 def _cancel(running: Mapping[str, Future[Tensor]]) -> None:
     for future in running.values():
-        future.cancel()  # of one that is done, without effect
-
-
-def selected(values: Tensor, mask: Tensor) -> list[list[Any]]:
-    """Return those values of each row of `(B, T)` where a mask is True."""
-    return [row[real].tolist() for row, real in zip(values.cpu(), mask.bool().cpu(), strict=True)]
+        future.cancel()  # no effect if it is done
 
 
 def _unique(names: Sequence[str]) -> list[str]:
@@ -401,3 +395,123 @@ def _unique(names: Sequence[str]) -> list[str]:
             candidate = f"{name}_{number}"
         taken.append(candidate)
     return taken
+
+
+# Score validation
+
+
+class WrongRewardError(TypeError, ValueError):
+    """A reward function returned or logged something invalid; the message says what to do instead."""
+
+
+def check_scores(
+    returned: Any,
+    who: str,
+    lengths: Sequence[int],
+    refuse: Refuse = refuse_by_raising,
+    written: Sequence[Sequence[bool]] | None = None,
+) -> Tensor:
+    """Convert a reward function's result to a tensor, and check it.
+
+    Args:
+        returned: A list, tensor, array, or other iterable with one entry per row: numbers and None; or lists of
+            numbers, one per response token, and None.
+        who: Name of the function in errors.
+        lengths: Number of tokens of each of the `B` responses.
+        refuse: Called with the reason if a number is not finite, or beyond `MAX_SCORE`; if it returns, the number
+            becomes NaN.
+        written: For each response, whether the policy wrote each token; None: all. Rewards of other tokens, of a
+            tool for example, are ignored: they may be None or NaN.
+
+    Returns:
+        Scores, float32 `(B,)`, NaN for None; or rewards per token, float32 `(B, max(lengths))`, a row of NaN for None
+        and 0 after the last token.
+
+    Raises:
+        WrongRewardError: It is a text, one number or None, holds something other than numbers, or its length differs.
+        ValueError: `refuse` raised it.
+    """
+    values = _plain(returned)
+    if isinstance(values, str | bytes | bytearray | Mapping | Set) or not isinstance(values, Iterable):
+        raise WrongRewardError(
+            f"{who} returned {returned!r:.60} ({type(returned).__name__}): "
+            f"return a list of {len(lengths)} numbers, one per completion"
+        )
+    values = list(values)
+    if len(values) != len(lengths):
+        raise WrongRewardError(
+            f"{who} returned {len(values)} rewards for {len(lengths)} completions: "
+            "return one per completion, None where it has none to give"
+        )
+    first = next((value for value in values if value is not None), None)
+    if isinstance(_plain(first), list | tuple):
+        rows = [_plain(value) for value in values]
+        if written is not None:
+            rows = [_of_policy(row, own) for row, own in zip(rows, written, strict=True)]
+        return _per_token(rows, who, lengths, refuse)
+    return torch.tensor([_as_float(value, who, f"row {row}", refuse) for row, value in enumerate(values)])
+
+
+def _of_policy(row: Any, written: Sequence[bool]) -> Any:
+    """Return token rewards with 0 where the policy did not write; values of another shape are returned as they are."""
+    if not isinstance(row, list | tuple) or len(row) != len(written):
+        return row
+    return [reward if own else 0.0 for reward, own in zip(row, written, strict=True)]
+
+
+def _per_token(values: Sequence[Any], who: str, lengths: Sequence[int], refuse: Refuse) -> Tensor:
+    rewards = torch.zeros(len(lengths), max(lengths))
+    for row, (value, length) in enumerate(zip(values, lengths, strict=True)):
+        if value is None:
+            rewards[row] = math.nan
+            continue
+        if not isinstance(value, list | tuple):
+            raise WrongRewardError(
+                f"{who} returned {value!r:.60} ({type(value).__name__}) for row {row}, and a "
+                "list for another: return a list for every row, of one reward per token, or a number for every row"
+            )
+        if len(value) != length:
+            raise WrongRewardError(
+                f"{who} returned {len(value)} rewards for the {length} tokens of row {row}: "
+                "return one for each of completion_ids[row]"
+            )
+        if None in value:
+            raise WrongRewardError(
+                f"{who} returned None for row {row}, token {list(value).index(None)}: "
+                "return 0.0 for a token without a reward, or None for the whole row"
+            )
+        numbers = [_as_float(number, who, f"row {row}, token {token}", refuse) for token, number in enumerate(value)]
+        rewards[row, :length] = torch.tensor(numbers)
+        rewards[row].masked_fill_(rewards[row].isnan().any(), math.nan)
+    return rewards
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor or NumPy value as Python numbers and lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _as_float(value: Any, who: str, place: str, refuse: Refuse) -> float:
+    if value is None:
+        return math.nan
+    number = _plain(value)
+    if not isinstance(number, int | float):
+        raise WrongRewardError(
+            f"{who} returned {value!r:.60} ({type(value).__name__}) for {place}: "
+            "return a number, or None for a completion that it does not score"
+        )
+    if not abs(number) <= MAX_SCORE:  # NaN too
+        refuse(
+            f"{who} returned {short_repr(number)} for {place}: return a finite number of at most "
+            f"{MAX_SCORE:g}, or None for a completion that it does not score"
+        )
+        return math.nan
+    return float(number)
+
+
+def short_repr(value: Any) -> str:
+    """Return at most 60 characters of a value's repr."""
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # Python does not format integers of more than 4300 digits
+        return "an integer of thousands of digits"

@@ -1,9 +1,9 @@
-"""What becomes of a rollout's scores before they are paid, in this order: scaling, clipping, the missing stop token.
+"""Shaping of a rollout's scores, in this order: weighted sum, scaling, clipping, penalty of a missing stop token.
 
-1. Each reward source's scores are weighted and added up (`rlhf_ppo.rewards.scorer`).
-2. `score_scaling` divides by the standard deviation of all scores of the run so far; rewards of single tokens too.
-   `score_normalization` subtracts the mean of all scores before that, once for each response.
-3. `score_clip` limits the score's absolute value; rewards of single tokens stay.
+1. Each reward source's scores are weighted and summed (`rlhf_ppo.rewards.scorer`).
+2. `score_scaling` divides by the standard deviation of all scores of the run so far, also for token rewards.
+   `score_normalization` first subtracts the mean of all scores, once for each response.
+3. `score_clip` limits the score's absolute value, not that of token rewards.
 4. `missing_eos_penalty` lowers, or `missing_eos_score` replaces, the score of a response without the stop token.
 """
 
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhf_ppo.algorithm.masked import zero_outside
-from rlhf_ppo.algorithm.moments import ScoreMoments
+from rlhf_ppo.algorithm.masked import ScoreMoments, zero_outside
 from rlhf_ppo.algorithm.penalties import clip_scores, kl_estimate, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import Rollout
@@ -24,33 +23,37 @@ def shape_scores(rollout: Rollout, args: PPOConfig, unit: ScoreMoments | None = 
     Args:
         rollout: `B` scored responses.
         args: Gives `score_normalization`, `score_clip`, `missing_eos_penalty` and `missing_eos_score`.
-        unit: The moments that scores are scaled by; None leaves the scores in the reward's unit.
+        unit: Moments for the scaling; None leaves the scores in the reward's unit.
 
     Returns:
-        The scores to pay at the last token, float32 `(B,)`, NaN for responses that no source scored; and the rewards
-        of single tokens, float32 `(B, T)`, 0 outside the response mask.
+        The scores, paid at the last token, float32 `(B,)`, NaN for responses that no source scored; and the token
+        rewards, float32 `(B, T)`, 0 outside the response mask.
     """
     std = 1.0 if unit is None else unit.std
-    return _shaped(rollout.scores, rollout.stopped, args, unit), _of_tokens(rollout) / std
+    how = (args.score_normalization, args.score_clip, args.missing_eos_penalty, args.missing_eos_score)
+    return rollout.once(
+        ("shaped scores", unit, *how),
+        lambda: (_shaped(rollout.scores, rollout.stopped, args, unit), _of_tokens(rollout) / std),
+    )
 
 
 def scores_in_reward_unit(
     scores: Tensor, token_scores: Tensor, stopped: Tensor, args: PPOConfig, unit: ScoreMoments | None
 ) -> Tensor:
-    """Return the amount that training would pay for each response, converted back into the reward's unit.
+    """Compute each response's shaped score, converted back to the reward's unit.
 
         score = mean + std * shaped score + sum of token rewards
 
-    `mean` is 0 without `score_normalization`; `std` is 1 and `mean` 0 without scaling. The penalties and the clip are
-    thus multiples of the same standard deviation as in training, and the rest keeps the reward's unit.
+    `mean` is 0 without `score_normalization`; `std` is 1 and `mean` 0 without scaling. Penalties and clip are thus
+    multiples of the same standard deviation as in training.
 
     Args:
         scores: Weighted sums, before shaping, `(N,)`; NaN for responses that no source scored.
-        token_scores: Sums of the rewards of single tokens, `(N,)`.
-        stopped: Whether the response ended by itself, bool `(N,)`.
+        token_scores: Sums of the token rewards, `(N,)`.
+        stopped: Whether the response has its stop token or stop string, bool `(N,)`.
         args: As for `shape_scores`.
-        unit: The moments of the run so far; None without `score_scaling` and `score_normalization`. Before the first
-            update, where they count nothing, the moments of these scores take their place.
+        unit: The moments of the run so far; None without `score_scaling` and `score_normalization`. Without any
+            scores, before the first update, the moments of these scores are used.
 
     Returns:
         float32 `(N,)`, in the reward's unit.
@@ -76,14 +79,16 @@ def _mean(args: PPOConfig, unit: ScoreMoments) -> float:
 
 def masked_kl(rollout: Rollout, estimator: str) -> Tensor | None:
     """Return the KL estimate of each token, nats, float32 `(B, T)`, 0 outside the mask; None without a reference."""
-    if rollout.ref_logprobs is None:
+    ref_logprobs, mask = rollout.ref_logprobs, rollout.response_mask
+    if ref_logprobs is None:
         return None
-    kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, estimator)
-    return kl.masked_fill(~rollout.response_mask, 0.0)
+    return rollout.once(
+        ("KL", estimator), lambda: kl_estimate(rollout.logprobs, ref_logprobs, estimator).masked_fill(~mask, 0.0)
+    )
 
 
 def positive_responses(scores: Tensor, args: PPOConfig) -> Tensor | None:
-    """Tell which responses are imitated: those that are paid more than `positive_nll_threshold`.
+    """Return the imitated responses: those with a score above `positive_nll_threshold`.
 
     Args:
         scores: As `objective/scores` has them, after all shaping, with the rewards of single tokens, `(B,)`.

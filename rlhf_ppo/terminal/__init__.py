@@ -1,1 +1,1 @@
-"""What a run prints: a line for each log, a bar, a table at the end; and what of libraries is kept from printing."""
+"""Terminal output of a run, and escaping of untrusted text."""

@@ -1,7 +1,8 @@
-"""What `PPOTrainer` is given, checked before a model is loaded."""
+"""Checks of the constructor's arguments, before any weight is loaded."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +16,94 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils.import_utils import is_peft_available
 
-from rlhf_ppo.algorithm.controllers import FixedKLController, check_coefficient
+from rlhf_ppo.algorithm.penalties import FixedKLController, check_coefficient
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.idle import Beside, idle_options
-from rlhf_ppo.config.settled import settings_of
-from rlhf_ppo.config.trackers import check_keys
-from rlhf_ppo.data.datasets import NoPrompts, check_rows
-from rlhf_ppo.processes.engines import zero_stage
-from rlhf_ppo.processes.logs import get_logger
-from rlhf_ppo.processes.random_numbers import rng_kept
+from rlhf_ppo.config.arguments import GSPO_CLIP_RANGES
+from rlhf_ppo.config.inherited import check_keys
+from rlhf_ppo.config.ppo_config import Sizes, settings_of
+from rlhf_ppo.config.unused import RunContext, unused_options
+from rlhf_ppo.data.prompts import NoPrompts, check_rows
+from rlhf_ppo.models.reference import Reference
+from rlhf_ppo.processes.distributed import get_logger, preserve_rng, zero_stage
 from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR
-from rlhf_ppo.reporting.results import SAMPLES_DIR
+from rlhf_ppo.reporting.run_log import SAMPLES_DIR
+from rlhf_ppo.rewards.scorer import Scorer
+from rlhf_ppo.training.learning import POLICY_LOSSES
 from rlhf_ppo.training.optimization import checked_pair
-from rlhf_ppo.training.policy_losses import POLICY_LOSSES
+from rlhf_ppo.training.run_state import RunState, SpecialTokens
+
+KEPT = frozenset(
+    {
+        *("kl_controller", "policy_model", "reference", "reward_models", "score_moments", "scorer", "sizes", "tokens"),
+        *("value_model", "_as_given", "_check_columns", "_checkpoints", "_directory", "_driver", "_engine"),
+        *("_estimate", "_final_metrics", "_is_stepped", "_learning", "_optimization", "_policy_loss"),
+        *("_preparation", "_printed", "_ptx", "_rollout_metrics", "_rollouts", "_run", "_stop", "_warmup"),
+    }
+)
+"""Attributes that a `PPOTrainer` has beside those of Trainer."""
+
+_KINDS = {"reference": Reference | None, "scorer": Scorer, "sizes": Sizes, "tokens": SpecialTokens}
+
+
+def check_subclass(trainer: object, parent: type) -> None:
+    """Check that a subclass keeps nothing where `PPOTrainer` does, and that its steps take what they are given.
+
+    Args:
+        trainer: An instance that is not constructed yet.
+        parent: `PPOTrainer`.
+
+    Raises:
+        TypeError: A name of the subclass is in use.
+    """
+    classes = type(trainer).__mro__
+    for owner in classes[: classes.index(parent)]:
+        for name, value in vars(owner).items():
+            if name in KEPT:
+                raise _in_use(owner, name, value)
+            if name in vars(parent) and not name.startswith("_"):
+                _check_step(owner, name, value, vars(parent)[name])
+    for name in vars(trainer).keys() & KEPT:
+        raise _in_use(type(trainer), name, vars(trainer)[name])
+
+
+def check_kept(trainer: object) -> None:
+    """Check that what `PPOTrainer` has set is still there, before a run.
+
+    Raises:
+        TypeError: A subclass has set something else.
+    """
+    for name, kind in _KINDS.items():
+        if not isinstance(value := vars(trainer)[name], kind):
+            raise _in_use(type(trainer), name, value)
+
+
+def _in_use(owner: type, name: str, value: Any) -> TypeError:
+    return TypeError(
+        f"{owner.__name__}.{name}={value!r:.60}, but PPOTrainer keeps something of its own under this name; give the "
+        "subclass's attribute another one"
+    )
+
+
+def _check_step(owner: type, name: str, value: Any, ours: Any) -> None:
+    """Check that a method that replaces one of `PPOTrainer`'s can be called as that one."""
+    if not inspect.isfunction(ours):
+        return
+    expected = inspect.signature(ours)
+    required = [part for part in expected.parameters.values() if part.default is part.empty]
+    try:
+        inspect.signature(value).bind(*required)
+    except ValueError:  # it tells nobody what it takes
+        return
+    except TypeError as error:
+        raise TypeError(
+            f"{owner.__name__}.{name}={value!r:.60} cannot take the place of PPOTrainer.{name}{expected}: {error}; "
+            "give it another name, or these parameters"
+        ) from error
+
 
 logger = get_logger(__name__)
+
+_WIDE_FOR_RESPONSES = 0.1
 
 _16_BITS = {torch.bfloat16, torch.float16}
 
@@ -231,30 +305,48 @@ def _check_doors(kl_controller: Any, engine: Any) -> None:
         check_coefficient(kl_controller)
 
 
-def warn_of_idle_options(run: Any, models: Any, has_engine: bool) -> None:
-    """Warn once of all options that change nothing in a run, each with its value, the reason and a remedy.
+def warn_of_odd_options(run: RunState, models: Any, policy_loss: Any, kl_controller: Any, **given: bool) -> None:
+    """Warn of options that change nothing in a run, each with its value, the reason and a remedy; and of wide ranges.
 
     Args:
-        run: The trainer.
-        models: Its `Models`.
-        has_engine: Whether an engine was passed.
+        run: The run.
+        models: The trainer's `Models`.
+        policy_loss: The policy loss in place of PPO's own, or None.
+        kl_controller: The KL controller.
+        **given: `is_stepped`, `has_engine` and `has_evaluation` of `RunContext`.
     """
-    args, dtypes = run._config, {parameter.dtype for parameter in run.policy_model.parameters()}
+    args, dtypes = run.args, {parameter.dtype for parameter in models.policy.parameters()}
     of_name = POLICY_LOSSES.get(args.policy_loss)
-    beside = Beside(
-        is_stepped=run._is_stepped,
-        has_reference=run.reference is not None,
-        has_engine=has_engine,
-        has_loss=of_name is not None and run._policy_loss is not of_name,
-        has_controller=args.kl_target is None and not isinstance(run.kl_controller, FixedKLController),
-        has_evaluation=run.eval_dataset is not None,
-        has_functions=bool(run._functions),
+    beside = RunContext(
+        has_reference=models.reference is not None,
+        has_loss=of_name is not None and policy_loss is not of_name,
+        has_controller=args.kl_target is None and not isinstance(kl_controller, FixedKLController),
+        has_functions=bool(run.reward_funcs),
         has_frozen=models.frozen_reference is not None or bool(models.rewards),
         gathers_weights=zero_stage(run.accelerator) == 3,
         has_16_bits=run.accelerator.mixed_precision in ("bf16", "fp16") or bool(dtypes & _16_BITS),
+        **given,
     )
-    if found := idle_options(args, beside):
+    if found := unused_options(args, beside):
         logger.warning(f"Options that change nothing in this run: {'; '.join(found.values())}.")
+    _warn_of_wide_clip_ranges(args, policy_loss)
+
+
+def _warn_of_wide_clip_ranges(args: PPOConfig, policy_loss: Any) -> None:
+    """Warn of GSPO's clip ranges if they are as wide as those of the ratios of tokens.
+
+    Args:
+        args: The arguments.
+        policy_loss: The policy loss in place of PPO's own, or None.
+    """
+    usual = " and ".join(f"{name}={value}" for name, value in GSPO_CLIP_RANGES.items())
+    widest = max(args.cliprange, args.cliprange_high or 0.0)
+    if policy_loss is POLICY_LOSSES["gspo"] and widest >= _WIDE_FOR_RESPONSES:
+        logger.warning(
+            f"policy_loss='gspo' with cliprange={args.cliprange} and cliprange_high={args.cliprange_high}: its ratio "
+            "is per response, the geometric mean of its tokens' ratios, so this clips almost nothing; usual are "
+            f"{usual}."
+        )
 
 
 def _is_peft_config(value: Any) -> bool:
@@ -276,7 +368,7 @@ def check_collator(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None
         TypeError: It returned something else than prompts.
     """
     try:
-        with rng_kept():
+        with preserve_rng():
             batch = collate(rows)
     except Exception as error:
         error.add_note("raised by data_collator, given the first rows of train_dataset")
@@ -286,13 +378,13 @@ def check_collator(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None
         raise TypeError(f"data_collator returned {returned}, not a dict with input_ids and attention_mask")
 
 
-def check_optimization(args: PPOConfig, optimizers: Sequence[Any], num_updates: int) -> None:
+def check_optimization(args: PPOConfig, optimizers: Sequence[Any], sizes: Sizes) -> None:
     """Check that optimizer and schedule can be made from the arguments, on one number.
 
     Args:
         args: The arguments.
         optimizers: What was given; nothing is made instead of it.
-        num_updates: Updates of the run, which the schedule covers.
+        sizes: Sizes of the run, whose updates the schedule covers.
 
     Raises:
         ValueError: One cannot, or the schedule follows a metric that is never computed.
@@ -318,11 +410,44 @@ def check_optimization(args: PPOConfig, optimizers: Sequence[Any], num_updates: 
             get_scheduler(
                 args.lr_scheduler_type,
                 torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0),
-                args.get_warmup_steps(num_updates),
-                num_updates,
+                args.get_warmup_steps(sizes.num_total_batches),
+                sizes.num_total_batches,
                 settings_of(args.lr_scheduler_kwargs),
             )
         except Exception as error:
             name = args.lr_scheduler_type.value  # pyright: ignore[reportAttributeAccessIssue]
             given = f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={args.lr_scheduler_kwargs!r}"
             raise ValueError(f"{given} cannot be used: {error}") from error
+
+
+def check_warmup(args: PPOConfig, policy: nn.Module, value_model: nn.Module) -> None:
+    """Check that the value model can learn alone, if it is to.
+
+    Args:
+        args: The arguments.
+        policy: The trained language model.
+        value_model: The trained value model.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    steps, gate = args.critic_warmup_steps, args.critic_warmup_explained_variance
+    if steps == 0:
+        if gate is not None:
+            raise ValueError(
+                f"critic_warmup_explained_variance={gate} ends a warm-up that critic_warmup_steps=0 does not begin; "
+                "set critic_warmup_steps to the most updates that it may last"
+            )
+        return
+    for name in ("vf_coef", "critic_learning_rate"):
+        if getattr(args, name) == 0:
+            raise ValueError(
+                f"critic_warmup_steps={steps} trains the value model alone, but with {name}=0 it learns nothing; "
+                f"raise {name}"
+            )
+    own = {id(each) for each in value_model.parameters() if each.requires_grad}
+    if not own - {id(each) for each in policy.parameters()}:
+        raise ValueError(
+            f"critic_warmup_steps={steps} trains the value model alone, but it has no trainable parameters of its "
+            "own; give it some (value_peft_config, or requires_grad_ on its head), or set critic_warmup_steps=0"
+        )

@@ -1,28 +1,46 @@
-"""What the trainer's constructor puts together, and the checks that stop a wrong run before it starts."""
+"""Models, KL controller and scorer as the trainer's constructor makes them, and placed where an engine runs them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from rlhf_ppo.algorithm.controllers import AdaptiveKLController, FixedKLController, KLController
+from rlhf_ppo.algorithm.penalties import AdaptiveKLController, FixedKLController, KLController
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.validation import parse_weights
-from rlhf_ppo.data.lengths import PositionLimit, smallest
+from rlhf_ppo.data.prompts import PositionLimit, smallest
+from rlhf_ppo.data.sources import load_named
 from rlhf_ppo.estimate.counting import copy_without_storage
-from rlhf_ppo.models.adapter_checks import check_adapter, warn_of_rank_allocation
-from rlhf_ppo.models.adapters import activate_adapter, add_adapter, add_value_adapter
-from rlhf_ppo.models.consistency import check_consistent
-from rlhf_ppo.models.finite import check_finite
-from rlhf_ppo.models.float32_head import multiply_head_in_float32
-from rlhf_ppo.models.heads import FrozenScorer, check_classifier, reads_last_token
+from rlhf_ppo.models.adapters import (
+    activate_adapter,
+    add_adapter,
+    add_value_adapter,
+    check_adapter,
+    share_base,
+    shares_parameters,
+    value_model_over,
+    warn_of_rank_allocation,
+)
+from rlhf_ppo.models.capabilities import (
+    Vocabulary,
+    check_consistent,
+    check_finite,
+    position_limit,
+    positions,
+    shared_vocabulary,
+)
+from rlhf_ppo.models.frozen import FrozenScorer, Offload, cast_frozen_weights
+from rlhf_ppo.models.heads import check_classifier, multiply_head_in_float32, reads_last_token
 from rlhf_ppo.models.loading import (
     check_runs_on,
     check_value_model,
@@ -30,29 +48,125 @@ from rlhf_ppo.models.loading import (
     load_policy,
     load_scalar_model,
     low_precision_parameters,
+    made,
     make_value_model,
     prepare_trainable,
 )
 from rlhf_ppo.models.logprobs import check_logits
-from rlhf_ppo.models.making import made
-from rlhf_ppo.models.moving_reference import MovingReference, check_can_move
-from rlhf_ppo.models.positions import position_limit, positions
-from rlhf_ppo.models.reference import Reference, asks_for_reference, make_reference
-from rlhf_ppo.models.sharing import share_base, shares_parameters, value_model_over
-from rlhf_ppo.models.storing import store_frozen
+from rlhf_ppo.models.reference import EMAReference, Reference, asks_for_reference, check_can_move, make_reference
 from rlhf_ppo.models.unwrapping import is_peft_model
-from rlhf_ppo.models.vocabulary import Vocabulary, shared_vocabulary
-from rlhf_ppo.processes.engines import autocast_dtype, is_sharding
-from rlhf_ppo.processes.failing import failing_together
-from rlhf_ppo.processes.logs import get_logger
-from rlhf_ppo.rewards.functions import RewardFunction
-from rlhf_ppo.rewards.logged import LoggedByFunctions
-from rlhf_ppo.rewards.preference import opponent_of
-from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel
+from rlhf_ppo.processes.distributed import (
+    autocast_dtype,
+    get_logger,
+    is_fsdp,
+    is_sharding,
+    mixed_precision_dtype,
+    raise_on_all_ranks,
+    zero_stage,
+)
+from rlhf_ppo.rewards.functions import LoggedByFunctions, RewardFunction
+from rlhf_ppo.rewards.judges import opponent_of
+from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel, tokenizer_beside
 from rlhf_ppo.rewards.scorer import Refuse, RewardSource, Scorer, is_reward_source
-from rlhf_ppo.training.critic import check_warmup
-from rlhf_ppo.training.sharding import check_keeps_models_whole, place_frozen
-from rlhf_ppo.training.special_tokens import SpecialTokens
+from rlhf_ppo.training.checks import check_warmup
+from rlhf_ppo.training.run_state import SpecialTokens
+
+T = TypeVar("T")
+
+
+def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
+    """Tell the engine what PPO needs of it: exact sums and results, weights of one type, and whole models when saved.
+
+    Args:
+        accelerator: Has prepared nothing yet.
+        model: Policy and value model.
+    """
+    _keep_sums_in_float32(accelerator)
+    if zero_stage(accelerator) == 3:  # or save_model could not write what from_pretrained reads
+        zero = cast(Any, accelerator.state).deepspeed_plugin.deepspeed_config["zero_optimization"]
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+        _give_trained_one_type(model, accelerator)
+
+
+def _keep_sums_in_float32(accelerator: Accelerator) -> None:
+    """Let the engine add gradients up in float32, and give results of the models as they are.
+
+    In 16 bits DeepSpeed would add the gradients of micro-batches and of ranks up in the weights' type, and FSDP2 the
+    ranks'; FSDP2 would also round float32 log-probabilities and values on their way out of each module. A type that
+    DeepSpeed's own configuration file names stays.
+    """
+    state: Any = accelerator.state
+    if zero_stage(accelerator) is not None:
+        config = state.deepspeed_plugin.deepspeed_config
+        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+        config.setdefault("communication_data_type", "fp32")
+    plugin = getattr(state, "fsdp_plugin", None)
+    if plugin is not None and isinstance(policy := plugin.mixed_precision_policy, MixedPrecisionPolicy):
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
+
+
+def _give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
+    """In 16 bits, put what is trained and not yet taken apart into the engine's type.
+
+    ZeRO-3 keeps all that it trains in buffers of one type, beside which its optimizer has weights in float32. PEFT
+    makes adapters in float32 over models that were loaded in 16 bits.
+    """
+    if (dtype := mixed_precision_dtype(accelerator)) is None:
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad and not hasattr(parameter, "ds_id"):
+            parameter.data = parameter.data.to(dtype)
+
+
+def check_keeps_models_whole(args: PPOConfig) -> None:
+    """Check that no engine takes the weights apart that an argument wants to share or to move.
+
+    Raises:
+        ValueError: DeepSpeed ZeRO-3 or FSDP does.
+    """
+    uses_fsdp = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    engine = "DeepSpeed ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP" if uses_fsdp else None
+    for name in ("share_base_model", "offload_frozen"):
+        if engine is not None and getattr(args, name):
+            raise ValueError(
+                f"{name}=True, but {engine} spreads the weights of each model over the processes: leave it False (the "
+                "engine's own configuration can offload), or launch with DDP or a lower ZeRO stage"
+            )
+
+
+def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = False) -> nn.Module:
+    """Put a frozen model where it runs: sharded like the policy under ZeRO-3 and FSDP2, else on this rank's device.
+
+    Under DeepSpeed it computes in the type that the trained models compute in.
+
+    Args:
+        model: A module whose forward pass is all that is called, with `config` and `_no_split_modules`.
+        accelerator: Knows the engine.
+        offload: Keep the weights of a model that is not sharded on the CPU between uses.
+
+    Returns:
+        The module to call.
+    """
+    if zero_stage(accelerator) == 3:
+        from trl.models.utils import prepare_deepspeed
+
+        return prepare_deepspeed(model, accelerator)
+    if is_fsdp(accelerator):
+        from trl.models.utils import prepare_fsdp
+
+        # Each call brings what it shards to the device: one block at a time.
+        for block in [part for part in model.modules() if type(part).__name__ in cast(Any, model)._no_split_modules]:
+            prepare_fsdp(block, accelerator)
+        return cast(nn.Module, prepare_fsdp(model, accelerator))
+    if zero_stage(accelerator) is not None and (dtype := mixed_precision_dtype(accelerator)) is not None:
+        for parameter in model.parameters():  # DeepSpeed leaves buffers as they are: rotary frequencies stay exact
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+    if offload and accelerator.device.type != "cpu":
+        cast(Any, model).offload = Offload(model, accelerator.device)
+        return model
+    return model.to(accelerator.device)
+
 
 logger = get_logger(__name__)
 
@@ -186,7 +300,7 @@ def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> No
     for name, module in loaded.items():
         if module is not None:
             check_runs_on(module, name, args.device)
-            with failing_together(PartialState()):  # its share on each rank
+            with raise_on_all_ranks(PartialState()):  # its share on each rank
                 check_finite(module, name)
             check_adapter(module, name)
             if name in ("model", "ref_model"):
@@ -262,6 +376,44 @@ def _check_distinct(**models: Any) -> None:
                 )
 
 
+def load_inputs(
+    model: Any, processing_class: PreTrainedTokenizerBase | None, train_dataset: Any, eval_dataset: Any
+) -> tuple[PreTrainedTokenizerBase, Any, Any]:
+    """Return tokenizer and data sets; load those that are given by name."""
+    return (
+        load_tokenizer(model) if processing_class is None else processing_class,
+        load_named(train_dataset, "train_dataset", ("train",)),
+        load_named(eval_dataset, "eval_dataset", ("test", "validation", "train")),
+    )
+
+
+def load_tokenizer(model: Any) -> PreTrainedTokenizerBase:
+    """Load the policy's tokenizer from the directory or hub name of the policy.
+
+    Args:
+        model: The policy, as the trainer takes it.
+
+    Raises:
+        ValueError: The policy has no name, or no tokenizer is saved with it.
+    """
+    path = (
+        model if isinstance(model, str | os.PathLike) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    )
+    if not path:
+        raise ValueError(
+            f"processing_class=None loads the tokenizer from the model's directory or hub name, but model is a "
+            f"{type(model).__name__} without one; pass processing_class=AutoTokenizer.from_pretrained(...)"
+        )
+    tokenizer = tokenizer_beside(path)
+    if tokenizer is None:
+        raise ValueError(
+            f"processing_class=None loads the tokenizer from the model's directory or hub name, but model="
+            f"{os.fspath(path)!r} has none; save it there with tokenizer.save_pretrained, or pass "
+            "processing_class=AutoTokenizer.from_pretrained(...)"
+        )
+    return tokenizer
+
+
 def needs_reference(args: PPOConfig, functions: Sequence[Callable[..., Any]], kl_controller: Any) -> bool:
     """Tell whether a run needs a reference though none is given: for the KL, or for rewards that compare with it."""
     asked = [opponent_of(function) for function in functions]
@@ -298,7 +450,7 @@ def store_and_place(
     """
     reference, decay = models.frozen_reference, args.reference_ema
     staying = [*[reward.scorer for reward in models.rewards], reference if decay is None else None]
-    store_frozen([trained, *staying], autocast_dtype(accelerator))
+    cast_frozen_weights([trained, *staying], autocast_dtype(accelerator))
     frozen = [
         *([] if reference is None else [reference.policy]),
         *[reward.model for reward in models.rewards],
@@ -312,7 +464,7 @@ def store_and_place(
             counted = None
     if models.reference is not None and models.reference.model is not None:
         if decay is not None and (own := models.reference.own_policy) is not None:
-            models.reference.moving = MovingReference(decay, own, models.policy)
+            models.reference.ema = EMAReference(decay, own, models.policy)
         models.reference.model = place_frozen(models.reference.model, accelerator, args.offload_frozen)
     return counted
 
@@ -349,7 +501,7 @@ def make_scorer(
             lambda: accelerator.autocast(),
             None if reward.tokenizer is None else (tokenizer, reward.tokenizer),
             positions(reward.model),
-            lambda: failing_together(accelerator),
+            lambda: raise_on_all_ranks(accelerator),
             refuse,
         )
         for reward in rewards

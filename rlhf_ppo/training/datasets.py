@@ -1,67 +1,151 @@
-"""The data sets of a trainer: prompts prepared for its models, and columns that its rewards will find."""
+"""The trainer's data sets: prompts in the order of training, and the columns that rewards read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, cast
 
+from accelerate import skip_first_batches
 from datasets import Dataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.sizes import Sizes
-from rlhf_ppo.data.datasets import longest_prompt, num_rows, prepare_prompts
-from rlhf_ppo.data.encoding import PROMPT_COLUMNS, prompt_column
-from rlhf_ppo.data.lengths import PositionLimit, check_lengths, smallest
-from rlhf_ppo.evaluation.best_metric import check_best_metric
+from rlhf_ppo.config.ppo_config import Sizes
+from rlhf_ppo.data.prompts import (
+    PROMPT_COLUMNS,
+    PositionLimit,
+    check_lengths,
+    longest_prompt,
+    num_rows,
+    prepare_prompts,
+    prompt_column,
+    smallest,
+)
+from rlhf_ppo.evaluation.rollouts import check_best_metric
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
-from rlhf_ppo.models.reference import Reference
-from rlhf_ppo.models.vocabulary import Vocabulary
+from rlhf_ppo.models.capabilities import Vocabulary
+from rlhf_ppo.processes.distributed import isolated_rng
 from rlhf_ppo.rewards.functions import check_columns, check_names_of_columns
-from rlhf_ppo.rewards.preference import OPPONENT_COLUMNS
+from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS
 from rlhf_ppo.rewards.scorer import RewardSource, Scorer
 from rlhf_ppo.training.checks import check_collator
+from rlhf_ppo.training.run_state import RunState
 
 
-class TrainerOfData(Protocol):
-    """What is read of a trainer whose data sets are checked."""
+def data_order(args: PPOConfig, epoch: int = 0) -> AbstractContextManager[None]:
+    """Draw the order of an epoch's prompts while the context lasts."""
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return isolated_rng(seed + epoch, device_specific=False)
 
-    args: PPOConfig
-    eval_dataset: Any
-    reference: Reference | None
-    scorer: Scorer
-    sizes: Sizes
-    train_dataset: Any
-    _as_given: dict[str, Any]
 
-    @property
-    def _functions(self) -> Sequence[Callable[..., Any]]: ...
+def num_prompts(sizes: Sizes, args: PPOConfig) -> int:
+    """Count the different prompts of an update on each process."""
+    return sizes.local_batch_size // args.num_generations
 
-    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any: ...
+
+def counts(sizes: Sizes, loader: Any) -> tuple[int, int, int, int, int, int | None, int]:
+    """Count epochs, steps and samples as Trainer wants them; one step is one PPO update.
+
+    Args:
+        sizes: What follows from the arguments.
+        loader: Gives the batches.
+
+    Returns:
+        Epochs, updates of an epoch, rows, episodes of the run and of an update, updates of an epoch, and of the run.
+    """
+    num_updates, batch_size = sizes.num_total_batches, sizes.batch_size
+    per_epoch, num_epochs, num_examples = num_updates, sys.maxsize, num_updates * batch_size
+    dataset = loader.dataset
+    if has_length(loader):
+        per_epoch, num_examples = len(loader), len(dataset)
+        num_epochs = math.ceil(num_updates / per_epoch)
+    return num_epochs, per_epoch, num_examples, num_updates * batch_size, batch_size, per_epoch, num_updates
+
+
+@contextmanager
+def explaining_empty_streams(name: str, max_prompt_length: int | None) -> Iterator[None]:
+    """Name a stream that has no prompts, and what may have dropped all of them.
+
+    Args:
+        name: What error messages call it.
+        max_prompt_length: The argument.
+
+    Raises:
+        ValueError: The stream ended before its first prompt.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Batch does not contain any data"):  # accelerate's message
+            raise
+        longest = "" if max_prompt_length is None else f" of at most max_prompt_length={max_prompt_length} tokens"
+        raise ValueError(f"{name}, a stream, has ended without a prompt{longest}") from error
+
+
+def batches_of_pass(
+    loader: DataLoader, args: PPOConfig, sizes: Sizes, epoch: int, num_skipped: int
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the full batches of a pass over the prompts.
+
+    Args:
+        loader: The prepared loader.
+        args: The arguments.
+        sizes: What follows from them.
+        epoch: Number of the pass, from 0.
+        num_skipped: How many batches a run before has taken from it.
+    """
+    if num_skipped > 0:
+        loader = skip_first_batches(loader, num_skipped)
+    if hasattr(loader, "set_epoch"):
+        cast(Any, loader).set_epoch(epoch)
+    batches = iter(loader)
+    with data_order(args, epoch):  # samplers without a generator of their own draw when they start
+        with explaining_empty_streams("train_dataset", args.max_prompt_length):
+            first = list(itertools.islice(batches, 1))
+    for batch in itertools.chain(first, batches):
+        if len(batch["input_ids"]) == num_prompts(sizes, args):  # a stream may end in a part of a batch
+            yield batch
 
 
 def check_all_data(
-    run: TrainerOfData, data_collator: Callable[..., Any] | None, is_evaluated_otherwise: bool
+    run: RunState,
+    scorer: Scorer,
+    train_dataset: Any,
+    eval_dataset: Any,
+    collate: Callable[..., Any] | None,
+    has_reference: bool,
+    has_callbacks: bool,
+    is_evaluated_otherwise: bool,
 ) -> ColumnCheck:
     """Check that what reads the data's columns, and what compares models by a metric, will find it.
 
     Args:
-        run: The trainer.
-        data_collator: The user's collator, which may add columns, or None.
+        run: The run.
+        scorer: The rewards.
+        train_dataset: The prepared prompts.
+        eval_dataset: The prepared evaluation set or sets, or None.
+        collate: The user's collator, which may add columns, or None.
+        has_reference: Whether there is a reference, and so a KL.
+        has_callbacks: Whether callbacks were given, which may log metrics.
         is_evaluated_otherwise: Whether an overridden evaluation may give other metrics.
 
     Returns:
         The check of columns, for data sets that come later.
     """
-    collate = data_collator and run._get_collator_with_removed_columns(data_collator, "checking")
-    check_data(run._functions, collate, run.sizes.local_batch_size, run.train_dataset, run.eval_dataset)
-    check = ColumnCheck(run.scorer.sources, is_off=data_collator is not None)
-    check(eval_dataset=run.eval_dataset)
+    check_data(run.reward_funcs, collate, run.sizes.local_batch_size, train_dataset, eval_dataset)
+    check = ColumnCheck(scorer.sources, is_off=collate is not None)
+    check(eval_dataset=eval_dataset)
     if not is_evaluated_otherwise:
-        given = (run.args, run.scorer.names, run._functions, run.eval_dataset, run.reference is not None)
-        check_best_metric(*given, callbacks_may_log=bool(run._as_given["callbacks"]))
+        given = (run.args, scorer.names, run.reward_funcs, eval_dataset, has_reference)
+        check_best_metric(*given, callbacks_may_log=has_callbacks)
     return check
 
 
@@ -173,7 +257,8 @@ class PromptPreparation:
     @property
     def longest_sequence(self) -> PositionLimit | None:
         """Longest sequence that the models and the engine can place, as far as is known by now."""
-        return smallest((self.limit, longest_colocated(self.args)))
+        in_engine = longest_colocated(self.args) if self.args.generation_engine == "vllm" else None
+        return smallest((self.limit, in_engine))
 
     def within(self, engine: GenerationEngine, *datasets: Any) -> PromptPreparation:
         """Return the preparation for an engine that has started.

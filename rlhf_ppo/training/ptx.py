@@ -1,51 +1,128 @@
-"""PPO-ptx: language modelling beside PPO, so that the policy keeps what it was trained on before."""
+"""PPO-ptx: language modelling on texts beside PPO, so that the policy keeps its earlier abilities."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import has_length
 
-from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.experience import micro_batches
-from rlhf_ppo.data.lengths import PositionLimit
 from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.data.texts import Text, prepare_texts
-from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.vocabulary import Vocabulary
-from rlhf_ppo.processes.random_numbers import seed_of
+from rlhf_ppo.processes.distributed import derive_seed, get_logger
 from rlhf_ppo.reporting.update_statistics import UpdateStatistics
-from rlhf_ppo.training.checks import check_ptx
-from rlhf_ppo.training.critic import CriticLearning
-from rlhf_ppo.training.own_loop import padded_responses
-from rlhf_ppo.training.special_tokens import SpecialTokens
-from rlhf_ppo.training.stateful import StatefulParts
-from rlhf_ppo.training.stepping import OptimizerSteps
+from rlhf_ppo.training.external_loop import padded_responses
+from rlhf_ppo.training.learning import CriticWarmup, accumulate, backward
+from rlhf_ppo.training.run_state import RunState
+
+logger = get_logger(__name__)
+
+MAX_LENGTH = 1024
+"""Tokens of a text that are read, as by `SFTTrainer`; the rest is left out."""
+
+_FORMS = "'text', 'prompt' and 'completion', 'messages', or 'input_ids'"
 
 
-class PtxTrainer(Protocol):
-    """What language modelling asks of its trainer."""
+class Text(NamedTuple):
+    """A text in token ids.
 
-    accelerator: Accelerator
-    args: PPOConfig
-    sizes: Sizes
-    tokens: SpecialTokens
-    _critic: CriticLearning
-    _gather: Callable[[Tensor], Tensor]
-    _longest_sequence: PositionLimit | None
-    _stateful: StatefulParts
-    _steps: OptimizerSteps
-    _sum: Callable[[Tensor], Tensor]
-    _tokenizer: PreTrainedTokenizerBase
-    _vocabulary: Vocabulary
+    Attributes:
+        context: What is only read: the prompt, or the first token.
+        learned: The rest.
+    """
 
-    def _unwrapped(self, model: nn.Module) -> PolicyAndValue: ...
+    context: list[int]
+    learned: list[int]
+
+
+def prepare_texts(
+    dataset: Any, tokenizer: PreTrainedTokenizerBase, max_length: int | None, vocab_size: int, name: str
+) -> list[Text]:
+    """Tokenize every row; EOS ends what is no conversation, as with `SFTTrainer`.
+
+    Args:
+        dataset: Rows with `text`, `prompt` and `completion`, `messages`, or `input_ids` (and `completion_mask`).
+        tokenizer: The policy's tokenizer.
+        max_length: Longest sequence that the models can place, in tokens; None if there is no limit.
+        vocab_size: Number of ids that the models embed.
+        name: What error messages call the data set.
+
+    Returns:
+        The rows of which something is learned; those that are too short for that are left out, and said.
+
+    Raises:
+        TypeError: It is no data set of dicts whose length is known.
+        ValueError: A row has none of these forms, or an id that the models lack; or no row is left.
+    """
+    if not has_length(dataset) or not hasattr(dataset, "__getitem__") or isinstance(dataset, str | bytes | Mapping):
+        raise TypeError(
+            f"{name} is a {type(dataset).__name__}: pass a datasets.Dataset or a list of rows, which can be shuffled"
+        )
+    longest = MAX_LENGTH if max_length is None else min(MAX_LENGTH, max_length)
+    rows: Any = dataset
+    texts, num_cut = [], 0
+    for index in range(len(rows)):
+        ids, num_context = _encoded(rows[index], tokenizer, index, name)
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise ValueError(f"row {index} of {name} has token ids outside 0 to {vocab_size - 1}, which models embed")
+        num_cut += len(ids) > longest
+        num_context = max(1, num_context)
+        if num_context < min(len(ids), longest):
+            texts.append(Text(ids[:num_context], ids[num_context:longest]))
+    if not texts:
+        raise ValueError(f"{name} has no row of which anything could be learned: each needs two tokens or more")
+    num_left_out = len(dataset) - len(texts)
+    if num_cut or num_left_out:
+        logger.warning(
+            f"{name}: of {len(dataset)} rows {num_cut} are cut after {longest} tokens, and {num_left_out} left out, "
+            "as nothing of them would be learned"
+        )
+    return texts
+
+
+def _encoded(row: Any, tokenizer: PreTrainedTokenizerBase, index: int, name: str) -> tuple[list[int], int]:
+    """Return a row's token ids, and how many of them are context."""
+    from trl.data_utils import is_conversational, maybe_apply_chat_template
+
+    if not isinstance(row, Mapping):
+        raise TypeError(f"row {index} of {name} is a {type(row).__name__}, not a dict with {_FORMS}")
+    if row.get("input_ids") is not None:
+        mask = row.get("completion_mask")
+        return list(row["input_ids"]), 0 if mask is None else list(mask).index(1) if 1 in mask else len(mask)
+    form = next((form for form in _forms() if all(row.get(column) is not None for column in form)), None)
+    if form is None:
+        raise ValueError(f"row {index} of {name} has the columns {sorted(row)}; it needs {_FORMS}")
+    example: Any = {column: row[column] for column in (*form, "tools") if row.get(column) is not None}
+    is_chat = is_conversational(example)
+    if is_chat:
+        example = maybe_apply_chat_template(example, tokenizer)
+    last = "completion" if form == ("prompt", "completion") else "text"
+    if not isinstance(example.get(last), str):
+        raise ValueError(f"row {index} of {name} holds {form[-1]}={row[form[-1]]!r:.60}, neither text nor messages")
+    if not is_chat and tokenizer.eos_token and not example[last].endswith(str(tokenizer.eos_token)):
+        example[last] += tokenizer.eos_token
+
+    def ids_of(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=not is_chat)["input_ids"]  # pyright: ignore[reportReturnType]
+
+    whole = ids_of(example.get("prompt", "") + example[last])
+    return whole, _common_length(ids_of(example["prompt"]), whole) if last == "completion" else 0
+
+
+def _forms() -> Sequence[tuple[str, ...]]:
+    return ("prompt", "completion"), ("messages",), ("text",)
+
+
+def _common_length(prompt: Sequence[int], whole: Sequence[int]) -> int:
+    """Count the tokens that a prompt alone and the whole begin with: tokens may merge across its end."""
+    pairs = zip(prompt, whole, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class LanguageModeling:
@@ -59,19 +136,18 @@ class LanguageModeling:
     human feedback* (arXiv 2203.02155), section 3.5.
 
     Args:
-        run: The trainer.
-        dataset: `ptx_dataset`, or None without `ptx_coef`.
+        run: The run.
+        warmup: Critic warm-up, during which nothing is added.
+        dataset: `ptx_dataset`.
     """
 
-    def __init__(self, run: PtxTrainer, dataset: Any) -> None:
-        self.run, self.texts, self.num_drawn = run, list[Text](), 0
+    def __init__(self, run: RunState, warmup: CriticWarmup, dataset: Any) -> None:
+        self.run, self.warmup, self.num_drawn = run, warmup, 0
         self._orders: dict[int, Sequence[int]] = {}
-        check_ptx(run.args, dataset)
-        if dataset is not None:
-            limit = run._longest_sequence
-            sizes = (None if limit is None else limit.tokens, run._vocabulary.size or len(run._tokenizer))
-            self.texts = prepare_texts(dataset, run._tokenizer, *sizes, name="ptx_dataset")
-            run._stateful.register("ptx", self)
+        limit = run.longest_sequence
+        sizes = (None if limit is None else limit.tokens, run.vocabulary.size or len(run.tokenizer))
+        self.texts = prepare_texts(dataset, run.tokenizer, *sizes, name="ptx_dataset")
+        run.stateful.register("ptx", self)
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return how many rows were drawn, on all ranks."""
@@ -81,40 +157,46 @@ class LanguageModeling:
         """Go on from there."""
         self.num_drawn = int(state["num_drawn"])
 
-    def learn(self, model: nn.Module, statistics: UpdateStatistics) -> Tensor | float:
+    def learn(
+        self,
+        model: nn.Module,
+        statistics: UpdateStatistics,
+        forward_context: Callable[[], AbstractContextManager[Any]],
+    ) -> Tensor | float:
         """Add the gradients of the next rows to those of the optimizer step.
 
         Args:
             model: The prepared model.
             statistics: Takes the sum of the negative log-likelihoods, and the tokens.
+            forward_context: The context of forward passes.
 
         Returns:
-            The loss as the step sums it up, which is 0 without `ptx_coef`, and while the value model learns alone.
+            The loss as the step sums it up, which is 0 while the value model learns alone.
         """
-        if not self.texts or self.run._critic.is_alone:
+        if self.warmup.is_active:
             return 0.0
         run, coef = self.run, self.run.args.ptx_coef
         rows = self._rows()
-        num_tokens = run._sum(rows.response_mask.sum())
+        num_tokens = run.sum_over_ranks(rows.response_mask.sum())
         total = torch.zeros((), device=rows.response_mask.device)
-        args, packs_rows = run.args, run._unwrapped(model).packs_rows
-        cut = (args.per_device_train_batch_size, args.max_tokens_per_micro_batch, run._gather, packs_rows)
+        args, packs_rows = run.args, run.unwrapped(model).packs_rows
+        cut = (args.per_device_train_batch_size, args.max_tokens_per_micro_batch, run.gather, packs_rows)
         # DeepSpeed keeps the last step's gradient of a parameter without a part in a step's first backward pass.
         only = None if run.accelerator.distributed_type == DistributedType.DEEPSPEED else "policy"
         for part in micro_batches(rows, *cut):
-            with run._steps.accumulating(model, is_last=False):
-                with run._steps.forward_context():
+            with accumulate(run.accelerator, model, is_last=False):
+                with forward_context():
                     output = model(*part.batch, only=only, places=part.places, temperature=1.0)
                     nll = -output.logprobs.sum()  # 0 on what is only read
                     idle = 0.0 if only else 0.0 * output.values.sum()
-                run._steps.backward(coef * nll / num_tokens + idle)
+                backward(run.accelerator, coef * nll / num_tokens + idle)
                 total += nll.detach()
         statistics.ptx = torch.stack([total, rows.response_mask.sum().float()])
         return coef * total / num_tokens * run.accelerator.num_processes
 
     def count_step(self) -> None:
         """Count the rows of a step that is done; one that a signal gives up takes the same ones again."""
-        if not self.run._critic.is_alone:
+        if not self.warmup.is_active:
             self.num_drawn += self.run.sizes.mini_batch_size
 
     def _rows(self) -> Responses:
@@ -130,7 +212,7 @@ class LanguageModeling:
         number, place = divmod(index, len(self.texts))
         if number not in self._orders:
             args = self.run.args
-            seed = seed_of("ptx", args.seed if args.data_seed is None else args.data_seed, number)
+            seed = derive_seed("ptx", args.seed if args.data_seed is None else args.data_seed, number)
             generator = torch.Generator().manual_seed(seed)
             order = torch.randperm(len(self.texts), generator=generator).tolist()
             self._orders = {last: self._orders[last] for last in self._orders if last == number - 1} | {number: order}

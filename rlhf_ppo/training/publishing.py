@@ -8,20 +8,20 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 
-from rlhf_ppo.checkpoints.jsonfile import replacing
+from rlhf_ppo.checkpoints.files import replacing
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.redaction import shown_text, without
-from rlhf_ppo.config.settled import output_directory
-from rlhf_ppo.terminal.foreign import visible_logger
-from rlhf_ppo.training.withholding import WithheldArguments
+from rlhf_ppo.config.ppo_config import output_directory
+from rlhf_ppo.config.redaction import hide_secrets, redact_text
+from rlhf_ppo.terminal.text import visible_logger
+from rlhf_ppo.training.run_state import RunState
 
 logger = visible_logger(__name__)
 
@@ -40,37 +40,6 @@ POLICY_FILES = (
 
 class HubError(ConnectionError):
     """The hub took nothing: it was not reached, it failed or it refused. What was trained is on the disk."""
-
-
-class PublishedTrainer(Protocol):
-    """What an upload asks of its trainer."""
-
-    args: PPOConfig
-    hub_model_id: str | None
-    model: Any
-    processing_class: Any
-    push_in_progress: Any
-    state: Any
-    _withheld: WithheldArguments
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the model card."""
-        ...
-
-    def init_hf_repo(self, token: str | None = None) -> None:
-        """Make the repository."""
-        ...
-
-    def is_world_process_zero(self) -> bool:
-        """Tell whether this is the main process."""
-        ...
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the policy."""
-        ...
-
-    def _finish_current_push(self) -> None: ...
-    def _fire(self, event: str) -> None: ...
 
 
 def published_files(directory: str | Path, also: Sequence[str] = ()) -> list[str]:
@@ -112,7 +81,7 @@ def naming_hub(args: TrainingArguments, kept: str | None = None) -> Iterator[Non
         is_refusal = response is not None and response.status_code in (401, 403, 404)
         is_refusal |= isinstance(cause, HFValidationError | LocalTokenNotFoundError)
         name = args.hub_model_id or Path(output_directory(args)).absolute().name
-        said = without(shown_text(" ".join(str(cause).split())), [args.hub_token or ""]).rstrip(".")
+        said = hide_secrets(redact_text(" ".join(str(cause).split())), [args.hub_token or ""]).rstrip(".")
         raise HubError(_advice(name, said, is_refusal, kept)) from error
 
 
@@ -132,7 +101,8 @@ def _advice(name: str, said: str, is_refusal: bool, kept: str | None) -> str:
 
 
 def push_policy(
-    run: PublishedTrainer,
+    trainer: Trainer,
+    run: RunState,
     commit_message: str | None,
     blocking: bool,
     token: str | None,
@@ -143,44 +113,47 @@ def push_policy(
     """Save the policy with its card, and upload them; see `PPOTrainer.push_to_hub`."""
     args, directory = run.args, output_directory(run.args)
     token = args.hub_token if token is None else token
-    run.save_model(_internal_call=True)
+    trainer.save_model(_internal_call=True)
     with naming_hub(args, kept=directory):
         _begin_push(run)
-        if run.hub_model_id is None:
-            _make_repository(run, token, private)
-        if not run.is_world_process_zero():
+        if trainer.hub_model_id is None:
+            with run.override_args(hub_private_repo=args.hub_private_repo if private is None else private):
+                trainer.init_hf_repo(token=token)
+        if args.process_index != 0:
             return None
         given = [card["tags"]] if isinstance(card.get("tags"), str) else list(card.get("tags") or [])
-        tags = getattr(run.model, "model_tags", None) or []
-        run.create_model_card(**card | {"tags": [*given, *(tag for tag in tags if tag not in given)]})
-        run._finish_current_push()
+        tags = getattr(trainer.model, "model_tags", None) or []
+        card_of: Any = trainer.create_model_card
+        card_of(**card | {"tags": [*given, *(tag for tag in tags if tag not in given)]})
+        finish_push(trainer)
         api = HfApi(library_name="rlhf_ppo", token=token)
-        upload = _upload(api, run, directory, commit_message, revision or args.hub_revision)
+        upload = _upload(api, trainer.hub_model_id, args, directory, commit_message, revision or args.hub_revision)
         return upload() if blocking else api.run_as_future(upload)
 
 
-def _begin_push(run: PublishedTrainer) -> None:
+def finish_push(trainer: Trainer) -> None:
+    """Wait for the upload that runs in the background, if any."""
+    job = getattr(trainer, "push_in_progress", None)
+    if job is not None and not job.is_done():
+        job.wait_until_done()
+
+
+def _begin_push(run: RunState) -> None:
     """Tell callbacks; Trackio's would publish all that it holds, sample tables too, where no space is named."""
     is_unnamed = getattr(run.args, "trackio_static_space_id", "named") is None
-    with run._withheld.instead(**{"trackio_static_space_id": False} if is_unnamed else {}):
-        run._fire("on_push_begin")
-
-
-def _make_repository(run: PublishedTrainer, token: str | None, private: bool | None) -> None:
-    is_private = run.args.hub_private_repo if private is None else private
-    with run._withheld.instead(hub_private_repo=is_private):
-        run.init_hf_repo(token=token)
+    with run.override_args(**{"trackio_static_space_id": False} if is_unnamed else {}):
+        run.fire("on_push_begin")
 
 
 def _upload(
-    api: HfApi, run: PublishedTrainer, directory: str, message: str | None, revision: str | None
+    api: HfApi, repository: str | None, args: PPOConfig, directory: str, message: str | None, revision: str | None
 ) -> Callable[[], Any]:
     return partial(
         api.upload_folder,
-        repo_id=str(run.hub_model_id),
+        repo_id=str(repository),
         folder_path=directory,
         commit_message=message,
-        allow_patterns=published_files(directory, run.args.hub_files or ()),
+        allow_patterns=published_files(directory, args.hub_files or ()),
         revision=revision,
     )
 
@@ -196,21 +169,22 @@ def upload_directory(args: TrainingArguments) -> None:
         api.upload_folder(repo_id=repository.repo_id, folder_path=directory, allow_patterns=files)
 
 
-def push_checkpoint(run: PublishedTrainer, checkpoint: str) -> None:
+def push_checkpoint(trainer: Trainer, run: RunState, checkpoint: str) -> None:
     """Upload the policy of a checkpoint in the background, and with `hub_strategy`'s `checkpoint` all of that too.
 
     Args:
-        run: The trainer.
+        trainer: The trainer.
+        run: Its run.
         checkpoint: The checkpoint's directory; its policy is copied to `output_dir`.
     """
     args, directory = run.args, output_directory(run.args)
-    is_busy = run.push_in_progress is not None and not run.push_in_progress.is_done()
-    if not run.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
+    is_busy = trainer.push_in_progress is not None and not trainer.push_in_progress.is_done()
+    if args.process_index != 0 or args.hub_strategy == HubStrategy.END:
         return
     if is_busy:
         if not args.hub_always_push:
             return
-        run._finish_current_push()  # it reads the files that are written now
+        finish_push(trainer)  # it reads the files that are written now
     _begin_push(run)
     for name in published_files(checkpoint):
         Path(directory, name).parent.mkdir(parents=True, exist_ok=True)
@@ -219,13 +193,13 @@ def push_checkpoint(run: PublishedTrainer, checkpoint: str) -> None:
     moment = f"step {run.state.global_step}" if args.save_strategy == "steps" else f"epoch {int(run.state.epoch)}"
     message = f"Training in progress, {moment}"
     api = HfApi(library_name="rlhf_ppo", token=args.hub_token)
-    uploads = [_upload(api, run, directory, message, args.hub_revision)]
+    uploads = [_upload(api, trainer.hub_model_id, args, directory, message, args.hub_revision)]
     if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         last = args.hub_strategy == HubStrategy.CHECKPOINT
         uploads.append(
             partial(
                 api.upload_folder,
-                repo_id=str(run.hub_model_id),
+                repo_id=str(trainer.hub_model_id),
                 folder_path=checkpoint,
                 path_in_repo="last-checkpoint" if last else Path(checkpoint).name,
                 commit_message=f"{message}, checkpoint",
@@ -233,7 +207,7 @@ def push_checkpoint(run: PublishedTrainer, checkpoint: str) -> None:
             )
         )
     jobs = [api.run_as_future(_upload_or_warn, args, directory, upload) for upload in uploads]
-    run.push_in_progress = PushInProgress(jobs)  # pyright: ignore[reportArgumentType]
+    trainer.push_in_progress = PushInProgress(jobs)  # pyright: ignore[reportArgumentType]
 
 
 def _upload_or_warn(args: PPOConfig, kept: str, upload: Callable[[], Any]) -> None:

@@ -1,71 +1,291 @@
-"""How a run takes up where a checkpoint was written, or begins."""
+"""The run's directory, its fingerprint, and how a run resumes from a checkpoint."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from accelerate.utils import DistributedType, set_seed
-from transformers import TrainerState
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object, set_seed
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
-from rlhf_ppo.checkpoints.fits import check_same_split
-from rlhf_ppo.checkpoints.half_learned import half_learned_in
-from rlhf_ppo.checkpoints.history import whole_history
-from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
-from rlhf_ppo.config.sizes import Sizes
-from rlhf_ppo.data.datasets import num_rows
-from rlhf_ppo.processes.logs import get_logger
-from rlhf_ppo.processes.streams import Streams
+from rlhf_ppo.checkpoints.complete import check_engine, check_same_processes, last_complete_checkpoint, why_incomplete
+from rlhf_ppo.checkpoints.files import remove_leftovers
+from rlhf_ppo.checkpoints.run import (
+    Entry,
+    History,
+    Run,
+    check_start,
+    continue_run,
+    full_history,
+    locked,
+    parse_resume,
+    rotate,
+    start_run,
+)
+from rlhf_ppo.checkpoints.state import (
+    PPOTrainerState,
+    Progress,
+    comparable_arguments,
+    describe_changes,
+    describe_dataset,
+    hash_of_function,
+    hash_of_text,
+    hash_of_weights,
+    load_fingerprint,
+    num_learned_minibatches,
+)
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.ppo_config import output_directory
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.processes.distributed import get_logger, is_fsdp, raise_on_all_ranks
+from rlhf_ppo.reporting.completion_files import write_completions
 from rlhf_ppo.reporting.metrics import MetricWindow
-from rlhf_ppo.training.divergence import DivergenceGuard, Skipped
-from rlhf_ppo.training.half_learned import LearningInParts
-from rlhf_ppo.training.ingredients import RecordedTrainer, record_and_compare
+from rlhf_ppo.reporting.run_log import save_settings
+from rlhf_ppo.rewards.functions import function_name
+from rlhf_ppo.training.guards import Skipped
+from rlhf_ppo.training.learning import InterruptibleLearning
 from rlhf_ppo.training.optimization import Optimization
+from rlhf_ppo.training.run_state import RunState
 
 logger = get_logger(__name__)
 
 
-class ResumedTrainer(RecordedTrainer, Protocol):
-    """What a checkpoint gives back to a trainer."""
-
-    is_fsdp_enabled: bool
-    optimizer: Any
-    sizes: Sizes
-    state: PPOTrainerState
-    _guard: DivergenceGuard
-    _learning: LearningInParts
-    _optimization: Optimization
-    _progress: Progress
-    _record: dict[str, Any]
-    _streams: Streams
-    _window: MetricWindow
-
-    def _get_learning_rate(self) -> float: ...
-
-
-def take_up(run: ResumedTrainer, checkpoint: str | None, max_steps: int, num_updates_per_epoch: int) -> None:
-    """Give a run the counts, the unlogged metrics and the half-learned update of a checkpoint, or none.
+def run_fingerprint(
+    run: RunState,
+    models: PolicyAndValue,
+    reference: nn.Module | None,
+    reward_models: Sequence[nn.Module],
+    train_dataset: Any,
+) -> dict[str, Any]:
+    """Describe arguments, data, tokenizer, rewards and the weights that are not trained, without any secret.
 
     Args:
-        run: The trainer, with Trainer's own state of the checkpoint.
-        checkpoint: The checkpoint's directory, or None.
-        max_steps: Updates of the run.
-        num_updates_per_epoch: Updates of a pass over the data.
+        run: The run.
+        models: Policy and value model.
+        reference: The reference, where it is a model of its own.
+        reward_models: The reward models.
+        train_dataset: The prompts.
     """
-    run._progress, num_prompts = Progress(), num_rows(run.train_dataset) or 0
+    trained = [name for name, value in models.named_parameters() if value.requires_grad]
+    return {
+        "arguments": comparable_arguments(run.args),
+        "train_dataset": describe_dataset(train_dataset),
+        "processing_class": _described_tokenizer(run.tokenizer),
+        "reward_funcs": {function_name(function): hash_of_function(function) for function in run.reward_funcs},
+        "reward_model": [hash_of_weights(reward.parameters()) for reward in reward_models],
+        "ref_model": None if reference is None else hash_of_weights(reference.parameters()),
+        "base_model": hash_of_weights(value for value in models.parameters() if not value.requires_grad),
+        "trained": hash_of_text(" ".join(trained)),
+        "num_trained": sum(value.requires_grad for value in models.parameters()),
+    }
+
+
+def compare_with(checkpoint: str, now: dict[str, Any]) -> None:
+    """Warn of what has changed since a checkpoint's run.
+
+    Args:
+        checkpoint: The checkpoint's directory.
+        now: What `run_fingerprint` gives.
+
+    Raises:
+        ValueError: Other parameters are trained, for which the checkpoint's optimizer has no state.
+    """
+    before = load_fingerprint(checkpoint)
+    if before.get("trained") != now["trained"]:
+        raise ValueError(
+            f"resume_from_checkpoint={checkpoint!r} is of a run that trained {before.get('num_trained')} parameters, "
+            f"but {now['num_trained']} are trained now, and they are not the same: its optimizer has no state for "
+            "them; train the same parameters, or start a new run from the checkpoint with model=<checkpoint> and "
+            "value_model=<checkpoint>/value_model"
+        )
+    if lines := describe_changes(before, now):
+        logger.warning("\n  ".join([f"{checkpoint} is resumed with changes:", *lines]))
+
+
+def _described_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    special = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id]
+    return hash_of_text(json.dumps([vocabulary, special, str(getattr(tokenizer, "chat_template", None))]))
+
+
+class RunDirectory:
+    """Which run has a directory, and which of its checkpoints are the run's.
+
+    Args:
+        args: The arguments.
+        accelerator: Knows the processes.
+        is_deepspeed: Whether DeepSpeed loads checkpoints.
+        is_fsdp: Whether FSDP does.
+
+    Attributes:
+        run: The run.
+    """
+
+    def __init__(self, args: PPOConfig, accelerator: Accelerator, is_deepspeed: bool, is_fsdp: bool) -> None:
+        self.args, self.accelerator = args, accelerator
+        self.is_deepspeed, self.is_fsdp = is_deepspeed, is_fsdp
+        self.run = Run.new()
+        self._history: History | None = None
+        self._given_up: str | None = None  # what is said of later checkpoints that the run does not take for its own
+
+    @contextmanager
+    def opened(self, directory: str, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """Keep other runs out of a directory; yield the checkpoint from which the run goes on, or None.
+
+        Args:
+            directory: The run's.
+            resume_from_checkpoint: As `PPOTrainer.train` takes it.
+        """
+        with ExitStack() as stack:
+            with raise_on_all_ranks(self.accelerator):
+                if self.args.process_index == 0:
+                    os.makedirs(directory, exist_ok=True)
+                    stack.enter_context(locked(directory))
+                    remove_leftovers(directory)
+            yield self._open(directory, resume_from_checkpoint)
+
+    def _open(self, directory: str, resume_from_checkpoint: str | bool | None) -> str | None:
+        """Start a run in its directory, or find the one that goes on, and the checkpoint from which it does."""
+        said = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        wanted = parse_resume(said)
+        opened: list[Any] = [None]
+        self._given_up = None
+        with raise_on_all_ranks(self.accelerator):
+            if self.args.process_index == 0:
+                check_start(directory, wanted, self.args.overwrite_output_dir)
+                if wanted is False:
+                    opened = [(None, start_run(directory, self.args.overwrite_output_dir))]
+                else:
+                    opened = [self._continue_run(directory, wanted)]
+        checkpoint, self.run = broadcast_object_list(opened)[0]
+        with raise_on_all_ranks(self.accelerator):
+            if checkpoint is not None and self.args.should_save and self.args.process_index != 0:
+                _check_whole(checkpoint)  # of another node's own disk
+        return checkpoint
+
+    def _continue_run(self, directory: str, wanted: str | bool) -> tuple[str, Run]:
+        checkpoint = _whole_checkpoint(directory, wanted)
+        check_engine(checkpoint, self.is_deepspeed, self.is_fsdp)
+        step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
+        learned = num_learned_minibatches(checkpoint)
+        run, abandoned = continue_run(directory, checkpoint, (step,) if learned is None else (step, learned))
+        later = f"{', '.join(abandoned)}) is not taken for this run's any more: it is neither resumed from nor deleted"
+        told = (
+            f"Going on from {checkpoint}; what comes after it ({later}, and overwritten when its update comes again."
+        )
+        self._given_up = told if abandoned else None
+        return checkpoint, run
+
+    def note(
+        self, directory: str, logged: Sequence[Entry], made_of: Mapping[str, Any], health: Mapping[str, Any]
+    ) -> None:
+        """Write into the directory whose run it is and what it is made of, once nothing refuses that run any more.
+
+        Args:
+            directory: The run's.
+            logged: What the run has logged so far.
+            made_of: The names of policy and rewards.
+            health: What its health checks go by.
+        """
+        with raise_on_all_ranks(self.accelerator):
+            if self.args.should_save:
+                self.run.save(directory)
+                save_settings(directory, self.args, made_of, health)
+                self._history = History(directory, logged)
+        if self._given_up is not None:
+            logger.warning(self._given_up)
+
+    def write_logged(self, logged: Sequence[Entry], rows: list[dict[str, Any]]) -> None:
+        """Write what the run has logged as far as it goes, and responses of the update that was logged.
+
+        Args:
+            logged: What the run has logged so far.
+            rows: This rank's responses, as `KeptCompletions.rows` gives them.
+        """
+        kept = self.args.num_completions_to_keep
+        rows = gather_object(rows)[:kept] if kept > 0 else []
+        with raise_on_all_ranks(self.accelerator):
+            self.write_history(logged)
+            if rows and self.args.process_index == 0:
+                write_completions(output_directory(self.args), rows, self.run)
+
+    def write_history(self, logged: Sequence[Entry]) -> None:
+        """Append what the run has logged since."""
+        if self._history is not None:
+            self._history.write(logged)
+
+    def rotate(self, directory: str, limit: int | None, best: str | None, newest: str | None) -> None:
+        """Delete the run's own checkpoints beyond a limit, but neither the best one nor the newest."""
+        rotate(directory, self.run, limit, best, newest)
+
+
+def _whole_checkpoint(directory: str, wanted: str | bool) -> str:
+    """Turn what the user said about resuming into the directory of a complete checkpoint."""
+    if isinstance(wanted, str):
+        _check_whole(wanted)
+        return wanted
+    found = last_complete_checkpoint(directory)
+    if found is None:
+        raise ValueError(
+            f"resume_from_checkpoint=True, but output_dir={directory!r} holds no complete checkpoint; "
+            "leave it out to start a new run"
+        )
+    return found
+
+
+def _check_whole(directory: str) -> None:
+    reason = why_incomplete(directory)
+    if reason is not None:
+        raise ValueError(
+            f"resume_from_checkpoint={directory!r} is no complete checkpoint: {reason}; pass another directory, or "
+            "True for the newest complete one"
+        )
+
+
+def resume(
+    run: RunState,
+    checkpoint: str | None,
+    learning: InterruptibleLearning,
+    num_prompts: int,
+    num_updates_per_epoch: int,
+    fingerprint: Callable[[], dict[str, Any]],
+) -> None:
+    """Give a run the counts, the unlogged metrics and the partial update of a checkpoint, or none.
+
+    Args:
+        run: The run, with Trainer's own state of the checkpoint.
+        checkpoint: The checkpoint's directory, or None.
+        learning: Takes the partial update.
+        num_prompts: Rows of the data; 0 if unknown.
+        num_updates_per_epoch: Updates of a pass over the data.
+        fingerprint: Describes the run, for the processes that save.
+    """
+    run.progress, accelerator, args = Progress(), run.accelerator, run.args
     if checkpoint is not None:
-        run._progress = progress = Progress.load(checkpoint)
-        run.state.log_history = whole_history(checkpoint, run.state.log_history, progress.num_logged)
-        is_deepspeed = run.accelerator.distributed_type == DistributedType.DEEPSPEED
-        check_same_split(progress, run.sizes.batch_size, run.accelerator.num_processes, is_deepspeed)
-        run.state.compute_steps(run.args, max_steps)
-        same_batches = progress.num_generations == run.args.num_generations
+        run.progress = progress = Progress.load(checkpoint)
+        run.state.log_history = full_history(checkpoint, run.state.log_history, progress.num_logged)
+        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        check_same_processes(progress, run.sizes.batch_size, accelerator.num_processes, is_deepspeed)
+        run.state.compute_steps(args, run.sizes.num_total_batches)
+        same_batches = progress.num_generations == args.num_generations
         find_place(checkpoint, run.state, progress, num_updates_per_epoch, num_prompts, same_batches)
-    run._record = record_and_compare(run, checkpoint)
-    run._progress.num_prompts = num_prompts
-    run._guard.start(Skipped(**run._progress.skipped))
-    run._learning.start(checkpoint, run._progress)
-    run._window = MetricWindow(run._progress.pending_metrics)
-    run.state = PPOTrainerState.of(run.state, run._progress.episode)
+    run.fingerprint = {}
+    with raise_on_all_ranks(accelerator):
+        if args.should_save or args.process_index == 0:
+            run.fingerprint = fingerprint()
+        if checkpoint is not None and args.process_index == 0:
+            compare_with(checkpoint, run.fingerprint)
+    run.progress.num_prompts = num_prompts
+    run.guard.start(Skipped(**run.progress.skipped))
+    learning.start(checkpoint, run.progress)
+    run.window = MetricWindow(run.progress.pending_metrics)
+    run.state = PPOTrainerState.of(run.state, run.progress.episode)
 
 
 def find_place(
@@ -110,22 +330,32 @@ def find_place(
         )
 
 
-def draws_anew(run: ResumedTrainer) -> bool:
+def draws_anew(run: RunState) -> bool:
     """Tell whether the processes are not as many as before; each then has new random numbers."""
-    if run._progress.num_processes == run.accelerator.num_processes:
+    if run.progress.num_processes == run.accelerator.num_processes:
         return False
     set_seed(run.args.seed + run.state.global_step, device_specific=True)
-    run._streams.seed(run.args.seed, run.state.global_step)
+    run.streams.seed(run.args.seed, run.state.global_step)
     return True
 
 
-def put_optimization_in_force(run: ResumedTrainer, checkpoint: str) -> None:
-    """Put this run's own arguments in force, once optimizer and schedule of a checkpoint are loaded."""
+def apply_own_optimization(
+    run: RunState, optimization: Optimization, checkpoint: str, optimizer: Any, learning_rate: Callable[[], float]
+) -> None:
+    """Apply this run's own arguments, once optimizer and schedule of a checkpoint are loaded.
+
+    Args:
+        run: The run.
+        optimization: Its settings.
+        checkpoint: The checkpoint's directory.
+        optimizer: The prepared optimizer.
+        learning_rate: Gives the current learning rate.
+    """
     done = run.state.global_step
-    if run.is_fsdp_enabled and done == 0 and not half_learned_in(checkpoint):
-        run.optimizer.state.clear()  # torch has taken an empty step to save it, which Adam counts
-    if (changed := run._optimization.put_in_force(run._progress.optimization, done)) is not None:
+    if is_fsdp(run.accelerator) and done == 0 and not num_learned_minibatches(checkpoint):
+        optimizer.state.clear()  # torch has taken an empty step to save it, which Adam counts
+    if (changed := optimization.put_in_force(run.progress.optimization, done)) is not None:
         logger.warning(
             f"The checkpoint's optimization was another; in force from update {done + 1} on is: {changed}. The "
-            f"learning rate is {run._get_learning_rate():.4g} now."
+            f"learning rate is {learning_rate():.4g} now."
         )

@@ -1,186 +1,393 @@
-"""What a rollout is made of: responses of the policy and of those it is compared with, and what the models say."""
+"""Rollouts: sampled responses, log-probabilities and values, metrics, evaluations and sample tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.passes import in_passes
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Responses, Rollout
-from rlhf_ppo.generation.nonfinite import naming_the_model
-from rlhf_ppo.generation.opponents import Opponents
-from rlhf_ppo.generation.protocol import GenerationEngine
-from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
-from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.algorithm.masked import ScoreMoments
+from rlhf_ppo.algorithm.penalties import FixedKLController, KLController
+from rlhf_ppo.checkpoints.state import PartialUpdate
+from rlhf_ppo.data.prompts import PositionLimit, Prompts
+from rlhf_ppo.data.rollout import Responses, Rollout, forward_in_batches
+from rlhf_ppo.evaluation.completions import sample_rows
+from rlhf_ppo.evaluation.rollouts import runnable
+from rlhf_ppo.generation.engine_factory import BaselineCompletions
+from rlhf_ppo.generation.sampling import naming_the_model
+from rlhf_ppo.generation.transformers_engine import sampling_config
+from rlhf_ppo.models.logprobs import ResponseLogprobs
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseValues
 from rlhf_ppo.models.reference import Reference
-from rlhf_ppo.models.vocabulary import Vocabulary
-from rlhf_ppo.processes.failing import failing_together
-from rlhf_ppo.processes.signals import give_up_if_stopped
-from rlhf_ppo.reporting.timing import PhaseTimer, noting_out_of_memory
+from rlhf_ppo.models.unwrapping import as_module, gathered
+from rlhf_ppo.processes.distributed import isolated_rng, raise_on_all_ranks, zero_stage
+from rlhf_ppo.processes.signals import raise_if_stopped
+from rlhf_ppo.reporting.completion_files import KeptCompletions
+from rlhf_ppo.reporting.metrics import (
+    critic_metrics,
+    evaluation_metrics,
+    gather_columns,
+    response_metrics,
+    rollout_columns,
+    sampling_metrics,
+    warn_of_unscored,
+)
 from rlhf_ppo.rewards.scorer import Scores
-from rlhf_ppo.training.sharding import on_whole_policy
-from rlhf_ppo.training.special_tokens import SpecialTokens
+from rlhf_ppo.rewards.shaping import scores_in_reward_unit
+from rlhf_ppo.training.learning import valued_tokens
+from rlhf_ppo.training.run_state import RunState
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-class SamplingTrainer(Protocol):
-    """What rollouts ask of their trainer."""
+T = TypeVar("T")
 
-    accelerator: Accelerator
-    args: PPOConfig
-    reference: Reference | None
-    tokens: SpecialTokens
-    _engine: GenerationEngine
-    _timer: PhaseTimer
-    _vocabulary: Vocabulary
-
-    def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
-        """See `PPOTrainer`."""
-        ...
-
-    def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:
-        """See `PPOTrainer`."""
-        ...
-
-    def _moment(self) -> str: ...
-    def _unwrapped(self, model: nn.Module) -> PolicyAndValue: ...
+Generate = Callable[..., Responses]
+"""`PPOTrainer.generate_responses`: takes a language model, prompts and a `GenerationConfig`."""
 
 
-class Rollouts:
-    """Runs the models for the steps `generate_responses` and `score_responses` of a trainer.
+class Sampler:
+    """Samples responses of the policy, and of the baselines that reward functions compare with.
 
     Args:
-        run: The trainer.
-        opponents: Whose responses the reward functions compare with.
+        run: The run.
+        baselines: Baselines of the reward functions.
+        reference: The reference policy, or None.
+
+    Attributes:
+        longest_sequence: The longest prompt with its response that models and engine can place; None: no limit.
     """
 
-    def __init__(self, run: SamplingTrainer, opponents: Opponents) -> None:
-        self.run, self.opponents = run, opponents
+    def __init__(self, run: RunState, baselines: BaselineCompletions, reference: Reference | None) -> None:
+        self.run, self.baselines, self.reference = run, baselines, reference
+        self.longest_sequence: PositionLimit | None = None
 
-    def generate(
-        self, model: nn.Module, prompts: Prompts, config: GenerationConfig | None = None
+    def respond(
+        self,
+        model: nn.Module,
+        prompts: Prompts,
+        generate: Generate,
+        reads_sharded: bool,
+        config: GenerationConfig | None = None,
     ) -> tuple[Responses, Prompts]:
-        """Let the policy respond, and then the opponents that reward functions compare with.
+        """Sample the policy's responses, then the baselines'.
 
         Args:
             model: The prepared `PolicyAndValue`.
             prompts: `B` prompts.
+            generate: Samples from a language model.
+            reads_sharded: Whether the engine reads weights that are sharded over the ranks.
             config: How the policy's tokens are chosen; None: as in training.
 
         Returns:
-            The responses, and the prompts with those of the opponents as columns.
+            The responses, and the prompts with the baselines' responses as columns.
         """
-        sampling = sampling_config(self.run.args, self.run.tokens.stop, self.run._vocabulary.never_sampled)
-        responses = self._responses(model, prompts, config or sampling)
-        reference, policy = self.run.reference, self.run._unwrapped(model).policy
+        run, reference = self.run, self.reference
+        sampling = sampling_config(run.args, run.tokens.stop, run.vocabulary.never_sampled)
+        policy = run.unwrapped(model).policy
 
-        def of_opponent(kind: str) -> Responses:
+        def respond(of: nn.Module, how: GenerationConfig) -> Responses:
+            if reads_sharded:
+                return generate(run.unwrapped(of).policy, prompts, how)
+            gather = run.args.ds3_gather_for_generation
+            return on_whole_policy(of, run.accelerator, gather, lambda whole: generate(whole, prompts, how))
+
+        def respond_as(kind: str) -> Responses:
             if kind == "self" or reference is None:
-                return self._responses(model, prompts, sampling)
+                return respond(model, sampling)
             with reference.generating(model, policy) as generating:
-                return self._responses(generating, prompts, sampling)
+                return respond(generating, sampling)
 
-        return responses, self.opponents.respond(prompts, of_opponent)
+        responses = respond(model, config or sampling)
+        return responses, self.baselines.respond(prompts, respond_as) if self.baselines.kinds else prompts
 
     @contextmanager
     def sampling(self, policy: nn.Module, role: str) -> Iterator[None]:
-        """Sample in autocast; an error of one rank is raised on all, and names the model.
+        """Sample in autocast; raise an error of one rank on all, and name the model.
 
         Args:
             policy: The language model that is sampled from.
-            role: What it is called.
+            role: What errors call it.
         """
         run = self.run
-        naming = naming_the_model(policy, role, run._moment())
-        with failing_together(run.accelerator), naming, run.accelerator.autocast():
+        naming = naming_the_model(policy, role, run.moment())
+        with raise_on_all_ranks(run.accelerator), naming, run.accelerator.autocast():
             yield
-            give_up_if_stopped()
+            raise_if_stopped()
 
-    def _responses(self, model: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
-        run = self.run
-        if run._engine.reads_sharded:
-            return run.generate_responses(run._unwrapped(model).policy, prompts, config)
-        return on_whole_policy(
-            model,
-            run.accelerator,
-            run.args.ds3_gather_for_generation,
-            lambda policy: run.generate_responses(policy, prompts, config),
-        )
 
-    def greedy(self, model: nn.Module, prompts: Prompts) -> tuple[Prompts, Responses, Scores]:
-        """Respond with the likeliest tokens, let the opponents respond, and score the responses, for a table."""
-        config = greedy_config(self.run.args, self.run.tokens.stop, self.run._vocabulary.never_sampled)
-        with noting_out_of_memory("generate"):
-            responses, prompts = self.generate(model, prompts, config)
-        with noting_out_of_memory("score"):
-            return prompts, responses, self.run.score_responses(responses, prompts)
+def on_whole_policy(model: nn.Module, accelerator: Accelerator, gather: bool, function: Callable[[nn.Module], T]) -> T:
+    """Call a function with the policy in a form that `generate` can run.
 
-    def evaluated(
-        self, model: nn.Module, responses: Responses, stopped: Tensor, score: Callable[[], Scores]
-    ) -> Rollout:
-        """Evaluate policy, value model and reference, if there is one, on responses, then take their scores.
+    Under ZeRO-3 the policy's parameters, not the value model's, are gathered once for the whole call; under FSDP2 a
+    layer stays unsharded from its first use on. Elsewhere the policy is whole anyway.
+
+    Args:
+        model: The prepared `PolicyAndValue`, or the placed `FrozenPolicy`.
+        accelerator: Prepared it.
+        gather: With ZeRO-3, False leaves the parameters sharded, and each layer is gathered at each token.
+        function: Takes the policy.
+
+    Returns:
+        What the function returned.
+    """
+    policy = cast(PolicyAndValue, accelerator.unwrap_model(model, keep_torch_compile=False)).policy
+    is_prepared = not isinstance(model, PolicyAndValue)
+    # Small parameters may all be whole after a step; the hooks would still take them apart, on each rank at its pace.
+    if zero_stage(accelerator) == 3 and gather and is_prepared:
+        return _with_gathered(model, policy, function)
+    if isinstance(model, FSDPModule):
+        return _with_unsharded(model, accelerator.state, function)
+    return function(policy)
+
+
+def _with_gathered(model: nn.Module, policy: nn.Module, function: Callable[[nn.Module], T]) -> T:
+    from trl.models.utils import add_hooks, remove_hooks
+
+    engine = cast(Any, model)
+    with gathered(policy.parameters()):
+        remove_hooks(engine)
+        try:
+            return function(policy)
+        finally:
+            add_hooks(engine)
+
+
+def _with_unsharded(model: Any, state: Any, function: Callable[[nn.Module], T]) -> T:
+    """Keep blocks gathered while a function runs.
+
+    After it they are taken apart after each pass, or not, as they were; what is outside blocks, the first shard, never
+    is between a forward and a backward pass.
+    """
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    register_fsdp_forward_method(model, "on_policy")
+    for shard in shards[1:]:
+        shard.set_reshard_after_forward(False, recurse=False)
+    try:
+        return model.on_policy(function)
+    finally:
+        for shard in shards[1:]:
+            shard.set_reshard_after_forward(state.fsdp_plugin.reshard_after_forward, recurse=False)
+        for shard in shards:
+            shard.reshard()
+
+
+def policy_and_value_outputs(run: RunState, model: nn.Module, responses: Responses) -> PolicyAndValueOutput:
+    """Compute log-probabilities and values of responses, without entropies."""
+    packs_rows = run.unwrapped(model).packs_rows
+    return PolicyAndValueOutput(*_forward(run, responses, partial(model, with_entropy=False), packs_rows))
+
+
+def reference_logprobs(
+    run: RunState, model: nn.Module, reference: Reference | None, responses: Responses, logprobs: Tensor
+) -> Tensor | None:
+    """Compute the reference's log-probabilities, `(B, T)`; None if there is no reference.
+
+    Args:
+        run: The run.
+        model: The prepared `PolicyAndValue`.
+        reference: The reference, or None.
+        responses: `B` responses.
+        logprobs: The policy's, which are the reference's too where the reference is the policy.
+    """
+    models = run.unwrapped(model)
+    if reference is None or reference.is_policy(models.policy):
+        return None if reference is None else logprobs
+    with reference.forward(model, models.policy) as forward:
+        return _forward(run, responses, forward, models.packs_rows)[0]
+
+
+def rollout_of(
+    responses: Responses,
+    ended: Tensor,
+    output: PolicyAndValueOutput,
+    ref_logprobs: Tensor | None,
+    scores: Scores,
+) -> Rollout:
+    """Put responses, what the models say of them, and their scores together."""
+    return Rollout(
+        query_responses=responses.query_responses,
+        attention_mask=responses.attention_mask,
+        response_mask=responses.response_mask,
+        sampling_logprobs=responses.sampling_logprobs,
+        on_host=responses.on_host,
+        stopped=ended,
+        logprobs=output.logprobs,
+        ref_logprobs=ref_logprobs,
+        values=output.values,
+        final_values=output.final_values,
+        scores=scores.final,
+        token_scores=scores.per_token,
+        scores_by_source=scores.by_source,
+    )
+
+
+def output_of(policy: ResponseLogprobs, values: ResponseValues) -> PolicyAndValueOutput:
+    """Put the outputs of two forward passes together."""
+    return PolicyAndValueOutput(policy.logprobs, policy.entropy, values.values, values.final_values)
+
+
+def _forward(
+    run: RunState, responses: Responses, forward: Callable[..., tuple[Tensor, ...]], packs_rows: bool
+) -> tuple[Tensor, ...]:
+    def evaluate(part: Responses) -> tuple[Tensor, ...]:
+        if run.accelerator.num_processes == 1:
+            raise_if_stopped()
+        with run.accelerator.autocast():
+            return forward(*part.batch, places=part.places)
+
+    return forward_in_batches(responses, evaluate, run.args.local_rollout_forward_batch_size, packs_rows)
+
+
+class RolloutMetrics:
+    """Metrics, counts and first responses of the current update's rollout.
+
+    Args:
+        run: The run.
+
+    Attributes:
+        completions: Responses of the latest update; None if none are kept.
+        num_response_tokens: Tokens of the responses of all ranks.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self.run, self.num_response_tokens = run, 0
+        given = (run.args, run.tokenizer, run.accelerator.num_processes)
+        self.completions = KeptCompletions(*given) if run.args.num_completions_to_keep > 0 else None
+
+    def record(
+        self,
+        rollout: Rollout,
+        kl_controller: KLController,
+        score_unit: ScoreMoments | None,
+        of_tokens: tuple[Tensor, Tensor, Tensor],
+        weights: Tensor | None,
+    ) -> Tensor:
+        """Compute the metrics of a rollout, keep its first responses and count its tokens.
 
         Args:
-            model: The prepared `PolicyAndValue`.
-            responses: `B` responses.
-            stopped: Which of them ended by themselves, bool `(B,)`.
-            score: Gives their scores.
+            rollout: This rank's.
+            kl_controller: Gives the coefficient of the KL penalty.
+            score_unit: What scores are scaled by; None leaves them in their own unit.
+            of_tokens: Rewards before whitening, returns, and whitened advantages, `(B, T)` each.
+            weights: Importance weights, `(B, T)`, or None.
+
+        Returns:
+            What each of this rank's responses is paid in all, float32 `(B,)`, NaN without a score.
         """
-        packs_rows = self.run._unwrapped(model).packs_rows
-        with self.run._timer.phase("evaluate"):
-            output = self._in_passes(responses, partial(model, with_entropy=False), packs_rows)
-            ref_logprobs = self._ref_logprobs(model, responses, output[0])
-        with self.run._timer.phase("score"):
-            scores = score()
-        return Rollout(
-            query_responses=responses.query_responses,
-            attention_mask=responses.attention_mask,
-            response_mask=responses.response_mask,
-            sampling_logprobs=responses.sampling_logprobs,
-            on_host=responses.on_host,
-            stopped=stopped,
-            logprobs=output[0],
-            ref_logprobs=ref_logprobs,
-            values=output[2],
-            final_values=output[3],
-            scores=scores.final,
-            token_scores=scores.per_token,
-            scores_by_source=scores.by_source,
-        )
+        run, args, logged = self.run, self.run.args, self.run.logged.columns
+        rewards, returns, advantages = of_tokens
+        own = rollout_columns(rollout, args, kl_controller.coef, score_unit)
+        columns = gather_columns(own, run.gather)
+        valued = valued_tokens(rollout.loss_mask, args)
+        warn_of_unscored(columns["scores"])
+        run.metrics |= response_metrics(rollout, columns, run.gather) | run.logged.drain()
+        run.metrics |= critic_metrics(rollout.values, returns, valued, run.sum_over_ranks, run.gather)
+        run.metrics |= sampling_metrics(rollout, weights, run.sum_over_ranks, run.gather)
+        if not isinstance(kl_controller, FixedKLController):
+            run.metrics["objective/kl_coef"] = float(kl_controller.coef)
+        self.num_response_tokens = int(columns["length"].sum())
+        self._count_input_tokens(rollout.attention_mask)
+        if self.completions is not None:
+            self.completions.note(run.state.global_step + 1, rollout, advantages, rewards, own, logged)
+        return own["scores"]
 
-    def _ref_logprobs(self, model: nn.Module, responses: Responses, logprobs: Tensor) -> Tensor | None:
-        """Return the reference's log-probabilities; None if there is no reference."""
-        models, reference = self.run._unwrapped(model), self.run.reference
-        if reference is None or reference.is_policy(models.policy):
-            return None if reference is None else logprobs
-        with reference.forward(model, models.policy) as forward:
-            return self._in_passes(responses, forward, models.packs_rows)[0]
+    def _count_input_tokens(self, attention_mask: Tensor) -> None:
+        run, counted = self.run, self.run.args.include_num_input_tokens_seen
+        if counted != "no":
+            tokens = attention_mask.sum() if counted == "non_padding" else torch.tensor(attention_mask.numel())
+            run.state.num_input_tokens_seen += int(run.sum_over_ranks(tokens.to(run.args.device)))
 
-    @torch.no_grad()
-    def of_given(self, model: nn.Module, responses: Responses, scores: Scores) -> Rollout:
-        """Make the rollout of responses that were sampled and scored elsewhere."""
-        model.eval()
-        return self.evaluated(model, responses, self.run.tokens.ended(responses), lambda: scores)
+    def kept_completions(self, step: int) -> list[dict[str, Any]]:
+        """Return this rank's kept responses of an update."""
+        return [] if self.completions is None else self.completions.rows(step)
 
-    def _in_passes(
-        self, responses: Responses, forward: Callable[..., tuple[Tensor, ...]], is_packed: bool
-    ) -> tuple[Tensor, ...]:
-        accelerator = self.run.accelerator
+    def keep(self, learned: PartialUpdate) -> None:
+        """Put what a resumed run needs beside the experience into a partial update."""
+        run = self.run
+        learned.metrics, learned.num_response_tokens = run.metrics, self.num_response_tokens
+        learned.seconds = run.timer.seconds
+        learned.completions = self.kept_completions(run.state.global_step + 1)
+        learned.left_out, learned.num_steps = run.guard.left_out, run.guard.num_steps
+        learned.wishes = run.control.state()["args"]
 
-        def evaluate(part: Responses) -> tuple[Tensor, ...]:
-            if accelerator.num_processes == 1:
-                give_up_if_stopped()
-            with accelerator.autocast():
-                return forward(*part.batch, places=part.places)
+    def restore(self, learned: PartialUpdate) -> None:
+        """Continue with the partial update of a run before."""
+        run = self.run
+        run.metrics, self.num_response_tokens = dict(learned.metrics), learned.num_response_tokens
+        run.timer.seconds = dict(learned.seconds)
+        if self.completions is not None:
+            self.completions.take(learned.completions)
+        run.guard.left_out, run.guard.num_steps = list(learned.left_out), learned.num_steps
+        for name, value in learned.wishes.items():
+            setattr(run.control, name, value)
 
-        return in_passes(responses, evaluate, self.run.args.local_rollout_forward_batch_size, is_packed)
+
+@contextmanager
+def apart_from_training(run: RunState, model: Any) -> Iterator[nn.Module]:
+    """Yield the model to evaluate, with random numbers of its own, the same at every call.
+
+    Args:
+        run: The run.
+        model: The prepared `PolicyAndValue`, or the plain one before training.
+    """
+    args = run.args
+    run.is_evaluating = True
+    try:
+        with (
+            isolated_rng(args.seed),
+            run.streams.rewards.reseeded(args.seed, args.process_index),
+            runnable(as_module(model), args.device) as runs,
+            run.guard.apart_from_updates(),
+        ):
+            yield runs
+    finally:
+        run.is_evaluating = False
+
+
+def metrics_of_evaluation(
+    run: RunState, columns: dict[str, Tensor], prefix: str, score_unit: ScoreMoments | None
+) -> dict[str, float]:
+    """Return the metrics of an evaluation, with what reward functions have logged.
+
+    Args:
+        run: The run.
+        columns: Figures of the episodes of all ranks; `scores` is shaped here.
+        prefix: Put before each metric's key.
+        score_unit: What training scales scores by, or None.
+    """
+    shaped = (columns["scores"], columns.pop("token_scores"), columns["stopped"].bool(), run.args)
+    columns["scores"] = scores_in_reward_unit(*shaped, score_unit)
+    run.timer.drain()
+    extra = {f"{prefix}_{name}": value for name, value in run.logged.drain().items()}
+    return evaluation_metrics(columns, prefix) | extra
+
+
+def rows_of_samples(
+    run: RunState,
+    batches: Iterable[Prompts],
+    respond: Callable[[Prompts], tuple[Prompts, Responses, Scores]],
+    gather: Callable[..., Any],
+) -> list[dict[str, Any]]:
+    """Respond to prompts and return a table's rows, of all ranks.
+
+    Args:
+        run: The run.
+        batches: This rank's prompts.
+        respond: Takes prompts; returns them with the baselines' responses, the policy's responses and their scores.
+        gather: Puts the lists of all ranks together.
+    """
+    rows: list[dict[str, Any]] = []
+    for batch in batches:
+        prompts, responses, scores = respond(batch)
+        extra = run.logged.drain_columns()
+        rows += gather(sample_rows(run.tokenizer, prompts, responses, scores, extra))
+    run.logged.drain()
+    return rows

@@ -1,160 +1,230 @@
-"""Saving: whole checkpoints, and the policy alone."""
+"""Save checkpoints, and the policy alone."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from accelerate.utils import gather_object
+from torch import nn
 
-from rlhf_ppo.checkpoints.disk import UNFINISHED, naming_full_disk, remove_leftovers, remove_links
-from rlhf_ppo.checkpoints.fits import optimizer_name
-from rlhf_ppo.checkpoints.history import last_entries
-from rlhf_ppo.checkpoints.manifest import write_manifest
-from rlhf_ppo.checkpoints.progress import PPOTrainerState, Progress
-from rlhf_ppo.checkpoints.record import save_record
-from rlhf_ppo.checkpoints.whole import put_in_place, start_checkpoint, what_was_changed
-from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.settled import output_directory
-from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.checkpoints.complete import (
+    VALUE_MODEL_DIR,
+    check_fits,
+    commit_checkpoint,
+    is_converted_on_save,
+    load_converted,
+    models_with_optimizer_state,
+    start_checkpoint,
+)
+from rlhf_ppo.checkpoints.files import (
+    UNFINISHED,
+    explaining_full_disk,
+    find_damage,
+    hash_share,
+    remove_leftovers,
+    remove_links,
+    write_manifest,
+)
+from rlhf_ppo.checkpoints.run import last_entries
+from rlhf_ppo.checkpoints.state import save_fingerprint
+from rlhf_ppo.config.ppo_config import output_directory
+from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.reference import Reference
-from rlhf_ppo.processes.engines import is_fsdp, is_sharding, zero_stage
-from rlhf_ppo.processes.failing import failing_together
-from rlhf_ppo.reporting.metrics import MetricWindow
-from rlhf_ppo.reporting.results import where_results_are
-from rlhf_ppo.terminal.foreign import print_text
-from rlhf_ppo.training.divergence import DivergenceGuard
-from rlhf_ppo.training.half_learned import LearningInParts
-from rlhf_ppo.training.publishing import PublishedTrainer, push_checkpoint
-from rlhf_ppo.training.run_directory import RunDirectory
-from rlhf_ppo.training.stateful import StatefulParts
-from rlhf_ppo.training.two_models import save_models
-from rlhf_ppo.training.withholding import WithheldArguments
+from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model
+from rlhf_ppo.processes.distributed import is_fsdp, is_sharding, raise_on_all_ranks, zero_stage
+from rlhf_ppo.reporting.run_log import where_results_are
+from rlhf_ppo.terminal.console import hide_library_warnings, hide_model_bars
+from rlhf_ppo.terminal.text import print_text
+from rlhf_ppo.training.learning import InterruptibleLearning
+from rlhf_ppo.training.resuming import RunDirectory
+from rlhf_ppo.training.run_state import RunState
 
 
-class SavedTrainer(PublishedTrainer, Protocol):
-    """What a checkpoint keeps of a trainer."""
+def save_models(
+    models: PolicyAndValue, directory: str, state_dict: Mapping[str, Any] | None, with_value_model: bool
+) -> None:
+    """Write the models, or their adapters, loadable with `from_pretrained`.
 
-    args: PPOConfig
-    accelerator: Accelerator
-    optimizer: Any
-    sizes: Sizes
-    state: PPOTrainerState
-    model: PolicyAndValue
-    model_wrapped: Any
-    processing_class: Any
-    reference: Reference | None
-    _directory: RunDirectory
-    _gather: Callable[[Tensor], Tensor]
-    _globalstep_last_logged: int
-    _guard: DivergenceGuard
-    _learning: LearningInParts
-    _progress: Progress
-    _record: dict[str, Any]
-    _stateful: StatefulParts
-    _tr_loss: Tensor
-    _window: MetricWindow
-    _withheld: WithheldArguments
+    Args:
+        models: Both models.
+        directory: The policy's; the value model has one in it.
+        state_dict: The weights of both, where an engine has gathered them.
+        with_value_model: Whether to write the value model too.
+    """
+    parts = [("policy", models.policy, directory)]
+    if with_value_model:
+        parts.append(("value_model", models.value_model, os.path.join(directory, VALUE_MODEL_DIR)))
+    for prefix, part, part_directory in parts:
+        part_state = None if state_dict is None else _with_prefix(state_dict, f"{prefix}.")
+        adapters = {"selected_adapters": [active_adapter(part)]} if is_peft_model(part) else {}
+        with hide_model_bars():
+            cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
 
-    def create_model_card(self) -> None:
-        """Write the model card."""
-        ...
 
-    def is_world_process_zero(self) -> bool:
-        """Tell whether this is the main process."""
-        ...
+def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn.Module], None]) -> None:
+    """Load both models from a checkpoint.
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None: ...
-    def _unwrapped(self, model: nn.Module) -> PolicyAndValue: ...
+    Args:
+        models: Both models.
+        checkpoint: Its directory.
+        load: Loads a whole model's weights from a directory, as Trainer does.
+
+    Raises:
+        ValueError: The checkpoint is of other models.
+    """
+    value_directory = os.path.join(checkpoint, VALUE_MODEL_DIR)
+    parts = ((models.policy, checkpoint), (models.value_model, value_directory))
+    for part, directory in parts:
+        check_fits(part, directory)
+    for part, directory in parts:
+        if is_peft_model(part):
+            load_adapter_weights(part, directory)
+        elif is_converted_on_save(part):
+            load_converted(part, directory)
+        else:
+            with hide_library_warnings():
+                load(directory, part)
+
+
+@contextmanager
+def loading_without_policy_state(checkpoint: str, policy: nn.Module) -> Iterator[None]:
+    """Let FSDP load an optimizer that has no state of the policy yet, as in warm-up, and give it none.
+
+    torch asks for the state of all parameters that require a gradient.
+
+    Args:
+        checkpoint: Its directory.
+        policy: The trained language model.
+    """
+    held = [each for each in policy.parameters() if each.requires_grad]
+    if "policy" in models_with_optimizer_state(checkpoint):
+        held = []
+    for parameter in held:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in held:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def without_frozen(engine: nn.Module, models: PolicyAndValue, is_deepspeed: bool) -> Iterator[None]:
+    """Let DeepSpeed leave the frozen base of adapters out of what it saves; Trainer sees no PeftModel in two models.
+
+    Args:
+        engine: What trains the models.
+        models: Both models.
+        is_deepspeed: Whether that is DeepSpeed's engine.
+    """
+    if not is_deepspeed or not any(is_peft_model(part) for part in (models.policy, models.value_model)):
+        yield
+        return
+    saving = cast(Any, engine)
+    saving.save_checkpoint = functools.partial(saving.save_checkpoint, exclude_frozen_parameters=True)
+    hook = models.register_state_dict_post_hook(_drop_frozen)
+    try:
+        yield
+    finally:
+        hook.remove()
+        del saving.save_checkpoint
+
+
+def _drop_frozen(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Leave out what is frozen by all its names; DeepSpeed knows but one of a parameter that is shared or tied."""
+    for name, parameter in model.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+        if not parameter.requires_grad:
+            state_dict.pop(name, None)
+
+
+def _with_prefix(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
 
 
 class CheckpointWriter:
     """Writes checkpoints that count as whole once the files of all ranks are there.
 
     Args:
-        run: The trainer.
-
-    Attributes:
-        is_writing: Whether a checkpoint is being written; the value model belongs into one, not into what `save_model`
-            writes.
+        run: The run.
+        directory: The run's directory.
+        learning: Knows the partial update.
+        write_card: Writes the model card.
     """
 
-    def __init__(self, run: SavedTrainer) -> None:
-        self.run, self.args, self.accelerator, self.guard = run, run.args, run.accelerator, run._guard
-        self.is_writing = False
+    def __init__(
+        self, run: RunState, directory: RunDirectory, learning: InterruptibleLearning, write_card: Callable[[], None]
+    ) -> None:
+        self.run, self.args, self.accelerator, self.guard = run, run.args, run.accelerator, run.guard
+        self.directory, self.learning, self.write_card = directory, learning, write_card
 
-    def save(self, run_directory: str, write: Callable[[], None]) -> None:
-        """Write a checkpoint, push it, and delete those beyond the limit.
+    def save(self, write: Callable[[str], None]) -> str:
+        """Write a checkpoint and return its directory.
 
         Args:
-            run_directory: The run's.
-            write: Writes Trainer's part of it.
+            write: Writes Trainer's files and the reference's; takes the directory.
         """
-        run, updates = self.run, self.run.state.global_step
-        with self._place_for(run_directory, run._learning.checkpoint_name(updates), updates) as place:
+        updates = self.run.state.global_step
+        with self._place_for(self.learning.checkpoint_name(updates), updates) as place:
             self.write(place, write)
-        newest = cast(str, self.guard.last_checkpoint)
-        if self.args.push_to_hub:
-            push_checkpoint(run, newest)
-        if self.args.should_save:
-            best = run.state.best_model_checkpoint
-            run._directory.rotate(run_directory, self.args.save_total_limit, best, newest)
+        return cast(str, self.guard.last_checkpoint)
 
-    def write(self, directory: str, write: Callable[[], None]) -> None:
+    def rotate(self, newest: str) -> None:
+        """Delete the run's checkpoints beyond the limit."""
+        if self.args.should_save:
+            best = self.run.state.best_model_checkpoint
+            self.directory.rotate(output_directory(self.args), self.args.save_total_limit, best, newest)
+
+    def write(self, directory: str, write: Callable[[str], None]) -> None:
         """Write the files of a checkpoint: those of this package, and Trainer's.
 
         Args:
             directory: Where to.
-            write: Writes Trainer's.
+            write: Writes Trainer's and the reference's.
         """
-        run = self.run
-        run._progress.keep_losses(run._gather(run._tr_loss.reshape(1)).tolist())
         # the first two wait for the manifest
-        withheld = {"save_total_limit": None, "push_to_hub": False, "output_dir": os.path.dirname(directory)}
+        overridden = {"save_total_limit": None, "push_to_hub": False, "output_dir": os.path.dirname(directory)}
         with self._writing():
-            with failing_together(self.accelerator):
+            with raise_on_all_ranks(self.accelerator):
                 if self.args.should_save:
                     self._begin(directory)
-            with run._withheld.instead(**withheld), last_entries(run.state), self._failing_in_saving():
-                if run.reference is not None and not self.args.save_only_model:
-                    run.reference.save(directory, run.model_wrapped, self.args.should_save)
-                write()
+            state, together = self.run.state, self._failing_in_saving()
+            with self.run.override_args(**overridden), last_entries(state), together:
+                write(directory)
 
     def _begin(self, directory: str) -> None:
         """Write what this package adds to a checkpoint, into an empty directory."""
-        run, progress = self.run, self.run._progress
+        run, progress = self.run, self.run.progress
         start_checkpoint(directory)
-        run._directory.run.save(directory)
-        save_record(directory, {**run._record, "optimizer": optimizer_name(run.optimizer)})
-        progress.last_logged_step = run._globalstep_last_logged
-        progress.pending_metrics = run._window.updates
+        self.directory.run.save(directory)
+        save_fingerprint(directory, run.fingerprint)
+        progress.pending_metrics = run.window.updates
         progress.batch_size, progress.num_generations = run.sizes.batch_size, run.args.num_generations
         progress.num_processes = self.accelerator.num_processes
         progress.skipped = dataclasses.asdict(self.guard.skipped)
         progress.num_logged = len(run.state.log_history)
         progress.save(directory)
-        run._stateful.save(directory)
-        run._directory.write_history(run.state.log_history)
-        run.create_model_card()
+        run.stateful.save(directory)
+        self.directory.write_history(run.state.log_history)
+        self.write_card()
 
     @contextmanager
-    def _place_for(self, run_directory: str, name: str, num_updates: int) -> Iterator[str]:
+    def _place_for(self, name: str, num_updates: int) -> Iterator[str]:
         """Give the directory to write a checkpoint into, whose name and manifest it gets once that is done.
 
         Args:
-            run_directory: The run's.
             name: The checkpoint's.
             num_updates: Updates that are done, after which Trainer names checkpoints.
         """
         self.guard.check_weights()
+        run_directory = output_directory(self.args)
         directory = os.path.join(run_directory, name)
-        with naming_full_disk(directory, lambda: self.guard.last_checkpoint):
+        with explaining_full_disk(directory, lambda: self.guard.last_checkpoint):
             written = os.path.join(run_directory, f"checkpoint-{num_updates}")
             if written != directory:  # Trainer knows one name only, which another checkpoint may have
                 written = os.path.join(run_directory, UNFINISHED, os.path.basename(written))
@@ -163,35 +233,48 @@ class CheckpointWriter:
         self.guard.last_checkpoint = directory
 
     def _mark_as_whole(self, written: str, directory: str) -> None:
+        """Give a checkpoint its name and its manifest; the processes of a node share the hashing."""
         self.accelerator.wait_for_everyone()  # every rank's files are there before the manifest says so
-        with failing_together(self.accelerator):
+        with raise_on_all_ranks(self.accelerator):
+            if self.args.should_save and written != directory:
+                commit_checkpoint(written, directory)
+        hashes = self._hashes(directory) if self.accelerator.num_processes > 1 else None
+        with raise_on_all_ranks(self.accelerator):
             if self.args.should_save:
-                if written != directory:
-                    put_in_place(written, directory)
-                write_manifest(directory)
+                write_manifest(directory, hashes)
+
+    def _hashes(self, directory: str) -> dict[str, str]:
+        """Hash this process's share of a checkpoint's files; return what the processes of this node have found."""
+        rank, count = self.accelerator.process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        node, own = rank // count, {}
+        with raise_on_all_ranks(self.accelerator):
+            if node == 0 or self.args.save_on_each_node:
+                own = hash_share(directory, rank % count, count)
+        of_nodes = gather_object([(node, own)])
+        return {name: value for at, found in of_nodes if at == node for name, value in found.items()}
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Say that a checkpoint is being written while the context lasts."""
-        self.is_writing = True
+        self.run.is_saving = True
         try:
             yield
         finally:
-            self.is_writing = False
+            self.run.is_saving = False
 
     def _failing_in_saving(self) -> AbstractContextManager[None]:
         """Raise an error of one rank on all; not under engines, whose ranks wait for each other while they save."""
         is_plain = zero_stage(self.accelerator) is None and not is_fsdp(self.accelerator)
-        return failing_together(self.accelerator) if is_plain else nullcontext()
+        return raise_on_all_ranks(self.accelerator) if is_plain else nullcontext()
 
     @contextmanager
-    def finishing(self, run_directory: str) -> Iterator[None]:
+    def finishing(self) -> Iterator[None]:
         """Keep Trainer from deleting checkpoints of other runs where a run ends, and delete this run's own."""
         limit, best = self.args.save_total_limit, self.run.state.best_model_checkpoint
-        with self.run._withheld.instead(save_total_limit=None):
+        with self.run.override_args(save_total_limit=None):
             yield
         if self.args.should_save and limit == 1 and best is not None:
-            self.run._directory.rotate(run_directory, limit, best, newest=None)
+            self.directory.rotate(output_directory(self.args), limit, best, newest=None)
 
     def save_model(self, output_dir: str | None, is_of_checkpoint: bool, write: Callable[[], None]) -> None:
         """Save the policy, and say where it is; see `PPOTrainer.save_model`.
@@ -201,29 +284,34 @@ class CheckpointWriter:
             is_of_checkpoint: Whether a checkpoint is being written, of which nothing is said.
             write: Writes as Trainer does.
         """
-        run, own = self.run, output_directory(self.args)
+        own = output_directory(self.args)
         directory = own if output_dir is None else output_dir
         with self._saving_model(directory):
-            plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-            if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
-                # Trainer writes nothing here for sharded checkpoints
-                run._save(output_dir, state_dict=cast(Any, self.accelerator.get_state_dict(run.model_wrapped)))
             write()
-        if not is_of_checkpoint and run.is_world_process_zero() and not self.args.disable_tqdm:
+        if not is_of_checkpoint and self.args.process_index == 0 and not self.args.disable_tqdm:
             print_text(where_results_are(directory, own))
 
-    def save_files(self, output_dir: str | None, state_dict: dict[str, Any] | None) -> None:
-        """Write models, tokenizer and arguments, in the processes that save."""
-        run, directory = self.run, output_directory(self.args) if output_dir is None else output_dir
+    def save_files(
+        self, output_dir: str | None, models: PolicyAndValue, tokenizer: Any, state_dict: dict[str, Any] | None
+    ) -> None:
+        """Write models, tokenizer and arguments, in the processes that save.
+
+        Args:
+            output_dir: Where to; the run's directory when None.
+            models: Both models; the value model belongs into checkpoints only.
+            tokenizer: The tokenizer, or None.
+            state_dict: The weights of both, where an engine has gathered them.
+        """
+        directory = output_directory(self.args) if output_dir is None else output_dir
         if self.args.should_save:
-            save_models(run._unwrapped(run.model), directory, state_dict, self.is_writing)
-            if run.processing_class is not None:
-                run.processing_class.save_pretrained(directory)
-            torch.save(run._withheld.as_given(), os.path.join(directory, "training_args.bin"))
+            save_models(models, directory, state_dict, self.run.is_saving)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(directory)
+            torch.save(self.run.args_as_given(), os.path.join(directory, "training_args.bin"))
 
     def naming_full_log(self) -> AbstractContextManager[None]:
         """Name the newest checkpoint where there is no room for a log."""
-        return naming_full_disk(
+        return explaining_full_disk(
             output_directory(self.args), lambda: self.guard.last_checkpoint, "what is logged or printed"
         )
 
@@ -235,13 +323,13 @@ class CheckpointWriter:
             DivergenceError: A weight is not finite; nothing is written then.
             DiskFullError: There is no room.
         """
-        if not self.is_writing:
+        if not self.run.is_saving:
             self.guard.check_weights(together=is_sharding(self.accelerator))
             if self.args.should_save:
                 remove_leftovers(directory)
                 remove_links(directory)
-        together = self._failing_in_saving() if self.is_writing else nullcontext()
-        with naming_full_disk(directory, lambda: self.guard.last_checkpoint), together:
+        together = self._failing_in_saving() if self.run.is_saving else nullcontext()
+        with explaining_full_disk(directory, lambda: self.guard.last_checkpoint), together:
             yield
 
     def checked_best(self) -> str:
@@ -251,10 +339,10 @@ class CheckpointWriter:
             ValueError: It is no longer what was written.
         """
         best = cast(str, self.run.state.best_model_checkpoint)
-        with failing_together(self.accelerator):
-            if self.run.is_world_process_zero() and (reason := what_was_changed(best)) is not None:
+        with raise_on_all_ranks(self.accelerator):
+            if self.args.process_index == 0 and (reason := find_damage(best)) is not None:
                 raise ValueError(
-                    f"load_best_model_at_end=True, but the best checkpoint, {best}, is not whole any more: {reason}; "
+                    f"load_best_model_at_end=True, but the best checkpoint, {best}, is no longer complete: {reason}; "
                     f"the newest one is {self.guard.last_checkpoint}"
                 )
         return best

@@ -1,15 +1,15 @@
-"""Hyperparameter search: every trial is a new trainer, so that nothing of one trial reaches the next."""
+"""Hyperparameter search, in which every trial is a new trainer."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -17,16 +17,13 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import TrainerState
 from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.models.making import is_function, made
-from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.reference import Reference
-from rlhf_ppo.rewards.scorer import Scorer
+from rlhf_ppo.models.loading import is_function, made
+from rlhf_ppo.processes.distributed import is_sharding, zero_stage
 
 _FOLLOWING = {
     "warmup_ratio": {"warmup_steps": 0},
@@ -62,7 +59,9 @@ def trial_arguments(args: PPOConfig, hyperparameters: Mapping[str, Any], output_
     names = {field.name for field in dataclasses.fields(args) if field.init}
     if unknown := sorted(hyperparameters.keys() - names):
         raise ValueError(f"hp_space sets {unknown}, which are no arguments of {type(args).__name__}")
-    derived = {name: -1 if name == "max_steps" else None for name in args._filled if args._given(name) is None}
+    derived = {
+        name: -1 if name == "max_steps" else None for name in args.derived_values if args.user_value(name) is None
+    }
     following = {key: value for name in hyperparameters for key, value in _FOLLOWING.get(name, {}).items()}
     return dataclasses.replace(args, **{**derived, **following, **hyperparameters, "output_dir": output_dir})
 
@@ -107,7 +106,7 @@ class Recipe:
                 "has new ones: pass functions that make optimizer and scheduler"
             )
 
-    def make(self, searching: PPOConfig, config: PPOConfig, trial: Any) -> TrialTrainer:
+    def make(self, searching: PPOConfig, config: PPOConfig, trial: Any) -> Any:
         """Make the trainer of a trial, with other arguments and new models and callbacks.
 
         Args:
@@ -127,51 +126,16 @@ class Recipe:
         if any(controller is value for value in (*self.args, *self.kwargs.values())):
             instead[id(controller)] = copy.deepcopy(controller)
         set_seed(config.seed)
-        trainer: TrialTrainer = self.trainer_class(
+        trial_trainer: Any = self.trainer_class(
             *[instead.get(id(value), value) for value in self.args],
             **{name: instead.get(id(value), value) for name, value in self.kwargs.items()},
         )
-        if trainer.args is not config:
+        if trial_trainer.args is not config:
             raise ValueError(
                 f"{self.trainer_class.__name__} makes its own PPOConfig, so that a trial's values would not be in "
                 "force; let it take args from its caller"
             )
-        return trainer
-
-
-class SearchingTrainer(Protocol):
-    """What a search asks of the trainer whose hyperparameters it searches."""
-
-    args: PPOConfig
-    accelerator: Accelerator
-    eval_dataset: Any
-    is_deepspeed_enabled: bool
-    is_fsdp_enabled: bool
-    model: PolicyAndValue
-    reference: Reference | None
-    reward_models: list[nn.Module]
-
-
-class TrialTrainer(Protocol):
-    """What a search asks of the trainer of a trial."""
-
-    args: PPOConfig
-    state: TrainerState
-    accelerator: Accelerator
-    scorer: Scorer
-    hp_search_backend: HPSearchBackend | None
-    hp_name: Callable[[Any], str] | None
-    compute_objective: Callable[[dict[str, float]], Any]
-    objective: Any
-    objective_step: int | None
-
-    def train(self, *, trial: Any) -> Any:
-        """Run the trial."""
-        ...
-
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate the policy that it has."""
-        ...
+        return trial_trainer
 
 
 def check_can_search(args: PPOConfig, eval_dataset: Any, is_sharding: bool) -> None:
@@ -214,8 +178,11 @@ def check_has_score(eval_dataset: Any, direction: str | list[str]) -> None:
 
 
 def search(
-    run: SearchingTrainer,
     recipe: Recipe,
+    args: PPOConfig,
+    accelerator: Accelerator,
+    eval_dataset: Any,
+    models: Sequence[nn.Module | None],
     hp_space: Callable[[Any], dict[str, Any]] | None,
     compute_objective: Callable[[dict[str, float]], float] | None,
     n_trials: int,
@@ -227,8 +194,11 @@ def search(
     """Search hyperparameters, see `PPOTrainer.hyperparameter_search`.
 
     Args:
-        run: The trainer that searches, whose trained models make room for the trials'.
-        recipe: How it was made.
+        recipe: How the trainer that searches was made.
+        args: Its arguments.
+        accelerator: Its accelerator.
+        eval_dataset: Its evaluation set or sets.
+        models: Its models, which make room for the trials'.
         hp_space: As the method takes it, like what follows.
         compute_objective: Likewise.
         n_trials: Likewise.
@@ -243,14 +213,12 @@ def search(
     check_backend(backend, options)
     check_n_trials(n_trials, options)
     if compute_objective is None:
-        check_has_score(run.eval_dataset, direction)
-    check_can_search(run.args, run.eval_dataset, run.is_deepspeed_enabled or run.is_fsdp_enabled)
-    recipe.check_starts_anew(run.args)
-    what = (hp_space or default_hp_space, compute_objective or eval_score, hp_name)
-    reference = None if run.reference is None else run.reference.model
-    frozen = [] if run.args.offload_frozen else [reference, *run.reward_models]
-    with on_cpu([run.model, *frozen], run.args.device):
-        return Trials(recipe, run.args, run.accelerator, *what).run(n_trials, direction, **options)
+        check_has_score(eval_dataset, direction)
+    check_can_search(args, eval_dataset, is_sharding(accelerator) or zero_stage(accelerator) is not None)
+    recipe.check_starts_anew(args)
+    how = (hp_space or default_hp_space, compute_objective or eval_score, hp_name)
+    with on_cpu(models, args.device):
+        return Trials(recipe, args, accelerator, *how).run(n_trials, direction, **options)
 
 
 @contextmanager
@@ -328,24 +296,27 @@ class Trials:
 
         name = f"run-{trial.number}" if self.hp_name is None else self.hp_name(trial)
         args = trial_arguments(self.args, self.hp_space(trial), os.path.join(str(self.args.output_dir), name))
-        trainer = self.recipe.make(self.args, args, trial)
-        trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.OPTUNA, self.hp_name
-        trainer.compute_objective = self.compute_objective
+        trial_trainer = self.recipe.make(self.args, args, trial)
+        trial_trainer.hp_search_backend, trial_trainer.hp_name = HPSearchBackend.OPTUNA, self.hp_name
+        trial_trainer.compute_objective = self.compute_objective
         try:
-            self.objective = self._objective_of(trainer, trial)
+            self.objective = self._objective_of(trial_trainer, trial)
         except optuna.TrialPruned:
             if self.args.process_index == 0:  # Optuna's loop runs there
                 raise
             self.objective = float("nan")
         finally:
-            trainer.scorer.stop()
-            trainer.accelerator.free_memory()
+            trial_trainer.scorer.stop()
+            trial_trainer.accelerator.free_memory()
 
-    def _objective_of(self, trainer: TrialTrainer, trial: Any) -> Any:
-        trainer.train(trial=trial)
-        if trainer.objective_step != trainer.state.global_step or trainer.args.load_best_model_at_end:
-            return self.compute_objective(trainer.evaluate())  # of the policy that the trial ends with
-        return trainer.objective
+    def _objective_of(self, trial_trainer: Any, trial: Any) -> Any:
+        trial_trainer.train(trial=trial)
+        if (
+            trial_trainer.objective_step != trial_trainer.state.global_step
+            or trial_trainer.args.load_best_model_at_end
+        ):
+            return self.compute_objective(trial_trainer.evaluate())  # of the policy that the trial ends with
+        return trial_trainer.objective
 
 
 def eval_score(metrics: dict[str, float]) -> float:

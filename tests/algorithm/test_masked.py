@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_ppo.algorithm import masked, moments
+from rlhf_ppo.algorithm import masked
 from rlhf_ppo.algorithm.masked import exact_type, masked_mean, masked_var, masked_whiten, zero_outside
 
 NAN, INF = float("nan"), float("inf")
@@ -96,11 +96,10 @@ def test_apples_gpus_which_have_no_float64(monkeypatch):
     assert exact_type(torch.device("mps")) == torch.float32 and exact_type(torch.device("cuda")) == torch.float64
     values, mask = torch.tensor([[1.0, 2.0, 6.0]]), torch.ones(1, 3, dtype=torch.bool)
     expected = masked_whiten(values, mask)
-    for module in (masked, moments):
-        monkeypatch.setattr(module, "exact_type", lambda device: torch.float32)
+    monkeypatch.setattr(masked, "exact_type", lambda device: torch.float32)
     with WithoutFloat64():
         assert torch.equal(masked_whiten(values, mask), expected)
-        found = moments.ScoreMoments().including(values[0], lambda total: total)
+        found = masked.ScoreMoments().including(values[0], lambda total: total)
     assert (found.mean, found.std) == pytest.approx((3.0, 7**0.5), rel=1e-6)
 
 
@@ -142,3 +141,11 @@ def test_an_integer_mask_is_an_error():
 def test_a_mask_of_another_shape_is_an_error_not_a_broadcast():
     with pytest.raises(ValueError, match=r"\(3,\).*\(3, 3\)"):
         masked_mean(torch.ones(3, 3), torch.ones(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("statistic", [masked_mean, masked_var, masked_whiten])
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_gradients_below_two_tokens_are_finite(statistic, num_tokens):
+    values = torch.tensor([[3.0, 5.0]], requires_grad=True)
+    statistic(values, torch.arange(2)[None] < num_tokens).sum().backward()
+    assert values.grad is not None and bool(values.grad.isfinite().all())

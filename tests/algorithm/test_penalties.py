@@ -121,7 +121,7 @@ def test_rewards_equal_the_loop(seed, holes):
 
 
 def test_score_is_paid_at_the_last_real_token_of_any_raggedness():
-    """D16: full, short and one-token responses side by side; the predecessor paid some of them a token late."""
+    """Full, short and one-token responses side by side; the predecessor paid some of them a token late."""
     mask = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
     kl = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, NAN], [1.0, INF, -INF]])
     non_score, rewards = token_rewards(kl, torch.tensor([10.0, 20.0, 30.0]), mask, kl_coef=0.5)

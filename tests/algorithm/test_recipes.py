@@ -16,16 +16,17 @@ from numpy.testing import assert_allclose
 from torch import Tensor
 
 from rlhf_ppo.algorithm.advantages import gae, length_adaptive_lam
-from rlhf_ppo.algorithm.aggregation import aggregation_weights, imitation_weights
-from rlhf_ppo.algorithm.controllers import AdaptiveKLController, check_coefficient
 from rlhf_ppo.algorithm.losses import (
     PolicyLoss,
+    aggregation_weights,
     clipped_policy_loss,
     clipped_value_loss,
+    imitation_weights,
     sequence_clipped_policy_loss,
     token_mean,
     weight_clipped_policy_loss,
 )
+from rlhf_ppo.algorithm.penalties import AdaptiveKLController, check_coefficient
 
 
 def of_ratios(ratios: list[float], advantages: list[float], **how: Any) -> tuple[PolicyLoss, Tensor]:
@@ -146,6 +147,13 @@ def test_shares_of_any_cut_add_up_to_the_aggregated_loss(aggregation: str, cuts:
     assert total == pytest.approx(AGGREGATED[aggregation])
 
 
+@pytest.mark.parametrize("aggregation", AGGREGATED)
+def test_a_process_alone_counts_only_responses_with_loss_tokens(aggregation: str) -> None:
+    weights = aggregation_weights(OF_THREE, aggregation, 4.0, 5)
+    losses = LOSSES if weights is None else LOSSES * weights
+    assert float(token_mean(losses, OF_THREE, 4.0)) == pytest.approx(AGGREGATED[aggregation])
+
+
 def test_an_unknown_aggregation_is_an_error() -> None:
     with pytest.raises(ValueError, match="loss_aggregation='mean' is unknown"):
         aggregation_weights(MASK, "mean", 4.0, 5)
@@ -217,6 +225,12 @@ def test_the_coefficient_stays_positive_and_finite_and_moves_towards_the_target(
             assert controller.coef <= max(before, sys.float_info.min)
         elif math.isnan(kl):
             assert controller.coef == before
+
+
+def test_a_kl_that_is_nan_leaves_the_coefficient() -> None:
+    controller = AdaptiveKLController(0.1, target=6.0, horizon=100)
+    controller.update(math.nan, 64)
+    assert controller.coef == 0.1
 
 
 @pytest.mark.parametrize("kl", [100.0, 0.0])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ppo.cli import configs as module
-from rlhf_ppo.cli.configs import configs
+from rlhf_ppo.cli import main as module
+from rlhf_ppo.cli.main import configs
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = [
@@ -45,7 +45,7 @@ def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path, capsys):
         configs([str(tmp_path)])
 
     assert ended.value.code == 2 and own.read_text() == "mine"
-    assert capsys.readouterr().err == f"rlhf-ppo configs: error: {own} is there already: add --overwrite\n"
+    assert capsys.readouterr().err == f"rlhf-ppo configs: error: {own} exists already: add --overwrite\n"
     assert not (tmp_path / "accelerate_configs").exists()  # all or nothing
 
     configs([str(tmp_path), "--overwrite"])

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import commands, main
-from rlhf_ppo.cli.estimate import Devices, EstimateArguments, devices_of
+from rlhf_ppo.cli.estimate import PURPOSES, Devices, EstimateArguments, devices_of
 from rlhf_ppo.estimate.counting import gathered_bytes
 from rlhf_ppo.estimate.run import size
 from rlhf_ppo.estimate.update import Estimate, Sharding
@@ -42,14 +42,20 @@ def estimate(*options: str) -> Estimate:
     return commands.estimate([*OPTIONS, *RATES, *options])
 
 
-def starting_line(monkeypatch: pytest.MonkeyPatch, capsys: Any, *options: str) -> dict[str, str]:
-    """The figures that the same run prints before it trains."""
-    monkeypatch.setattr(commands, "train_and_save", lambda trainer, *_, **__: trainer._estimate.announce())
+def figures_of_run(monkeypatch: pytest.MonkeyPatch, capsys: Any, *options: str) -> dict[str, str]:
+    """Return the figures of the same run, and check the line that it prints before it trains."""
+    forecasts: list[Estimate] = []
+
+    def begin(trainer: Any, *_: Any, **__: Any) -> None:
+        trainer._estimate.announce()
+        forecasts.append(trainer._estimate.forecast(trainer._estimate.generation_rows))
+
+    monkeypatch.setattr(commands, "train_and_save", begin)
     monkeypatch.setattr("rlhf_ppo.estimate.run.measure_rates", lambda *_: (1e6, 1e6))
     commands.train([*OPTIONS, *options])
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Estimated per device")]
-    peak, parts = re.findall(r"device: (.*?) of memory \((.*?)\)", line)[0]
-    return {"peak": peak} | {name: value for name, _, value in (part.partition(" ") for part in parts.split(", "))}
+    figures = {name: size(getattr(forecasts[0], name)) for name in ("peak", *PURPOSES)}
+    assert f"Estimated per device: {figures['peak']} of memory, at least " in capsys.readouterr().out
+    return figures
 
 
 @pytest.mark.parametrize(
@@ -61,8 +67,8 @@ def starting_line(monkeypatch: pytest.MonkeyPatch, capsys: Any, *options: str) -
     ],
     ids=" ".join,
 )
-def test_the_figures_are_those_of_the_line_at_the_start(options: list[str], monkeypatch: Any, capsys: Any) -> None:
-    line = starting_line(monkeypatch, capsys, *options)
+def test_the_figures_are_those_of_the_run(options: list[str], monkeypatch: Any, capsys: Any) -> None:
+    line = figures_of_run(monkeypatch, capsys, *options)
     for name in ("base", "scorer"):
         Path(name, "model.safetensors").unlink()  # configurations are enough
     found = estimate(*options)
@@ -77,20 +83,21 @@ def test_an_adapter_is_estimated_without_a_warning(recwarn: pytest.WarningsRecor
 
 
 @pytest.mark.parametrize(
-    ("file", "count", "engine", "sharding"),
+    ("file", "engine", "sharding", "of_node"),
     [
-        ("single_gpu.yaml", 1, "", Sharding()),
-        ("multi_gpu.yaml", 8, "DDP", Sharding(buckets=True)),
-        ("deepspeed_zero1.yaml", 8, "DeepSpeed ZeRO-1", Sharding(1, 1, 8)),
-        ("deepspeed_zero2.yaml", 8, "DeepSpeed ZeRO-2", Sharding(1, 8, 8)),
-        ("deepspeed_zero3.yaml", 8, "DeepSpeed ZeRO-3", Sharding(8, 8, 8)),
-        ("fsdp2.yaml", 8, "FSDP", Sharding(8, 8, 8)),
-        ("multi_node.yaml", 16, "DeepSpeed ZeRO-3", Sharding(16, 16, 16)),
+        ("single_gpu.yaml", "", Sharding(), 1),
+        ("multi_gpu.yaml", "DDP", Sharding(buckets=True, processes=8), 8),
+        ("deepspeed_zero1.yaml", "DeepSpeed ZeRO-1", Sharding(1, 1, 8, processes=8), 8),
+        ("deepspeed_zero2.yaml", "DeepSpeed ZeRO-2", Sharding(1, 8, 8, processes=8), 8),
+        ("deepspeed_zero3.yaml", "DeepSpeed ZeRO-3", Sharding(8, 8, 8, processes=8), 8),
+        ("fsdp2.yaml", "FSDP", Sharding(8, 8, 8, is_fsdp=True, processes=8), 8),
+        ("multi_node.yaml", "DeepSpeed ZeRO-3", Sharding(16, 16, 16, processes=16), 8),
     ],
 )
-def test_the_devices_of_an_accelerate_configuration(file: str, count: int, engine: str, sharding: Sharding) -> None:
+def test_the_devices_of_an_accelerate_configuration(file: str, engine: str, sharding: Sharding, of_node: int) -> None:
     given = EstimateArguments(accelerate_config=str(CONFIGS / file))
-    assert devices_of(given, PPOConfig(output_dir="out", use_cpu=True)) == Devices(count, engine, sharding)
+    expected = Devices(sharding.processes, engine, sharding, of_node)
+    assert devices_of(given, PPOConfig(output_dir="out", use_cpu=True)) == expected
 
 
 @pytest.mark.parametrize(
@@ -155,7 +162,7 @@ def test_wrong_input(options: list[str], message: str, capsys: Any) -> None:
     assert re.search(f"^rlhf-ppo estimate: error: .*{message}", capsys.readouterr().err, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["num_devices", "device_flops", "device_bandwidth"])
+@pytest.mark.parametrize("name", ["num_devices", "device_flops", "device_bandwidth", "device_memory"])
 def test_numbers_of_devices_and_rates_are_positive(name: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         estimate(*WITH_MODEL, f"--{name}", "0")

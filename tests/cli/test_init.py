@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_ppo.cli.init import QUESTIONS, init
-from rlhf_ppo.cli.pipeline import check_step
+from rlhf_ppo.cli.pipeline import QUESTIONS, check_step, init
 from rlhf_ppo.pipeline.steps import read_pipeline
 
 ALL = "--model org/base --texts a.jsonl --preferences b.jsonl --prompts c.jsonl"

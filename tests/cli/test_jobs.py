@@ -15,9 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.cli import jobs
-from rlhf_ppo.cli.aitraining import AutoTrainProject
-from rlhf_ppo.cli.llm import llm
+from rlhf_ppo.cli import aitraining
+from rlhf_ppo.cli.aitraining import AutoTrainProject, llm
 from rlhf_ppo.compat import mapping
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.rewards.scorer import ScoringBatch
@@ -111,13 +110,13 @@ EFFECTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def parsed(options: str) -> jobs.Job:
+def parsed(options: str) -> aitraining.Job:
     """The job that a command line makes."""
     params = HfArgumentParser(LLMTrainingParams).parse_args_into_dataclasses(shlex.split(options))[0]
-    return jobs.make_job(params)
+    return aitraining.make_job(params)
 
 
-def seen(job: jobs.Job) -> dict[str, Any]:
+def seen(job: aitraining.Job) -> dict[str, Any]:
     """All that PPO's trainer is made of."""
     assert job.rewards is not None
     return {
@@ -409,7 +408,7 @@ def documented_places(workshop: Path) -> Path:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The trainers that would have been trained; none is."""
     trainers: list[Any] = []
-    monkeypatch.setattr(jobs, "train_and_save", lambda trainer, *_, **__: trainers.append(trainer))
+    monkeypatch.setattr(aitraining, "train_and_save", lambda trainer, *_, **__: trainers.append(trainer))
     return trainers
 
 
@@ -434,7 +433,7 @@ def test_a_documented_command_builds_its_trainer(command, documented_places, bui
 
 
 def test_the_documented_call_without_a_config(documented_places):
-    job = jobs.make_job(
+    job = aitraining.make_job(
         LLMTrainingParams(
             model="gpt2",
             data_path="./prompts.jsonl",
@@ -446,7 +445,7 @@ def test_the_documented_call_without_a_config(documented_places):
         )
     )
 
-    trainer: Any = jobs.build_trainer(job)
+    trainer: Any = aitraining.build_trainer(job)
     assert list(trainer.scorer.names) == ["correctness", "formatting"]
     assert trainer.args.reward_weights == {"correctness": 1.0, "formatting": 0.1}
 
@@ -472,7 +471,7 @@ def test_the_built_trainer_has_the_resolved_arguments_and_models(workshop):
     save(tiny_policy(seed=5, max_position_embeddings=256), "other")
     job = parsed(f"{PPO} --model base --data-path prompts.jsonl --model-ref other --max-samples 9")
 
-    trainer: Any = jobs.build_trainer(job)
+    trainer: Any = aitraining.build_trainer(job)
 
     assert trainer.args is job.args and len(trainer.train_dataset) == 9
     for folder, model in (("base", trainer.policy_model), ("other", trainer.reference.model)):

@@ -16,10 +16,10 @@ from datasets import Dataset, DatasetDict
 from rlhf_ppo.cli import judge as module
 from rlhf_ppo.cli.judge import judge as evaluate
 from rlhf_ppo.evaluation.win_rate import WinRate
-from rlhf_ppo.reporting.judged import judged_data, over_seeds, read_judged
+from rlhf_ppo.reporting.judged_pairs import judged_data, over_seeds, read_judged
 from rlhf_ppo.reporting.model_card import model_card
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
-from rlhf_ppo.rewards.reading import Answer
+from rlhf_ppo.rewards.reward_model import Answer
 from tests.conftest import make_tokenizer, needs_continuous, tiny_policy, tiny_scorer
 
 ROWS = Dataset.from_list([{"prompt": f"w{index}", "answer": str(index)} for index in range(4)])
@@ -119,7 +119,7 @@ def test_an_opponent_that_is_not_there_is_said_before_the_model_answers(places, 
     with pytest.raises(SystemExit, match="2"):
         evaluate(["--model", "one", "--opponent", "none", "--judge", "length", *SHORT])
 
-    assert "opponent='none' is neither a directory with" in capsys.readouterr().err
+    assert "opponent='none' could not be loaded: it is neither a directory with" in capsys.readouterr().err
 
 
 def test_the_same_model_ties_with_itself(places):

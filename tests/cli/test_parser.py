@@ -7,9 +7,9 @@ import pytest
 from trl.scripts.utils import ScriptArguments
 from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.cli.parser import PPOArgumentParser
+from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.inherited import REMOVED
+from rlhf_ppo.config.hints import REMOVED
 
 DOCUMENTED = """
     --dataset_name trl-internal-testing/descriptiveness-sentiment-trl-style --dataset_train_split descriptiveness

@@ -5,18 +5,18 @@ import torch
 from accelerate import PartialState
 from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.cli import quantization
-from rlhf_ppo.cli.quantization import quantization_options
+from rlhf_ppo.cli import arguments
+from rlhf_ppo.cli.arguments import quantization_options
 
 
 @pytest.fixture
 def installed(monkeypatch):
     """Pretend that this machine has a GPU, and bitsandbytes or not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(quantization, "get_quantization_config", lambda model_args: "the configuration")
+    monkeypatch.setattr(arguments, "get_quantization_config", lambda model_args: "the configuration")
 
     def choose(is_installed):
-        monkeypatch.setattr(quantization, "find_spec", lambda name: (name == "bitsandbytes" and is_installed) or None)
+        monkeypatch.setattr(arguments, "find_spec", lambda name: (name == "bitsandbytes" and is_installed) or None)
 
     return choose
 

@@ -15,9 +15,9 @@ from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 
 PACKAGE = Path(__file__).parents[2] / "rlhf_ppo"
 WITHOUT_CODE = {
-    "checkpoints/fits.py",  # the class of a model that is loaded already
+    "checkpoints/complete.py",  # the class of a model that is loaded already
     *("models/adapters.py", "cli/training.py"),  # PEFT's configuration
-    "demo/pipeline.py",  # models that it has made itself
+    "demo/run.py",  # models that it has made itself
 }
 
 CODE = """

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
-from rlhf_ppo.cli import rows
-from rlhf_ppo.cli.rows import fill_update, load_rows, settle_warmup, wanted_columns
+from rlhf_ppo.cli import aitraining
+from rlhf_ppo.cli.aitraining import fill_update, load_rows, settle_warmup, wanted_columns
 from rlhf_ppo.compat.params import LLMTrainingParams
 
 
@@ -116,7 +116,7 @@ def test_data_that_is_not_there_is_an_error(given, message, folder):
 def said(monkeypatch):
     """What is said once."""
     messages: list[str] = []
-    monkeypatch.setattr(rows.logger, "warning_once", messages.append)
+    monkeypatch.setattr(aitraining.logger, "warning_once", messages.append)
     return messages
 
 

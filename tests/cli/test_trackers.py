@@ -21,8 +21,10 @@ CASES = {
 RUN = """
 import json, os, sys
 from transformers import TrainingArguments
-from rlhf_ppo.cli.trackers import settle_trackers
-from rlhf_ppo.config.trackers import check_keys
+from rlhf_ppo.cli.arguments import settle_trackers
+from rlhf_ppo.config.inherited import check_keys
+from rlhf_ppo.cli.arguments import settle_trackers
+from rlhf_ppo.config.inherited import check_keys
 
 def run():
     args = TrainingArguments(report_to="wandb", output_dir="out", use_cpu=True)

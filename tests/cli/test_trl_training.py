@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from transformers import Trainer, TrainerCallback
 
-from rlhf_ppo.checkpoints.whole import newest_of_trl
+from rlhf_ppo.checkpoints.complete import newest_trl_checkpoint
 from rlhf_ppo.cli import commands
 from rlhf_ppo.processes.signals import STOPPING, RunStopped
+from rlhf_ppo.reporting.judgements import RewardAccuracy, read_accuracy
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.faults.test_full_disk import largest_file
 
@@ -135,7 +136,7 @@ def test_the_checkpoint_is_there_whatever_is_saved_and_evaluated(words: list[str
     step = 6 if words[-1] == "6" else 4
     ended = stopped_at(train, "sft", signal.SIGTERM, "on_step_end", step, *given)
 
-    assert ended.checkpoint == f"out/checkpoint-{step}" and str(newest_of_trl("out")) == ended.checkpoint
+    assert ended.checkpoint == f"out/checkpoint-{step}" and str(newest_trl_checkpoint("out")) == ended.checkpoint
     train("sft", *given, "--resume_from_checkpoint", "True")
     assert model() == undisturbed
 
@@ -172,7 +173,7 @@ def test_resuming_takes_the_newest_whole_checkpoint(train: Any, capsys: pytest.C
     Path("out/checkpoint-2/trainer_state.json").write_text("{}")
     with pytest.raises(SystemExit, match="2"):
         train("sft", "--resume_from_checkpoint", "True")
-    assert "output_dir='out' holds no whole checkpoint; leave it out to start" in capsys.readouterr().err
+    assert "output_dir='out' holds no complete checkpoint; leave it out to start" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_named_with_the_checkpoint_that_is_whole(
@@ -189,6 +190,14 @@ def test_a_full_disk_is_named_with_the_checkpoint_that_is_whole(
         finally:
             full.__exit__(None, None, None)
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "no space is left for out, which is not whole" in said and "ut/checkpoint-2 is whole: make room" in said
+    assert "no space is left for out, which is incomplete" in said and "ut/checkpoint-2 is complete: make room" in said
     train("reward", "--resume_from_checkpoint", "True")
     assert model() == undisturbed
+
+
+def test_a_model_without_held_out_pairs_has_no_accuracy_of_an_earlier_one(train: Callable[..., Trainer]) -> None:
+    """Five pairs are too few to set one aside."""
+    Path("out").mkdir()
+    RewardAccuracy.of(0.9, 100).save("out")
+    train("reward")
+    assert read_accuracy("out") is None

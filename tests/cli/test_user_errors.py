@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_ppo.checkpoints.lock import locked
+from rlhf_ppo.checkpoints.run import locked
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.main import COMMANDS, main
 from tests.cli.test_commands import SOURCES
@@ -269,8 +269,8 @@ MISTAKES = [
             (f"--model_name_or_path base {LORA}", "nothing_of_it"),
             ("--model_name_or_path base --bf16 True --fp16 True", "bf16"),
             ("--model_name_or_path base --output_dir file/out", "output_dir='file/out' cannot be written"),
-            ("--model_name_or_path base --resume_from_checkpoint nowhere", "='nowhere' is no whole checkpoint"),
-            ("--model_name_or_path base --resume_from_checkpoint True", "output_dir='out' holds no whole checkpoint"),
+            ("--model_name_or_path base --resume_from_checkpoint nowhere", "='nowhere' is no complete checkpoint"),
+            ("--model_name_or_path base --resume_from_checkpoint True", "'out' holds no complete checkpoint"),
             ("--model_name_or_path base --report_to mlflow", "report_to=['mlflow'] has 'mlflow', which is not here"),
             ("--model_name_or_path base --save_steps -3", "save_steps=-3.0 must be"),
             ("--model_name_or_path base --max_steps -7", "max_steps=-7 must be"),
@@ -320,8 +320,8 @@ MISTAKES = [
     ("llm", f"{LLM} --rl-max-new-tokens 0", "(response_length is --rl-max-new-tokens)"),
     ("llm", f"{LLM} --log nobody", "(report_to is --log)"),
     ("llm", f"{LLM} --log mlflow", "`pip install mlflow`, or report to 'none' (report_to is --log)"),
-    ("llm", f"{LLM} --resume-from-checkpoint True", "holds no whole checkpoint"),
-    ("llm", f"{LLM} --resume-from-checkpoint nowhere", "resume_from_checkpoint='nowhere' is no whole checkpoint"),
+    ("llm", f"{LLM} --resume-from-checkpoint True", "holds no complete checkpoint"),
+    ("llm", f"{LLM} --resume-from-checkpoint nowhere", "resume_from_checkpoint='nowhere' is no complete checkpoint"),
     ("llm", f"{LLM} --token a hf_misplaced", "a word too many after --token"),
     ("llm", "--train --trainer dpo", "trainer='dpo' must be one of"),
     ("llm", "--train --trainer sft --model bare --data-path rows.jsonl --log none", "(model_name_or_path is --model)"),
@@ -389,7 +389,7 @@ MISTAKES = [
     ("estimate", f"{RUN} --device_bandwidth nan", "device_bandwidth=nan"),
     ("plot", "run --x week", "argument --x: invalid choice: 'week'"),
     ("plot", "run --metrics", "argument --metrics"),
-    ("plot", "--seeds one", "--seeds one: give a label of its own, and then the runs"),
+    ("plot", "--seeds one", "--seeds one: give an unused label, then the runs"),
     ("configs", "out more", "unrecognized arguments: a word without an option"),
     ("configs", "file", "directory='file' is a file"),
     ("configs", "out --over", "unrecognized arguments: --over"),
@@ -406,7 +406,7 @@ MISTAKES = [
     ("sft.py", "--model_name_or_path base --dataset_name nowhere.jsonl --output_dir out", "there is no such file"),
     ("sft.py", "--model_name_or_path base", "dataset_name is not set"),
     ("reward_modeling.py", "--model_name_or_path base --dataset_name nowhere.jsonl", "there is no such file"),
-    ("reward_modeling.py", "--model_name_or_path base --lerning_rate 1", "--lerning_rate"),
+    ("reward_modeling.py", "--model_name_or_path base --dataset_name rows.jsonl --lerning_rate 1", "--lerning_rate"),
     ("reward_server.py", "--prt 8000", "reward_server.py: error: unrecognized arguments: --prt"),
     ("reward_server.py", "--port many", "argument --port: invalid int value: 'many'"),
     ("reward_server.py", "--port 99999", "--port 99999 cannot be served"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,18 +207,7 @@ def test_the_names_of_the_documented_interface_exist():
     )
 
 
-def test_every_defect_of_trl_has_a_row_and_every_test_it_names_exists():
-    root = Path(__file__).parents[2]
-    page = (root / "docs" / "predecessor-defects.md").read_text()
-    named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page))
-
-    assert re.findall(r"^\| (D\d+) ", page, flags=re.MULTILINE) == [f"D{number}" for number in range(1, 31)]
-    assert len(named) > 40
-    for file, test in named:
-        assert f"def {test}(" in (root / file).read_text(), f"{file}::{test}"
-
-
-# ---- D4, D8, D14: what TRL's trainer could not do, or did not say ----
+# ---- what TRL's trainer could not do, or did not say ----
 
 
 def test_fewer_prompts_than_one_batch_are_an_error_at_once(tokenizer, tmp_path):
@@ -262,7 +250,7 @@ class Slow(TrainerCallback):
 
 def test_the_default_goes_on_after_eos_and_says_so(make_trainer, monkeypatch):
     messages: list[str] = []
-    monkeypatch.setattr("rlhf_ppo.training.special_tokens.logger.warning_once", messages.append)
+    monkeypatch.setattr("rlhf_ppo.training.run_state.logger.warning_once", messages.append)
     make_trainer(stop_token="eos")
     assert messages == []
 
@@ -275,7 +263,7 @@ def test_the_default_goes_on_after_eos_and_says_so(make_trainer, monkeypatch):
     assert (rollouts[0].responses[:, :-1] == 1).any()  # an EOS, and something after it
 
 
-# ---- D7: a PAD beyond the vocabulary ----
+# ---- a PAD beyond the vocabulary ----
 
 
 def test_a_pad_token_beyond_the_vocabulary_changes_no_number(tmp_path):
@@ -327,7 +315,7 @@ def test_a_policy_saved_with_a_pad_token_beyond_its_vocabulary_loads(tmp_path):
         assert AutoTokenizer.from_pretrained(folder).pad_token_id == 32
 
 
-# ---- D10, D25: what a data set and its collator may look like ----
+# ---- what a data set and its collator may look like ----
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -356,7 +344,7 @@ def test_text_columns_beside_the_tokens_do_not_reach_trl_s_collator(make_trainer
     assert trainer.train().global_step == 3
 
 
-# ---- D27: any sequence-classification model ----
+# ---- any sequence-classification model ----
 
 
 class OtherNames(GPT2PreTrainedModel):

@@ -10,8 +10,7 @@ import pytest
 from rlhf_ppo.compat.environments import KEYS, make_environment
 from rlhf_ppo.rewards.builtin import Correctness, Default, Formatting, Length
 from rlhf_ppo.rewards.functions import RewardFunction, function_name
-from rlhf_ppo.rewards.judges import FeedbackJudge, RewardModelJudge
-from rlhf_ppo.rewards.preference import PreferenceReward
+from rlhf_ppo.rewards.judges import FeedbackJudge, PreferenceReward, RewardModelJudge
 
 SCORED = {"prompts": ["a", "b"], "completions": ["Answer: 4", "one two three"], "answer": ["4", "4"]}
 
@@ -261,12 +260,12 @@ def test_a_further_reward_beside_the_comparison() -> None:
         (
             "multi_objective",
             {"reward_weights": {"length": "1"}},
-            r"reward_weights has length='1', which must be a finite",
+            r"reward_weights\['length'\]='1' is not float",
         ),
         (
             "multi_objective",
             {"reward_weights": {"length": float("nan")}},
-            r"reward_weights has length=nan, which must",
+            r"reward_weights\['length'\]=nan must be in",
         ),
         ("multi_objective", {"reward_weights": "[1, 2]"}, r"reward_weights='\[1, 2\]' must be a dict or the JSON"),
         (
@@ -292,7 +291,7 @@ def test_a_further_reward_beside_the_comparison() -> None:
         (
             "multi_objective",
             {"config": {"reward_components": {"length": {"weight": "2"}}}},
-            r"config\['reward_components'\] has length='2', which must be a finite number",
+            r"config\['reward_components'\]\['length'\]='2' is not float",
         ),
         (
             "multi_objective",

@@ -8,7 +8,54 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.inherited import HONOURED, REJECTED, REJECTED_VALUES, REMOVED, reject_removed
+from rlhf_ppo.config.hints import REMOVED, reject_removed
+from rlhf_ppo.config.inherited import REJECTED, REJECTED_VALUES
+
+HONOURED: dict[str, tuple[str, ...]] = {
+    "TrainingArguments: devices, precision and logging levels": (
+        *("use_cpu", "tf32", "ddp_backend", "ddp_timeout", "local_rank", "accelerator_config"),
+        *("log_level", "log_level_replica", "log_on_each_node"),
+    ),
+    "PPOConfig.fill_derived: the batch and the number of updates": (
+        *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "run_name"),
+    ),
+    "Trainer: optimizer and scheduler": (
+        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+        *("optim", "optim_args", "optim_target_modules"),
+        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    ),
+    "Trainer: accelerator and model wrapping": (
+        *("bf16", "fp16", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cache"),
+        *("activation_checkpointing", "activation_checkpointing_kwargs"),
+        *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+        *("deepspeed", "fsdp", "fsdp_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb"),
+        *("ddp_broadcast_buffers", "ddp_static_graph"),
+    ),
+    "Trainer: data loading": (
+        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
+        *("remove_unused_columns", "train_sampling_strategy", "length_column_name", "data_seed"),
+    ),
+    "Trainer: checkpoints, hub, seeds": (
+        *("output_dir", "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node"),
+        *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "seed", "full_determinism"),
+        *("restore_callback_states_from_checkpoint", "push_to_hub", "hub_model_id", "hub_strategy", "hub_token"),
+        *("hub_private_repo", "hub_always_push", "hub_revision"),
+    ),
+    "Trainer's callbacks: when to log and evaluate, and where to": (
+        *("logging_strategy", "logging_steps", "logging_first_step", "eval_strategy", "eval_steps", "eval_delay"),
+        *("report_to", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        *("disable_tqdm", "debug"),
+    ),
+    "PPOTrainer: its own loop and evaluation": (
+        *("max_grad_norm", "torch_empty_cache_steps", "logging_nan_inf_filter", "include_num_input_tokens_seen"),
+        *("eval_on_start", "per_device_eval_batch_size", "ignore_data_skip", "skip_memory_metrics"),
+        *("resume_from_checkpoint",),
+    ),
+    "the script that calls PPOTrainer": ("do_train", "do_eval"),
+}
+"""Who reads an inherited argument: the arguments."""
+
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
 HONOURED_NAMES = [name for names in HONOURED.values() for name in names]

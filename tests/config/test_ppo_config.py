@@ -15,12 +15,11 @@ from transformers import HfArgumentParser, TrainingArguments, training_args
 from trl.scripts.utils import TrlParser
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.config import RANGES, PPOConfig, precision
-from rlhf_ppo.config.engines import EngineArguments
-from rlhf_ppo.config.recipes import RecipeArguments
-from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
-from rlhf_ppo.rewards.waiting import RewardTimeoutError
-from rlhf_ppo.training.divergence import DivergenceError
+from rlhf_ppo.config import RANGES, PPOConfig, inherited
+from rlhf_ppo.config.arguments import EngineArguments, RecipeArguments
+from rlhf_ppo.generation.sampling import NonFiniteLogitsError
+from rlhf_ppo.rewards.functions import RewardTimeoutError
+from rlhf_ppo.training.guards import DivergenceError
 from tests.runs import QUICK, parameters
 
 
@@ -176,7 +175,7 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_accelerator(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
-    for module in (precision, training_args):
+    for module in (inherited, training_args):
         monkeypatch.setattr(module, "is_torch_bf16_gpu_available", lambda: present)
 
 
@@ -213,7 +212,9 @@ def test_yaml(case: Case, tmp_path: Path):
 def test_wrong_value_is_an_error_that_names_field_and_value(name: str, wrong: Any):
     with pytest.raises((ValueError, TypeError)) as error:
         make(**{name: wrong})
-    assert f"{name}={wrong!r}" in str(error.value)
+    items = wrong.items() if isinstance(wrong, dict) else enumerate(wrong if isinstance(wrong, list) else [])
+    told = [f"{name}={wrong!r}", *(f"{name}[{key!r}]={value!r}" for key, value in items)]
+    assert any(text in str(error.value) for text in told)
 
 
 def test_every_field_has_a_help_that_argparse_can_print():
@@ -444,9 +445,9 @@ def test_bf16_is_on_where_an_accelerator_can_do_it(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("rank", "times"), [(None, 1), ("0", 1), ("1", 0)])
 def test_one_process_says_that_bf16_stays_off(rank: str | None, times: int, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
-    monkeypatch.setattr(precision.logger, "warning_once", said.append)
+    monkeypatch.setattr(inherited.logger, "warning_once", said.append)
     monkeypatch.setenv("RANK", rank) if rank is not None else monkeypatch.delenv("RANK", raising=False)
-    assert precision.default_bf16(make(use_cpu=True, bf16=False)) is False
+    assert inherited.default_bf16(make(use_cpu=True, bf16=False)) is False
     assert len(said) == times
 
 
@@ -473,8 +474,8 @@ def test_bf16_on_the_cpu_only_if_asked_for():
 
 def test_float32_is_said_once(monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
-    monkeypatch.setattr(precision.logger, "warning", said.append)
-    type(precision.logger).warning_once.cache_clear()  # pyright: ignore
+    monkeypatch.setattr(inherited.logger, "warning", said.append)
+    type(inherited.logger).warning_once.cache_clear()  # pyright: ignore
     PPOConfig()
     PPOConfig()
     assert len(said) == 1

@@ -15,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.cli.parser import PPOArgumentParser
+from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.compat.mapping import ppo_arguments
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.config.presets import PRESETS, describe_preset

@@ -23,17 +23,17 @@ from datasets import Dataset
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli.main import main
-from rlhf_ppo.cli.trl_arguments import RewardArguments, SFTArguments
+from rlhf_ppo.cli.training import RewardArguments, SFTArguments
 from rlhf_ppo.compat.environments import make_environment
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.config.redaction import (
     hide_from_ps,
-    hide_in,
     is_secret,
-    shown,
-    shown_address,
-    shown_text,
-    with_hidden_words,
+    redact_in_place,
+    redact_text,
+    redact_url,
+    redacted,
+    restore_hidden_words,
 )
 from rlhf_ppo.pipeline.running import run_pipeline, start_python
 from rlhf_ppo.pipeline.steps import Step, read_pipeline
@@ -87,21 +87,21 @@ def test_which_names_are_secret() -> None:
     ],
 )
 def test_an_address_keeps_host_and_path(address: str, expected: str) -> None:
-    assert shown_address(address) == expected
-    assert shown_text(f"asked {address} twice") == f"asked {expected} twice"
+    assert redact_url(address) == expected
+    assert redact_text(f"asked {address} twice") == f"asked {expected} twice"
 
 
 def test_settings_inside_of_a_text_are_hidden() -> None:
     text = f'{{"reward_fn": "{with_secrets("http://h/x")}", "api_key": "{KEY}", "stop_token": "eos"}}'
-    assert shown_text(text) == '{"reward_fn": "http://h/x", "api_key": ***, "stop_token": "eos"}'
-    assert not leaks(shown_text(f"Authorization: Bearer {KEY}") + shown_text(f"hub_token={HUB}"))
+    assert redact_text(text) == '{"reward_fn": "http://h/x", "api_key": ***, "stop_token": "eos"}'
+    assert not leaks(redact_text(f"Authorization: Bearer {KEY}") + redact_text(f"hub_token={HUB}"))
     nested = {"comet": {"api_key": KEY, "project": "p"}, "list": [with_secrets("http://h")], "n": 3}
-    assert shown(nested) == {"comet": {"api_key": "***", "project": "p"}, "list": ["http://h"], "n": 3}
+    assert redacted(nested) == {"comet": {"api_key": "***", "project": "p"}, "list": ["http://h"], "n": 3}
 
 
 def test_a_command_line_is_hidden_in_place() -> None:
     words = ["--hub_token", HUB, f"--token={HUB}", "--reward_funcs", with_secrets("http://h/x"), "--stop_token", "eos"]
-    hide_in(words)
+    redact_in_place(words)
     assert words == ["--hub_token", "***", "--token=***", "--reward_funcs", "http://h/x", "--stop_token", "eos"]
 
 
@@ -125,12 +125,12 @@ def test_what_starts_a_step_holds_secrets_in_its_environment_only(
     words = ["train", *Step("ppo", "ppo", Path("out"), {"seed": 1, **options}).argv()]
     hidden, environment = hide_from_ps(words)
     assert not leaks(" ".join(hidden)) and "7474747474" not in " ".join(hidden)
-    assert not leaks(json.dumps(shown(options))) and "7474747474" not in json.dumps(shown(options))
+    assert not leaks(json.dumps(redacted(options))) and "7474747474" not in json.dumps(redacted(options))
     assert hidden[:3] == ["train", "--seed", "1"] and len(environment) == 1
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert with_hidden_words(hidden) == words
-    assert not environment.keys() & os.environ.keys() and with_hidden_words(hidden) == hidden
+    assert restore_hidden_words(hidden) == words
+    assert not environment.keys() & os.environ.keys() and restore_hidden_words(hidden) == hidden
     assert hide_from_ps(["train", "--stop_token", "eos"]) == (["train", "--stop_token", "eos"], {})
 
 
@@ -185,6 +185,14 @@ def test_user_and_password_are_sent_as_basic_authentication(server: Any) -> None
     headers, _ = server.requests[0]
     assert headers["Authorization"] == f"Basic {BASIC}" and USER not in headers["Host"]
     assert not leaks(repr(reward) + reward.__name__)
+
+
+def test_the_http_library_logs_no_secret(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger="httpx")  # other libraries raise it
+    reward = RewardEndpoint(with_secrets(url(server)))
+    assert asyncio.run(reward(prompts=["p"], completions=["abc"], completion_ids=[[1]])) == [3.0]
+    assert f"HTTP Request: POST {url(server)}" in caplog.text and not leaks(caplog.text)
 
 
 def echo(request: Request) -> None:
@@ -388,7 +396,7 @@ def test_a_pipeline_writes_prints_and_passes_on_no_secret_but_by_the_environment
     for (words, environment), step in zip(Started.all, read.steps, strict=True):
         assert not leaks(" ".join(words))
         monkeypatch.setenv("RLHF_PPO_HIDDEN_WORDS", environment["RLHF_PPO_HIDDEN_WORDS"])
-        assert with_hidden_words(words[words.index("rlhf_ppo") + 1 :]) == [step.command, *step.argv()]
+        assert restore_hidden_words(words[words.index("rlhf_ppo") + 1 :]) == [step.command, *step.argv()]
     assert HUB in " ".join(read.steps[0].argv())
     written = Path("out/pipeline.json")
     assert "***" in written.read_text() and not leaks(written.read_bytes())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.config.sizes import Sizes, check_divides, run_length
+from rlhf_ppo.config.ppo_config import Sizes, check_divides, run_length
 
 CPU: dict[str, Any] = {"use_cpu": True, "report_to": "none"}
 SMALL = st.integers(1, 16)
@@ -115,3 +115,12 @@ def test_max_steps_and_total_episodes_that_disagree(max_steps: int):
 def test_a_training_set_without_length_needs_an_end():
     with pytest.raises(ValueError, match="max_steps or total_episodes must be set"):
         run_length(8, None, 3.0, -1, None)
+
+
+def test_fewer_episodes_than_an_update_are_an_error_at_construction() -> None:
+    with pytest.raises(ValueError, match=r"^total_episodes=11 is less than the 12 episodes .*=4 x .*=3\); raise it"):
+        PPOConfig("out", per_device_train_batch_size=4, gradient_accumulation_steps=3, total_episodes=11, **CPU)
+    args = PPOConfig("out", per_device_train_batch_size=4, gradient_accumulation_steps=3, total_episodes=12, **CPU)
+    assert args.count_sizes(1, 12).num_total_batches == 1
+    with pytest.raises(ValueError, match=r"^total_episodes=12 is less than the 24 .*=3 x 2 processes\); raise it"):
+        args.count_sizes(2, 24)

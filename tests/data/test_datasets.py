@@ -18,9 +18,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rlhf_ppo.data.datasets import PromptCollator, longest_prompt, prepare_prompts
-from rlhf_ppo.data.lengths import PositionLimit, check_lengths
-from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data import prompts as of_prompts
+from rlhf_ppo.data.prompts import (
+    PositionLimit,
+    PromptCollator,
+    Prompts,
+    check_lengths,
+    longest_prompt,
+    prepare_prompts,
+)
 
 EOS = 1
 CONVERSATION = [{"role": "user", "content": "w1 w2"}]
@@ -132,6 +138,18 @@ def test_prompts_beyond_the_maximum_are_dropped_with_all_their_columns(
         kept = list(prepare(KINDS[kind](rows), tokenizer, max_prompt_length=3))
     assert [row["n"] for row in kept] == [2, 3, 1]
     assert "dropped 2" in caplog.text and "longer than" in caplog.text and "3 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_an_endless_stream_of_long_prompts_ends_with_an_error(
+    kind: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_prompts, "MAX_DROPPED_AT_FIRST", 50)
+    rows = [{"prompt": "w1 w1"}] * 200
+    with pytest.raises(ValueError, match="the first 50 prompts of train_dataset are longer than max_prompt_length=1"):
+        list(prepare(KINDS[kind](rows), tokenizer, max_prompt_length=1))
+    late = list(prepare(KINDS[kind]([{"prompt": "w1"}, *rows]), tokenizer, max_prompt_length=1))
+    assert len(late) == 1  # one that fits shows that the length is meant
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_ppo.data.encoding import PromptEncoder, is_conversation, prompt_column, real_tokens
+from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column, real_tokens
 
 PAD, EOS, BOS = 0, 1, 2
 TEMPLATE = (

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from torch import Tensor
 from rlhf_ppo.data.experience import Experience, dealt_evenly, sizes_within, split_until
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, pad_right, padding_columns
-from rlhf_ppo.processes.random_numbers import shuffling_generator
+from rlhf_ppo.processes.distributed import minibatch_generator
 
 CPU = torch.device("cpu")
 PAD = 99
@@ -101,6 +102,17 @@ def test_an_empty_prompt_is_an_error_that_names_its_row() -> None:
     mask = torch.tensor([[1, 1], [0, 0]])
     with pytest.raises(ValueError, match="prompt 1 of the batch is empty"):
         Prompts.from_collated({"input_ids": mask, "attention_mask": mask}, CPU)
+
+
+def test_the_mask_on_the_host_is_that_of_the_prompts() -> None:
+    batch = {
+        "input_ids": torch.arange(12).view(3, 4),
+        "attention_mask": torch.tensor([[1, 0, 1, 0], [0] * 3 + [1]] * 2)[:3],
+    }
+    made = Prompts.from_collated(batch, CPU)
+    other = torch.tensor([[True, True]] * 3)
+    for prompts in (made, made.repeated(3), made.first(2), dataclasses.replace(made, attention_mask=other)):
+        assert prompts.mask.tolist() == prompts.attention_mask.tolist()
 
 
 def test_shapes_of_prompts_are_checked() -> None:
@@ -298,7 +310,7 @@ def test_a_rollout_has_weights_where_the_engine_said_its_logprobs() -> None:
 
 
 def order(batch: Experience, num_mini_batches: int, seed: int = 0, update: int = 0, rank: int = 0) -> list[list[int]]:
-    minibatches = batch.shuffled_minibatches(num_mini_batches, shuffling_generator(seed, update, rank))
+    minibatches = batch.shuffled_minibatches(num_mini_batches, minibatch_generator(seed, update, rank))
     return [(part.query_responses[:, -7] // 10).tolist() for part in minibatches]
 
 
@@ -321,7 +333,7 @@ def test_the_longest_rows_of_a_mini_batch_come_first() -> None:
     mask = torch.arange(6) < lengths[:, None]
     attention_mask = torch.cat((batch.attention_mask[:, :4], mask), dim=1)
     batch = dataclasses.replace(batch, response_mask=mask, attention_mask=attention_mask, loss_mask=mask)
-    minibatches = list(batch.shuffled_minibatches(3, shuffling_generator(0, 0, 0)))
+    minibatches = list(batch.shuffled_minibatches(3, minibatch_generator(0, 0, 0)))
     of_parts = [part.response_mask.sum(dim=1).tolist() for part in minibatches]
     assert of_parts == [sorted(part, reverse=True) for part in of_parts]
     of_rows = [length for part in of_parts for length in part]
@@ -348,7 +360,7 @@ def test_the_order_takes_nothing_from_the_global_generator() -> None:
 
 
 def test_every_epoch_draws_anew_from_the_same_generator() -> None:
-    generator = shuffling_generator(0, 0, 0)
+    generator = minibatch_generator(0, 0, 0)
     epochs = [
         [part.query_responses[:, 0].tolist() for part in wide_experience(12).shuffled_minibatches(2, generator)]
         for _ in range(2)
@@ -359,7 +371,7 @@ def test_every_epoch_draws_anew_from_the_same_generator() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(*[st.integers(0, 2**31 - 1)] * 3), min_size=2, max_size=2, unique=True))
 def test_no_two_updates_share_a_shuffling_seed(keys: list[tuple[int, int, int]]) -> None:
-    first, second = (shuffling_generator(*key).initial_seed() for key in keys)
+    first, second = (minibatch_generator(*key).initial_seed() for key in keys)
     assert first != second
 
 
@@ -377,7 +389,7 @@ def test_pad_right() -> None:
     [([[0, 0, 1], [0, 1, 1]], 1), ([[1, 1], [0, 1]], 0), ([[0, 0], [0, 0]], 2), ([[0, 1, 0], [0, 1, 0]], 1)],
 )
 def test_padding_columns(mask: list[list[int]], columns: int) -> None:
-    assert padding_columns(torch.tensor(mask, dtype=torch.bool)) == columns
+    assert padding_columns(np.array(mask, dtype=bool)) == columns
 
 
 @pytest.mark.parametrize(

@@ -17,17 +17,15 @@ from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.advantages import gae
-from rlhf_ppo.checkpoints.half_learned import HalfLearned
+from rlhf_ppo.checkpoints.state import PartialUpdate
 from rlhf_ppo.data import rollout as rollout_module
-from rlhf_ppo.data.datasets import PromptCollator
 from rlhf_ppo.data.experience import Experience
-from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.prompts import PromptCollator, Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, check_shape
-from rlhf_ppo.generation.opponents import Opponents
+from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.reporting.update_statistics import UpdateStatistics
-from rlhf_ppo.rewards.judges import FunctionJudge
-from rlhf_ppo.rewards.preference import PreferenceReward
-from rlhf_ppo.rewards.reading import answers_of
+from rlhf_ppo.rewards.judges import FunctionJudge, PreferenceReward
+from rlhf_ppo.rewards.reward_model import answers_of
 from rlhf_ppo.rewards.scorer import ScoringBatch
 from rlhf_ppo.rewards.shaping import whole_scores
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
@@ -193,10 +191,10 @@ SHAPED: dict[str, Any] = {
 
 def estimated(trainer: Any, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
     """The experience of a rollout, as the first of a run, and the metrics of it."""
-    trainer._metrics = {}
-    trainer._stateful.start(None)
-    experience = trainer.estimate_advantages(trainer._guard.checked_rollout(rollout))
-    return trainer._guard.checked_experience(experience), dict(trainer._metrics)
+    trainer._run.metrics = {}
+    trainer._run.stateful.start(None)
+    experience = trainer.estimate_advantages(trainer._run.guard.checked_rollout(rollout))
+    return trainer._run.guard.checked_experience(experience), dict(trainer._run.metrics)
 
 
 @pytest.mark.parametrize("value", [999.0, float("nan")])
@@ -329,8 +327,8 @@ def test_a_half_learned_update_keeps_its_gaps(tmp_path: Path) -> None:
     rollout = a_rollout(torch.ones(2, 3).bool(), written, seed=0)
     figures = (rollout.values, rollout.values, rollout.values, rollout.values, written)
     masks = rollout.query_responses, rollout.attention_mask, written
-    HalfLearned(Experience(*masks, *figures), {}).save(str(tmp_path), 0)  # pyright: ignore[reportCallIssue]
-    loaded = HalfLearned.load(str(tmp_path), 0, torch.device("cpu")).experience
+    PartialUpdate(Experience(*masks, *figures), {}).save(str(tmp_path), 0)  # pyright: ignore[reportCallIssue]
+    loaded = PartialUpdate.load(str(tmp_path), 0, torch.device("cpu")).experience
     assert torch.equal(loaded.response_mask, written) and loaded.masks.response.tolist() == written.tolist()
 
 
@@ -360,14 +358,14 @@ def test_what_was_written_is_seen_and_masks_are_bool() -> None:
         dataclasses.replace(fine, attention_mask=fine.attention_mask.float())
 
 
-# ---- Opponents, sample tables and evaluation ----
+# ---- Baseline completions, sample tables and evaluation ----
 
 
 def test_opponents_answer_with_whole_responses_and_win_by_what_they_wrote(make_trainer: MakeTrainer) -> None:
     prompts = Prompts.from_collated(PromptCollator(0)(prompt_rows(8)), torch.device("cpu"))
     trainer: Any = make_trainer(RespondsInTurns)
-    opponents = Opponents(("self",), trainer.processing_class, trainer.tokens.ended)
-    columns = opponents.respond(prompts, lambda _: trainer.generate_responses(None, prompts, None)).columns
+    baselines = BaselineCompletions(("self",), trainer.processing_class, trainer.tokens.ended)
+    columns = baselines.respond(prompts, lambda _: trainer.generate_responses(None, prompts, None)).columns
     episodes = trainer.episodes
     assert columns["opponent_self_ids"] == [episode.response for episode in episodes]
     assert columns["opponent_self_written"] == [episode.written for episode in episodes]

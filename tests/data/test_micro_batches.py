@@ -109,7 +109,7 @@ class CuttingTrainer(PPOTrainer):
         for budget in self.budgets:
             self.args.max_tokens_per_micro_batch = budget
             self.update(model, experience, UpdateStatistics())
-        self._metrics |= {"placeholder": 0.0}
+        self._run.metrics |= {"placeholder": 0.0}
         return grad_norm
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.places import HostMasks, Places
+from rlhf_ppo.data.rollout import HostMasks, PackedIndices
 from rlhf_ppo.models import packing
 from tests.conftest import tiny_policy, tiny_scorer
 
@@ -26,7 +26,7 @@ def test_places_are_those_of_each_real_token(rows: list[tuple[int, int]], hole: 
     mask = torch.tensor([[False] * (4 - p) + [True] * (p + r) + [False] * (3 - r) for p, r in rows])
     if hole:  # no batch of the trainer has one, but `hidden_states` takes any mask
         mask[0, 3] = False
-    places, response = Places.of(mask, mask[:, 4:]), mask[:, 4:]
+    places, response = PackedIndices.of(mask, mask[:, 4:]), mask[:, 4:]
     lengths = [sum(row) for row in mask.tolist()]
     assert places.lengths.tolist() == lengths and places.longest == max(lengths)
     assert places.starts.tolist() == [sum(lengths[:row]) for row in range(len(rows) + 1)]

@@ -16,11 +16,11 @@ from rlhf_ppo.demo.corpus import (
     draw_opening,
     draw_repetitive_continuation,
     openings,
+    pleasantness,
     preference_pairs,
     slots_of,
     stories,
 )
-from rlhf_ppo.demo.judge import pleasantness
 
 
 def hero_of(prompt: str) -> str:

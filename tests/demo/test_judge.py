@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from rlhf_ppo.demo.corpus import draw_continuation, draw_opening
-from rlhf_ppo.demo.judge import Verdicts, compare, pleasantness
+from rlhf_ppo.demo.corpus import Verdicts, compare, draw_continuation, draw_opening, pleasantness
 
 
 def test_reads_every_story_of_the_grammar_with_its_true_pleasantness():

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.conftest import tiny_policy, tiny_scorer
-from tests.rewards.test_reading import character_model, character_tokenizer
+from tests.rewards.test_reward_model_tokens import character_model, character_tokenizer
 
 
 @pytest.fixture(scope="session")

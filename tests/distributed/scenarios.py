@@ -25,11 +25,11 @@ from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo import trainer as trainers
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.generation import dropping
-from rlhf_ppo.generation.sequences import join_responses
+from rlhf_ppo.generation import transformers_engine
+from rlhf_ppo.generation.stopping import join_responses
 from rlhf_ppo.models import logprobs
-from rlhf_ppo.rewards.preference import PreferenceReward
-from rlhf_ppo.training.sharding import on_whole_policy
+from rlhf_ppo.rewards.judges import PreferenceReward
+from rlhf_ppo.training.rollouts import on_whole_policy
 from tests import conftest
 from tests.episodes import RespondsInTurns
 from tests.runs import record_rollouts
@@ -120,7 +120,8 @@ def own_optimizer_state(trainer: PPOTrainer) -> list[np.ndarray]:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     tensors = [value for state in optimizer.state.values() for _, value in sorted(state.items())]
-    return [(value.to_local() if hasattr(value, "to_local") else value).float().cpu().numpy() for value in tensors]
+    own = (value.to_local() if hasattr(value, "to_local") else torch.as_tensor(value) for value in tensors)
+    return [value.float().cpu().numpy() for value in own]
 
 
 def train_with_checkpoints(
@@ -367,7 +368,7 @@ def two_steps_of_given_responses(output_dir: str, models: str, local_batch_size:
 
 def keep_finished_rows() -> None:
     """Let finished rows stay in the batch everywhere, as they do layer by layer: all then draw the same numbers."""
-    dropping.SHARE_LEFT = 0.0
+    transformers_engine.UNFINISHED_SHARE = 0.0
 
 
 def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rlhf_ppo.checkpoints import what_is_missing
-from rlhf_ppo.models.moving_reference import MOVED_NAME
+from rlhf_ppo.checkpoints import why_incomplete
+from rlhf_ppo.models.reference import MOVED_NAME
 from tests.distributed import processes, recipes
 from tests.distributed.comparing import assert_same_end, updates
 from tests.distributed.processes import LAUNCHERS
@@ -61,7 +61,8 @@ def test_a_killed_run_ends_like_one_that_was_not(config, models, tmp_path):
         assert len(names) > 8 and frozen <= {"policy.base_model.model.lm_head.weight"}  # tied: listed by another name
 
 
-def test_checkpoints_of_which_each_rank_writes_its_shards(models, tmp_path):
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_checkpoints_of_which_each_rank_writes_its_shards_or_rank_0_all(kind, models, tmp_path):
     """They resume bit for bit, and what `save_model` writes beside them is whole."""
     folders = {name: str(tmp_path / name) for name in ("whole", "resumed", "saved")}
     runs = {name: {"output_dir": folder, "models": str(models)} for name, folder in folders.items()}
@@ -72,11 +73,13 @@ def test_checkpoints_of_which_each_rank_writes_its_shards(models, tmp_path):
             ("train_with_checkpoints", {**runs["resumed"], "resume": str(tmp_path / "whole" / "checkpoint-1")}),
             ("train", {**runs["saved"], "max_steps": 1}),
         ],
-        options=["--fsdp_state_dict_type", "SHARDED_STATE_DICT"],
+        options=["--fsdp_state_dict_type", kind],
     )
 
-    shards = {path.name for path in (tmp_path / "whole" / "checkpoint-1" / "pytorch_model_fsdp_0").glob("*.distcp")}
-    assert shards == {"__0_0.distcp", "__1_0.distcp"}
+    checkpoint = tmp_path / "whole" / "checkpoint-1"
+    shards = {path.name for path in (checkpoint / "pytorch_model_fsdp_0").glob("*.distcp")}
+    assert shards == ({"__0_0.distcp", "__1_0.distcp"} if kind == "SHARDED_STATE_DICT" else set())
+    assert (checkpoint / "pytorch_model_fsdp.bin").exists() == (kind == "FULL_STATE_DICT")
     assert_same_end(resumed, whole)
     loaded = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
     np.testing.assert_allclose(loaded, saved[0]["logits"], rtol=0, atol=1e-6)
@@ -182,11 +185,13 @@ def test_sigterm_to_one_rank_saves_a_checkpoint_from_which_the_run_goes_on(confi
         assert_same_end(ranks, whole)
 
 
-IS_FULL = "DiskFullError: no space is left for {} .*the error was: .*/checkpoint-1 is whole: make room, and go on with"
+IS_FULL = (
+    "DiskFullError: no space is left for {} .*the error was: .*/checkpoint-1 is complete: make room, and go on with"
+)
 
 
 def whole_checkpoints(run):
-    return [folder for folder in checkpoints(run) if what_is_missing(str(run / folder)) is None]
+    return [folder for folder in checkpoints(run) if why_incomplete(str(run / folder)) is None]
 
 
 def test_one_ranks_full_disk_ends_all_and_leaves_the_previous_checkpoint(models, tmp_path):
@@ -202,7 +207,7 @@ def test_one_ranks_full_disk_ends_all_and_leaves_the_previous_checkpoint(models,
     for error in printing:
         assert re.search(IS_FULL.format("what is logged or printed"), error), printing
     for error in saving:
-        assert re.search(IS_FULL.format(".*/saves/checkpoint-2, which is not whole"), error), saving
+        assert re.search(IS_FULL.format(".*/saves/checkpoint-2, which is incomplete"), error), saving
     assert [whole_checkpoints(tmp_path / name) for name in names] == [["checkpoint-1"]] * 2
 
 
@@ -212,7 +217,7 @@ def test_one_ranks_full_disk_under_an_engine_is_said_by_that_rank(models, tmp_pa
     errors = processes.run("deepspeed_zero2", "train_until_the_disk_is_full", **run)
 
     assert errors[0] != "no error"
-    assert re.search(IS_FULL.format(".*/checkpoint-2, which is not whole"), errors[1]), errors
+    assert re.search(IS_FULL.format(".*/checkpoint-2, which is incomplete"), errors[1]), errors
     assert whole_checkpoints(tmp_path) == ["checkpoint-1"]
 
 

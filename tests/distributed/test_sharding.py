@@ -46,6 +46,14 @@ def test_frozen_models_are_sharded_and_give_the_same_numbers(config, arguments, 
         assert ranks[0]["before"][name] == pytest.approx(ddp[0]["before"][name], rel=1e-4, abs=1e-5)
 
 
+def test_tied_weights_stay_tied_where_accelerate_sends_the_weights_of_one_rank(models, ddp, tmp_path):
+    """It moves models to the meta device on the way, where a wrapper's tied weights become two."""
+    arguments = {"output_dir": str(tmp_path), "models": str(models)}
+    options = ["--fsdp_cpu_ram_efficient_loading", "true"]
+    (ranks,) = processes.run_all("fsdp2", [("train_with_reward_model", arguments)], options=options)
+    assert_logs_alike(ranks[0], ddp[0])
+
+
 @pytest.fixture(scope="module")
 def read_by_one_process(models, tmp_path_factory):
     arguments = {"output_dir": str(tmp_path_factory.mktemp("one")), "models": str(models), "local_batch_size": 8}

@@ -23,6 +23,6 @@ def test_the_page_is_the_estimates() -> None:
         line for line in written.splitlines(keepends=True) if not line.startswith(tuple(f"| {n} |" for n in others))
     ]
     assert guide.page(["0.5B"]) == "".join(lines), "run: python docs/hooks/memory_guide.py"
-    assert [written.count(f"\n| {name} |") for name in guide.SIZES] == [3] * len(guide.SIZES)
+    assert [written.count(f"\n| {name} |") for name in guide.SIZES] == [3 + 2] * len(guide.SIZES)
     assert all(f"{name}.yaml" in written for name in guide.ENGINES)
     assert all((ROOT / "accelerate_configs" / f"{name}.yaml").exists() for name in guide.ENGINES)

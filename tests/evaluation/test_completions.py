@@ -74,10 +74,22 @@ def test_as_many_tables_are_due_as_are_asked_for_evenly_over_any_run() -> None:
 def test_the_terminal_shows_the_first_rows(capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"query{index}" for index in range(9)]
     table = completions_table(names, ["r"] * 9, [0.0] * 9, {})
-    for shown, options in ((5, {}), (2, {"num_rows": 2}), (9, {"num_rows": 20})):
+    for shown, options in ((2, {}), (5, {"num_rows": 5}), (9, {"num_rows": 20})):
         print_table(table, **options)
         printed = capsys.readouterr().out
         assert [name for name in names if name in printed] == names[:shown]
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_the_terminal_cuts_texts_to_three_lines(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_table(completions_table(["short"], ["word " * 100], [0.5], {}))
+
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= width
+    assert len(printed.splitlines()) == 7 and "..." in printed and "short" in printed
 
 
 def test_tensorboard_file_holds_the_table(

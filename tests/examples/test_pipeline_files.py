@@ -15,8 +15,7 @@ import yaml
 from datasets import Dataset, DatasetDict
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_ppo.cli.configs import write_configs
-from rlhf_ppo.cli.main import main
+from rlhf_ppo.cli.main import main, write_configs
 from rlhf_ppo.cli.pipeline import check_step, pipeline
 from rlhf_ppo.pipeline.running import run_pipeline
 from rlhf_ppo.pipeline.steps import read_pipeline

@@ -18,8 +18,8 @@ import torch
 from accelerate import PartialState
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.checkpoints.manifest import write_manifest
-from rlhf_ppo.processes.streams import Streams
+from rlhf_ppo.checkpoints.files import write_manifest
+from rlhf_ppo.processes.distributed import RngStreams
 from rlhf_ppo.training import saving
 from tests import conftest
 from tests.distributed.scenarios import make_trainer, train_with_checkpoints
@@ -104,7 +104,7 @@ def stopped_in_generation(output_dir: str, models: str, **arguments: Any) -> dic
 
     def slow(module: Any, given: Any) -> None:
         nonlocal tokens, begun
-        if trainer.state.global_step == AT - 1 and trainer._timer.running == "generate":
+        if trainer.state.global_step == AT - 1 and trainer._run.timer.running == "generate":
             tokens += 1
             time.sleep(0.2)
             if tokens == 5:
@@ -169,12 +169,12 @@ def listening() -> Iterator[list[str]]:
 
 def killed_while_saving(rank: int, output_dir: str, models: str, **arguments: Any) -> None:
     """Train until SIGKILL ends one rank in its last part of the second checkpoint: rank 0 before the manifest."""
-    owner, name = (saving, "write_manifest") if rank == 0 else (Streams, "save")
+    owner, name = (saving, "write_manifest") if rank == 0 else (RngStreams, "save")
     original: Callable[..., Any] = getattr(owner, name)
 
     def save(*args: Any) -> None:
-        directory = str(args[-1])
-        if PartialState().process_index == rank and directory.endswith("checkpoint-2"):
+        is_second = any(str(each).endswith("checkpoint-2") for each in args)
+        if PartialState().process_index == rank and is_second:
             os.kill(os.getpid(), signal.SIGKILL)
         original(*args)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from rlhf_ppo.checkpoints import last_whole_checkpoint
+from rlhf_ppo.checkpoints import last_complete_checkpoint
 from tests.conftest import prompt_rows
 from tests.faults.conftest import make_saving
 from tests.runs import assert_identical, parameters
@@ -33,7 +33,7 @@ def test_it_is_said_at_the_first_evaluation_and_the_run_goes_on(tmp_path: Path) 
     said = str(error.value)
     assert "metric_for_best_model='yours' is none of the metrics that the evaluation gave, ['score'" in said
     assert "'mine'" in said and f"go on with resume_from_checkpoint='{run}/checkpoint-1'" in said
-    assert last_whole_checkpoint(str(run)) == f"{run}/checkpoint-1"
+    assert last_complete_checkpoint(str(run)) == f"{run}/checkpoint-1"
     with pytest.raises(ValueError, match=r"metric_for_best_model='his' .*resume_from_checkpoint='.*checkpoint-1'"):
         make(run, metric_for_best_model="his").train(resume_from_checkpoint=True)
 

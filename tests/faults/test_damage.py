@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.checkpoints import last_whole_checkpoint, what_is_missing
-from rlhf_ppo.checkpoints.manifest import MANIFEST_NAME, _hash_of, write_manifest
-from rlhf_ppo.checkpoints.progress import _SKIPPED, PROGRESS_NAME
-from rlhf_ppo.training.divergence import Skipped
+from rlhf_ppo.checkpoints import last_complete_checkpoint, why_incomplete
+from rlhf_ppo.checkpoints.files import MANIFEST_NAME, _hash_of_json, write_manifest
+from rlhf_ppo.checkpoints.state import _SKIPPED, PROGRESS_NAME
+from rlhf_ppo.training.guards import Skipped
 from tests.conftest import prompt_rows
 from tests.faults.conftest import make_saving
-from tests.runs import as_written_before, assert_identical, parameters
+from tests.runs import assert_identical, parameters
 
 
 def flip_one_bit(content: bytes) -> bytes:
@@ -54,7 +54,7 @@ def named_after_damage(checkpoint: Path, damage: Callable[[bytes], bytes | None]
             path.unlink()
         else:
             path.write_bytes(damaged)
-        said[name] = what_is_missing(str(checkpoint))
+        said[name] = why_incomplete(str(checkpoint))
         path.write_bytes(content)
     return said
 
@@ -62,39 +62,18 @@ def named_after_damage(checkpoint: Path, damage: Callable[[bytes], bytes | None]
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damage_to_any_file_is_said_by_its_name(kind: str, run: Path) -> None:
     checkpoint = run / "checkpoint-2"
-    assert what_is_missing(str(checkpoint)) is None
+    assert why_incomplete(str(checkpoint)) is None
     said = named_after_damage(checkpoint, DAMAGES[kind])
     assert said.keys() == set(files_of(checkpoint)) and len(said) >= 16
     assert not {name: reason for name, reason in said.items() if not reason or name not in reason}
-    assert what_is_missing(str(checkpoint)) is None
-
-
-# Files that nothing is read from on resuming, and of which nothing is known without a manifest.
-UNSEEN_IN_OLD_FORMAT = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-
-
-@pytest.mark.parametrize("kind", ["cut in half", "emptied", "removed"])
-def test_without_a_manifest_the_formats_are_checked(kind: str, run: Path) -> None:
-    checkpoint = run / "checkpoint-2"
-    as_written_before(checkpoint)
-    said = named_after_damage(checkpoint, DAMAGES[kind])
-    seen = {name for name, reason in said.items() if reason and name in reason}
-    unseen = {Path(name).name for name in said.keys() - seen}
-    unseen -= {*UNSEEN_IN_OLD_FORMAT, "training_args.bin"}
-    assert unseen == ({"model.safetensors"} if kind == "removed" else set())  # refused when it is loaded
-
-
-def test_without_a_manifest_a_flipped_bit_of_the_optimizer_is_seen(run: Path) -> None:
-    as_written_before(run / "checkpoint-2")
-    said = named_after_damage(run / "checkpoint-2", flip_one_bit)
-    assert "its optimizer.pt is" in (said["optimizer.pt"] or "")
+    assert why_incomplete(str(checkpoint)) is None
 
 
 def test_a_damaged_newest_one_is_skipped_and_refused_by_name(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = run / "checkpoint-2" / "optimizer.pt"
     path.write_bytes(flip_one_bit(path.read_bytes()))
     trainer = make_saving(run)
-    with pytest.raises(ValueError, match=r"checkpoint-2' is no whole checkpoint: its optimizer.pt was changed"):
+    with pytest.raises(ValueError, match=r"checkpoint-2' is no complete checkpoint: its optimizer.pt was changed"):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     whole = make_saving(run.with_name("whole"))
     whole.train()
@@ -105,15 +84,15 @@ def test_a_damaged_newest_one_is_skipped_and_refused_by_name(run: Path, caplog: 
     assert f"Skipping {run / 'checkpoint-2'}: its optimizer.pt was changed" in caplog.text
     assert trainer._initial_global_step == 1
     assert_identical(parameters(trainer), parameters(whole))
-    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-2")  # written anew
+    assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-2")  # written anew
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
 def test_a_missing_optimizer_does_not_start_anew_in_silence(name: str, run: Path) -> None:
-    """Also where there is no manifest that lists it."""
-    as_written_before(run / "checkpoint-2")
+    """Also if somebody has written a new manifest without it."""
     (run / "checkpoint-2" / name).unlink()
-    with pytest.raises(ValueError, match=f"is no whole checkpoint: it has no {name}"):
+    write_manifest(str(run / "checkpoint-2"))
+    with pytest.raises(ValueError, match=f"is no complete checkpoint: it has no {name}"):
         make_saving(run).train(resume_from_checkpoint=str(run / "checkpoint-2"))
 
 
@@ -149,12 +128,12 @@ def test_values_that_no_run_can_have_are_refused_by_name(file: str, run: Path) -
         for value in values:
             path.write_text(json.dumps({**json.loads(before), name: value}))
             write_manifest(str(run / "checkpoint-2"))
-            reason = what_is_missing(str(run / "checkpoint-2"))
+            reason = why_incomplete(str(run / "checkpoint-2"))
             assert reason and name in reason and file in reason, (name, value, reason)
     for text in ("[]", "3", "null", "{", "[" * 100_000, "1" * 9999):
         path.write_text(text)
         write_manifest(str(run / "checkpoint-2"))
-        assert file in (what_is_missing(str(run / "checkpoint-2")) or ""), text[:9]
+        assert file in (why_incomplete(str(run / "checkpoint-2")) or ""), text[:9]
 
 
 @pytest.mark.parametrize("save_only_model", [False, True])
@@ -181,7 +160,7 @@ def test_a_damaged_best_model_is_not_taken_for_the_end(save_only_model: bool, tm
     trainer.train()
     assert trainer.state.best_global_step == 1
     damages = True
-    with pytest.raises(ValueError, match=r"the best checkpoint, .*checkpoint-1, is not whole any more: its model"):
+    with pytest.raises(ValueError, match=r"the best checkpoint, .*checkpoint-1, is no longer complete: its model"):
         best_of(tmp_path).train()
 
 
@@ -239,11 +218,11 @@ def test_a_file_of_any_shape_is_named_or_makes_no_difference(file: str, finished
     def read(key: str, value: Any) -> None:
         content = {**before, key: value} if key else value
         if file == MANIFEST_NAME and isinstance(content, dict):
-            content = {**content, "xxh3_128": _hash_of(content)}  # true to itself
+            content = {**content, "xxh3_128": _hash_of_json(content)}  # true to itself
         (checkpoint / file).write_text(json.dumps(content))
         if file != MANIFEST_NAME:
             write_manifest(str(checkpoint))
-        reason = what_is_missing(str(checkpoint))
+        reason = why_incomplete(str(checkpoint))
         assert reason is None or file in reason or PROGRESS_NAME in reason or file == MANIFEST_NAME
 
     read()

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
+from rlhf_ppo.generation.sampling import NonFiniteLogitsError
 from rlhf_ppo.rewards.scorer import MAX_SCORE
-from rlhf_ppo.training.divergence import MAX_SKIPPED_IN_A_ROW, DivergenceError
+from rlhf_ppo.training.guards import MAX_SKIPPED_IN_A_ROW, DivergenceError
 from tests.conftest import count_w4, prompt_rows, tiny_scorer
 from tests.runs import QUICK, assert_identical, die_and_resume, end_of_run, parameters
 
@@ -222,6 +222,20 @@ def test_a_learning_rate_that_is_too_large_is_named(
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [("vf_coef", 0.1), ("entropy_coef", 0.0), ("kl_coef", 0.05), ("ptx_coef", 0.0), ("positive_nll_coef", 0.0)],
+)
+def test_a_large_coefficient_is_named_as_the_cause(name: str, default: float, make_trainer: MakeTrainer) -> None:
+    more: dict[str, Any] = {"ptx_dataset": [{"text": "w1 w2 w3"}] * 4} if name == "ptx_coef" else {}
+    run = RUN | {name: 1e38, "num_ppo_epochs": 4, "positive_nll_threshold": -1.0}
+    trainer = make_trainer(**run, **more, learning_rate=1e-3)
+    with pytest.raises(DivergenceError) as raised:
+        trainer.train()
+    assert f"likely causes: {name}=1e+38 (the default is {default})" in str(raised.value)
+    assert "learning_rate=" not in str(raised.value)
+
+
 def test_a_reward_model_of_nan_is_named(make_trainer: MakeTrainer) -> None:
     broken = tiny_scorer()
     trainer = make_trainer(**QUICK, reward_model=broken, value_model=tiny_scorer(2))
@@ -276,7 +290,7 @@ def test_an_evaluation_counts_to_no_update(make_trainer: MakeTrainer, caplog: An
     dataset = Dataset.from_list(prompt_rows(4))
     trainer = make_trainer(**QUICK, reward_funcs=never, eval_dataset=dataset, on_divergence="skip")
     assert trainer.evaluate()["eval_score"] == 1.0
-    assert trainer._guard.finish_update()["guard/skipped_rows"] == 0
+    assert trainer._run.guard.finish_update()["guard/skipped_rows"] == 0
     assert "Left out 1 responses of evaluation after update 0; the first because the reward" in caplog.text
     with pytest.raises(DivergenceError, match=r"^evaluation after update 0: the reward function 'never' returned nan"):
         make_trainer(**QUICK, reward_funcs=never, eval_dataset=dataset).evaluate()

@@ -18,13 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from rlhf_ppo.checkpoints import last_whole_checkpoint
-from rlhf_ppo.checkpoints.disk import DiskFullError, naming_full_disk, remove_leftovers
+from rlhf_ppo.checkpoints import last_complete_checkpoint
+from rlhf_ppo.checkpoints.files import DiskFullError, explaining_full_disk, remove_leftovers
 from rlhf_ppo.cli.training import running
 from tests.faults.conftest import make_saving
 from tests.runs import DieAt, RunDied
 
-SAYS = "no space is left for {}, which is not whole .* MB free; the error was: .*"
+SAYS = "no space is left for {}, which is incomplete .* MB free; the error was: .*"
 
 
 @contextmanager
@@ -55,13 +55,13 @@ def test_a_checkpoint_without_room_names_itself_and_the_one_that_is_whole(
             save(directory, *args)
 
     monkeypatch.setattr(trainer._checkpoints, "write", fill)
-    said = f"{SAYS.format(run / 'checkpoint-2')}{run}/checkpoint-1 is whole: make room, and go on with resume_from_"
+    said = f"{SAYS.format(run / 'checkpoint-2')}{run}/checkpoint-1 is complete: make room, and go on with resume_from_"
     with pytest.raises(DiskFullError, match=said):
         trainer.train()
-    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-1")
+    assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-1")
     resumed = make_saving(run)
     resumed.train(resume_from_checkpoint=True)
-    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-2")
+    assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-2")
 
 
 def test_a_first_checkpoint_and_a_final_model_without_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +72,7 @@ def test_a_first_checkpoint_and_a_final_model_without_room(tmp_path: Path, capsy
     with pytest.raises(SystemExit, match="2"), running("it", trainer), largest_file(5_000):
         trainer.save_model(str(tmp_path / "elsewhere"))
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"it: error: no space is left for {tmp_path}/elsewhere, which is not whole")
+    assert last.startswith(f"it: error: no space is left for {tmp_path}/elsewhere, which is incomplete")
 
 
 def test_no_room_for_what_is_printed_or_logged_is_said_too(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_no_room_for_what_is_printed_or_logged_is_said_too(tmp_path: Path) -> No
 
     run = tmp_path / "run"
     said = (
-        f"no space is left for what is logged or printed .* MB free.*No space left.*{run}/checkpoint-1 is whole: make"
+        f"no space is left for what is logged or printed .* MB free.*No space left.*{run}/checkpoint-1 is complete: "
     )
     with pytest.raises(DiskFullError, match=said):
         make_saving(run, given={"callbacks": [Prints()]}).train()
@@ -120,14 +120,14 @@ def in_words(directory: Path) -> None:
 
 @pytest.mark.parametrize("write", [torch_save, torch_save_to_device, text, device, tensors, quota, in_words])
 def test_each_way_of_writing_is_understood(write: Callable[[Path], None], tmp_path: Path) -> None:
-    with pytest.raises(DiskFullError, match="no space"), naming_full_disk(f"{tmp_path}/new/er", lambda: None):
+    with pytest.raises(DiskFullError, match="no space"), explaining_full_disk(f"{tmp_path}/new/er", lambda: None):
         with largest_file(5_000):
             write(tmp_path)
 
 
 @pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "no"), RuntimeError("size mismatch"), KeyError("a")])
 def test_other_errors_stay_what_they_are(error: Exception, tmp_path: Path) -> None:
-    with pytest.raises(type(error)) as raised, naming_full_disk(str(tmp_path), lambda: None):
+    with pytest.raises(type(error)) as raised, explaining_full_disk(str(tmp_path), lambda: None):
         raise error
     assert raised.value is error
 
@@ -169,4 +169,4 @@ def test_only_temporary_files_are_deleted(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / ".tmpFolder").mkdir()
     remove_leftovers(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {*names[2:], ".tmpFolder"}
+    assert {path.name for path in tmp_path.iterdir()} == {*names[1:], ".tmpFolder"}

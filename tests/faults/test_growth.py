@@ -20,7 +20,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.checkpoints import history
+from rlhf_ppo.checkpoints import run as run_module
 from tests.conftest import count_w4, prompt_rows, tiny_policy, tiny_scorer
 from tests.faults.conftest import make_saving
 
@@ -98,7 +98,7 @@ def everything_on(output_dir: Path, measures: Measures) -> PPOTrainer:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="memory and descriptors are read from /proc")
 @pytest.mark.timeout(120 + 2 * NUM_UPDATES)
 def test_a_long_run_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "NUM_KEPT", min(history.NUM_KEPT, NUM_UPDATES // 8))
+    monkeypatch.setattr(run_module, "NUM_KEPT", min(run_module.NUM_KEPT, NUM_UPDATES // 8))
     measures = Measures()
     everything_on(tmp_path, measures).train()
     quarters = {}

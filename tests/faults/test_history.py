@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import TrainerState
 
-from rlhf_ppo.checkpoints import history
-from rlhf_ppo.checkpoints.history import HISTORY_NAME, History, whole_history
+from rlhf_ppo.checkpoints import run as run_module
+from rlhf_ppo.checkpoints.run import HISTORY_NAME, History, full_history
 from rlhf_ppo.reporting.run_log import read_log
 from tests.faults.conftest import make_saving
 from tests.runs import DieAt, RunDied
@@ -22,7 +22,7 @@ RUN = {"total_episodes": 2 * NUM_UPDATES, "save_steps": 2}
 
 @pytest.fixture(autouse=True)
 def two_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "NUM_KEPT", 2)
+    monkeypatch.setattr(run_module, "NUM_KEPT", 2)
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def steps(entries: Any) -> list[int]:
 def logged_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose trainer wrote its state at the end; not to be changed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(history, "NUM_KEPT", 2)
+        patch.setattr(run_module, "NUM_KEPT", 2)
         trainer = make_saving(tmp_path_factory.mktemp("history") / "run", **RUN)
         trainer.train()
     (Path(str(trainer.args.output_dir)) / "whole.json").write_text(json.dumps(trainer.state.log_history))
@@ -103,12 +103,7 @@ def test_a_new_run_begins_a_new_log(tmp_path: Path) -> None:
     assert not (tmp_path / HISTORY_NAME).exists()
 
 
-def test_checkpoints_of_before_have_it_all(tmp_path: Path) -> None:
-    entries = [{"step": step} for step in range(9)]
-    assert whole_history(tmp_path, entries, num_logged=0) is entries
-
-
 def test_nan_is_the_same_as_nan(tmp_path: Path) -> None:
     entries = [{"step": step, "loss": float("nan")} for step in range(5)]
     History(tmp_path, entries)
-    assert len(whole_history(tmp_path / "checkpoint-5", json.loads(json.dumps(entries[-2:])), 5)) == 5
+    assert len(full_history(tmp_path / "checkpoint-5", json.loads(json.dumps(entries[-2:])), 5)) == 5

@@ -24,18 +24,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.cli.init import init
 from rlhf_ppo.cli.judge import judge
-from rlhf_ppo.cli.main import main
-from rlhf_ppo.cli.plot import plot
-from rlhf_ppo.cli.report import report
+from rlhf_ppo.cli.main import main, plot, report
+from rlhf_ppo.cli.pipeline import init
 from rlhf_ppo.evaluation.completions import report_table
 from rlhf_ppo.reporting.judgements import Judgement
 from rlhf_ppo.reporting.model_card import model_card
-from rlhf_ppo.rewards.chat_judge import ChatJudge
+from rlhf_ppo.reporting.report import SCRIPTS
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.functions import finished
-from rlhf_ppo.terminal.foreign import visible
+from rlhf_ppo.rewards.judges import ChatJudge
+from rlhf_ppo.terminal.text import visible
 from tests.conftest import QUIET, tiny_policy, tiny_scorer
 from tests.rewards.local_server import says
 from tests.runs import QUICK
@@ -91,7 +90,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     rows = Dataset.from_list([{"input_ids": [3 + index, 4], "prompt": TEXT, NAME: TEXT} for index in range(4)])
     with printed() as found, pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlhf_ppo.estimate.run.RunEstimate.announce", lambda self: None)
-        patch.setattr("rlhf_ppo.reporting.run_card._draw", lambda log, path: path.touch())
+        patch.setattr("rlhf_ppo.reporting.model_card._draw", lambda log, path: path.touch())
         trainer = PPOTrainer(
             args=PPOConfig(**settings), processing_class=tokenizer(), model=tiny_policy(),
             value_model=tiny_scorer(seed=2), train_dataset=rows, eval_dataset={NAME: rows.select(range(2))},
@@ -152,7 +151,7 @@ def test_a_report_has_no_element_of_the_texts(run: tuple[Path, str]) -> None:
     found = Elements((run[0] / "report.html").read_text(encoding="utf-8")).found
 
     assert not any(tag in ("img", "b") or any(name.startswith("on") for name in attrs) for tag, attrs in found)
-    assert len([tag for tag, _ in found if tag == "script"]) == 6
+    assert len([tag for tag, _ in found if tag == "script"]) == 1 + len(SCRIPTS)
 
 
 def headings_of(card: str) -> list[str]:
@@ -255,7 +254,7 @@ def test_an_exception_about_a_server_is_one_visible_line(server: Any, status: in
         with pytest.raises((ConnectionError, ValueError)) as error:
             finished(endpoint(["p"], ["c"], [[1]]))
         assert_shown(str(error.value))
-        assert "\n" not in str(error.value) and endpoint.place in str(error.value)
+        assert "\n" not in str(error.value) and endpoint.display_url in str(error.value)
     with pytest.raises(ConnectionError) as error:
         finished(ChatJudge(NAME, f"{base}/v1", retries=0)(["p"], [["a", "b"]]))
     assert_shown(str(error.value))

@@ -18,17 +18,24 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from rlhf_ppo.processes import relaying
-from rlhf_ppo.processes.signals import SAME_SIGNAL, EndsOnSignals, Stopped, give_up_together, may_be_given_up, say
+from rlhf_ppo.processes import signals
+from rlhf_ppo.processes.signals import (
+    SAME_SIGNAL,
+    StopOnSignal,
+    Stopped,
+    interruptible,
+    raise_if_any_rank_stopped,
+    say,
+)
 
 
 @pytest.fixture
-def ends() -> EndsOnSignals:
-    return EndsOnSignals(lambda flags: flags, awaited=lambda: "it ends")
+def ends() -> StopOnSignal:
+    return StopOnSignal(lambda flags: flags, pending=lambda: "it ends")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_that_is_ignored_stays_ignored(number: signal.Signals, ends: EndsOnSignals) -> None:
+def test_a_signal_that_is_ignored_stays_ignored(number: signal.Signals, ends: StopOnSignal) -> None:
     before = signal.signal(number, signal.SIG_IGN)
     try:
         with ends.listening():
@@ -53,15 +60,15 @@ def test_a_terminal_that_is_closed_ends_a_run_like_any_signal() -> None:
         os.dup2(of_child, 1)
         os.dup2(of_child, 2)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        ends = EndsOnSignals(lambda flags: flags, awaited=lambda: "it ends")
+        ends = StopOnSignal(lambda flags: flags, pending=lambda: "it ends")
         try:
             with ends.listening():
                 os.write(writer, b"ready\n")
                 try:
-                    with may_be_given_up():
+                    with interruptible():
                         time.sleep(20)
                 except Stopped as stopped:
-                    ends.wait_until_told()
+                    ends.wait_until_logged()
                     os.write(1, b"a line of the log\n")
                     say("the end")
                     os.write(writer, f"{stopped.number}\n".encode())
@@ -76,7 +83,7 @@ def test_a_terminal_that_is_closed_ends_a_run_like_any_signal() -> None:
     os.waitpid(child, 0)
 
 
-def test_a_forked_worker_leaves_the_terminal_to_its_parent(ends: EndsOnSignals) -> None:
+def test_a_forked_worker_leaves_the_terminal_to_its_parent(ends: StopOnSignal) -> None:
     with ends.listening():
         if (child := os.fork()) == 0:
             ignored = [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGHUP)]
@@ -84,23 +91,43 @@ def test_a_forked_worker_leaves_the_terminal_to_its_parent(ends: EndsOnSignals) 
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_runs_that_listen_at_a_time_may_end_in_any_order(ends: EndsOnSignals) -> None:
+def test_runs_that_listen_at_a_time_may_end_in_any_order(ends: StopOnSignal) -> None:
     """A signal is for all that are left."""
-    other, before = EndsOnSignals(lambda flags: flags, awaited=lambda: "it ends"), signal.getsignal(signal.SIGTERM)
+    other, before = StopOnSignal(lambda flags: flags, pending=lambda: "it ends"), signal.getsignal(signal.SIGTERM)
     first, second = ends.listening(), other.listening()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(Stopped):
-        other.give_up_if_stopped()
-    ends.give_up_if_stopped()
+        other.raise_if_stopped()
+    ends.raise_if_stopped()
     second.__exit__(None, None, None)
     assert signal.getsignal(signal.SIGTERM) is before and signal.set_wakeup_fd(-1) == -1
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 7)])
+def test_a_handler_that_the_program_puts_back_after_a_run_does_as_if_there_were_none(
+    number: signal.Signals, code: int, ends: StopOnSignal
+) -> None:
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        signal.signal(number, signal.SIG_DFL)
+        with ends.listening():
+            saved = signal.getsignal(number)
+        signal.signal(number, saved)
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            os._exit(7)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+
+
 @pytest.mark.parametrize("left", ["open", "closed", "replaced"])
-def test_the_wakeup_descriptor_of_the_program_is_put_back(left: str, ends: EndsOnSignals) -> None:
+def test_the_wakeup_descriptor_of_the_program_is_put_back(left: str, ends: StopOnSignal) -> None:
     """An event loop that ends while a run is open closes its descriptor, and may set another; that one stays."""
     pairs = [socket.socketpair() for _ in range(2)]
     (_, own), (_, later) = pairs
@@ -123,7 +150,7 @@ def test_the_wakeup_descriptor_of_the_program_is_put_back(left: str, ends: EndsO
     assert found == expected
 
 
-def test_in_another_thread_signals_stay_the_programs(ends: EndsOnSignals) -> None:
+def test_in_another_thread_signals_stay_the_programs(ends: StopOnSignal) -> None:
     seen: list[bool] = []
     before = signal.getsignal(signal.SIGTERM)
 
@@ -137,7 +164,7 @@ def test_in_another_thread_signals_stay_the_programs(ends: EndsOnSignals) -> Non
     assert seen == [True]
 
 
-def test_a_second_signal_ends_c_code_that_never_comes_back(ends: EndsOnSignals) -> None:
+def test_a_second_signal_ends_c_code_that_never_comes_back(ends: StopOnSignal) -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -167,29 +194,29 @@ def test_a_second_signal_ends_c_code_that_never_comes_back(ends: EndsOnSignals) 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """What the ranks share, as if there were others, and the name under which the next run tells of its signal."""
-    monkeypatch.setattr(relaying, "SECONDS_BETWEEN_LOOKS", 0.02)
-    monkeypatch.setattr(relaying, "_sessions", iter([7, 8]))
+    monkeypatch.setattr(signals, "SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(signals, "_sessions", iter([7, 8]))
     shared = HashStore()
-    monkeypatch.setattr(relaying, "_store", lambda: shared)
+    monkeypatch.setattr(signals, "_store", lambda: shared)
     yield shared
 
 
-def test_what_another_rank_has_received_breaks_off_a_wait_here(ends: EndsOnSignals, store: Any) -> None:
+def test_what_another_rank_has_received_breaks_off_a_wait_here(ends: StopOnSignal, store: Any) -> None:
     threading.Timer(0.1, store.set, ["rlhf_ppo/signal/7", str(int(signal.SIGTERM))]).start()
     before = time.monotonic()
-    with ends.listening(), pytest.raises(Stopped), may_be_given_up():
+    with ends.listening(), pytest.raises(Stopped), interruptible():
         time.sleep(20)
     assert ends.received == signal.SIGTERM and time.monotonic() - before < 5
 
 
-def test_the_others_are_told(ends: EndsOnSignals, store: Any) -> None:
+def test_the_others_are_told(ends: StopOnSignal, store: Any) -> None:
     with ends.listening():
         os.kill(os.getpid(), signal.SIGTERM)
         store.wait(["rlhf_ppo/signal/7"], timedelta(seconds=30))
     assert int(store.get("rlhf_ppo/signal/7")) == signal.SIGTERM
 
 
-def test_after_a_run_its_signals_are_nobodys(ends: EndsOnSignals, store: Any) -> None:
+def test_after_a_run_its_signals_are_nobodys(ends: StopOnSignal, store: Any) -> None:
     with ends.listening():
         pass
     store.set("rlhf_ppo/signal/7", str(int(signal.SIGTERM)))
@@ -201,8 +228,8 @@ def test_after_a_run_its_signals_are_nobodys(ends: EndsOnSignals, store: Any) ->
 def test_ranks_that_sample_in_step_leave_together() -> None:
     """This rank has received nothing; the sum over all says that another has."""
     device = torch.device("cpu")
-    other = EndsOnSignals(lambda flags: flags.index_fill(0, torch.tensor([1]), 1.0), awaited=lambda: "it ends")
+    other = StopOnSignal(lambda flags: flags.index_fill(0, torch.tensor([1]), 1.0), pending=lambda: "it ends")
     with other.listening(), pytest.raises(Stopped) as stopped:
-        give_up_together(device)
+        raise_if_any_rank_stopped(device)
     assert stopped.value.number == signal.SIGINT
-    give_up_together(device)  # outside of a run nobody asks
+    raise_if_any_rank_stopped(device)  # outside of a run nobody asks

@@ -78,7 +78,6 @@ DOCUMENTED: dict[str, dict[str, str]] = {
         "A checkpoint holds code": f"{CHECKPOINTS}test_code_hidden_in_a_checkpoint_does_not_run",
         "A checkpoint's update comes": f"{OUTPUT_DIR}test_a_checkpoint_that_is_written_again_holds_nothing_of_before",
         "One of several processes": f"{TWO}test_a_kill_in_the_middle_of_a_save_costs_nothing",
-        "A checkpoint was written before": f"{OTHERS}test_an_older_checkpoint_loads_and_that_is_said_once",
         "`save_only_model=True`": f"{ARGUMENTS}test_save_only_model_leaves_out_what_resuming_needs",
     },
     "The directory of another run": {
@@ -117,13 +116,13 @@ DOCUMENTED: dict[str, dict[str, str]] = {
         "Other episodes": f"{OTHERS}test_what_cannot_go_on_is_refused",
         "Another optimizer": f"{OTHERS}test_what_cannot_go_on_is_refused",
         "Another number of processes": f"{RESUME}test_another_number_of_processes_goes_on",
-        "In the middle of learning": f"{FAULTS}test_half_learned.py::test_an_update_is_finished_as_it_was_begun",
+        "In the middle of learning": f"{FAULTS}test_partial_update.py::test_an_update_is_finished_as_it_was_begun",
         "`overwrite_output_dir=True`": f"{OUTPUT_DIR}test_overwriting_and_resuming_contradict_each_other",
     },
     "Wrong inputs": {
         "An argument of another": f"{WRONG}test_a_wrong_value_is_refused_by_name",
         "Arguments that cannot": f"{WRONG}test_a_combination_that_cannot_be_is_refused",
-        "A policy, reference": "tests/models/test_finite.py::"
+        "A policy, reference": "tests/models/test_capabilities.py::"
         "test_a_model_with_one_weight_that_is_not_finite_is_refused",
         "Something else to": f"{OWN_LOOP}test_what_is_no_update_changes_nothing",
         "Something else than": f"{WRONG}test_something_else_is_refused_before_a_model_is_loaded",

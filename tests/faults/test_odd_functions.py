@@ -15,8 +15,7 @@ from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.rewards import RewardFunction
-from rlhf_ppo.rewards.functions import function_name
-from rlhf_ppo.rewards.logged import LoggedByFunctions
+from rlhf_ppo.rewards.functions import LoggedByFunctions, function_name
 from rlhf_ppo.rewards.scorer import Scorer
 from tests.conftest import make_tokenizer, prompt_rows
 from tests.faults.odd_functions import FOR_LONG, ODD, checks_arguments, right
@@ -68,7 +67,7 @@ def test_it_works(oddity: str, make_trainer: MakeTrainer, expected: dict[str, An
 @pytest.fixture
 def no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `KeyboardInterrupt` comes from the function, and not from a terminal, as during `train()`."""
-    monkeypatch.setattr("rlhf_ppo.rewards.functions.is_main_thread_interruptible", lambda: False)
+    monkeypatch.setattr("rlhf_ppo.rewards.functions.can_be_ctrl_c", lambda: False)
 
 
 @pytest.mark.parametrize("limit", [None, 60.0], ids=["no limit", "reward_timeout"])
@@ -104,7 +103,7 @@ def test_the_blocked_loop_is_left_before_the_error_is_heard(monkeypatch: pytest.
     """Else the next function, called at once, would be put on the loop that is blocked."""
     submitted, done = threading.Event(), list[bool]()
     monkeypatch.setattr(
-        "rlhf_ppo.rewards.functions.leave_event_loop", lambda: done.append(submitted.wait(30) and late.done())
+        "rlhf_ppo.rewards.functions.abandon_event_loop", lambda: done.append(submitted.wait(30) and late.done())
     )
     source = RewardFunction(ODD["never ends"][0], make_tokenizer(), lambda: STATE, timeout=0.2)
     late = source.submit(two_rows())

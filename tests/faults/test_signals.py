@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo.checkpoints import last_whole_checkpoint
+from rlhf_ppo.checkpoints import last_complete_checkpoint
 from rlhf_ppo.processes.signals import SAME_SIGNAL
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.faults.train_until_signalled import MOMENTS, make, run_command, train
@@ -92,7 +92,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(
     assert process.exitcode == 128 + number, said
     assert seconds < SECONDS
     step = FINISHED.get(moment, 2)
-    checkpoint = last_whole_checkpoint(str(output_dir))
+    checkpoint = last_complete_checkpoint(str(output_dir))
     assert checkpoint == str(output_dir / f"checkpoint-{step}")
     assert "Traceback" not in said
     first, last = [line for line in said.splitlines() if line.startswith(number.name)]
@@ -115,7 +115,7 @@ def test_learning_is_not_waited_for(number: signal.Signals, start: Any, tmp_path
     process.kill()
 
     assert process.exitcode == 128 + number and seconds < SECONDS
-    checkpoint = last_whole_checkpoint(str(tmp_path / "run"))
+    checkpoint = last_complete_checkpoint(str(tmp_path / "run"))
     assert checkpoint is not None and re.fullmatch("checkpoint-2-[12]", os.path.basename(checkpoint))
     said = Path(f"{tmp_path / 'run'}-stderr").read_text()
     assert f"{number.name}: the run ends with a checkpoint after the current pass of learning" in said

@@ -14,11 +14,11 @@ import pytest
 import torch
 from datasets import Dataset
 
-from rlhf_ppo.checkpoints import last_whole_checkpoint
-from rlhf_ppo.checkpoints.record import RECORD_NAME
+from rlhf_ppo.checkpoints import last_complete_checkpoint
+from rlhf_ppo.checkpoints.files import write_manifest
+from rlhf_ppo.checkpoints.state import FINGERPRINT_NAME
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.faults.conftest import make_saving
-from tests.runs import as_written_before
 
 
 def count_w5(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -122,7 +122,7 @@ def test_what_cannot_go_on_is_refused(case: str, run: Path, caplog: pytest.LogCa
     with pytest.raises(ValueError, match=f"(?s){message}"):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
     assert trainer.state.global_step in (0, 1)
-    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-2")
+    assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-2")
     assert "is not taken for this run's" not in caplog.text  # a refused start gives nothing up
 
 
@@ -130,13 +130,12 @@ def test_nothing_is_said_where_nothing_changed(run: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         make_saving(run).train(resume_from_checkpoint=str(run / "checkpoint-1"))
     assert "is resumed with changes" not in caplog.text
-    assert "was written by an earlier version" not in caplog.text
 
 
 def test_no_secret_is_recorded(run: Path) -> None:
     shutil.rmtree(run)
     make_saving(run, hub_token="hf_QxToken", total_episodes=2).train()
-    record = run / "checkpoint-1" / RECORD_NAME
+    record = run / "checkpoint-1" / FINGERPRINT_NAME
     assert "QxToken" not in record.read_text() and "hub_token" not in record.read_text()
     assert json.loads(record.read_text())["arguments"]["stop_token"] == "eos"
 
@@ -163,40 +162,15 @@ def test_passes_that_are_over_before_the_updates_are_go_on(tmp_path: Path) -> No
 
 
 def test_a_position_that_was_edited_still_ends_at_the_updates_asked_for(run: Path) -> None:
-    as_written_before(run / "checkpoint-1")
     path = run / "checkpoint-1" / "ppo_state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "batches_in_epoch": 1, "epoch": 1}))
+    write_manifest(str(run / "checkpoint-1"))
     resumed = make_saving(run, total_episodes=16)
     assert resumed.train(resume_from_checkpoint=str(run / "checkpoint-1")).global_step == 8
 
 
-# ---- Checkpoints without a record ----
-
-
-def test_an_older_checkpoint_loads_and_that_is_said_once(
-    run: Path, finished: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And ends as if it were of now; so did, by hand, a checkpoint that the version without manifests had written."""
-    for name in ("checkpoint-1", "checkpoint-2"):
-        as_written_before(run / name)
-    (run / "ppo_run.json").unlink()
-    shutil.rmtree(run / "checkpoint-2")
-    with caplog.at_level(logging.WARNING):
-        resumed = make_saving(run)
-        assert resumed.train(resume_from_checkpoint=True).global_step == 2
-    assert caplog.text.count("was written by an earlier version") == 1
-    for name in ("model.safetensors", "value_model/model.safetensors", "optimizer.pt"):
-        assert (run / "checkpoint-2" / name).read_bytes() == (finished / "checkpoint-2" / name).read_bytes()
-
-
-def test_another_optimizer_for_an_older_checkpoint_is_refused(run: Path) -> None:
-    as_written_before(run / "checkpoint-1")
-    with pytest.raises(ValueError, match="its optimizer is one without dampening, whose state SGD cannot go on with"):
-        resuming(run, given(optimizers=sgd)).train(resume_from_checkpoint=str(run / "checkpoint-1"))
-
-
 def test_an_optimizer_of_another_engine_is_refused(run: Path) -> None:
-    as_written_before(run / "checkpoint-2")
     (run / "checkpoint-2" / "optimizer.pt").rename(run / "checkpoint-2" / "optimizer.bin")
+    write_manifest(str(run / "checkpoint-2"))
     with pytest.raises(ValueError, match=r"written under another engine: it has no optimizer.pt"):
         make_saving(run).train(resume_from_checkpoint=str(run / "checkpoint-2"))

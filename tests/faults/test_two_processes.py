@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_ppo.checkpoints import what_is_missing
-from rlhf_ppo.checkpoints.jsonfile import read_object
-from rlhf_ppo.checkpoints.lock import locked
-from rlhf_ppo.checkpoints.run import RUN_NAME, Run
+from rlhf_ppo.checkpoints import why_incomplete
+from rlhf_ppo.checkpoints.files import read_object
+from rlhf_ppo.checkpoints.run import RUN_NAME, Run, locked
 from tests.distributed import processes
 from tests.distributed.comparing import assert_same_end
 from tests.faults.scenarios import WRONG
@@ -63,14 +62,14 @@ def ran(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.T
     (folder / "locked").mkdir()
     with locked(str(folder / "locked")):
         results = processes.run_all(config, [*calls.values(), killed], timeout=300, last_is_killed=True)
-    left = {path.name: what_is_missing(str(path)) for path in (folder / "killed").glob("checkpoint-*")}
+    left = {path.name: why_incomplete(str(path)) for path in (folder / "killed").glob("checkpoint-*")}
     resumed = processes.run_all(config, [call("outcome", "killed", resume=True)])
     by_name = dict(zip([*calls, "resumed"], results + resumed, strict=True))
     return {"folder": folder, "config": config, "left": left, **by_name}
 
 
 def checkpoints(run: Path) -> dict[str, str | None]:
-    return {path.name: what_is_missing(str(path)) for path in run.glob("checkpoint-*")}
+    return {path.name: why_incomplete(str(path)) for path in run.glob("checkpoint-*")}
 
 
 def test_the_launch_is_the_one_that_is_meant(ran: dict[str, Any]) -> None:
@@ -153,7 +152,7 @@ def test_both_fall_back_when_a_file_of_one_is_damaged(ran: dict[str, Any]) -> No
     path = ran["folder"] / "damaged" / "checkpoint-3"
     assert [len(re.findall(f"Skipping {path}: its separate_rng_state_1.pth was changed", "".join(rank["said"])))
             for rank in damaged] == [1, 0]  # fmt: skip
-    assert what_is_missing(str(path)) is None  # written anew
+    assert why_incomplete(str(path)) is None  # written anew
 
 
 def test_what_changed_is_said_once(ran: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.config.inherited import REMOVED
+from rlhf_ppo.config.hints import REMOVED
 from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
@@ -284,7 +284,7 @@ GIVEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a directory of no name": (lambda: {"output_dir": "a\0b"}, "output_dir='a.x00b' cannot be written: no name"),
     "a directory of half a character": (lambda: {"output_dir": "\udcff"}, "output_dir='.udcff' cannot be written"),
     "more episodes than prompts": (
-        lambda: {"per_device_train_batch_size": HUGE}, "fewer than the 1000000000000 of one batch"
+        lambda: {"per_device_train_batch_size": HUGE, "total_episodes": None}, "fewer than the 1000000000000 of one"
     ),
     "a schedule that follows evaluations without any": (lambda: {"optimizers": following()}, "eval_strategy='no'"),
     "settings of the optimizer that cannot be read": (
@@ -423,7 +423,7 @@ def test_numbers_of_every_library_are_numbers(tmp_path: Any) -> None:
 
 
 def test_an_argument_of_no_name_is_answered_with_one_that_is_near() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'learnin_rate'; did you mean 'learning_rate'"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'learnin_rate' \(did you mean 'learning_rate'"):
         PPOConfig(learnin_rate=1.0)  # pyright: ignore[reportCallIssue]
 
 

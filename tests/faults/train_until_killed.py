@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.checkpoints import last_whole_checkpoint
+from rlhf_ppo.checkpoints import last_complete_checkpoint
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import end_of_run
 
@@ -98,7 +98,7 @@ def train(output_dir: str) -> None:
         reward_funcs=count_w4,
     )
     assert trainer.accelerator.num_processes == (1 if is_alone else 2)
-    checkpoint = last_whole_checkpoint(output_dir)
+    checkpoint = last_complete_checkpoint(output_dir)
     with Path(output_dir, "starts.txt").open("a") as file:
         file.write(f"{None if checkpoint is None else Path(checkpoint).name}\n")
     trainer.train(resume_from_checkpoint=checkpoint is not None)

@@ -100,7 +100,7 @@ def run_command(output_dir: str, words: list[str]) -> None:
     save = CheckpointWriter.save_model
 
     def slow(writer: CheckpointWriter, *args: Any) -> None:
-        if not writer.is_writing:
+        if not writer.run.is_saving:
             now()
             time.sleep(FOR_LONG)
         save(writer, *args)
@@ -117,7 +117,7 @@ def make(output_dir: Path, num_ppo_epochs: int = 1, **given: Any) -> PPOTrainer:
 
 
 def third(state: Any) -> bool:
-    return state.global_step == 2 and not trainers[-1]._evaluation.is_running
+    return state.global_step == 2 and not trainers[-1]._run.is_evaluating
 
 
 def in_generation(output_dir: Path, now: Now, address: str) -> PPOTrainer:
@@ -125,7 +125,7 @@ def in_generation(output_dir: Path, now: Now, address: str) -> PPOTrainer:
     forward = trainer.policy_model.forward
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        if trainer.state.global_step == 2 and trainer._timer.running == "generate":
+        if trainer.state.global_step == 2 and trainer._run.timer.running == "generate":
             now()
             time.sleep(2)
         return forward(*args, **kwargs)
@@ -238,7 +238,7 @@ def in_an_evaluation(output_dir: Path, now: Now, address: str) -> PPOTrainer:
 
 def in_a_sample_table(output_dir: Path, now: Now, address: str) -> PPOTrainer:
     def is_now(state: Any) -> bool:
-        return state.global_step == 2 and trainer._evaluation.is_running
+        return state.global_step == 2 and trainer._run.is_evaluating
 
     trainer = make(output_dir, reward_funcs=rewards(lambda: (now(), time.sleep(FOR_LONG)), is_now))
     return trainer

@@ -155,6 +155,10 @@ NEEDS: dict[str, Configuration] = {
 """What an option does nothing, or is refused, without; what is drawn beside it wins."""
 
 
+PAIRS: list[Configuration] = [{"score_clip": 0.3, "score_scaling": True}]
+"""What is drawn together in the first configurations, since the order of the two counts and 200 draws may miss it."""
+
+
 def draw(seed: int, number: int, attempt: int = 0) -> Configuration:
     """Draw two to four options and a seed.
 
@@ -169,9 +173,11 @@ def draw(seed: int, number: int, attempt: int = 0) -> Configuration:
     values = [(name, value) for name in sorted(OPTIONS) for value in OPTIONS[name]]
     random.Random(f"turns {seed}").shuffle(values)
     random_ = random.Random(f"{seed} {number} {attempt}")
-    first, value = values[number % len(values)]
-    others = random_.sample([name for name in sorted(OPTIONS) if name != first], random_.randint(1, 3))
-    drawn = {first: value} | {name: random_.choice(OPTIONS[name]) for name in others}
+    first = PAIRS[number] if number < len(PAIRS) else dict([values[number % len(values)]])
+    others = random_.sample(
+        [name for name in sorted(OPTIONS) if name not in first], random_.randint(1, 4 - len(first))
+    )
+    drawn = first | {name: random_.choice(OPTIONS[name]) for name in others}
     needed: Configuration = {}
     for name in drawn:
         needed |= NEEDS.get(name, {})

@@ -363,6 +363,8 @@ def make_stepped(configuration: Configuration, output_dir: Path) -> PPOTrainer:
 
 
 def _keep_texts(trainer: Any) -> None:
+    if trainer._ptx is None:
+        return
     rows = trainer._ptx._rows
 
     def kept() -> Any:
@@ -378,7 +380,7 @@ def _keep_texts(trainer: Any) -> None:
 def padded() -> Iterator[None]:
     """Let models read padded rows instead of packed ones."""
     with (
-        patch("rlhf_ppo.models.passes.packs_rows", lambda body: False),
+        patch("rlhf_ppo.models.packing.packs_rows", lambda body: False),
         patch("rlhf_ppo.models.policy_and_value.packs_rows", lambda body: False),
     ):
         yield

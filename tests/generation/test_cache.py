@@ -9,17 +9,21 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rlhf_ppo.generation import cache as caching
-from rlhf_ppo.generation.cache import RoomyLayer, RoomySlidingLayer, roomy_cache
-from rlhf_ppo.generation.dropping import generate_dropping
-from rlhf_ppo.generation.trying import cache_maker
+from rlhf_ppo.generation import transformers_engine as caching
+from rlhf_ppo.generation.transformers_engine import (
+    PreallocatedLayer,
+    PreallocatedSlidingLayer,
+    generate_compacting,
+    generation_needs,
+    preallocated_cache,
+)
 from tests.generation.test_dropping import given_rows, greedy, model_of
 from tests.models.architectures import tiny_model
 
 LAYERS = {
-    "all": (DynamicLayer, RoomyLayer, {}),
-    "window": (DynamicSlidingWindowLayer, RoomySlidingLayer, {"sliding_window": 5}),
-    "wide window": (DynamicSlidingWindowLayer, RoomySlidingLayer, {"sliding_window": 10}),
+    "all": (DynamicLayer, PreallocatedLayer, {}),
+    "window": (DynamicSlidingWindowLayer, PreallocatedSlidingLayer, {"sliding_window": 5}),
+    "wide window": (DynamicSlidingWindowLayer, PreallocatedSlidingLayer, {"sliding_window": 10}),
 }
 
 
@@ -49,10 +53,9 @@ def test_layers_return_and_keep_what_transformers_do(kind: str, block: int, monk
 def test_responses_are_the_same(name: str, autocast: bool) -> None:
     model, (ids, mask) = model_of(name), given_rows(12)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        make_cache = cache_maker(model)
-        assert isinstance(make_cache(), DynamicCache)
-        ours = generate_dropping(model, ids, mask, greedy(), make_cache=make_cache)
-        theirs = generate_dropping(model, ids, mask, greedy())
+        assert generation_needs(model).preallocates == {torch.bfloat16 if autocast else None: True}
+        ours = generate_compacting(model, ids, mask, greedy(), preallocates=True)
+        theirs = generate_compacting(model, ids, mask, greedy())
     assert torch.equal(ours, theirs)
 
 
@@ -66,15 +69,14 @@ def test_it_is_in_the_type_that_autocast_computes_in(monkeypatch: pytest.MonkeyP
         return output
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        make_cache = cache_maker(model)
         monkeypatch.setattr(model, "forward", seen)
-        generate_dropping(model, ids, mask, greedy(), make_cache=make_cache)
+        generate_compacting(model, ids, mask, greedy(), preallocates=True)
     types = {value.dtype for cache in caches for layer in cache.layers for value in (layer.keys, layer.values)}
     assert types == {torch.bfloat16}
 
 
 def test_a_token_is_written_where_there_is_room() -> None:
-    layer = RoomyLayer()
+    layer = PreallocatedLayer()
     layer.update(*torch.randn(2, 3, 2, 5, 4))
     places = set()
     for _ in range(100):
@@ -88,17 +90,18 @@ def test_a_token_is_written_where_there_is_room() -> None:
 def test_other_kinds_of_layers_stay(family: str) -> None:
     """Hybrids, whose convolutions and states have layers of their own, and models without any cache of this kind."""
     model = tiny_model(family).eval()
-    cache = roomy_cache(model)
-    if cache is not None:
+    if cache := preallocated_cache(model):
         plain = DynamicCache(config=model.config)
-        replaced = {DynamicLayer: RoomyLayer, DynamicSlidingWindowLayer: RoomySlidingLayer}
-        assert [type(layer) for layer in cache.layers] == [
+        replaced = {DynamicLayer: PreallocatedLayer, DynamicSlidingWindowLayer: PreallocatedSlidingLayer}
+        assert [type(layer) for layer in cache["past_key_values"].layers] == [
             replaced.get(type(layer), type(layer)) for layer in plain.layers
         ]
     with torch.no_grad():
         ids, mask = torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.ones(2, 3, dtype=torch.long)
-        ours = generate_dropping(model, ids, mask, greedy(None), make_cache=cache_maker(model))
-        theirs = generate_dropping(model, ids, mask, greedy(None))
+        ours = generate_compacting(
+            model, ids, mask, greedy(None), preallocates=generation_needs(model).preallocates[None]
+        )
+        theirs = generate_compacting(model, ids, mask, greedy(None))
     assert torch.equal(ours, theirs)
 
 
@@ -108,9 +111,9 @@ def test_a_model_that_would_compute_something_else_with_it_keeps_its_own() -> No
     model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda _, args, given: (
             (args, given | {"hidden_states": 2 * given["hidden_states"]})
-            if isinstance(given["past_key_values"].layers[0], RoomyLayer)
+            if isinstance(getattr(given["past_key_values"], "layers", [None])[0], PreallocatedLayer)
             else None
         ),
         with_kwargs=True,
     )
-    assert cache_maker(model)() is None
+    assert generation_needs(model).preallocates == {None: False}

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from rlhf_ppo.generation.dropping import FewAreLeft, generate_dropping
-from rlhf_ppo.generation.sequences import response_mask
-from rlhf_ppo.generation.stopping import StopStrings
+from rlhf_ppo.generation.stopping import StopStrings, response_mask
+from rlhf_ppo.generation.transformers_engine import CompactionCriterion, generate_compacting
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_transformers_engine import prompts, scripted_policy
 
@@ -69,7 +68,7 @@ def test_the_rows_are_those_of_generate(name: str, parted: bool, monkeypatch: py
     lengths = response_mask(whole, STOP).sum(dim=1)
     assert len(set(lengths.tolist())) > 3, "rows must end at different times"
     shapes = batches_of(model)
-    ours = generate_dropping(model, ids, mask, greedy())
+    ours = generate_compacting(model, ids, mask, greedy())
     assert torch.equal(ours, whole)
     sizes = [rows for rows, _ in shapes]
     assert len(set(sizes)) > 2 and sizes == sorted(sizes, reverse=True)
@@ -82,7 +81,7 @@ def test_what_runs_in_each_step_by_hand() -> None:
     policy = scripted_policy({})
     shapes = batches_of(policy)
     given = prompts([10], [9], [7], [3])
-    ours = generate_dropping(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12))
+    ours = generate_compacting(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12))
     assert [rows for rows, _ in shapes] == [4, 4, 3, 2, 2, 1, 1, 1, 1]
     assert ours.tolist() == [
         [11, 12, 12, 12, 12, 12, 12, 12, 12],
@@ -96,7 +95,7 @@ def test_the_cache_holds_what_is_left() -> None:
     policy, rows = scripted_policy({}), []
     policy.register_forward_hook(lambda *call: rows.append(call[-1].past_key_values.layers[0].keys.shape[0]))
     given = prompts([10], [9], [7], [3])
-    generate_dropping(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12))
+    generate_compacting(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12))
     assert rows == [4, 4, 3, 2, 2, 1, 1, 1, 1]
 
 
@@ -106,7 +105,7 @@ def test_adapters_and_stop_strings() -> None:
     shapes = batches_of(base)
     stop = StopStrings(make_tokenizer(), ("w8 w9",))  # ids 11 and 12
     given = prompts([10], [7], [3, 8])
-    ours = generate_dropping(base, given.input_ids, given.attention_mask.long(), greedy(stop=None), stop)
+    ours = generate_compacting(base, given.input_ids, given.attention_mask.long(), greedy(stop=None), stop)
     assert [rows for rows, _ in shapes] == [3, 3, 2, 2, 1]
     assert ours[:, :2].tolist() == [[11, 12], [8, 9], [9, 10]]
 
@@ -115,7 +114,7 @@ def test_nothing_ends_without_a_stop() -> None:
     shapes = batches_of(policy := scripted_policy({}))
     policy.generation_config = GenerationConfig()
     given = prompts([0], [2])
-    ours = generate_dropping(policy, given.input_ids, given.attention_mask.long(), greedy(None, max_new_tokens=4))
+    ours = generate_compacting(policy, given.input_ids, given.attention_mask.long(), greedy(None, max_new_tokens=4))
     assert ours.tolist() == [[1, 2, 3, 4], [3, 4, 5, 6]]
     assert shapes == [(2, 1)] * 4
 
@@ -129,7 +128,7 @@ def test_all_rows_stay_where_all_ranks_pass_together(monkeypatch: pytest.MonkeyP
     )
     shapes = batches_of(policy)
     given = prompts([10], [9], [3])
-    generate_dropping(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12), synced_gpus=True)
+    generate_compacting(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12), synced_gpus=True)
     assert [call["synced_gpus"] for call in calls] == [True]
     assert not {"max_new_tokens", "return_dict_in_generate"} & calls[0].keys()  # deprecated beside a configuration
     assert shapes == [(3, 1)] * 9
@@ -142,7 +141,7 @@ def test_sampling_is_from_the_same_distribution() -> None:
     ids = torch.full((4096, 1), 2)
     config = greedy(max_new_tokens=3, do_sample=True, top_k=0, temperature=4.0)
     torch.manual_seed(0)
-    drawn = Counter(map(tuple, generate_dropping(policy, ids, torch.ones_like(ids), config).tolist()))
+    drawn = Counter(map(tuple, generate_compacting(policy, ids, torch.ones_like(ids), config).tolist()))
 
     def expected(response: list[int]) -> float:
         with torch.no_grad():
@@ -158,7 +157,7 @@ def test_sampling_is_from_the_same_distribution() -> None:
 
 
 def test_each_of_several_end_tokens_ends_a_row() -> None:
-    few_are_left = FewAreLeft([1, 2], None, most_left=0)
+    criterion = CompactionCriterion(torch.zeros(3, dtype=torch.bool), [1, 2], None, most_left=0)
 
-    assert few_are_left(torch.tensor([[5, 1], [5, 2], [5, 3]])).tolist() == [True, True, False]
-    assert few_are_left(torch.tensor([[5, 1, 0], [5, 2, 0], [5, 3, 2]])).tolist() == [True, True, True]
+    assert criterion(torch.tensor([[5, 1], [5, 2], [5, 3]])).tolist() == [True, True, False]
+    assert criterion(torch.tensor([[5, 1, 0], [5, 2, 0], [5, 3, 2]])).tolist() == [True, True, True]

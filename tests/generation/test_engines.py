@@ -15,17 +15,16 @@ from packaging.version import Version
 from torch import nn
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.config import engines as engine_arguments
-from rlhf_ppo.generation import choosing
-from rlhf_ppo.generation.choosing import make_engine
+from rlhf_ppo.config import arguments as engine_arguments
+from rlhf_ppo.generation import engine_factory
 from rlhf_ppo.generation.continuous import ContinuousEngine
-from rlhf_ppo.generation.opponents import Opponents
+from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.generation.vllm import VLLMEngine
 from rlhf_ppo.models.logprobs import response_logprobs
-from rlhf_ppo.rewards.preference import PreferenceReward
-from rlhf_ppo.training.special_tokens import special_tokens
+from rlhf_ppo.rewards.judges import PreferenceReward
+from rlhf_ppo.training.run_state import special_tokens
 from tests.conftest import make_tokenizer, needs_continuous, prompt_rows, tiny_policy
 from tests.runs import QUICK, assert_identical, history, parameters, record_rollouts
 
@@ -149,17 +148,18 @@ def make(
     make_args: Any, functions: Any = (), accelerator: Any = None, local_batch_size: Any = None, **given: Any
 ) -> Any:
     args, tokenizer = make_args(**given), make_tokenizer()
-    tokens, opponents = special_tokens(args, tokenizer), Opponents.of(functions, tokenizer, lambda _: torch.tensor([]))
+    tokens = special_tokens(args, tokenizer)
+    kinds = BaselineCompletions.of(functions, tokenizer, lambda _: torch.tensor([])).kinds
     accelerator = accelerator or Accelerator(cpu=True)
-    how = (tokens.stop, tokens.stop_strings, opponents, None, local_batch_size)
+    how = (tokens.stop, tokens.stop_strings, kinds, None, local_batch_size)
     return make_engine(args, tiny_policy(), accelerator, tokenizer, *how)
 
 
 @pytest.fixture
 def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_arguments, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(choosing, "start_vllm", lambda *given: VLLMEngine(given))
-    monkeypatch.setitem(choosing.ENGINE_NEEDS, "vllm", ("trl", "1"))
+    monkeypatch.setattr(engine_factory, "start_vllm", lambda *given: VLLMEngine(given))
+    monkeypatch.setitem(engine_factory.ENGINE_NEEDS, "vllm", ("trl", "1"))
 
 
 def test_each_engine_gets_what_it_needs(make_args: Any, vllm_installed: None) -> None:
@@ -195,8 +195,10 @@ def test_an_engine_may_need_a_newer_library_than_the_package(
 ) -> None:
     here = {"transformers": "5.10.2", "trl": "1.10.0"}
     monkeypatch.setattr(engine_arguments, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(choosing, "version", here.__getitem__)
-    monkeypatch.setattr(choosing, "compare_versions", lambda name, *rest: compare_versions(Version(here[name]), *rest))
+    monkeypatch.setattr(engine_factory, "version", here.__getitem__)
+    monkeypatch.setattr(
+        engine_factory, "compare_versions", lambda name, *rest: compare_versions(Version(here[name]), *rest)
+    )
     with pytest.raises(ValueError, match=rf"{engine!r} needs {needed} or newer, and here is \d\.10\.\d; `pip"):
         make(make_args, generation_engine=engine)
     assert make(make_args, generation_engine="transformers")
@@ -215,13 +217,13 @@ def test_continuous_batching_computes_as_the_run_does_and_needs_flash_attention_
         return make(make_args, accelerator=accelerator, generation_engine="continuous").dtype
 
     assert (dtype("no"), dtype("bf16"), dtype("fp16")) == (None, torch.bfloat16, torch.float16)
-    monkeypatch.setattr(choosing, "has_flash_attention", lambda: True)
+    monkeypatch.setattr(engine_factory, "has_flash_attention", lambda: True)
     assert dtype("bf16", "cuda") == torch.bfloat16
     with pytest.raises(
         ValueError, match=r"flash attention on a GPU, which does not compute in float32; set bf16=True"
     ):
         dtype("no", "cuda")
-    monkeypatch.setattr(choosing, "has_flash_attention", lambda: False)
+    monkeypatch.setattr(engine_factory, "has_flash_attention", lambda: False)
     with pytest.raises(ValueError, match=r"`pip install flash-attn` or .* or set generation_engine='transformers'"):
         dtype("bf16", "cuda")
 
@@ -230,7 +232,7 @@ def test_continuous_batching_computes_as_the_run_does_and_needs_flash_attention_
 def test_continuous_batching_has_no_top_p_of_the_same_bits_on_a_gpu(
     make_args: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choosing, "has_flash_attention", lambda: True)
+    monkeypatch.setattr(engine_factory, "has_flash_attention", lambda: True)
 
     def start(device: str, **options: Any) -> None:
         accelerator = SimpleNamespace(state=SimpleNamespace(), mixed_precision="bf16", device=torch.device(device))

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import GenerationConfig
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.lengths import PositionLimit
-from rlhf_ppo.evaluation import answering
-from rlhf_ppo.evaluation.answering import Answering, respond
-from rlhf_ppo.generation.nonfinite import NonFiniteLogitsError
+from rlhf_ppo.data.prompts import PositionLimit
+from rlhf_ppo.evaluation import win_rate
+from rlhf_ppo.evaluation.win_rate import Answering, respond
 from rlhf_ppo.generation.protocol import Sampled, sample_with, stack_rows
+from rlhf_ppo.generation.sampling import NonFiniteLogitsError
 from rlhf_ppo.generation.stopping import StopStrings
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_transformers_engine import prompts
@@ -158,7 +158,7 @@ def test_a_run_does_not_learn_from_a_cut_row(make_trainer: Callable[..., PPOTrai
 def test_a_judge_s_answers_are_whole(limit: Any, answer: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = Answers(answer)
     engine.longest_sequence = limit
-    monkeypatch.setattr(answering, "make_engine", lambda *given: engine)
+    monkeypatch.setattr(win_rate, "make_engine", lambda *given: engine)
     rows = [{"input_ids": [5, 9, 3]}, {"input_ids": [4]}]
     with pytest.raises((RuntimeError, ValueError), match=expected):
         respond(tiny_policy(), make_tokenizer(), rows, "the data", Answering(max_new_tokens=4))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.generation.sequences import (
+from rlhf_ppo.generation.stopping import (
+    StopStrings,
     contains_token,
     ended,
     join_responses,
@@ -17,7 +18,6 @@ from rlhf_ppo.generation.sequences import (
     response_mask,
     truncate_response,
 )
-from rlhf_ppo.generation.stopping import StopStrings
 from tests.conftest import make_tokenizer
 
 PAD = 99

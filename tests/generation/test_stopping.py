@@ -14,9 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.generation import dropping
-from rlhf_ppo.generation.sequences import ended, join_responses
-from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
+from rlhf_ppo.generation import transformers_engine
+from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings, ended, join_responses
 from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses, sampling_config
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_transformers_engine import count_calls, prompts, scripted_policy
@@ -230,7 +229,7 @@ def test_a_stop_string_in_the_prompt_ends_nothing(make_args: MakeArgs, prompt: l
 
 def test_sampling_draws_the_same_tokens_as_without(make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to each row's end: a stop string changes where a row ends, not what is drawn, while no row leaves."""
-    monkeypatch.setattr(dropping, "SHARE_LEFT", 0.0)
+    monkeypatch.setattr(transformers_engine, "UNFINISHED_SHARE", 0.0)
     stop = StopStrings(make_tokenizer(), ("w3", "w7 w"))
     config: GenerationConfig = sampling_config(make_args(response_length=12, temperature=1.0), stop_token_id=None)
     given_prompts, drawn = prompts([5, 9], [4], [6, 7, 8]), []

@@ -21,12 +21,12 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation import transformers_engine as engine
 from rlhf_ppo.generation.transformers_engine import (
     call_sizes,
+    default_generation_config,
+    generation_needs,
     greedy_config,
-    own_generation_config_hidden,
     sample_responses,
     sampling_config,
 )
-from rlhf_ppo.generation.trying import cache_maker, generation_needs
 from tests import oracles
 from tests.conftest import tiny_policy
 from tests.oracles import Llama
@@ -56,7 +56,7 @@ def scripted_policy(script: dict[int, int]) -> Any:
 
 def count_calls(model: Any) -> list[int]:
     calls: list[int] = []
-    generation_needs(model), cache_maker(model)  # which call it too
+    generation_needs(model)  # which call it too
     model.register_forward_hook(lambda *_: calls.append(1))
     return calls
 
@@ -106,7 +106,7 @@ def test_parts_are_generated_apart_and_padded_to_one_width(make_args: MakeArgs) 
 
 def test_prompts_of_similar_length_are_generated_from_together(make_args: MakeArgs) -> None:
     policy = scripted_policy({})
-    generation_needs(policy), cache_maker(policy)  # which call it too
+    generation_needs(policy)  # which call it too
     widths: list[int] = []
     policy.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -145,7 +145,7 @@ def test_it_samples_in_eval_mode_with_the_cache_and_restores_the_mode(make_args:
     policy = tiny_policy(attention_dropout=0.5)
     policy.gradient_checkpointing_enable()
     policy.train(training)
-    generation_needs(policy), cache_maker(policy)  # which call it too
+    generation_needs(policy)  # which call it too
     lengths: list[int] = []
     policy.model.register_forward_hook(lambda module, _, output: lengths.append(output.last_hidden_state.shape[1]))
     modes: list[bool] = []
@@ -193,11 +193,11 @@ def test_it_is_hidden_and_comes_back_also_after_an_error(make_args: MakeArgs) ->
     policy = tiny_policy()
     own = policy.generation_config = GenerationConfig(**OWN)
     before = own.to_dict()
-    with own_generation_config_hidden(policy) as model:
+    with default_generation_config(policy) as model:
         assert model is policy
         assert model.generation_config.to_dict() == GenerationConfig().to_dict()
     assert policy.generation_config is own
-    with pytest.raises(RuntimeError, match="inside"), own_generation_config_hidden(policy):
+    with pytest.raises(RuntimeError, match="inside"), default_generation_config(policy):
         raise RuntimeError("inside")
     assert policy.generation_config is own
     sample(policy, prompts([5]), sampling_config(make_args(), 1))
@@ -338,7 +338,7 @@ def test_calls_are_as_many_on_every_rank_where_passes_are_in_step(monkeypatch: p
         sizes.append(len(ids))
         return ids.new_zeros(len(ids), 1)
 
-    monkeypatch.setattr(engine, "generate_dropping", generated)
+    monkeypatch.setattr(engine, "generate_compacting", generated)
     given = prompts(*[[5, 6]] * 7)
     sample_responses(tiny_policy(), given, sampling_config_of(4), 64, gather=lambda own: torch.tensor([3, int(own)]))
     assert sizes == [2, 2, 3]

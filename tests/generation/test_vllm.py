@@ -27,13 +27,13 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.config import engines as engine_arguments
-from rlhf_ppo.generation import vllm, vllm_server
+from rlhf_ppo.config import arguments as engine_arguments
+from rlhf_ppo.generation import vllm
 from rlhf_ppo.generation.protocol import sample_with
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.generation.vllm import VLLMEngine, start_vllm
-from rlhf_ppo.models.adapters import base_kept
-from rlhf_ppo.processes.signals import EndsOnSignals, Stopped
+from rlhf_ppo.models.adapters import preserve_base
+from rlhf_ppo.processes.signals import StopOnSignal, Stopped
 from tests.conftest import make_tokenizer, needs_vllm_of_trl, tiny_policy
 from tests.generation.test_transformers_engine import prompts
 from tests.ports import free_port
@@ -229,7 +229,7 @@ def test_a_base_is_kept_in_the_host_s_memory() -> None:
     policy = peft.get_peft_model(tiny_policy().bfloat16(), lora)
     before = {name: weight.clone() for name, weight in policy.named_parameters()}
     with MadeWithoutADevice() as mode:
-        with base_kept(policy):
+        with preserve_base(policy):
             assert not mode.sizes
             with torch.no_grad():
                 for name, weight in policy.named_parameters():
@@ -475,7 +475,7 @@ def test_a_signal_breaks_off_a_request(make_vllm_args: MakeArgs, server: Any) ->
     engine = start_vllm(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), stop_token_id=1, rows=2)
     engine.vllm.sync_weights = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     before = time.monotonic()
-    with EndsOnSignals(lambda flags: flags, awaited=lambda: "it ends").listening(), pytest.raises(Stopped):
+    with StopOnSignal(lambda flags: flags, pending=lambda: "it ends").listening(), pytest.raises(Stopped):
         engine.sample(tiny_policy(), prompts([4]), sampling_config(args, 1))
     given_up.set()
     assert time.monotonic() - before < 5 and handler.received[-1][0] == "/v1/completions"
@@ -540,8 +540,8 @@ def dies(self: Any) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_server, "SECONDS_BETWEEN_LOOKS", 0.02)
-    monkeypatch.setattr(vllm_server, "end_despite_threads", lambda code: None)
+    monkeypatch.setattr(vllm, "SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(vllm, "exit_despite_threads", lambda code: None)
 
 
 @pytest.fixture
@@ -655,7 +655,7 @@ def test_other_ranks_raise_the_error_of_the_one_that_asks(
             raise
         met.append(None)
 
-    monkeypatch.setattr(vllm, "failing_together", meeting)
+    monkeypatch.setattr(vllm, "raise_on_all_ranks", meeting)
     handler.do_POST = dies
     with pytest.raises(ConnectionError):
         engine.sample(tiny_policy(), prompts([4]), sampling_config(args, 1))

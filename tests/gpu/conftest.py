@@ -18,9 +18,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.generation.choosing import has_flash_attention
-from rlhf_ppo.models import varlen
+from rlhf_ppo.generation.engine_factory import has_flash_attention
+from rlhf_ppo.models import packing
 
+IS_FAST = torch.cuda.is_available() and os.environ.get("PRETEND_CUDA") != "1"
+"""Whether there is a GPU; runs are short on the pretended one, which computes on the CPU."""
 REASONS = {
     "cuda": "needs a GPU that torch finds",
     "two GPUs": "needs two GPUs: a tensor-parallel group, or NCCL between processes",
@@ -37,15 +39,14 @@ def found() -> set[str]:
     """Return the names in `REASONS` that this machine has; the pretended GPU has no kernels of its own."""
     gpus = torch.cuda.device_count()
     is_installed = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "bitsandbytes", "triton")}
-    is_real = os.environ.get("PRETEND_CUDA") != "1"
-    is_new = gpus > 0 and is_real and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+    is_new = IS_FAST and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
     loads_kernels = importlib.util.find_spec("flash_attn") is not None or os.environ.get("HF_HUB_OFFLINE") != "1"
     return {
         *(["cuda"] if gpus else []),
         *(["two GPUs"] if gpus > 1 else []),
         *(name for name in ("vllm", "bitsandbytes") if is_installed[name]),
         *(["flash"] if has_flash_attention() and loads_kernels else []),
-        *(["varlen"] if is_new and {"window_size", "scale", "enable_gqa"} <= varlen._TAKES else []),
+        *(["varlen"] if is_new and {"window_size", "scale", "enable_gqa"} <= packing._TAKES else []),
         *(["compiler"] if is_installed["triton"] and shutil.which(os.environ.get("CC", "cc")) else []),
     }
 

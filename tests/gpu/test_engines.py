@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from rlhf_ppo.models.adapters import base_kept
+from rlhf_ppo.models.adapters import preserve_base
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.distributed.processes import ROOT, launch_environment
 from tests.gpu.conftest import MakeTrainer, small_policy
@@ -42,7 +42,7 @@ def test_the_base_under_an_adapter_is_kept_in_the_host_s_memory(device: str) -> 
     policy = get_peft_model(small_policy().bfloat16(), lora).to(device)
     before = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
     allocated = torch.cuda.memory_allocated()
-    with base_kept(policy), torch.no_grad():
+    with preserve_base(policy), torch.no_grad():
         assert torch.cuda.memory_allocated() == allocated
         for name, weight in policy.named_parameters():
             weight += ".base_layer." in name

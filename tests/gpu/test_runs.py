@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import count_w4
-from tests.gpu.conftest import MakeTrainer, small_policy
+from tests.gpu.conftest import IS_FAST, MakeTrainer, small_policy
 
 
 def test_memory_stays_what_it_is(make_device_trainer: MakeTrainer, device: str) -> None:
@@ -24,7 +24,7 @@ def test_memory_stays_what_it_is(make_device_trainer: MakeTrainer, device: str) 
         gc.collect()
         return sum(value.nbytes for value in gc.get_objects() if isinstance(value, torch.Tensor))
 
-    trainer = make_device_trainer(max_steps=50 if device == "cuda" else 6, response_length=8)
+    trainer = make_device_trainer(max_steps=50 if IS_FAST else 6, response_length=8)
     learn = trainer.learn
     trainer.learn = lambda *given: (held.append(bytes_in_use()), learn(*given))[1]  # type: ignore
     trainer.train()
@@ -42,18 +42,17 @@ def test_a_compiled_run_learns_what_a_plain_one_does(make_device_trainer: MakeTr
         assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), name
 
 
-def test_a_run_reaches_its_reward(make_device_trainer: MakeTrainer, device: str) -> None:
+def test_a_run_reaches_its_reward(make_device_trainer: MakeTrainer) -> None:
     """Share of one token in the responses, from 1/32; a CPU makes two updates."""
-    on_gpu = device == "cuda"
     trainer = make_device_trainer(
-        max_steps=60 if on_gpu else 2, learning_rate=3e-4, per_device_train_batch_size=16, kl_coef=0.01,
-        gradient_accumulation_steps=2, num_ppo_epochs=4 if on_gpu else 1, num_mini_batches=1, response_length=12,
+        max_steps=60 if IS_FAST else 2, learning_rate=3e-4, per_device_train_batch_size=16, kl_coef=0.01,
+        gradient_accumulation_steps=2, num_ppo_epochs=4 if IS_FAST else 1, num_mini_batches=1, response_length=12,
         reward_funcs=count_w4,
     )  # fmt: skip
     trainer.train()
     scores = [entry["objective/scores"] for entry in trainer.state.log_history if "objective/scores" in entry]
     assert len(scores) == trainer.args.max_steps
-    assert not on_gpu or sum(scores[-5:]) / 5 > 0.5
+    assert not IS_FAST or sum(scores[-5:]) / 5 > 0.5
 
 
 @pytest.mark.needs("cuda")

@@ -23,7 +23,7 @@ from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.heads import scalar_head
 from rlhf_ppo.models.logprobs import response_logprobs
-from rlhf_ppo.models.passes import PACKS
+from rlhf_ppo.models.packing import PACKS
 from rlhf_ppo.models.policy_and_value import response_values
 from rlhf_ppo.models.unwrapping import backbone
 from tests.conftest import count_w4, tiny_scorer

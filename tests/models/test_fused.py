@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from rlhf_ppo.models import fused as fused_module
 from rlhf_ppo.models import logprobs
-from rlhf_ppo.models.fused import LogitScaling, fused_logprobs
-from rlhf_ppo.models.head_factors import HeadFactors, head_layers
-from rlhf_ppo.models.logprobs import response_logprobs, token_logprobs
+from rlhf_ppo.models.fused import HeadFactors, LogitScaling, fused_logprobs
+from rlhf_ppo.models.logprobs import head_layers, response_logprobs, token_logprobs
 from tests.conftest import tiny_policy
 from tests.models.test_logprobs import LargestOutput, ragged_batch, tiny_model
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_ppo.models.heads import FrozenScorer
-from rlhf_ppo.models.labels import keep_label, label_index, num_labels
-from rlhf_ppo.models.loading import load_reward_model, make_value_model
+from rlhf_ppo.models.frozen import FrozenScorer
+from rlhf_ppo.models.loading import keep_label, label_index, load_reward_model, make_value_model, num_labels
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_heads import tiny_classifier
 

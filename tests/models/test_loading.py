@@ -29,7 +29,7 @@ from rlhf_ppo.models.loading import (
     make_value_model,
     prepare_trainable,
 )
-from rlhf_ppo.models.passes import hidden_states
+from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import backbone
 from tests.conftest import tiny_config, tiny_policy, tiny_scorer

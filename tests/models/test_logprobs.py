@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.models import logprobs
 from rlhf_ppo.models.logprobs import check_logits, response_logprobs, token_logprobs
-from rlhf_ppo.models.passes import hidden_states
+from rlhf_ppo.models.packing import hidden_states
 from tests.conftest import count_w4, tiny_policy, tiny_scorer
 
 SIZES = {

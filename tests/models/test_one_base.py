@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
 
-from rlhf_ppo.models.passes import hidden_states
+from rlhf_ppo.models.packing import hidden_states
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_peft import IDS, FirstPass, first, logits, lora, trained_adapter, two_adapters, weights
 from tests.runs import QUICK, die_and_resume

@@ -21,10 +21,8 @@ from transformers import (
 )
 
 from rlhf_ppo.models import packing
-from rlhf_ppo.models.modes import recompute_in_eval_mode, set_learning
-from rlhf_ppo.models.packing import PACKED, pack_rows, packed_sdpa, unpacked
-from rlhf_ppo.models.passes import hidden_states, packs_rows, run_packed
-from rlhf_ppo.models.unwrapping import backbone
+from rlhf_ppo.models.packing import PACKED, hidden_states, pack_rows, packed_sdpa, packs_rows, run_packed, unpacked
+from rlhf_ppo.models.unwrapping import backbone, recompute_in_eval_mode, set_learning
 from tests.conftest import tiny_policy
 from tests.models.architectures import tiny_model
 

@@ -13,9 +13,16 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_ppo.models.passes import hidden_states, position_ids
-from rlhf_ppo.models.sharded import gathers_in_passes, is_managed, is_sharded
-from rlhf_ppo.models.unwrapping import backbone, is_peft_model, probe_ids, transformers_model
+from rlhf_ppo.models.packing import hidden_states, position_ids
+from rlhf_ppo.models.unwrapping import (
+    backbone,
+    gathers_in_passes,
+    is_managed,
+    is_peft_model,
+    is_sharded,
+    probe_ids,
+    transformers_model,
+)
 from tests.conftest import tiny_policy
 
 SIZES = {

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses
-from rlhf_ppo.models.sharing import shares_parameters
+from rlhf_ppo.models.adapters import shares_parameters
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.runs import QUICK, history, parameters
 

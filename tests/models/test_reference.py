@@ -13,7 +13,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.models.adapter_checks import adds_nothing
+from rlhf_ppo.models.adapters import adds_nothing
 from rlhf_ppo.models.logprobs import response_logprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import INITIAL_ADAPTER, Reference, make_reference

@@ -11,10 +11,9 @@ from numpy.testing import assert_allclose
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from rlhf_ppo.models import varlen
+from rlhf_ppo.models import packing
 from rlhf_ppo.models.logprobs import response_logprobs
-from rlhf_ppo.models.packing import PACKED, pack_rows
-from rlhf_ppo.models.passes import hidden_states
+from rlhf_ppo.models.packing import PACKED, hidden_states, pack_rows
 from tests.models.test_packing import PACKING, ROWS, alone, gradients, model_of, padded
 
 CALLS: list[inspect.BoundArguments] = []
@@ -60,8 +59,8 @@ def of_2_10(
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the device is taken for one that can."""
     CALLS.clear()
-    monkeypatch.setattr(varlen, "varlen_attn", by_its_contract)
-    monkeypatch.setattr(varlen, "_flash_can", lambda *states: True)
+    monkeypatch.setattr(packing, "varlen_attn", by_its_contract)
+    monkeypatch.setattr(packing, "_flash_can", lambda *states: True)
 
 
 @pytest.mark.parametrize("name", PACKING)
@@ -127,8 +126,8 @@ def test_autocast_s_type_is_that_of_all_states() -> None:
 def test_an_older_pytorch_runs_what_it_knows(
     name: str, changes: dict[str, Any], runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", of_2_10)
-    monkeypatch.setattr(varlen, "_TAKES", frozenset(inspect.signature(of_2_10).parameters))
+    monkeypatch.setattr(packing, "varlen_attn", of_2_10)
+    monkeypatch.setattr(packing, "_TAKES", frozenset(inspect.signature(of_2_10).parameters))
     model = model_of(name, **changes)
     expected = alone(model, ROWS)
     pack_rows(model)
@@ -148,19 +147,19 @@ def test_what_the_kernels_do_not_know_takes_another_way(option: dict[str, Any]) 
     state = torch.randn(1, 4, 3, 8)
     states = (state, state, state)
     starts = torch.tensor([0, 3], dtype=torch.int32)
-    assert varlen.attend_varlen(states, starts, 3) is not None
-    assert varlen.attend_varlen(states, starts, 3, **option) is None
+    assert packing.attend_varlen(states, starts, 3) is not None
+    assert packing.attend_varlen(states, starts, 3, **option) is None
 
 
 def test_pytorch_takes_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own function on tensors without storage, forward and backward."""
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(packing, "varlen_attn", varlen_attn)
     states: Any = tuple(
         torch.empty(1, 7, heads, 8, device="meta", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
         for heads in (4, 2, 2)
     )
     starts = torch.empty(3, dtype=torch.int32, device="meta")
-    attended = varlen.attend_varlen(states, starts, 5, scaling=0.3, sliding_window=3)
+    attended = packing.attend_varlen(states, starts, 5, scaling=0.3, sliding_window=3)
     assert attended is not None and attended.shape == (1, 7, 4, 8)
     attended.sum().backward()
     assert all(part.grad is not None and part.grad.shape == part.shape for part in states)
@@ -170,6 +169,6 @@ def test_a_cpu_has_no_such_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     model = model_of("llama").bfloat16()
     pack_rows(model)
-    monkeypatch.setattr(varlen, "varlen_attn", by_its_contract)
+    monkeypatch.setattr(packing, "varlen_attn", by_its_contract)
     hidden_states(model, *padded(ROWS))
     assert not CALLS

@@ -38,7 +38,7 @@ COMPUTE_NOTHING = {"cli", "compat", "demo", "pipeline", "terminal"}
 
 def test_every_room_that_computes_has_mutants() -> None:
     assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == {
-        *TABLES,
+        *(TABLES.keys() - {"."}),
         *COMPUTE_NOTHING,
     }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_ppo.checkpoints.manifest import write_manifest
+from rlhf_ppo.checkpoints.files import write_manifest
 
 TEXT = """
 output_dir: out
@@ -77,6 +77,7 @@ class Steps:
             for name in ("rng_state.pth", "scheduler.pt"):
                 zipfile.ZipFile(checkpoint / name, "w").close()
             (checkpoint / "ppo_state.json").write_text('{"episode": 4, "batch_size": 4}')
+            (checkpoint / "ppo_arguments.json").write_text("{}")
             write_manifest(str(checkpoint))
 
     def judge(self, options: dict[str, str], runs: list[str]) -> None:

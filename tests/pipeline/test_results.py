@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo.pipeline.results import keep_win_rates
+from rlhf_ppo.pipeline.running import keep_win_rates
 from rlhf_ppo.pipeline.steps import Pipeline, read_pipeline
 
 TEXT = """

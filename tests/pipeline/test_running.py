@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo.checkpoints.whole import newest_of_trl
+from rlhf_ppo.checkpoints.complete import newest_trl_checkpoint
 from rlhf_ppo.cli.pipeline import pipeline as command
 from rlhf_ppo.pipeline.running import run_pipeline, start_python
 from rlhf_ppo.pipeline.steps import Pipeline, read_pipeline
@@ -93,7 +93,7 @@ def test_a_training_step_goes_on_from_its_newest_whole_checkpoint(read: Callable
     sft = started.words[0]
     assert sft[sft.index("--resume_from_checkpoint") + 1] == "out/sft/checkpoint-10"
     assert started.started[1:3] == [("reward", False), ("ppo", False)]  # have none that is whole
-    assert newest_of_trl(Path("nowhere")) is None
+    assert newest_trl_checkpoint(Path("nowhere")) is None
 
 
 def test_checkpoints_of_ppo_that_are_all_damaged_are_moved_out_of_the_way(read: Callable[..., Pipeline]) -> None:
@@ -172,7 +172,7 @@ def test_a_signal_ends_the_pipeline_after_a_step_that_ended_well(
 
 def test_the_end_of_the_terminal_is_no_error(read: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch) -> None:
     left = list[bool]()
-    monkeypatch.setattr("rlhf_ppo.pipeline.running.leave_closed_terminal", lambda: left.append(True))
+    monkeypatch.setattr("rlhf_ppo.pipeline.running.discard_closed_terminal", lambda: left.append(True))
     run_pipeline(read(), Steps(lambda *_: signal.raise_signal(signal.SIGHUP)))
     assert left
 
@@ -221,7 +221,7 @@ def test_a_mistake_in_the_last_step_is_said_before_the_first_has_run(
 ) -> None:
     read(TEXT.replace(old, new))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", lambda _: pytest.fail("a step was run"))
+    monkeypatch.setattr("rlhf_ppo.pipeline.running.start_python", lambda _: pytest.fail("a step was run"))
     with pytest.raises(SystemExit) as stopped:
         command(["run.yaml"])
 
@@ -235,13 +235,13 @@ def test_a_second_pipeline_in_its_directory_is_refused(
     read()
 
     def started_again(_: Sequence[str]) -> int:
-        monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", lambda _: pytest.fail("a step was run"))
+        monkeypatch.setattr("rlhf_ppo.pipeline.running.start_python", lambda _: pytest.fail("a step was run"))
         with pytest.raises(SystemExit) as stopped:
             command(["run.yaml"])
         assert stopped.value.code == 2
         return 3
 
-    monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", started_again)
+    monkeypatch.setattr("rlhf_ppo.pipeline.running.start_python", started_again)
     with pytest.raises(SystemExit) as ended:
         command(["run.yaml"])
 
@@ -254,7 +254,7 @@ def test_a_dry_run_names_the_commands_and_starts_none(
     read: Callable[..., Pipeline], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read(TEXT.replace("ppo: {", "ppo: {reward_weights: {reward_model: 2}, "))
-    monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", lambda _: pytest.fail("a step was run"))
+    monkeypatch.setattr("rlhf_ppo.pipeline.running.start_python", lambda _: pytest.fail("a step was run"))
     command(["run.yaml", "--dry-run"])
 
     printed = capsys.readouterr().out

@@ -14,10 +14,10 @@ from coverage import CoverageData
 
 PACKAGE = Path(__file__).parents[2] / "rlhf_ppo"
 NOT_EXECUTED: dict[str, str] = {
-    "cli/quantization.py: not torch.cuda.is_available()": "bitsandbytes has kernels of its own",
-    "generation/vllm_server.py: item is not None and item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
-    "generation/vllm_server.py: item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
-    "generation/vllm_server.py: torch.cuda.current_device() if torch.cuda.is_initialized() else None": (
+    "cli/arguments.py: not torch.cuda.is_available()": "bitsandbytes has kernels of its own",
+    "generation/vllm.py: item is not None and item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
+    "generation/vllm.py: item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
+    "generation/vllm.py: torch.cuda.current_device() if torch.cuda.is_initialized() else None": (
         "vLLM runs on a GPU of its own or not at all"
     ),
 }

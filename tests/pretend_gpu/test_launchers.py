@@ -29,7 +29,7 @@ def launch(config: str, *calls: processes.Call, precision: str = "bf16", options
     """Make the calls in one process under a configuration; check how it was launched; return what each returned."""
     options = ["--mixed_precision", precision, *options]
     on_device = [(name, {**arguments, "ddp_backend": None}) for name, arguments in calls]
-    reports = [rank for (rank,) in processes.run_all(config, on_device, 1, options=options)]
+    reports = [rank for (rank,) in processes.run_all(config, on_device, 1, 300, options=options)]
     for report in reports:
         assert (report["distributed_type"], report["zero_stage"]) == ENGINES[config]
         assert report["mixed_precision"] == precision
@@ -65,11 +65,11 @@ def test_it_learns(config: str, models: Path, tmp_path: Path) -> None:
         "models": str(models), "per_device_train_batch_size": 16, "num_ppo_epochs": 4, "num_mini_batches": 1,
         "bf16": True, "kl_coef": 0.0, "lr_scheduler_type": "constant",
     }  # fmt: skip
-    whole = {"output_dir": str(tmp_path / "whole"), "learning_rate": 1e-2, "max_steps": 12}
+    whole = {"output_dir": str(tmp_path / "whole"), "learning_rate": 1e-2, "max_steps": 20}
     adapters = {"output_dir": str(tmp_path / "LoRA"), "learning_rate": 3e-2, "max_steps": 40, "adapters": True}
     for report in launch(config, ("train", run | whole), ("train", run | adapters)):
         scores = [entry["objective/scores"] for entry in updates(report["log"])]
-        assert sum(scores[:3]) / 3 < 0.08 and sum(scores[-3:]) / 3 > 0.25, scores
+        assert sum(scores[:3]) / 3 < 0.08 and sum(scores[-3:]) / 3 > 0.4, scores
 
 
 @pytest.mark.parametrize("config", sorted(ENGINES))
@@ -104,8 +104,10 @@ def test_fp16_scales_its_losses(config: str, models: Path, tmp_path: Path) -> No
 def test_what_is_offloaded_resumes_bit_for_bit(config: str, models: Path, tmp_path: Path) -> None:
     def call(name: str, **arguments: Any) -> processes.Call:
         run = {"output_dir": str(tmp_path / name), "models": str(models), "bf16": True}
-        return "train_with_checkpoints", run | arguments
+        return "tests.pretend_gpu.offloaded.train_with_checkpoints", run | arguments
 
     checkpoint = str(tmp_path / "whole" / "checkpoint-1")
     whole, resumed = launch(config, call("whole"), call("resumed", resume=checkpoint), options=OFFLOADED[config])
     assert_same_end([resumed], [whole])
+    assert whole["moments"] == resumed["moments"] == {"cpu"}
+    assert whole["weights"] == resumed["weights"] == {"cuda" if config == "deepspeed_zero2" else "cpu"}

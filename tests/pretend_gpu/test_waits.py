@@ -12,24 +12,22 @@ from tests.gpu.conftest import MakeTrainer, device, make_device_trainer  # noqa:
 
 EXPECTED = {
     "generate": {
-        "generation/dropping.py:__call__": 3,
-        "generation/nonfinite.py:check": 3,
-        "generation/dropping.py:generate_dropping": 3,
-        "generation/protocol.py:sample_with": 2,
-        "generation/transformers_engine.py:sample_responses": 1,
-        "data/rollout.py:padding_columns": 1,
-        "generation/sequences.py:join_responses": 1,
-        "data/places.py:of": 1,
-        "data/prompts.py:__post_init__": 1,
+        "generation/sampling.py:check_beside": 3,
+        "generation/protocol.py:sample_with": 1,
+        "generation/stopping.py:join_responses": 1,
     },
-    "score": {"rewards/scorer.py:_on_host": 1, "rewards/scorer.py:_added_up": 1},
+    "score": {"rewards/scorer.py:_rows": 1, "rewards/scorer.py:_weighted_sum": 1},
     "learn": {
         "reporting/update_statistics.py:metrics": 6,
         "trainer.py:update": 2,
-        "training/divergence.py:allows_step": 2,
+        "training/guards.py:allows_step": 2,
     },
 }
-"""Waits of an update of two mini-batches, of two micro-batches each, without those in transformers."""
+"""Waits of an update of two mini-batches, of two micro-batches each, without those in transformers.
+
+In generation the host must know which rows go on after each of three calls of `generate`, whether the engine sampled
+all tokens, and how long the responses are: the next shapes follow from it.
+"""
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def waits(make_device_trainer: MakeTrainer) -> Iterator[dict[str, Counter[str]]]
 
     def count(operation: str) -> None:
         if trainer.state.global_step == 1:
-            counted.setdefault(trainer._timer.running, Counter())[pretend.caller()] += 1
+            counted.setdefault(trainer._run.timer.running, Counter())[pretend.caller()] += 1
 
     with pretend.watching(count):
         trainer.train()
@@ -58,5 +56,5 @@ def test_the_host_waits_where_it_must_and_nowhere_else(phase: str, waits: dict[s
 
 def test_a_micro_batch_waits_at_most_twice(waits: dict[str, Counter[str]]) -> None:
     """Of learning's waits only these are of its steps; the others are once an update."""
-    of_steps = waits["learn"]["trainer.py:update"] + waits["learn"]["training/divergence.py:allows_step"]
+    of_steps = waits["learn"]["trainer.py:update"] + waits["learn"]["training/guards.py:allows_step"]
     assert 0 < of_steps <= 2 * 4

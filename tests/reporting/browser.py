@@ -85,6 +85,14 @@ class Browser:
             raise RuntimeError(f"{script}: {json.dumps(answer['exceptionDetails'])[:500]}")
         return answer["result"].get("value")
 
+    def wait_until(self, condition: str) -> None:
+        """Wait until an expression is true, also over a page that reloads itself."""
+        for _ in range(600):
+            if self.run(f"Boolean({condition})"):
+                return
+            time.sleep(0.05)
+        raise TimeoutError(condition)
+
     def click(self, selector: str, number: int = 0) -> None:
         """Click in the middle of an element, as a mouse does."""
         place = self.run(
@@ -100,6 +108,10 @@ class Browser:
         """Press a key on what has the focus."""
         for kind in ("rawKeyDown", "keyUp"):
             self._ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+
+    def save_downloads(self, folder: str) -> None:
+        """Let the page save files in a directory."""
+        self._ask("Page.setDownloadBehavior", behavior="allow", downloadPath=folder)
 
     def picture(self, path: Path, whole: bool = True) -> None:
         """Write what is shown as a PNG."""

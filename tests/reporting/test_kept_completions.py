@@ -14,10 +14,15 @@ import torch
 from transformers import AutoTokenizer
 
 import rlhf_ppo.reporting.completion_files as completion_files
-from rlhf_ppo.checkpoints.disk import DiskFullError
+from rlhf_ppo.checkpoints.files import DiskFullError
 from rlhf_ppo.checkpoints.run import Run
-from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, find_completions, read_completions, write_completions
-from rlhf_ppo.reporting.kept_completions import texts_of_tokens
+from rlhf_ppo.reporting.completion_files import (
+    TOKEN_VALUES,
+    find_completions,
+    read_completions,
+    texts_of_tokens,
+    write_completions,
+)
 from tests.conftest import count_w4, make_tokenizer
 from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run, record_rollouts
 

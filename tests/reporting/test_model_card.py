@@ -131,7 +131,7 @@ def test_a_card_reads_what_was_logged_since_the_last_one(make_trainer):
     trainer.create_model_card()
     Counted.reads = 0
     trainer.state.log_history.append(Counted({"loss/policy_avg": 7.5}))
-    trainer._checkpoints.is_writing = True
+    trainer._run.is_saving = True
     trainer.create_model_card()
 
     assert Counted.reads == 1

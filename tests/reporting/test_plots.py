@@ -5,7 +5,7 @@ import pytest
 from matplotlib.collections import PolyCollection
 from transformers import TrainerState
 
-from rlhf_ppo.cli.plot import plot
+from rlhf_ppo.cli.main import plot
 from rlhf_ppo.reporting import plots
 from rlhf_ppo.reporting.plots import PANELS, mean_curve, plot_metrics
 from rlhf_ppo.reporting.run_log import read_log

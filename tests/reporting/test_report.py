@@ -7,7 +7,11 @@ import json
 import math
 import re
 import statistics
+import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,15 +22,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_ppo.checkpoints.run import Run
+from rlhf_ppo.checkpoints.run import LOCK_NAME, Run, in_use, locked
 from rlhf_ppo.cli.judge import JudgeArguments, add_verdicts, keep, keep_win_rate
 from rlhf_ppo.cli.main import main
-from rlhf_ppo.reporting import judged, report_data
+from rlhf_ppo.reporting import judged_pairs, key_figures, report_data
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
-from rlhf_ppo.reporting.health import CHECKS
-from rlhf_ppo.reporting.report import write_report
-from rlhf_ppo.rewards.preference import Compared
-from rlhf_ppo.terminal.foreign import visible
+from rlhf_ppo.reporting.health_checks import CHECKS
+from rlhf_ppo.reporting.report import SCRIPTS, watch_report, write_report
+from rlhf_ppo.rewards.judges import Compared
+from rlhf_ppo.terminal.text import visible
 from tests.reporting.browser import CHROMIUM, Browser
 from tests.runs import QUICK
 
@@ -160,11 +164,76 @@ def test_the_curves_are_those_of_the_log(runs: list[Path], tmp_path: Path) -> No
     assert metrics["time/generate"][1]["mean"] == [0.5, None, 0.5, 0.5]
 
 
+def test_the_verdict_is_the_judges_or_says_what_the_log_shows(runs: list[Path], tmp_path: Path) -> None:
+    judged, not_judged = page_of(runs, tmp_path).data["verdicts"]
+    assert judged["outcome"] == "undecided" and judged["win_rate"] == pytest.approx(0.6)
+    assert not_judged["outcome"] == "not judged" and not_judged["win_rate"] is None
+    assert not_judged["sentence"] == (
+        "No judge compared this policy with the SFT model. The score went from 2.33 to 3.33; the KL to the reference "
+        "is 1.2 nats per response."
+    )
+    for kl, words in ((0, "The score rose from 0 to 3 (95% interval 3 to 3)"), (1, "The score fell from 1 to -3")):
+        log = [{"step": step, "objective/scores": -3.0 if kl else 3.0, "objective/kl": kl} for step in range(9)]
+        write_log(runs[2], [{"step": 0, "objective/scores": float(kl), "objective/kl": kl}, *log[1:]])
+        assert words in page_of(runs, tmp_path).data["verdicts"][1]["sentence"]
+
+
+def test_key_figures_are_the_first_log_and_the_mean_of_the_last_with_its_interval(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    alone = make_run(tmp_path / "alone", 3, kl_coef=0.9)
+    ended = [1.0, 0.9, 0.8, 0.7, 1.0, 1.0, 0.85]
+    write_log(
+        alone, [{"step": step, "objective/kl": 0, "response/ended_frac": each} for step, each in enumerate(ended)]
+    )
+    page = page_of([*runs, alone], tmp_path)
+    figures = {figure["key"]: figure for figure in page.data["figures"]}
+
+    assert list(figures) == [
+        "objective/scores", "eval_score", "objective/kl", "response/ended_frac", "policy/entropy_avg"
+    ]  # fmt: skip
+    seeds, four_logs, _ = figures["objective/scores"]["groups"]
+    half = (
+        12.71 * 0.5
+    )  # seeds that end at 4/3 and 7/3: Student's t with one degree of freedom, times the standard error
+    assert seeds == {name: pytest.approx(value) for name, value in zip(
+        ("first", "last", "low", "high"), (5 / 6, 11 / 6, 11 / 6 - half, 11 / 6 + half), strict=True
+    )}  # fmt: skip
+    assert four_logs == {"first": pytest.approx(7 / 3), "last": pytest.approx(10 / 3), "low": None, "high": None}
+    assert figures["eval_score"]["groups"] == [
+        {"first": None, "last": 1.0, "low": pytest.approx(1 - half), "high": pytest.approx(1 + half)},
+        {"first": None, "last": 2.5, "low": None, "high": None},
+        None,
+    ]
+    mean, error = 0.95, statistics.stdev([1.0, 1.0, 0.85]) / 3**0.5
+    assert figures["response/ended_frac"]["groups"] == [
+        None, None, {"first": 1.0, "last": pytest.approx(mean), "low": pytest.approx(mean - 4.3 * error), "high": 1.0},
+    ]  # fmt: skip
+
+
+def test_score_against_kl_is_the_mean_over_seeds_and_over_stretches_of_updates(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds, _ = page_of(runs, tmp_path).data["frontier"]
+    assert seeds == [
+        {"step": step, "kl": pytest.approx(0.15 * step), "score": pytest.approx(0.5 + step / 3)} for step in UPDATES
+    ]
+    monkeypatch.setattr(key_figures, "MAX_FRONTIER", 2)
+    seeds, _ = page_of(runs, tmp_path).data["frontier"]
+    assert seeds == [
+        {"step": 2, "kl": pytest.approx(0.225), "score": pytest.approx(1.0)},
+        {"step": 4, "kl": pytest.approx(0.525), "score": pytest.approx(0.5 + 7 / 6)},
+    ]
+    write_log(runs[2], [{"step": 1, "objective/kl": 1.0}])
+    assert page_of(runs, tmp_path).data["frontier"][1] == []
+
+
 def test_health_checks_say_when_they_fired_and_what_they_said(runs: list[Path], tmp_path: Path) -> None:
-    entropy, ratio = page_of(runs, tmp_path).data["runs"][0]["health"]
+    entropy, ratio, win_rate = page_of(runs, tmp_path).data["runs"][0]["health"]
     said = [{"step": 3, "words": "the entropy has fallen from 2 to 0.1 nats per token"}]
     assert entropy == {"check": "entropy", "first": 3, "last": 4, "fired": 2, "logs": 4, "said": said}
     assert ratio == {"check": "ratio", "first": None, "last": None, "fired": 0, "logs": 4, "said": []}
+    assert (win_rate["check"], win_rate["fired"], win_rate["logs"]) == ("win_rate", 0, 1)
     settings = runs[0] / "ppo_settings.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "health": {}}))  # of a version before
     assert page_of(runs, tmp_path).data["runs"][0]["health"][0] == {**entropy, "said": []}
@@ -205,7 +274,7 @@ def test_what_the_judge_said_is_that_of_its_files(runs: list[Path], tmp_path: Pa
     tie = inside["rows"][3]
     assert (tie["first"], tie["second"], tie["verdict"]) == (1.0, -1.0, 0.0)
     assert tie["model"] == f"{VISIBLE} 3" and tie["opponent"] == "xxx" and inside["rows"][6]["opponent"] is None
-    assert len(many["rows"]) == 5 * judged.MAX_PAIRS and (many["wins"], many["failed"]) == (100, 100)
+    assert len(many["rows"]) == 5 * judged_pairs.MAX_PAIRS and (many["wins"], many["failed"]) == (100, 100)
 
 
 def test_win_rates_that_differ_in_the_seed_have_a_mean(runs: list[Path], tmp_path: Path) -> None:
@@ -223,7 +292,11 @@ def test_win_rates_that_differ_in_the_seed_have_a_mean(runs: list[Path], tmp_pat
 def test_settings_tell_what_is_not_the_default_and_no_secret(runs: list[Path], tmp_path: Path) -> None:
     page = page_of(runs, tmp_path)
     rows = {row["name"]: row for row in page.data["settings"]}
-    assert rows["kl_coef"] == {"name": "kl_coef", "values": ["0.05", "0.5"], "changed": True, "differs": True}
+    kl_coef = rows["kl_coef"]
+    assert kl_coef.pop("help").startswith("Coefficient of the per-token KL penalty")
+    assert kl_coef == {
+        "name": "kl_coef", "values": ["0.05", "0.5"], "default": "0.05", "changed": True, "differs": True
+    }  # fmt: skip
     assert rows["output_dir"]["differs"] is False and rows["seed"]["differs"] is True
     assert "hub_token" not in rows and "hf_secret" not in page.texts["data"]
     assert page.data["versions"] == {"torch": "2.13.0"}
@@ -232,7 +305,9 @@ def test_settings_tell_what_is_not_the_default_and_no_secret(runs: list[Path], t
 def test_hostile_texts_stay_text_and_nothing_is_fetched(runs: list[Path], tmp_path: Path) -> None:
     page = page_of(runs, tmp_path)
     source = (tmp_path / "new" / "report.html").read_text(encoding="utf-8")
-    assert [tag for tag, _ in page.tags].count("script") == 6 and "img" not in [tag for tag, _ in page.tags]
+    assert [tag for tag, _ in page.tags].count("script") == 1 + len(SCRIPTS) and "img" not in [
+        tag for tag, _ in page.tags
+    ]
     assert not any(name.startswith("on") or name == "src" for _, attributes in page.tags for name in attributes)
     assert "window.hacked" not in re.sub(r"\\u003c/script\\u003e\\u003cscript\\u003ewindow.hacked", "", source)
     policy = next(
@@ -280,6 +355,18 @@ def test_a_curve_that_is_thinned_out_keeps_its_extremes(tmp_path: Path) -> None:
     assert drawn[2500] == (0.0, pytest.approx(800**0.5))
 
 
+def test_smoothing_of_a_thinned_curve_reads_the_mean_around_each_point(tmp_path: Path) -> None:
+    """A curve of 10 and 0 in turn, of which the extremes are drawn, is smoothed to its mean; gaps do not count."""
+    run = make_run(tmp_path / "long")
+    kls = [math.nan if step % 100 == 0 else 10.0 * (step % 2) for step in range(1, 5001)]
+    write_log(run, [{"step": step, "objective/kl": kl} for step, kl in enumerate(kls, start=1)])
+    (curve,) = page_of([run], tmp_path).data["metrics"][0]["curves"]
+    assert {*curve["mean"]} <= {0.0, 10.0, None} and len(curve["level"]) == len(curve["mean"]) < 1000
+    assert statistics.mean(curve["level"]) == pytest.approx(5, abs=0.2)
+    short = report_data.curve([log_of(0)], "objective/kl", {})
+    assert short is not None and "level" not in short  # all points are drawn
+
+
 @pytest.mark.parametrize("values", [[math.nan] * 3000, [math.nan, 1.0] * 1500])
 def test_gaps_of_a_long_curve_are_no_extremes(values: list[float]) -> None:
     means = np.array(values)
@@ -304,7 +391,7 @@ def test_the_work_of_a_report_grows_as_the_log_does(tmp_path: Path, monkeypatch:
         nonlocal interpolated
         run, calls, interpolated = make_run(tmp_path / f"long{num_updates}"), 0, 0
         first, *_, evaluation, _ = log_of(0)
-        fires = {f"health/{check.name}": 1.0 for check in CHECKS if not check.of_evaluations}
+        fires = {f"health/{check.name}": 1.0 for check in CHECKS if check.reads == "updates"}
         at = [{"step": step, "episode": 8 * step} for step in range(1, num_updates + 1)]
         write_log(run, [each for place in at for each in ({**first, **place, **fires}, {**evaluation, **place})])
 
@@ -355,6 +442,65 @@ def test_what_a_run_writes_makes_a_report(
     settings = {row["name"]: row for row in data["settings"]}
     assert settings["response_length"]["values"] == ["4"] and settings["response_length"]["changed"]
     assert settings["rewards"]["values"] == ['["count_w4"]'] and not settings["gamma"]["changed"]
+
+
+# ---- Watching a run ----
+
+
+def refresh_of(path: Path) -> float | None:
+    return Page(path).data["refresh_seconds"]
+
+
+def test_a_watched_report_follows_the_run_until_it_ends(tmp_path: Path) -> None:
+    """The run has no log at first; its lock is released at its end."""
+    run, path = make_run(tmp_path / "one"), tmp_path / "report.html"
+    log = (run / "log_history.jsonl").read_text()
+    (run / "log_history.jsonl").unlink()
+
+    def wait_for(step: int) -> None:
+        deadline = time.monotonic() + 30
+        while not path.exists() or Page(path).data["runs"][0]["last_step"] != step:
+            assert watching.is_alive() and time.monotonic() < deadline
+            time.sleep(0.01)
+
+    watching = threading.Thread(target=watch_report, args=([run], path), kwargs={"seconds": 0.01})
+    with locked(str(run)):
+        watching.start()
+        time.sleep(0.1)
+        assert not path.exists()
+        (run / "log_history.jsonl").write_text(log)
+        wait_for(4)
+        with open(run / "log_history.jsonl", "a") as file:
+            file.write(json.dumps({**log_of(0)[0], "step": 5}) + "\n")
+        wait_for(5)
+        assert refresh_of(path) == 0.01
+    watching.join(30)
+    assert not watching.is_alive() and refresh_of(path) is None
+
+
+def test_ctrl_c_ends_the_watching_with_a_page_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, path = make_run(tmp_path / "one"), tmp_path / "report.html"
+
+    def interrupt(seconds: float) -> None:
+        assert refresh_of(path) == seconds == 10
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlhf_ppo.reporting.report.time.sleep", interrupt)
+    with locked(str(run)):
+        main(["report", str(run), "--watch", "--output", str(path)])
+    assert refresh_of(path) is None
+
+
+def test_a_run_of_another_process_is_in_use_until_that_process_ends(tmp_path: Path) -> None:
+    hold = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX)"
+    hold += "; print(flush=True); input()"
+    lock = tmp_path / LOCK_NAME
+    assert not in_use(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", hold, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        assert in_use(tmp_path)
+        other.communicate(b"\n")
+    assert lock.exists() and not in_use(tmp_path)
 
 
 # ---- Mistakes ----
@@ -498,14 +644,19 @@ def test_every_panel_is_drawn_and_every_control_works(runs: list[Path], tmp_path
         for width in (1280, 390):
             browser.open(path, width)
             assert browser.run("document.documentElement.scrollWidth") == width  # nothing sticks out
-            assert browser.run("document.querySelectorAll('.panel').length") == num_metrics
+            browser.run("document.getElementById('others').open = true")
+            browser.run("new Promise((done) => setTimeout(done, 50))")  # until its panels are drawn
+            assert browser.run("document.querySelectorAll('.panel').length") == num_metrics + 1  # and score against KL
             empty = "[...document.querySelectorAll('.panel')].filter((each) => !each.querySelector('.line')).length"
-            assert browser.run(empty) == 0 and browser.run(LINES) == 2 * num_metrics
+            assert browser.run(empty) == 0 and browser.run(LINES) == 2 * (num_metrics + 1)
             assert browser.run("document.querySelectorAll('.panel .band').length") == num_metrics
             health = browser.run("document.getElementById('health').innerText")
             assert "What to do: raise kl_coef, lower learning_rate" in health and "at update 3, last at 4" in health
             assert [f"from 2 to 0.{seed + 1} nats per token" in health for seed in (0, 1, 2)] == [True] * 3
-            assert "The others found nothing: ratio." in health  # of an earlier version: what it means is not known
+            verdicts = browser.run("document.getElementById('verdicts').innerText")
+            assert "Undecided against the column chosen" in verdicts and "No judge compared this policy" in verdicts
+            assert "60.0%" in browser.run("document.querySelector('[data-figure=win_rate]').innerText")
+            assert "No finding from the other checks: ratio, win_rate." in health
             use_controls(browser)
         assert browser.complaints == [] and browser.run("window.hacked") is None
         assert {address for address in browser.requests if not address.startswith("data:")} == {path.as_uri()}
@@ -519,7 +670,35 @@ def test_runs_that_do_not_differ_in_their_seed_are_not_called_seeds(tmp_path: Pa
             names = [f"run-{seed}" if len({*seeds}) == 1 else f"run-seed{seed}" for seed in (0, 1)]
             made = [make_run(tmp_path / called / name, seed) for name, seed in zip(names, seeds, strict=True)]
             browser.open(write_report(made, tmp_path / called / "report.html"), 390)
-            assert browser.run("document.getElementById('toggles').innerText") == called
+            assert browser.run("document.querySelector('#toggles').textContent") == called
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_the_page_of_a_running_run_reloads_itself_at_the_same_place(tmp_path: Path) -> None:
+    run, path = make_run(tmp_path / "one"), tmp_path / "report.html"
+    write_report([run], path, refresh_seconds=0.5)
+    with Browser() as browser:
+        browser.open(path, 390)
+        assert browser.run("document.getElementById('live').innerText") == "running"
+        choose(browser, "responses-find", "gap")
+        choose(browser, "samples-slider", 1)
+        browser.click("input[name=colour]", 2)
+        browser.run("document.getElementById('others').open = true; scrollTo({top: 1234, behavior: 'instant'})")
+        write_log(run, [*log_of(0), {**log_of(0)[0], "step": 5}])
+        write_report([run], path)
+        loaded = "typeof data === 'object' && data.runs[0].last_step"
+        browser.wait_until(f"{loaded} === 5 && document.readyState === 'complete'")
+        browser.run("new Promise((done) => setTimeout(done, 200))")
+        assert browser.run("scrollY") == 1234
+        assert browser.run("document.getElementById('live').hidden")
+        assert browser.run("document.getElementById('others').open")
+        assert browser.run("document.getElementById('responses-find').value") == "gap"
+        assert browser.run("document.querySelector('.tokens .hit') !== null")
+        assert browser.run("document.getElementById('samples-step').textContent") == "2"
+        assert browser.run("document.getElementById('responses-step').textContent") == "4"  # the last, as before
+        assert browser.run("document.querySelector('input[name=colour]:checked').value") == "kl"
+        assert browser.complaints == []
 
 
 def use_controls(browser: Browser) -> None:
@@ -591,14 +770,109 @@ def use_controls(browser: Browser) -> None:
     assert "mean" not in browser.run(told)  # one seed only
     assert "60.0%" in browser.run(told) and "runs/ppo against chosen, judged by gpt" in browser.run(told)
 
+    choose(browser, "judged-find", "x" * 10)
+    assert browser.run(outcomes) == "tie,tie,none,none"
+    assert browser.run("document.querySelectorAll('#judged-list mark').length") == 4
+
     choose(browser, "responses-run", "2")
     choose(browser, "samples-run", "1")
-    browser.click("#others summary")
-    assert browser.run("document.getElementById('others').open") is True
+    search_responses(browser)
+    change_charts(browser)
     browser.click("#settings-tables summary")
+    choose(browser, "settings-find", "kl_c")
+    assert browser.run("document.querySelector('#settings-tables details tbody').rows.length") == 1
+    choose(browser, "settings-find", "")
+    changed = (
+        "[...document.querySelectorAll('#changed tbody tr')].map((each) => each.cells[0].firstChild.firstChild.data)"
+    )
+    assert "kl_coef" in browser.run(changed)
 
 
-def choose(browser: Browser, name: str, value: str | int) -> None:
+def search_responses(browser: Browser) -> None:
+    """Search a text that crosses tokens, in all updates, and one that no response has."""
+    choose(browser, "responses-find", "GAP END")
+    rows = "document.querySelectorAll('.response').length"
+    assert browser.run("document.getElementById('found-in').textContent") == "Found at update" + "".join(
+        f"{step}: 10 of 10" for step in UPDATES
+    )
+    assert browser.run("[...document.querySelectorAll('.tokens')[0].children].map((each) => each.className)") == [
+        "", "hit gap", "hit part", "hit"
+    ]  # fmt: skip
+    browser.click("#found-in button", 1)
+    assert browser.run("document.getElementById('responses-step').textContent") == str(UPDATES[1])
+    choose(browser, "responses-find", "}} <!-- \U0001f600 7")
+    assert browser.run(rows) == 1 and browser.run("document.querySelectorAll('.response mark').length") == 1
+    choose(browser, "responses-find", "no such text")
+    assert browser.run(rows) == 0 and "No response matches." in browser.run("document.body.innerText")
+    choose(browser, "responses-find", "")
+
+
+def change_charts(browser: Browser) -> None:
+    """Smooth, change to a log axis, read health marks, enlarge, and download."""
+    panel = "document.querySelector('[data-metric=\"objective/kl\"]')"
+    line = f"{panel}.querySelector('.line').getAttribute('points')"
+    plain = browser.run(line)
+    choose(browser, "smoothing", 0.5)
+    smoothed = browser.run(line)
+    assert smoothed != plain and browser.run(f"{panel}.querySelectorAll('.raw').length") == 2
+    y = [[float(point.split(",")[1]) for point in points.split()] for points in (plain, smoothed)]
+    assert y[1][0] == y[0][0] and y[1][1] == pytest.approx((y[0][0] + 2 * y[0][1]) / 3, abs=0.11)  # 1/4 to 1/2
+    choose(browser, "smoothing", 0)
+
+    browser.click("#log")
+    assert browser.run(line) != plain
+    browser.click("#log")
+    assert browser.run(line) == plain
+
+    marks = "document.querySelectorAll('[data-metric=\"objective/kl\"] .mark').length"
+    assert browser.run(marks) == 3  # one in each run
+    title = browser.run(f"{panel}.querySelector('.mark title').textContent")
+    assert title == "entropy, update 3: the entropy has fallen from 2 to 0.1 nats per token"
+    browser.click("#marks")
+    assert browser.run(marks) == 0
+    browser.click("#marks")
+
+    browser.click('[data-metric="objective/kl"] svg')
+    opened = "document.getElementById('large').open && document.getElementById('large-title').textContent"
+    assert browser.run(opened) == "objective/kl"
+    assert browser.run("document.querySelectorAll('#large-chart .line').length") == 2
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    browser.run("document.activeElement.blur()")
+    browser.click("#large-after")
+    assert browser.run(opened) not in (False, "objective/kl")
+    browser.click("#large-before")
+    browser.click("#large-chart .mark")
+    assert "entropy: the entropy has fallen" in browser.run("document.getElementById('large-says').textContent")
+    kept = downloads(browser, "#large-png", "#large-csv")
+    assert [name for name, _ in kept] == ["objective-kl.png", "objective-kl.csv"]
+    assert kept[0][1].startswith(b"\x89PNG") and len(kept[0][1]) > 10_000
+    lines = kept[1][1].decode().splitlines()
+    assert lines[0] == "run,step,episode,mean,std" and lines[-1].startswith("other,4,32,1.2")
+    assert len(lines) == 9 and lines[1].startswith("ours (2 seeds),1,8,0.15")
+    browser.click("#large-close")
+    assert browser.run(opened) is False
+
+    (kept,) = downloads(browser, '[data-metric="score against KL"] .tools button:nth-child(3)')
+    assert kept[0] == "score-against-KL.csv" and kept[1].startswith(b"run,step,kl,score\r\n")
+
+
+def downloads(browser: Browser, *selectors: str) -> list[tuple[str, bytes]]:
+    """Click on buttons that download, and return the names and contents of the files."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        browser.save_downloads(folder)
+        for selector in selectors:
+            browser.click(selector)
+            for _ in range(100):
+                if files := [path for path in Path(folder).iterdir() if path.suffix in (".png", ".csv")]:
+                    found.append((files[0].name, files[0].read_bytes()))
+                    files[0].unlink()
+                    break
+                browser.run("new Promise((done) => setTimeout(done, 50))")
+    return found
+
+
+def choose(browser: Browser, name: str, value: str | float) -> None:
     """Give a menu, a slider or a field a value, as a user does."""
     browser.run(
         f"(() => {{ const it = document.getElementById('{name}'); it.value = {json.dumps(value)};"

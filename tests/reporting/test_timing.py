@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.cli.training import running
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.reporting.timing import PhaseTimer, note_on_memory, rate
+from rlhf_ppo.reporting.metrics import PhaseTimer, note_on_memory, rate
 from tests.conftest import prompt_rows
 from tests.runs import QUICK
 
@@ -68,7 +68,7 @@ def test_a_run_says_in_which_phase_memory_ran_out(phase: str, make_trainer: Make
     forward = backbone.forward
 
     def full(*args: Any, **kwargs: Any) -> Any:
-        if trainer._timer.running == phase:
+        if trainer._run.timer.running == phase:
             raise torch.OutOfMemoryError(*CUDA.args)
         return forward(*args, **kwargs)
 

@@ -24,7 +24,7 @@ from datasets import Dataset
 from transformers.integrations import integration_utils
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.config.trackers import check_keys
+from rlhf_ppo.config.inherited import check_keys
 from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 

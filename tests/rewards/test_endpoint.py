@@ -87,7 +87,7 @@ def test_requests_run_at_the_same_time_up_to_a_limit(server: Any, concurrency: i
 FAILURES = {
     "drops the connection": (drop, "did not answer"),
     "is too slow": (delay, "did not answer .*timed out"),
-    "breaks off": (cut_off, "did not answer .*IncompleteRead"),
+    "breaks off": (cut_off, "did not answer .*without sending complete message body"),
     "answers no JSON": (says("<html>busy</html>"), "answered something that is no JSON"),
     "is overloaded": (says("later", 429), r"answered with the status 429 \(later\)"),
     "fails": (says("", 503), r"answered with the status 503 \(Service Unavailable\)"),

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast, TrainerState
 
 from rlhf_ppo.rewards import RewardFunction, ScoringBatch
 from rlhf_ppo.rewards.functions import function_name
-from rlhf_ppo.rewards.returned import check_scores
-from rlhf_ppo.rewards.scorer import Scorer
+from rlhf_ppo.rewards.scorer import Scorer, check_scores
 
 PAD, EOS = 0, 1
 STATE = TrainerState(global_step=5)
@@ -109,7 +108,7 @@ def test_arguments_and_scores_are_those_of_grpo(form: str, is_async: bool, token
     log_metric, log_extra = trainer._log_metric, trainer._log_completion_extra
     ours = source(function, tokenizer, log_metric=log_metric, log_extra=log_extra)(batch)
     assert torch.equal(ours.nan_to_num(99), theirs[:, 0].nan_to_num(99))
-    for name in ("log_metric", "log_extra"):  # ours are checked, see test_logged.py
+    for name in ("log_metric", "log_extra"):  # ours are checked, see test_functions_logs.py
         assert all(callable(call.pop(name)) for call in calls)
     assert calls[1] == calls[0]
     loop.close()

@@ -17,14 +17,14 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.checkpoints import last_whole_checkpoint
+from rlhf_ppo.checkpoints import last_complete_checkpoint
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.recorded_update import RecordingTrainer, number_of_tokens, share_of_w4, stopping_policy
 from tests.rewards.local_server import Reply, drop, lengths, says, url
-from tests.rewards.test_reading import alone
+from tests.rewards.test_reward_model_tokens import alone
 from tests.runs import QUICK, assert_identical, end_of_run, history, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -189,7 +189,7 @@ def test_what_nothing_scored_might_as_well_not_be_there(settings: dict[str, Any]
         mask = part.loss_mask
         assert_allclose(getattr(whole, name)[scored][mask], getattr(part, name)[mask], rtol=1e-5, atol=1e-6)
     for key in ("objective/scores", "val/explained_variance"):
-        assert logged[key] == pytest.approx(fresh._metrics[key], rel=1e-5, abs=1e-6), key
+        assert logged[key] == pytest.approx(fresh._run.metrics[key], rel=1e-5, abs=1e-6), key
     expected = gradients(fresh, part)
     for name, gradient in gradients(trainer, whole).items():
         assert_allclose(gradient, expected[name], rtol=1e-4, atol=5e-7, err_msg=name)
@@ -284,7 +284,7 @@ def test_a_source_that_fails_leaves_the_last_checkpoint_to_resume_from(
         failing.train()
     if kind in (IndexError, ConnectionError):
         assert error.value.__notes__ == ["raised by the reward function 'judge', given the rows 0 to 3"]
-    checkpoint = last_whole_checkpoint(cast(str, failing.args.output_dir))
+    checkpoint = last_complete_checkpoint(cast(str, failing.args.output_dir))
     assert checkpoint is not None and checkpoint.endswith("checkpoint-2")
     LlamaForCausalLM.from_pretrained(checkpoint)
     mended = run(False)
@@ -329,7 +329,7 @@ def test_a_server_that_fails_in_a_run_leaves_the_last_checkpoint_to_resume_from(
     if kind is ConnectionError:
         assert f"{url(server)}, asked for the rows 0 to 3" in str(error.value)
     assert server.replies == []
-    checkpoint = last_whole_checkpoint(cast(str, trainer.args.output_dir))
+    checkpoint = last_complete_checkpoint(cast(str, trainer.args.output_dir))
     assert checkpoint is not None and checkpoint.endswith("checkpoint-2")
     LlamaForCausalLM.from_pretrained(checkpoint)
     mended = make()

@@ -16,11 +16,11 @@ from rlhf_ppo.compat.environments import make_environment
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.evaluation.win_rate import WinRate
-from rlhf_ppo.models.heads import FrozenScorer
+from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.rewards.local_server import says, url
-from tests.rewards.test_reading import TEMPLATE
+from tests.rewards.test_reward_model_tokens import TEMPLATE
 from tests.runs import QUICK
 
 
@@ -110,7 +110,7 @@ def test_a_judge_reads_what_the_same_model_reads_in_training(
             trainer.score_responses(made, prompts)
         in_training = taken(read)
         trainer.scorer.sources, trainer.scorer.names = {"preference": sources["preference"]}, ["preference"]
-        trainer.score_responses(ours, trainer._rollouts.opponents.respond(prompts, lambda _, other=theirs: other))
+        trainer.score_responses(ours, trainer._rollouts.baselines.respond(prompts, lambda _, other=theirs: other))
         judged = taken(read)
         assert judged.keys() == in_training.keys() and len(judged) == 2 * len(QUESTIONS)
         assert judged == pytest.approx(in_training, abs=1e-6)

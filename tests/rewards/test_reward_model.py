@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_ppo.models.heads import FrozenScorer
+from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.rewards import RewardModel, ScoringBatch
 
 EOS = 1

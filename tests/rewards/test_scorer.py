@@ -83,7 +83,7 @@ def test_wrong_number_of_weights(weights: list[float]) -> None:
 @pytest.mark.parametrize("weight", [NAN, float("inf")])
 def test_weights_must_be_finite(weight: float) -> None:
     for weights in ([weight], {"a": weight}):
-        with pytest.raises(ValueError, match="finite"):
+        with pytest.raises(ValueError, match=r"^reward_weights\['a'\]=(nan|inf) must be in"):
             Scorer([Fixed("a", [])], weights)
 
 

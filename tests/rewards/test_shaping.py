@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.algorithm.moments import ScoreMoments
+from rlhf_ppo.algorithm.masked import ScoreMoments
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.rewards.shaping import scores_in_reward_unit, shape_scores, whole_scores
 
@@ -79,7 +79,7 @@ def test_the_order_by_hand(settings: dict[str, Any], std: float, scores: list[fl
 def test_an_evaluation_s_scores_keep_the_reward_s_unit(settings: dict[str, Any], expected: list[float]) -> None:
     """A response's score is what training would pay for it, times the deviation, plus the mean."""
     args, made = PPOConfig(**settings), rollout()
-    unit = ScoreMoments(2, 3.0, 4.0) if args.counts_scores else None
+    unit = ScoreMoments(2, 3.0, 4.0) if args.score_scaling or args.score_normalization else None
     given = (made.scores, made.token_scores.sum(dim=1), made.stopped, args)
     ours = scores_in_reward_unit(*given, unit)
     assert ours.tolist() == pytest.approx(expected, nan_ok=True) and ours.dtype == torch.float32

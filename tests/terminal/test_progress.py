@@ -32,7 +32,7 @@ def test_a_run_prints_a_line_for_each_log_and_a_table(
     ]  # fmt: skip
     last = trainer.state.log_history[2]
     assert f"score {last['objective/scores']:>7.3f} | KL {last['objective/kl']:>6.3f} | " in lines[2]
-    assert lines[2].endswith("s/update | 0:00:00 left")
+    assert lines[2].endswith(" s | 0:00:00 left")
     assert "3 updates, 6 episodes, 0:00:0" in printed.out and "{" not in printed.out
     # Not a character that only a terminal understands, and no bars.
     assert not re.search("[\r\x1b]|it/s", printed.out + printed.err)
@@ -98,13 +98,13 @@ def test_on_a_terminal_a_resumed_run_knows_what_is_left(
     out, err = Terminal(), Terminal()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    monkeypatch.setattr("rlhf_ppo.terminal.progress.time.monotonic", lambda: Clock.now)
-    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setattr("rlhf_ppo.terminal.console.time.monotonic", lambda: Clock.now)
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("NO_COLOR", "1")
     make_trainer(Watched, **{**settings, "save_strategy": "no"}).train(f"{first.args.output_dir}/checkpoint-2")
     lines = [line for line in out.getvalue().splitlines() if line.startswith("update")]
     assert [line.split(" | ")[-1] for line in lines] == ["0:00:20 left", "0:00:10 left", "0:00:00 left"]
-    assert all(len(line) <= 70 for line in lines)
+    assert all(len(line) <= 120 for line in lines)
     assert bars[0] == (2, 3, 5)
     assert not re.search(r"\x1b\[[34]\d", out.getvalue())  # no colour
     # The bar is taken off the line before something is printed: its last drawing is of blanks.

@@ -14,11 +14,10 @@ from peft import LoraConfig
 from transformers.utils import logging as transformers_logging
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.terminal.quiet import (
-    bars_of_long_data,
-    bars_of_models_on_terminals,
-    no_bars_of_models,
-    quiet_calls,
+from rlhf_ppo.terminal.console import (
+    hide_data_bars,
+    hide_library_warnings,
+    hide_model_bars,
 )
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, DieAt, RunDied
@@ -53,7 +52,7 @@ def test_other_warnings_pass_and_the_users_filters_stay() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         before = list(warnings.filters)
-        with quiet_calls():
+        with hide_library_warnings():
             warnings.warn("`is_gradient_checkpointing` is deprecated and will be removed", FutureWarning, stacklevel=1)
             with pytest.raises(UserWarning, match="mine"):
                 warnings.warn("mine", UserWarning, stacklevel=1)
@@ -65,7 +64,7 @@ def test_other_warnings_pass_and_the_users_filters_stay() -> None:
 def test_the_logger_is_as_before(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("DeepSpeed")
     before = list(logger.filters)
-    with quiet_calls():
+    with hide_library_warnings():
         logger.warning("Setting accelerator to CPU. If you have GPU ...")
         logger.warning("something else")
     logger.warning("Setting accelerator to CPU, after")
@@ -84,10 +83,10 @@ def test_switches_of_bars_are_as_before(enabled: bool, monkeypatch: pytest.Monke
     try:
         datasets.enable_progress_bars() if enabled else datasets.disable_progress_bars()
         shown: list[Any] = []
-        with pytest.raises(KeyError), no_bars_of_models(), bars_of_long_data(8):
+        with pytest.raises(KeyError), hide_model_bars(), hide_data_bars(8):
             shown += [transformers_logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()]
             raise KeyError
-        with bars_of_models_on_terminals(), bars_of_long_data(10**6):
+        with hide_model_bars(unless_terminal=True), hide_data_bars(10**6):
             shown += [transformers_logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()]
         assert shown == [False, False, enabled, enabled]
         assert transformers_logging.is_progress_bar_enabled() is enabled
@@ -97,6 +96,6 @@ def test_switches_of_bars_are_as_before(enabled: bool, monkeypatch: pytest.Monke
 
 
 def test_no_bars_are_written_into_files(capfd: pytest.CaptureFixture[str]) -> None:
-    with bars_of_models_on_terminals():
+    with hide_model_bars(unless_terminal=True):
         list(transformers_logging.tqdm(range(3), desc="Loading weights"))
     assert capfd.readouterr().err == ""

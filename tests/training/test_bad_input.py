@@ -84,7 +84,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     ),
     "penalty of nothing": (lambda: {"missing_eos_penalty": 0.0}, ValueError, "missing_eos_penalty=0.0 must be"),
     "steps and episodes that contradict": (
-        lambda: {"max_steps": 5, "total_episodes": 6}, ValueError, "max_steps=5 and total_episodes=6 contradict"
+        lambda: {"max_steps": 5, "total_episodes": 16}, ValueError, "max_steps=5 and total_episodes=16 contradict"
     ),
     # the data
     "no data": (lambda: {"train_dataset": None}, ValueError, "train_dataset=None"),
@@ -94,7 +94,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     ),
     "data smaller than a batch without the long prompts": (
         lambda: {"train_dataset": ids([5], [5, 6, 7]), "max_prompt_length": 2},
-        ValueError, "the training set has 1 prompts, fewer than the 2 of one batch",
+        ValueError, "the training set has 1 prompts, fewer than the 2 of .* or raise max_prompt_length=2, which drops",
     ),
     "an empty data set": (
         lambda: {"train_dataset": ids(), "max_steps": 1, "total_episodes": None}, ValueError, "train_dataset has no r"
@@ -164,7 +164,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError, "missing_eos_score=-1.0 needs something that ends a response; set stop_token_id, stop_strings",
     ),
     "no tokenizer": (
-        lambda: {"processing_class": None}, TypeError, "processing_class must be a tokenizer, got NoneType"
+        lambda: {"processing_class": "text"}, TypeError, "processing_class must be a tokenizer, got str"
     ),
     "a tokenizer of another model": (
         lambda: {"model": tiny_policy(vocab_size=20)},
@@ -310,6 +310,17 @@ def test_construction_fails_with_the_reason(case: str, make_trainer: MakeTrainer
             plain = TrainingArguments(output_dir=str(tmp_path), report_to="none")
             PPOTrainer(plain, make_tokenizer(), tiny_policy(), train_dataset=ids([5]), reward_funcs=count_w4)  # pyright: ignore
         make_trainer(**arguments)
+
+
+@pytest.mark.parametrize("lasts", [None, 1])
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_a_stream_without_a_prompt_is_named(name: str, lasts: int | None, make_trainer: MakeTrainer) -> None:
+    stream = ids([5, 6]).to_iterable_dataset().skip(0 if lasts else 1)
+    prompts = dict.fromkeys(("train_dataset", "eval_dataset"), ids(*[[5]] * 8)) | {name: stream}
+    expected = f"{name}, a stream, has ended without a prompt" + (" of at most max_prompt_length=1" if lasts else "")
+    trainer = make_trainer(**QUICK, **prompts, max_prompt_length=lasts, eval_strategy="steps", eval_steps=1)
+    with pytest.raises(ValueError, match=expected):
+        trainer.train()
 
 
 @pytest.mark.usefixtures("nothing_generated")

@@ -22,10 +22,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.checkpoints import last_whole_checkpoint, what_is_missing
-from rlhf_ppo.checkpoints.manifest import write_manifest
+from rlhf_ppo.checkpoints import last_complete_checkpoint, why_incomplete
+from rlhf_ppo.checkpoints.files import write_manifest
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK, DieAt, RunDied, as_written_before, assert_identical, end_of_run, parameters
+from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]
 SAVING: dict[str, Any] = {**QUICK, "total_episodes": 4, "save_strategy": "steps", "save_steps": 1}
@@ -126,11 +126,13 @@ def test_half_written_checkpoint_is_skipped_with_the_reason_and_refused_by_name(
     damage, reason = HALF_WRITTEN[kind]
     damage(run / "checkpoint-2")
     with caplog.at_level(logging.WARNING):
-        assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-1")
+        assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-1")
     assert re.search(f"Skipping {run / 'checkpoint-2'}: {reason}", caplog.text)
 
     trainer = make_trainer(**SAVING)
-    with pytest.raises(ValueError, match=f"resume_from_checkpoint=.*checkpoint-2' is no whole checkpoint: {reason}"):
+    with pytest.raises(
+        ValueError, match=f"resume_from_checkpoint=.*checkpoint-2' is no complete checkpoint: {reason}"
+    ):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert trainer.state.global_step == 0
 
@@ -140,21 +142,23 @@ def test_resuming_from_the_newest_takes_the_newest_whole_one(run: Path, make_tra
     trainer = make_trainer(**SAVING)
     assert trainer.train(resume_from_checkpoint=True).global_step == 2
     assert trainer._initial_global_step == 1
-    assert what_is_missing(str(run / "checkpoint-2")) is None  # written anew
+    assert why_incomplete(str(run / "checkpoint-2")) is None  # written anew
 
 
 def test_newest_is_the_highest_number_not_the_last_in_the_alphabet(run: Path) -> None:
     (run / "checkpoint-2").rename(run / "checkpoint-10")
     shutil.copytree(run / "checkpoint-1", run / "checkpoint-9")
     (run / "checkpoint-best").mkdir()
-    assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-10")
+    assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-10")
 
 
 def test_resuming_without_a_whole_checkpoint_is_an_error(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**SAVING)
-    with pytest.raises(ValueError, match=r"resume_from_checkpoint=True, but output_dir=.* holds no whole checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"resume_from_checkpoint=True, but output_dir=.* holds no complete checkpoint"
+    ):
         trainer.train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="resume_from_checkpoint='nowhere' is no whole checkpoint"):
+    with pytest.raises(ValueError, match="resume_from_checkpoint='nowhere' is no complete checkpoint"):
         trainer.train(resume_from_checkpoint="nowhere")
     assert trainer.state.global_step == 0
 
@@ -217,8 +221,8 @@ def test_at_every_write_of_a_checkpoint_the_one_before_is_the_newest_whole_one(
         writes.count, writes.stop_at = 0, stop_at
         with pytest.raises(RunDied):
             trainer._save_checkpoint(trainer.model, None)
-        assert what_is_missing(str(run / "checkpoint-2")), f"counts as whole without {writes.targets[-1]}"
-        assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-1")
+        assert why_incomplete(str(run / "checkpoint-2")), f"counts as whole without {writes.targets[-1]}"
+        assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-1")
 
 
 def test_a_kill_while_old_checkpoints_are_removed_leaves_the_new_one(
@@ -234,7 +238,7 @@ def test_a_kill_while_old_checkpoints_are_removed_leaves_the_new_one(
         trainer.train()
     run = trainer.args.output_dir
     assert not Path(run, "checkpoint-1").exists() and Path(run, "deleted-checkpoint-1").exists()
-    assert last_whole_checkpoint(run) == os.path.join(run, "checkpoint-2")
+    assert last_complete_checkpoint(run) == os.path.join(run, "checkpoint-2")
 
 
 # ---- Checkpoints of other models ----
@@ -319,20 +323,14 @@ def test_nothing_of_a_checkpoint_is_unpickled_with_full_trust(
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])
-@pytest.mark.parametrize("has_new_manifest", [False, True])
-def test_code_hidden_in_a_checkpoint_does_not_run(
-    name: str, has_new_manifest: bool, run: Path, make_trainer: MakeTrainer
-) -> None:
-    """Neither with a manifest that its author has made for it, nor in a checkpoint of the format without one."""
+def test_code_hidden_in_a_checkpoint_does_not_run(name: str, run: Path, make_trainer: MakeTrainer) -> None:
+    """Not even with a manifest that its author has made for it."""
     mark = run / "mark"
     torch.save(Bomb(mark), run / "checkpoint-1" / name)
     trainer = make_trainer(**SAVING)
-    with pytest.raises(ValueError, match=f"is no whole checkpoint: its {name}"):
+    with pytest.raises(ValueError, match=f"is no complete checkpoint: its {name}"):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
-    if has_new_manifest:
-        write_manifest(str(run / "checkpoint-1"))
-    else:
-        as_written_before(run / "checkpoint-1")
+    write_manifest(str(run / "checkpoint-1"))
     if name == "training_args.bin":  # written for the reader, never read
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
     else:
@@ -446,7 +444,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_loadable(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    assert last_whole_checkpoint("stopped") == "stopped/checkpoint-2"
+    assert last_complete_checkpoint("stopped") == "stopped/checkpoint-2"
     resumed = make_trainer(**run, output_dir="stopped")
     resumed.train(resume_from_checkpoint=True)
     whole.train()

@@ -13,10 +13,10 @@ from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss
-from rlhf_ppo.config.health import HealthThresholds
+from rlhf_ppo.config.arguments import HealthThresholds
 from rlhf_ppo.data.experience import Experience
-from rlhf_ppo.reporting.health import History, learning
-from rlhf_ppo.training import critic
+from rlhf_ppo.reporting.health_checks import CHECKS, History
+from rlhf_ppo.training import learning
 from rlhf_ppo.training.optimization import Optimization
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_peft import lora
@@ -139,7 +139,7 @@ def test_the_value_model_learns_returns_of_lambda_1_as_if_the_policy_had_no_loss
 def foreseen(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the gate is told of the explained variance, update by update."""
     variances = [0.1, 0.6, 0.7, 0.1]
-    monkeypatch.setattr(critic, "explained_variance", lambda *_: variances.pop(0))
+    monkeypatch.setattr(learning, "explained_variance", lambda *_: variances.pop(0))
     return variances
 
 
@@ -179,7 +179,7 @@ def test_a_resumed_run_knows_that_it_is_over(make_trainer: MakeTrainer, foreseen
     resumed = make("died")
     resumed.train(resume_from_checkpoint=True)
     assert_identical(end_of_run(resumed), end_of_run(whole))
-    assert resumed._critic.is_over and foreseen == []
+    assert resumed._warmup.is_over and foreseen == []
 
 
 # ---- What it is said of ----
@@ -200,10 +200,11 @@ def test_deepspeed_holds_the_policys_groups_by_the_numbers_that_it_gives_them(ma
 def test_the_gradient_that_comes_with_the_policy_is_no_spike() -> None:
     norms = [(0.1, 1.0)] * 9 + [(40.0, 0.0)] * 4
     logs = [{"loss": 0.0, "grad_norm": norm, "val/critic_warmup": warm} for norm, warm in norms]
-    found = [learning.gradient_spike(History(logs[: end + 1]), HealthThresholds()) for end in range(len(logs))]
+    (spikes,) = (check.find for check in CHECKS if check.name == "gradient_spike")
+    found = [spikes(History(logs[: end + 1]), HealthThresholds()) for end in range(len(logs))]
     assert not any(found)
     spike = History([*logs, *[logs[-1]] * 9, {**logs[-1], "grad_norm": 4e4}])
-    assert learning.gradient_spike(spike, HealthThresholds()) is not None
+    assert spikes(spike, HealthThresholds()) is not None
 
 
 @pytest.mark.parametrize(

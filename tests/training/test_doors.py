@@ -17,8 +17,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaF
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss
-from rlhf_ppo.checkpoints import last_whole_checkpoint
-from rlhf_ppo.checkpoints.manifest import write_manifest
+from rlhf_ppo.checkpoints import last_complete_checkpoint
+from rlhf_ppo.checkpoints.files import write_manifest
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Rollout
@@ -26,7 +26,7 @@ from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
 from tests.conftest import tiny_policy
 from tests.estimate.test_update import peak_of_tensors
-from tests.runs import QUICK, as_written_before, history, parameters
+from tests.runs import QUICK, history, parameters
 
 MakeTrainer = Callable[..., Any]
 
@@ -170,20 +170,6 @@ def test_a_run_with_states_resumes_bit_for_bit(stopped_after: int, make_trainer:
     assert resumed.score_moments.moments == whole.score_moments.moments
 
 
-def test_the_moments_of_a_checkpoint_of_before_are_taken(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    settings = {**QUICK, "save_strategy": "steps", "save_steps": 1, "score_scaling": True}
-    whole = make_trainer(**settings, output_dir=str(tmp_path))
-    whole.train()
-    for later in (2, 3):
-        (tmp_path / f"checkpoint-{later}" / "model.safetensors").unlink()
-    as_written_before(tmp_path / "checkpoint-1")
-    resumed = make_trainer(**settings, output_dir=str(tmp_path))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-    assert resumed.score_moments.moments == whole.score_moments.moments
-    assert all(torch.equal(value, parameters(whole)[name]) for name, value in parameters(resumed).items())
-
-
 def test_a_state_that_holds_code_is_not_read(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     settings = {**QUICK, "save_strategy": "steps", "save_steps": 1, "score_scaling": True}
     make_trainer(**settings, output_dir=str(tmp_path)).train()
@@ -199,7 +185,7 @@ def test_states_of_parts_that_are_not_there_are_said(
 ) -> None:
     settings = {**QUICK, "save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path)}
     make_trainer(Accumulating, **settings, kl_controller=Doubling()).train()
-    checkpoint = last_whole_checkpoint(str(tmp_path))
+    checkpoint = last_complete_checkpoint(str(tmp_path))
     make_trainer(**settings).train(resume_from_checkpoint=checkpoint)
 
     assert "keeps a state of ['adding', 'kl_controller'], which nothing of this run has" in caplog.text
@@ -350,7 +336,7 @@ def test_losses_of_a_subclass_learn_in_turn_and_log_their_figures(make_trainer: 
     for trainer in (plain, ours, at_once):
         trainer.train()
 
-    assert ours._learns_in_turn and not at_once._learns_in_turn
+    assert ours._sequential_backward and not at_once._sequential_backward
     assert all(torch.equal(value, parameters(at_once)[name]) for name, value in parameters(ours).items())
     assert history(ours) == history(at_once) != history(plain)
     approximate = [2 * each for each in logged(ours, "policy/approxkl_avg")]  # which is half of the square
@@ -421,7 +407,7 @@ def test_the_advantages_of_a_subclass(make_trainer: MakeTrainer) -> None:
     assert float(mean) == pytest.approx(0.0, abs=1e-6) and len(set(later.tolist())) == 1  # whitened after
 
 
-def test_six_frames_of_ours_in_two_files_lead_from_train_to_the_formula_of_the_policys_loss(
+def test_seven_frames_of_ours_in_two_files_lead_from_train_to_the_formula_of_the_policys_loss(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package, seen = str(Path(inspect.getfile(PPOTrainer)).parent), []
@@ -434,4 +420,4 @@ def test_six_frames_of_ours_in_two_files_lead_from_train_to_the_formula_of_the_p
     monkeypatch.setattr("rlhf_ppo.trainer.clipped_policy_loss", recording)
     make_trainer(**QUICK).train()
 
-    assert len(seen[0]) == 6 and len(set(seen[0])) == 2
+    assert len(seen[0]) == 7 and len(set(seen[0])) == 2

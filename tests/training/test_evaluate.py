@@ -108,7 +108,7 @@ def test_the_best_model_is_the_one_that_stops(
     class UnlearnsToStop(PPOTrainer):
         def collect_rollout(self, *args: Any, **kwargs: Any) -> Any:
             rollout = super().collect_rollout(*args, **kwargs)
-            if not self._evaluation.is_running:
+            if not self._run.is_evaluating:
                 return dataclasses.replace(rollout, scores=torch.tensor([0.0, 100.0]))
             stops = torch.full_like(rollout.stopped, self.state.global_step < 2)
             return dataclasses.replace(rollout, stopped=stops, scores=torch.where(stops, 50.0, 60.0))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.config.idle import IDLE, Beside, idle_options
+from rlhf_ppo.config.unused import UNUSED, RunContext, unused_options
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, assert_identical, history, parameters
 
@@ -201,17 +201,17 @@ def test_an_option_without_its_partner_is_named_with_its_value_and_the_reason(
     options: dict[str, Any], beside: dict[str, Any], reason: str
 ) -> None:
     args = PPOConfig("out", use_cpu=True, report_to="none", **options)
-    (found,) = idle_options(args, Beside(**beside)).values()
+    (found,) = unused_options(args, RunContext(**beside)).values()
     assert reason in found and any(found.startswith(f"{name}={value!r} (") for name, value in options.items())
 
 
 def test_a_presets_options_are_not_the_users() -> None:
     args = PPOConfig("out", use_cpu=True, report_to="none", preset="aitraining")
-    assert args.top_k == 50 and idle_options(args, Beside(is_stepped=True)) == {}
+    assert args.top_k == 50 and unused_options(args, RunContext(is_stepped=True)) == {}
 
 
 def test_every_name_of_the_table_is_an_option() -> None:
-    assert {name for case in IDLE for name in case.options} <= OWN
+    assert {name for options, *_ in UNUSED for name in options} <= OWN
 
 
 def test_a_loss_an_engine_and_a_controller_take_the_place_of_options(

@@ -18,7 +18,7 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.rewards.scorer import Scores
-from rlhf_ppo.training.subclassing import KEPT
+from rlhf_ppo.training.checks import KEPT
 from tests.conftest import prompt_rows, tiny_policy
 from tests.runs import QUICK, parameters
 
@@ -213,7 +213,7 @@ def test_compute_loss_without_outputs_is_a_scalar(make_trainer):
 NOT_CALLED: dict[str, Any] = {
     "sizes": property(lambda self: (1, 2)),
     "scorer": "mine",
-    "_loop": lambda self: None,
+    "_run": lambda self: None,
     "update": lambda self, task: None,
     "policy_loss": 0.5,
 }

@@ -19,13 +19,13 @@ from torch import nn
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.checkpoints import last_whole_checkpoint
-from rlhf_ppo.checkpoints.lock import LOCK_NAME, InUseError
+from rlhf_ppo.checkpoints import last_complete_checkpoint
+from rlhf_ppo.checkpoints.run import LOCK_NAME, InUseError
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.processes.signals import RunStopped
-from rlhf_ppo.training.divergence import DivergenceError
+from rlhf_ppo.training.guards import DivergenceError
 from tests.conftest import QUIET, make_tokenizer, tiny_policy, tiny_scorer
 from tests.runs import QUICK, assert_identical, end_of_run, history, parameters
 
@@ -70,7 +70,7 @@ def make_stepper(make_args: Callable[..., PPOConfig]) -> Iterator[Steps]:
     yield make
     for kept in made:
         if (trainer := kept()) is not None:
-            trainer._own_loop.close(saves=False)
+            trainer._driver.close(saves=False)
 
 
 def rows(number: int) -> Rows:
@@ -124,7 +124,7 @@ def test_the_run_ends_with_its_last_update(make_stepper: Steps) -> None:
 
     trainer.close()  # does nothing any more
     assert events.seen == ("begin", "step", "step", "save", "step", "save", "end")
-    assert last_whole_checkpoint(str(trainer.args.output_dir)) is not None
+    assert last_complete_checkpoint(str(trainer.args.output_dir)) is not None
     assert "train_loss" in trainer.state.log_history[-1]
     with pytest.raises(RuntimeError, match="the run is over after 3 updates; raise total_episodes"):
         trainer.step(*rows(3))
@@ -180,7 +180,7 @@ def test_without_checkpoints_close_writes_none(make_stepper: Steps) -> None:
     trainer = make_stepper(save_strategy="no")
     trainer.step(*rows(0))
     trainer.close()
-    assert last_whole_checkpoint(str(trainer.args.output_dir)) is None
+    assert last_complete_checkpoint(str(trainer.args.output_dir)) is None
 
 
 def test_an_error_in_the_block_closes_the_run(make_stepper: Steps) -> None:
@@ -189,7 +189,7 @@ def test_an_error_in_the_block_closes_the_run(make_stepper: Steps) -> None:
         trainer.step(*rows(0))
         raise KeyError("mine")
     assert events.seen == ("begin", "step", "save", "end")
-    assert last_whole_checkpoint(str(trainer.args.output_dir)) == f"{trainer.args.output_dir}/checkpoint-1"
+    assert last_complete_checkpoint(str(trainer.args.output_dir)) == f"{trainer.args.output_dir}/checkpoint-1"
     with make_stepper(resume_from_checkpoint="True") as resumed:
         resumed.step(*rows(1))
         assert resumed.state.global_step == 2
@@ -202,7 +202,7 @@ def test_an_error_of_one_of_several_processes_frees_the_directory_and_saves_noth
         trainer.step(*rows(0))
         monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
         raise KeyError("mine")
-    assert last_whole_checkpoint(str(trainer.args.output_dir)) is None
+    assert last_complete_checkpoint(str(trainer.args.output_dir)) is None
     assert LOCK_NAME not in os.listdir(str(trainer.args.output_dir))
 
 
@@ -282,7 +282,7 @@ def test_a_signal_between_two_calls_ends_the_run_with_a_checkpoint(make_stepper:
         trainer.step(*rows(1))
 
     assert stopped.value.code == 128 + signal.SIGTERM
-    assert last_whole_checkpoint(str(trainer.args.output_dir)) == f"{trainer.args.output_dir}/checkpoint-1"
+    assert last_complete_checkpoint(str(trainer.args.output_dir)) == f"{trainer.args.output_dir}/checkpoint-1"
     resumed = make_stepper(total_episodes=8, resume_from_checkpoint="True")
     resumed.step(*rows(1))
     assert resumed.state.global_step == 2
@@ -304,7 +304,7 @@ def test_two_loops_take_turns_and_end_in_any_order(
         with pytest.raises(RunStopped) if end == "signal" else nullcontext():
             trainer.step(*rows(2))
         done = 2 if end == "signal" else 3
-        assert last_whole_checkpoint(str(trainer.args.output_dir)) == f"{trainer.args.output_dir}/checkpoint-{done}"
+        assert last_complete_checkpoint(str(trainer.args.output_dir)) == f"{trainer.args.output_dir}/checkpoint-{done}"
     assert (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)) == before
 
 

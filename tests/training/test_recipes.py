@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.advantages import gae
-from rlhf_ppo.algorithm.controllers import AdaptiveKLController
 from rlhf_ppo.algorithm.losses import PolicyLoss, clipped_policy_loss
+from rlhf_ppo.algorithm.penalties import AdaptiveKLController
 from rlhf_ppo.data.experience import Experience
-from rlhf_ppo.training.policy_losses import resolve_policy_loss
+from rlhf_ppo.training.learning import resolve_policy_loss
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.runs import QUICK, assert_identical, die_and_resume, history, parameters, record_rollouts
 
@@ -143,6 +143,25 @@ def test_its_figures_are_logged(make_trainer: MakeTrainer) -> None:
 def test_what_is_no_loss_is_an_error(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         resolve_policy_loss(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_wide"),
+    [
+        ({"cliprange": 0.2}, True),
+        ({"cliprange": 3e-4, "cliprange_high": 0.28}, True),
+        ({"cliprange": 0.01}, False),
+        ({}, False),
+        ({"cliprange": 0.2, "policy_loss": "ppo"}, False),
+    ],
+)
+def test_wide_clip_ranges_of_gspo_are_kept_and_one_warning(
+    given: dict[str, Any], is_wide: bool, make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(**QUICK | {"policy_loss": "gspo"} | given)
+    said = [text for text in caplog.messages if "usual are cliprange=0.0003 and cliprange_high=0.0004" in text]
+    assert len(said) == is_wide and (not is_wide or f"cliprange={given['cliprange']} and" in said[0])
+    assert trainer.args.cliprange == given.get("cliprange", 3e-4)
 
 
 # ---- What goes on from update to update ----

@@ -5,7 +5,7 @@ import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 
-from rlhf_ppo.training.schedules import Settings, changes, describe_changes
+from rlhf_ppo.training.optimization import Settings, changes, describe_changes
 
 
 def scheduled(rate: float = 0.1, length: int = 4) -> CosineAnnealingLR:

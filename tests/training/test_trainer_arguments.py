@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from rlhf_ppo import PPOTrainer
+from rlhf_ppo import PPOTrainer, trainer_base
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.training import loop
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK, assert_identical, end_of_run, history, parameters
 
@@ -286,7 +285,7 @@ def test_save_only_model_leaves_out_what_resuming_needs(make_trainer: MakeTraine
     names = {path.name for path in checkpoint.iterdir()}
     assert not names & {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
     assert {"model.safetensors", "value_model"} <= names
-    with pytest.raises(ValueError, match=r"is no whole checkpoint: .*save_only_model=True"):
+    with pytest.raises(ValueError, match=r"is no complete checkpoint: .*save_only_model=True"):
         make_trainer(**QUICK).train(resume_from_checkpoint=str(checkpoint))
 
 
@@ -464,7 +463,7 @@ def _trained(make_trainer: MakeTrainer, **overrides: Any) -> PPOTrainer:
 
 def test_torch_empty_cache_steps(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     emptied: list[int] = []
-    monkeypatch.setattr(loop, "clear_device_cache", lambda: emptied.append(trainer.state.global_step))
+    monkeypatch.setattr(trainer_base, "clear_device_cache", lambda: emptied.append(trainer.state.global_step))
     trainer = make_trainer(**{**QUICK, "total_episodes": 10}, torch_empty_cache_steps=2)
     trainer.train()
     assert emptied == [2, 4]

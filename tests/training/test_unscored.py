@@ -148,9 +148,9 @@ def test_advantages_by_hand(make_trainer: MakeTrainer, caplog: pytest.LogCapture
     expected = torch.tensor([[-1, -1], [0, 0], [2, 0]]) / 3**0.5
     assert_allclose(experience.advantages, expected, rtol=1e-5)
     assert experience.loss_mask.tolist() == [[True, True], [False, False], [True, False]]
-    assert trainer._metrics["objective/scores"] == 2.5 and trainer._metrics["rewards/a/mean"] == 2.5
-    assert "rewards/b/mean" not in trainer._metrics and "rewards/b/std" not in trainer._metrics
-    assert trainer._metrics["response/length_mean"] == pytest.approx(4 / 3)
+    assert trainer._run.metrics["objective/scores"] == 2.5 and trainer._run.metrics["rewards/a/mean"] == 2.5
+    assert "rewards/b/mean" not in trainer._run.metrics and "rewards/b/std" not in trainer._run.metrics
+    assert trainer._run.metrics["response/length_mean"] == pytest.approx(4 / 3)
     assert "1 of 3 responses have a score of no reward" in caplog.text
 
 

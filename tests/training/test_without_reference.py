@@ -14,7 +14,7 @@ from peft import LoraConfig
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.models import reference
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
-from rlhf_ppo.rewards.preference import PreferenceReward
+from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import prompt_rows, tiny_policy
 from tests.runs import QUICK, die_and_resume, history, parameters, record_rollouts
 

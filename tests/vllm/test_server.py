@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from rlhf_ppo.generation import vllm_server
+from rlhf_ppo.generation import vllm
 from tests.ports import free_port
 from tests.vllm.launching import Server, launched, serving
 from tests.vllm.training import (
@@ -85,7 +85,7 @@ def test_prompts_that_the_server_would_cut_the_responses_of(server: Server, save
 def test_a_server_that_fails_while_it_generates(
     number: int, reason: str, server: Server, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_server, "end_despite_threads", lambda code: None)  # this process goes on
+    monkeypatch.setattr(vllm, "exit_despite_threads", lambda code: None)  # this process goes on
     trainer = make_served(server, saved, tmp_path, total_episodes=800)
     trainer._engine.vllm.vllm_client.watch.seconds_unheard = 5
     generate, calls = trainer._engine.vllm.vllm_client.generate, []

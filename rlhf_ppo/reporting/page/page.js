@@ -1,5 +1,5 @@
 "use strict";
-// What all panels share. Texts of runs are only ever set as text, never as markup.
+// Helpers of all scripts. Texts of runs are only ever set as text, never as markup.
 const data = JSON.parse(document.getElementById("data").textContent);
 const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
 const COLOURS = isDark
@@ -13,31 +13,32 @@ const colourOf = (group) => COLOURS[group % COLOURS.length];
 
 /** Make an element with attributes and children; texts become text nodes. */
 function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  return filled(element, attributes, children);
+  return fill(document.createElement(tag), attributes, children);
 }
 
-/** The same in SVG. */
+/** Make an SVG element. */
 function draw(tag, attributes = {}, ...children) {
-  return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 }
 
-function filled(element, attributes, children) {
+function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   element.append(...children.map((child) => (child instanceof Node ? child : String(child))));
   return element;
 }
 
-/** Say a number in about four digits, or a dash where there is none. */
-function said(value) {
+/** Format a number with four significant digits; a dash for a missing number. */
+function format(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  let text = String(Number(value.toPrecision(4)));
+  let text = String(Number(value.toPrecision(digits)));
   if (size !== 0 && (size >= 1e6 || size < 1e-4)) text = value.toExponential(2).replace("e+", "e");
   return text.replaceAll("-", MINUS);
 }
 
-/** Round numbers inside a range, about `count` of them. */
+const percent = (share) => (share === null || share === undefined ? "–" : `${(100 * share).toFixed(1)}%`);
+
+/** Return about `count` round numbers inside a range. */
 function ticks(low, high, count) {
   const raw = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -47,20 +48,20 @@ function ticks(low, high, count) {
   return found.map((tick) => Number(tick.toPrecision(10)));
 }
 
-/** A table: rows of cells, each a text, a number or an element. */
+/** Make a table; a cell is a text, a number or an element. */
 function table(head, rows, classes = []) {
   const cell = (tag) => (value) => {
     const isNumber = typeof value === "number" || value === null;
-    return make(tag, { class: isNumber ? "number" : "text" }, isNumber ? said(value) : value);
+    return make(tag, { class: isNumber ? "number" : "text" }, isNumber ? format(value) : value);
   };
   return make("table", {},
     make("thead", {}, make("tr", {}, ...head.map(cell("th")))),
     make("tbody", {}, ...rows.map((row, index) => make("tr", { class: classes[index] || "" }, ...row.map(cell("td"))))));
 }
 
-const nothing = (text) => make("p", { class: "quiet" }, text);
+const note = (text) => make("p", { class: "quiet" }, text);
 
-/** A menu of the runs that have something to show; hidden where there is but one. */
+/** Fill a menu with the runs that have something to show; hide it for a single run. */
 function runMenu(select, runs, change) {
   for (const run of runs) select.append(make("option", { value: run }, data.runs[run].name));
   select.parentElement.hidden = runs.length < 2;
@@ -70,4 +71,47 @@ function runMenu(select, runs, change) {
 function groupName(group) {
   const { label, runs, seeds } = data.groups[group];
   return label + (runs.length > 1 ? ` (${runs.length} ${new Set(seeds).size === runs.length ? "seeds" : "runs"})` : "");
+}
+
+const groupOfRun = (run) => data.groups.findIndex((group) => group.runs.includes(run));
+
+// ---- Prompts, responses and what is searched in them ----
+
+/** Make a labelled block of a conversation: a prompt or a response. */
+function turn(kind, title, ...children) {
+  return make("div", { class: `turn of-${kind}` }, make("span", { class: "who" }, ...[title].flat()), ...children);
+}
+
+const promptTurn = (text, wanted) => turn("prompt", "Prompt", make("p", { class: "prompt" }, ...marked(text || "", wanted)));
+
+/** Return the start and end of each occurrence of a text in lower case. */
+function occurrences(text, wanted) {
+  const found = [], lower = text.toLowerCase();
+  for (let at = wanted ? lower.indexOf(wanted) : -1; at >= 0; at = lower.indexOf(wanted, at + wanted.length)) found.push([at, at + wanted.length]);
+  return found;
+}
+
+/** Return a text as nodes, with each occurrence of the wanted text in a <mark>. */
+function marked(text, wanted) {
+  const nodes = [];
+  let done = 0;
+  for (const [start, end] of occurrences(text, wanted)) {
+    nodes.push(text.slice(done, start), make("mark", {}, text.slice(start, end)));
+    done = end;
+  }
+  return [...nodes, text.slice(done)];
+}
+
+const wantedIn = (id) => byId(id).value.trim().toLowerCase();
+
+/** Draw a win rate as a dot and its interval as a line, on an axis from 0 to 100%; the middle is a draw. */
+function rateBar(rate, interval, colour) {
+  const width = 220, x = (share) => 6 + share * (width - 12);
+  const svg = draw("svg", { viewBox: `0 0 ${width} 24`, class: "rate", role: "img", "aria-label": `win rate ${percent(rate)}` },
+    draw("line", { class: "grid", x1: x(0), x2: x(1), y1: 12, y2: 12 }),
+    draw("line", { class: "cursor", x1: x(0.5), x2: x(0.5), y1: 2, y2: 22 }));
+  if (rate === null) return svg;
+  svg.append(draw("line", { x1: x(interval[0]), x2: x(interval[1]), y1: 12, y2: 12, stroke: colour, "stroke-width": 5, opacity: 0.4 }),
+    draw("circle", { cx: x(rate), cy: 12, r: 5, fill: colour }));
+  return svg;
 }

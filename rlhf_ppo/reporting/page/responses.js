@@ -1,5 +1,5 @@
 "use strict";
-// Samples through training, the histogram of scores, and responses with coloured tokens.
+// Samples through training, the histogram of scores, search, and responses with coloured tokens.
 (() => {
   const FIRST = 6, NUM_BINS = 20;
 
@@ -19,14 +19,14 @@
   }
 
   function without(id, text) {
-    byId(id).querySelectorAll(".controls, #legend, #inspector, #histogram, #more").forEach((each) => { each.hidden = true; });
-    byId(id).append(nothing(text));
+    byId(id).querySelectorAll(".controls, .quiet, #legend, #inspector, #histogram, #more").forEach((each) => { each.hidden = true; });
+    byId(id).append(note(text));
   }
 
   // ---- Samples ----
 
   function answer(title, row) {
-    return make("div", {}, make("p", { class: "about" }, `${title} · score `, make("b", {}, said(row.score))),
+    return turn("response", [title, make("span", { class: "about" }, " · score ", make("b", {}, format(row.score)))],
       make("p", { class: "answer" }, row.response || "(empty)"));
   }
 
@@ -35,9 +35,9 @@
     slider("samples", tables, (update) => {
       byId("samples-list").replaceChildren(...update.rows.map((row) => {
         const first = tables[0].rows.find((each) => each.prompt === row.prompt);
-        const both = first && update !== tables[0] ? [answer(`After update ${tables[0].step}`, first)] : [];
-        return make("div", { class: "sample" }, make("p", { class: "prompt" }, row.prompt),
-          make("div", { class: "pair" }, ...both, answer(`After update ${update.step}`, row)));
+        const both = first && update !== tables[0] ? [answer(`Response after update ${tables[0].step}`, first)] : [];
+        return make("div", { class: "sample" }, promptTurn(row.prompt),
+          make("div", { class: "pair" }, ...both, answer(`Response after update ${update.step}`, row)));
       }));
     });
   }
@@ -47,12 +47,12 @@
     runMenu(byId("samples-run"), withSamples, samplesOf);
     samplesOf(withSamples[0]);
   } else {
-    without("samples", "These runs have made no sample tables.");
+    without("samples", "These runs have no sample tables. Set num_sample_generations to write them.");
   }
 
   // ---- Responses ----
 
-  const now = { update: null, edges: [], bin: null, all: false, chosen: null };
+  const now = { updates: [], update: null, edges: [], bin: null, all: false, chosen: null };
   const colouring = () => document.querySelector("input[name=colour]:checked").value;
   const NAMES = { value: "value", advantage: "advantage (whitened)", kl: "KL, nats", reward: "reward" };
 
@@ -62,6 +62,7 @@
     let [low, high] = scores.length > 0 ? [Math.min(...scores), Math.max(...scores)] : [0, 1];
     if (low === high) [low, high] = [low - 0.5, high + 0.5];
     now.edges = Array.from({ length: NUM_BINS + 1 }, (_, index) => low + (high - low) * index / NUM_BINS);
+    now.updates = updates;
     slider("responses", updates, (update) => {
       Object.assign(now, { update, bin: null, all: false, chosen: null });
       show();
@@ -71,8 +72,22 @@
   function show() {
     histogram();
     legend();
+    found();
     list();
     inspect(null);
+  }
+
+  const hits = (row, wanted) => `${row.prompt || ""}\n${row.text.join("")}`.toLowerCase().includes(wanted);
+
+  /** Count the responses of each update that hold the wanted text; a click shows those of an update. */
+  function found() {
+    const wanted = wantedIn("responses-find"), updates = now.updates;
+    byId("found-in").replaceChildren(...(wanted ? ["Found at update", ...updates.map((update, index) => {
+      const count = update.rows.filter((row) => hits(row, wanted)).length;
+      const button = make("button", { type: "button", "aria-pressed": String(update === now.update) }, `${update.step}: ${count} of ${update.rows.length}`);
+      button.addEventListener("click", () => { byId("responses-slider").value = index; byId("responses-slider").oninput(); });
+      return button;
+    })] : []));
   }
 
   const binOf = (score) => {
@@ -89,11 +104,11 @@
     const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Scores of the responses" });
     counts.forEach((count, bin) => {
       const tall = (height - bottom - 16) * count / most;
-      const says = `score ${said(now.edges[bin])} to ${said(now.edges[bin + 1])}: ${count} response${count === 1 ? "" : "s"}`;
+      const label = `score ${format(now.edges[bin])} to ${format(now.edges[bin + 1])}: ${count} response${count === 1 ? "" : "s"}`;
       const dim = now.bin !== null && now.bin !== bin ? " dim" : "";
       const bar = draw("rect", { x: bin * wide + 1, width: wide - 2, y: height - bottom - tall, height: tall,
-        class: `bar${dim}${count === 0 ? " empty" : ""}`, "data-bin": bin, "aria-label": says,
-        ...(count > 0 ? { tabindex: 0, role: "button", "aria-pressed": String(now.bin === bin) } : {}) }, draw("title", {}, says));
+        class: `bar${dim}${count === 0 ? " empty" : ""}`, "data-bin": bin, "aria-label": label,
+        ...(count > 0 ? { tabindex: 0, role: "button", "aria-pressed": String(now.bin === bin) } : {}) }, draw("title", {}, label));
       const choose = () => { Object.assign(now, { bin: now.bin === bin ? null : bin, all: false }); histogram(); list(); };
       if (count > 0) {
         bar.addEventListener("click", choose);
@@ -105,13 +120,13 @@
     svg.append(draw("line", { class: "grid", x1: 0, x2: width, y1: height - bottom, y2: height - bottom }));
     for (const tick of ticks(now.edges[0], now.edges[NUM_BINS], 5)) {
       const x = (tick - now.edges[0]) / (now.edges[NUM_BINS] - now.edges[0]) * width;
-      svg.append(draw("text", { x, y: height - 6, "text-anchor": x < 14 ? "start" : x > width - 14 ? "end" : "middle" }, said(tick)));
+      svg.append(draw("text", { x, y: height - 6, "text-anchor": x < 14 ? "start" : x > width - 14 ? "end" : "middle" }, format(tick)));
     }
     const unscored = now.update.rows.length - rows.length;
-    const kept = now.update.kept > now.update.rows.length ? ` of ${now.update.kept} that were kept` : "";
+    const kept = now.update.kept > now.update.rows.length ? ` of the ${now.update.kept} kept` : "";
     const left = unscored > 0 ? `, ${unscored} without a score` : "";
     byId("histogram").replaceChildren(
-      nothing(`Scores of ${now.update.rows.length} responses${kept}${left}; choose a bar to see those behind it.`), svg);
+      note(`Scores of ${now.update.rows.length} responses${kept}${left}. Click a bar to see its responses.`), svg);
   }
 
   /** Centre and half width of the colours: 0 for what has a sign, the mean for values; outliers get the full colour. */
@@ -128,26 +143,39 @@
   function legend() {
     const { centre, half } = range();
     const ramp = make("span", { class: "ramp", style: `background: linear-gradient(to right, ${tint(-1)}, ${tint(0)}, ${tint(1)})` });
-    const middle = colouring() === "value" ? `uncoloured: the mean, ${said(centre)}` : "uncoloured: 0";
-    const bar = make("span", { class: "bar" }, make("span", {}, said(centre - half)), ramp, make("span", {}, said(centre + half)));
+    const middle = colouring() === "value" ? `uncoloured: the mean, ${format(centre)}` : "uncoloured: 0";
+    const bar = make("span", { class: "bar-of-colours" }, make("span", {}, format(centre - half)), ramp, make("span", {}, format(centre + half)));
     byId("legend").replaceChildren(make("span", {}, NAMES[colouring()]), bar, make("span", { class: "quiet" }, middle));
   }
 
   function list() {
     const order = byId("order").value, { centre, half } = range();
-    let rows = now.update.rows.filter((row) => now.bin === null || (row.score !== null && binOf(row.score) === now.bin));
+    const wanted = wantedIn("responses-find");
+    let rows = now.update.rows.filter((row) => hits(row, wanted) && (now.bin === null || (row.score !== null && binOf(row.score) === now.bin)));
     const rank = (row) => row.score ?? (order === "best" ? -Infinity : Infinity);
     if (order !== "sampled") rows = [...rows].sort((one, other) => (order === "best" ? rank(other) - rank(one) : rank(one) - rank(other)));
     const few = now.all ? rows : rows.slice(0, FIRST);
-    byId("response-list").replaceChildren(...few.map((row) => response(row, centre, half)));
+    byId("response-list").replaceChildren(...(few.length > 0 ? few.map((row) => response(row, wanted, centre, half)) : [note("No response matches.")]));
     byId("more").hidden = few.length === rows.length;
     byId("more").textContent = `Show all ${rows.length}`;
   }
 
-  function response(row, centre, half) {
-    const figures = row.tokens[colouring()];
+  /** Return for each token whether it is a part of the wanted text. */
+  function tokensOf(row, wanted) {
+    const places = occurrences(row.text.join(""), wanted);
+    let start = 0;
+    return row.text.map((text) => {
+      const from = start;
+      start += text.length;
+      return places.some(([first, last]) => from < last && start > first);
+    });
+  }
+
+  function response(row, wanted, centre, half) {
+    const figures = row.tokens[colouring()], isHit = tokensOf(row, wanted);
     const tokens = make("p", { class: "tokens", tabindex: "0" }, ...row.text.map((text, index) => {
       const span = make("span", { "data-index": index }, text);
+      if (isHit[index]) span.classList.add("hit");
       if (text === "") span.classList.add("part");
       if (!row.written[index]) span.classList.add("gap");
       else if (figures[index] !== null) span.style.background = tint((figures[index] - centre) / half);
@@ -163,24 +191,24 @@
       const at = now.chosen?.parentElement === tokens ? Number(now.chosen.dataset.index) + step : 0;
       if (tokens.children[at]) inspect(tokens.children[at], row);
     });
-    const several = Object.keys(row.rewards).length > 1 ? Object.entries(row.rewards).map(([name, score]) => `${name} ${said(score)}`) : [];
+    const several = Object.keys(row.rewards).length > 1 ? Object.entries(row.rewards).map(([name, score]) => `${name} ${format(score)}`) : [];
     const extra = Object.entries(row.extra).map(([name, value]) => `${name} ${value}`);
-    const about = [...several, `KL ${said(row.kl)}`, row.length === 1 ? "1 token" : `${row.length} tokens`, row.ended ? "ended" : "cut off", ...extra];
+    const about = [...several, `KL ${format(row.kl)}`, row.length === 1 ? "1 token" : `${row.length} tokens`, row.ended ? "ended" : "cut off", ...extra];
     return make("div", { class: "response" },
-      make("p", { class: "about" }, "score ", make("b", {}, said(row.score)), ` · ${about.join(" · ")}`),
-      make("p", { class: "prompt" }, row.prompt), tokens);
+      make("p", { class: "about" }, "score ", make("b", {}, format(row.score)), ` · ${about.join(" · ")}`),
+      promptTurn(row.prompt, wanted), turn("response", "Response", tokens));
   }
 
   function inspect(span, row) {
     now.chosen?.classList.remove("chosen");
     now.chosen = span;
     if (span === null) {
-      byId("inspector").replaceChildren(make("span", { class: "quiet" }, "Point at a token, or tap it, to see its figures."));
+      byId("inspector").replaceChildren(make("span", { class: "quiet" }, "Point at a token, or tap it, to read its figures."));
       return;
     }
     span.classList.add("chosen");
     const index = Number(span.dataset.index);
-    const figures = row.written[index] ? Object.keys(NAMES).map((name) => `${NAMES[name]} ${said(row.tokens[name][index])}`)
+    const figures = row.written[index] ? Object.keys(NAMES).map((name) => `${NAMES[name]} ${format(row.tokens[name][index])}`)
       : ["not written by the policy"];
     const text = row.text[index] === "" ? "(part of a character)" : JSON.stringify(row.text[index]).slice(1, -1);
     byId("inspector").replaceChildren(make("code", {}, text), ` token ${index + 1}, id ${row.id[index]} · ${figures.join(" · ")}`);
@@ -193,8 +221,9 @@
     byId("order").addEventListener("change", list);
     byId("colour").addEventListener("change", () => { legend(); list(); inspect(null); });
     byId("more").addEventListener("click", () => { now.all = true; list(); });
+    byId("responses-find").addEventListener("input", () => { now.all = false; found(); list(); inspect(null); });
     window.addEventListener("resize", histogram);
   } else {
-    without("responses", "These runs have kept no responses (num_completions_to_keep=0, or an earlier version).");
+    without("responses", "These runs kept no responses. Set num_completions_to_keep to keep them.");
   }
 })();

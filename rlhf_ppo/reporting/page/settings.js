@@ -1,18 +1,27 @@
 "use strict";
-// What the runs were started with.
+// The arguments of the runs, those that differ from the defaults first.
 (() => {
-  const head = ["argument", ...data.groups.map((_, group) => groupName(group))];
-  const rows = (settings) => table(head, settings.map((row) => [row.name, ...row.values]), settings.map((row) => (row.differs ? "differs" : "")));
   const place = byId("settings-tables");
   if (data.settings.length === 0) {
-    place.append(nothing("The settings of these runs are not known: an earlier version did not write them."));
+    place.append(note("The settings of these runs are not known: they have no ppo_settings.json."));
     return;
   }
+  const head = ["argument", ...data.groups.map((_, group) => groupName(group)), "default"];
+  const name = (row) => make("span", {}, row.name, ...(row.help ? [make("span", { class: "quiet block" }, row.help)] : []));
+  const rows = (settings) => table(head, settings.map((row) => [name(row), ...row.values, row.default ?? "–"]), settings.map((row) => (row.differs ? "differs" : "")));
   const changed = data.settings.filter((row) => row.changed || (row.differs && data.groups.length > 1));
-  place.append(make("h3", {}, "Other than the defaults"), make("div", { class: "wide" }, rows(changed)));
-  place.append(make("details", {}, make("summary", {}, `All ${data.settings.length} arguments`), make("div", { class: "wide" }, rows(data.settings))));
+  const find = make("input", { id: "settings-find", type: "search", placeholder: "learning_rate, kl ..." }), all = make("div", { class: "wide" });
+  const list = () => {
+    const wanted = wantedIn("settings-find");
+    all.replaceChildren(rows(data.settings.filter((row) => `${row.name} ${row.help || ""}`.toLowerCase().includes(wanted))));
+  };
+  find.addEventListener("input", list);
+  place.append(make("h3", {}, "Different from the defaults"), make("div", { class: "wide", id: "changed" }, rows(changed)),
+    make("details", {}, make("summary", {}, `All ${data.settings.length} arguments`),
+      make("div", { class: "row controls" }, make("label", {}, "Find ", find)), all));
+  list();
   const versions = Object.entries(data.versions);
-  if (versions.length > 0) place.append(make("h3", {}, "Versions"), make("div", { class: "wide" }, table(["package", "version"], versions)));
-  const seeds = data.groups.map((group) => group.seeds.join(", "));
-  place.append(make("p", { class: "quiet" }, `Seeds: ${data.groups.map((_, group) => `${groupName(group)}: ${seeds[group] || "not known"}`).join("; ")}. Where runs differ in their seed, the settings are those of the first.`));
+  if (versions.length > 0) place.append(note(`Versions: ${versions.map((each) => each.join(" ")).join(" · ")}.`));
+  const seeds = data.groups.map((group, index) => `${groupName(index)}: ${group.seeds.join(", ") || "not known"}`);
+  place.append(note(`Seeds: ${seeds.join("; ")}. Runs that differ only in their seed share a column, with the settings of the first.`));
 })();

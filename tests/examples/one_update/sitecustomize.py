@@ -30,11 +30,11 @@ if LAUNCHED or SCRIPT in ("ppo.py", "rlhf-ppo", "aitraining.py"):
     PPOTrainer.train = train_once
 
 if SCRIPT == "judge_tldr.py":
-    from rlhf_ppo.rewards.asking import Server
+    from rlhf_ppo.rewards.endpoint import HttpClient
 
-    made = Server.__init__
+    made = HttpClient.__init__
 
     def stub(self, url, *settings):
         made(self, url.replace("https://api.openai.com", os.environ["OPENAI_STUB"]), *settings)
 
-    Server.__init__ = stub
+    HttpClient.__init__ = stub

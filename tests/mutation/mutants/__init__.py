@@ -12,10 +12,12 @@ from tests.mutation.mutants import (
     processes,
     reporting,
     rewards,
+    trainer,
     training,
 )
 
 TABLES: dict[str, dict[tuple[str, str], list[tuple[str, str]]]] = {
+    ".": trainer.MUTANTS,
     "algorithm": algorithm.MUTANTS,
     "checkpoints": checkpoints.MUTANTS,
     "config": config.MUTANTS,

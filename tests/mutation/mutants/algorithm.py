@@ -77,6 +77,14 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("torch.where(returns_var > 0, 1 - residual_var / returns_var, 0.0)", "1 - residual_var / returns_var"),
     ],
     ("losses.py", "tests/algorithm/test_recipes.py"): [
+        ("(lengths > 0).sum()", "torch.tensor(len(lengths))"),
+        ("num_responses if reduce_sum is None else reduce_sum(num_responses)", "num_responses"),
+        ("(num_responses * lengths.clamp(min=1))", "num_responses"),
+        ("(num_responses * lengths.clamp(min=1))", "lengths.clamp(min=1)"),
+        ("(num_responses * response_length)", "response_length"),
+        ("(num_responses * response_length)", "num_responses"),
+        ("positive = mask & is_positive[:, None]", "positive = mask | is_positive[:, None]"),
+        ("num_positive if reduce_sum is None else reduce_sum(num_positive)", "num_positive"),
         ("high = cliprange if cliprange_high is None else cliprange_high", "high = cliprange"),
         ("torch.where(advantages < 0, -dual_clip * advantages", "torch.where(advantages > 0, -dual_clip * advantages"),
         ("torch.minimum(loss, most)", "torch.maximum(loss, most)"),
@@ -97,7 +105,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "if cliprange_value is None:\n        return ValueLoss(2 * unc",
         ),
     ],
-    ("controllers.py", "tests/algorithm/test_recipes.py"): [
+    ("penalties.py", "tests/algorithm/test_recipes.py"): [
         ("-0.2), 0.2)", "-0.2), 0.3)"),
         ("mean_kl / self.target - 1, -0.2", "mean_kl / self.target - 1, -0.3"),
         ("mean_kl / self.target - 1", "mean_kl / self.target"),
@@ -106,16 +114,6 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if math.isnan(mean_kl):", "if False:"),
         ("max(moved, sys.float_info.min)", "moved"),
         ("if not 0 <= coef < math.inf", "if not coef < math.inf"),
-    ],
-    ("aggregation.py", "tests/algorithm/test_recipes.py"): [
-        ("(lengths > 0).sum()", "torch.tensor(len(lengths))"),
-        ("num_responses if reduce_sum is None else reduce_sum(num_responses)", "num_responses"),
-        ("(num_responses * lengths.clamp(min=1))", "num_responses"),
-        ("(num_responses * lengths.clamp(min=1))", "lengths.clamp(min=1)"),
-        ("(num_responses * response_length)", "response_length"),
-        ("(num_responses * response_length)", "num_responses"),
-        ("positive = mask & is_positive[:, None]", "positive = mask | is_positive[:, None]"),
-        ("num_positive if reduce_sum is None else reduce_sum(num_positive)", "num_positive"),
     ],
     ("advantages.py", "tests/algorithm/test_recipes.py"): [
         ("(1 - 1 / (alpha *", "(1 - alpha / ("),
@@ -161,11 +159,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("rsqrt(var + 1e-8)", "rsqrt(var + 1e-5)"),
         ("if mask.shape != values.shape:", "if False:"),
     ],
-    ("moments.py", "tests/rewards/test_shaping.py::test_moments_of_batches_are_those_of_all_scores_together"): [
+    ("masked.py", "tests/rewards/test_shaping.py::test_moments_of_batches_are_those_of_all_scores_together"): [
         ("math.sqrt(self.squares / (self.count - 1))", "math.sqrt(self.squares / self.count)"),
         ("mean=self.mean + distance * added / count", "mean=self.mean + distance * added"),
     ],
-    ("moments.py", "tests/rewards/test_shaping.py::test_equal_scores_have_no_spread"): [
+    ("masked.py", "tests/rewards/test_shaping.py::test_equal_scores_have_no_spread"): [
         ("scores = scores.to(exact_type(scores.device))", "scores = scores.float()"),
     ],
     (

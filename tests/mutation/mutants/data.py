@@ -1,24 +1,24 @@
 """What is broken in the room `data`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
-    ("lengths.py", "tests/models/test_positions.py::test_runs_that_may_cross_it_are_refused_at_construction"): [
+    ("prompts.py", "tests/models/test_capabilities.py::test_runs_that_may_cross_it_are_refused_at_construction"): [
         ("total > limit.tokens", "total >= limit.tokens"),
         ("room = limit.tokens - response_length", "room = limit.tokens"),
     ],
     (
-        "lengths.py",
-        "tests/models/test_positions.py::test_up_to_the_limit_rows_do_not_depend_on_each_other_and_beyond_it_they_do",
+        "prompts.py",
+        "tests/models/test_capabilities.py::test_up_to_the_limit_rows_do_not_depend_on_each_other_and_beyond_it_they_do",
     ): [
         ("return min((limit", "return max((limit"),
     ],
-    ("masks.py", "tests/data/test_gaps.py::test_an_update_equals_numpy"): [
+    ("rollout.py", "tests/data/test_gaps.py::test_an_update_equals_numpy"): [
         ("_falls(prompt)", "_falls(~prompt)"),
         ("_falls(~response)", "_falls(response)"),
         ("written & ~response", "written & response"),
         ("~prompt[:, -1]", "~prompt[:, 0]"),
         ("~written.any(axis=1)", "~written.all(axis=1)"),
     ],
-    ("places.py", "tests/data/test_places.py::test_places_are_those_of_each_real_token"): [
+    ("rollout.py", "tests/data/test_places.py::test_places_are_those_of_each_real_token"): [
         ("np.arange(len(rows)) - (ends - lengths)[rows]", "np.arange(len(rows)) - ends[rows]"),
         ("rows * longest + positions", "rows * width + positions"),
         ("+ (width - length),", ","),

@@ -1,20 +1,20 @@
 """What is broken in the room `generation`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
-    ("cache.py", "tests/generation/test_cache.py::test_layers_return_and_keep_what_transformers_do"): [
-        ("room.keep(self.sliding_window - 1)", "room.keep(self.sliding_window)"),
+    ("transformers_engine.py", "tests/generation/test_cache.py::test_layers_return_and_keep_what_transformers_do"): [
+        ("buffer.keep(self.sliding_window - 1)", "buffer.keep(self.sliding_window)"),
         ("max(self.start, self.end - num_last)", "self.end - num_last"),
         ("memory[..., :num_kept, :].copy_(kept)", "pass"),
     ],
-    ("inversion.py", "tests/generation/test_inversion.py::test_by_hand"): [
+    ("sampling.py", "tests/generation/test_sampling.py::test_by_hand"): [
         ("drawn = torch.rand_like(total) * total", "drawn = torch.rand_like(total) ** 2 * total"),
         ("right=True)", "right=False)"),
         ("torch.minimum(drawn, total.nextafter(total * 0))", "drawn"),
     ],
-    ("nucleus.py", "tests/generation/test_nucleus.py::test_the_likeliest_stays_however_little_is_to_stay"): [
+    ("sampling.py", "tests/generation/test_sampling.py::test_the_likeliest_stays_however_little_is_to_stay"): [
         ("is_unlikely[:, -1] = False", "pass"),
     ],
-    ("nucleus.py", "tests/generation/test_nucleus.py::test_what_stays_is_what_transformers_keeps"): [
+    ("sampling.py", "tests/generation/test_sampling.py::test_what_stays_is_what_transformers_keeps"): [
         ("<= round((1 - self.top_p) * _UNIT)", "<= round(self.top_p * _UNIT)"),
         ("tokens.argsort(dim=-1)", "tokens"),
     ],
@@ -26,12 +26,12 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("sampled & (is_stop.cumsum(dim=1) - is_stop.long() == 0)", "sampled"),
     ],
     (
-        "sequences.py",
+        "stopping.py",
         "tests/generation/test_sequences.py::test_joined_rows_have_their_masks_and_no_column_that_nobody_reaches",
     ): [
-        ("mask.sum(dim=1).max())]\n", "mask.sum(dim=1).min())]\n"),
+        ("int(written.sum(axis=1).max())", "int(written.sum(axis=1).min())"),
     ],
-    ("sequences.py", "tests/generation/test_sequences.py::test_the_mask_ends_with_the_first_stop_token"): [
+    ("stopping.py", "tests/generation/test_sequences.py::test_the_mask_ends_with_the_first_stop_token"): [
         ("stops.cumsum(dim=1) - stops == 0", "stops.cumsum(dim=1) == 0"),
         ("stops.cumsum(dim=1) - stops == 0", "stops.cumsum(dim=0) - stops == 0"),
     ],

@@ -9,18 +9,18 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("return at_target - log_total, entropy", "return at_target + log_total, entropy"),
         ("self.total.log() - self.weighted / self.total", "self.total.log() + self.weighted / self.total"),
     ],
-    ("fused.py", "tests/models/test_float32_head.py::test_logprobs_and_gradients_are_those_of_float64"): [
+    ("fused.py", "tests/models/test_heads.py::test_logprobs_and_gradients_are_those_of_float64"): [
         ("torch.float32 if head.in_float32 else", "torch.bfloat16 if head.in_float32 else"),
     ],
     (
-        "moving_reference.py",
-        "tests/models/test_moving_reference.py::test_after_each_update_it_is_the_recursion_over_the_policies",
+        "reference.py",
+        "tests/models/test_ema_reference.py::test_after_each_update_it_is_the_recursion_over_the_policies",
     ): [
         (".to(exact), 1 - self.decay)", ".to(exact), self.decay)"),
     ],
     (
-        "moving_reference.py",
-        "tests/models/test_moving_reference.py::test_small_steps_are_not_lost_beside_weights_in_16_bits",
+        "reference.py",
+        "tests/models/test_ema_reference.py::test_small_steps_are_not_lost_beside_weights_in_16_bits",
     ): [
         ("self._exact.setdefault(pair.name, share.float())", "share.float()"),
     ],
@@ -43,8 +43,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(distance >= 0) &", ""),
     ],
     (
-        "positions.py",
-        "tests/models/test_positions.py::test_up_to_the_limit_rows_do_not_depend_on_each_other_and_beyond_it_they_do",
+        "capabilities.py",
+        "tests/models/test_capabilities.py::test_up_to_the_limit_rows_do_not_depend_on_each_other_and_beyond_it_they_do",
     ): [
         ('or "dynamic" in kind', 'and "dynamic" in kind'),
         (

@@ -2,18 +2,18 @@
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (
-        "random_numbers.py",
+        "distributed.py",
         (
-            "tests/processes/test_random_numbers.py "
+            "tests/processes/test_distributed.py "
             "tests/data/test_experience.py::test_the_order_is_a_function_of_seed_update_and_rank"
         ),
     ): [
         ("set_seed(seed, device_specific=device_specific)", "set_seed(0, device_specific=device_specific)"),
         ("set_seed(seed, device_specific=device_specific)", "set_seed(seed)"),
-        ("with rng_kept():", "if True:"),
-        ("random.setstate(python_state)", "pass"),
-        ("np.random.set_state(numpy_state)", "pass"),
-        ("with torch.random.fork_rng(devices=devices):", "if True:"),
+        ("with preserve_rng():", "if True:"),
+        ('random.setstate(states["python"])', "pass"),
+        ('np.random.set_state(states["numpy"])', "pass"),
+        ('torch.set_rng_state(states["cpu"])', "pass"),
         ("states = [torch.get_rng_state()]", "states = [torch.rand(1)]"),
         ("digest.update(state.numpy().tobytes())", "pass"),
         ("hashlib.blake2b(label.encode(), digest_size=4)", "hashlib.blake2b(digest_size=4)"),
@@ -23,14 +23,14 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("SeedSequence([seed, update, rank])", "SeedSequence([seed + update + rank])"),
     ],
     (
-        "streams.py",
-        "tests/processes/test_streams.py::test_a_stream_goes_on_where_it_was_and_leaves_the_others_alone",
+        "distributed.py",
+        "tests/processes/test_distributed.py::test_a_stream_goes_on_where_it_was_and_leaves_the_others_alone",
     ): [
-        ("_put_in_place(of_training)", "pass"),
-        ("self._states = _current(", "_current("),
-        ("_put_in_place(self._states)", "pass"),
-        ("self._states = kept", "pass"),
-        ("seed_of(self.label, *words)", "seed_of(self.label)"),
+        ("_set_rng_states(of_training)", "pass"),
+        ("self._states = _rng_states()", "_rng_states()"),
+        ("_set_rng_states(self._states)", "pass"),
+        ("self._states = states", "pass"),
+        ("derive_seed(self.label, *words)", "derive_seed(self.label)"),
         ("self._states = {**known,", "known = {**known,"),
     ],
 }

@@ -10,7 +10,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ('"kl": kl.sum(dim=1)', '"kl": kl.mean(dim=1)'),
         ("-zero_outside(rollout.logprobs, rollout.response_mask).sum(dim=1)", "-rollout.logprobs.sum(dim=1)"),
     ],
-    ("over_seeds.py", "tests/reporting/test_over_seeds.py"): [
+    ("judgements.py", "tests/reporting/test_judgements.py"): [
         ("ddof=1", "ddof=0"),
         ("/ np.sqrt(count)", "/ count"),
         ("np.mean(self.rates)", "np.median(self.rates[:2])"),

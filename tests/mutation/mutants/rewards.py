@@ -16,11 +16,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("None if first is None or second is None else self.verdict", "None if first is None else self.verdict"),
         ("(1 - max(-1.0, min(1.0, value))) / 2", "(1 + max(-1.0, min(1.0, value))) / 2"),
     ],
-    ("preference.py", "tests/rewards/test_preference.py"): [
+    ("judges.py", "tests/rewards/test_judges_preference.py"): [
         ("second - first", "first - second"),
         ("second - first", "1 - 2 * first"),
         ("[(other, one) for one, other in chosen]", "[(one, other) for one, other in chosen]"),
-        ("None if first is None or second is None else", "None if first is None else"),
+        ("is None or second is None else second - first", "is None else second - first"),
         ("found[row] = Compared(0.5, 0.5)", "pass"),
         ("number == -1", "number == -2"),
         ("shuffle_order=False", "shuffle_order=True"),

@@ -26,6 +26,9 @@ from typing import Any
 SOURCE = Path(__file__).with_name("pretend.cpp")
 BUILD = Path(sys.prefix, "pretended-gpu", hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12])
 LIBRARY = BUILD / "pretend_cuda.so"
+os.environ["TORCH_EXTENSIONS_DIR"] = str(BUILD.parent)  # of DeepSpeed's optimizer on the host, which it compiles too
+if str(Path(sys.prefix, "bin")) not in os.environ["PATH"].split(os.pathsep):  # ninja
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.prefix, "bin")), os.environ["PATH"]])
 TOTAL = int(os.environ.get("PRETEND_GIB", "80")) * 2**30
 """Bytes of memory that the device says it has."""
 
@@ -37,9 +40,8 @@ def build() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     flags = {"extra_cflags": ["-O0", "-g0", "-w"], "build_directory": str(BUILD)}
     code = f"from torch.utils.cpp_extension import load; load('pretend_cuda', [{str(SOURCE)!r}], **{flags!r})"
-    path = os.pathsep.join([str(Path(sys.prefix, "bin")), os.environ.get("PATH", "")])
     environment = {name: value for name, value in os.environ.items() if name != "PRETEND_CUDA"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment | {"PATH": path, "MAX_JOBS": "1"})
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment | {"MAX_JOBS": "1"})
 
 
 if "torch" in sys.modules:

@@ -1,0 +1,442 @@
+"""Saved state of a run: its progress, a fingerprint of its ingredients, and a partial update."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, get_type_hints
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import has_length
+
+from rlhf_ppo.checkpoints.files import check_values, parse_json, read_object, replacing, write_json
+from rlhf_ppo.config.redaction import is_secret
+from rlhf_ppo.config.validation import Interval, check_range, check_type
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.processes.distributed import isolated_rng
+
+PROGRESS_NAME = "ppo_state.json"
+_COUNT = Interval(0, 2.0**63)
+_SKIPPED = frozenset({"rows", "updates", "in_a_row", "overflows_in_a_row"})
+
+
+class PPOTrainerState(TrainerState):
+    """Trainer's state with the number of episodes, written atomically.
+
+    Attributes:
+        episode: Episodes generated so far, on all ranks.
+    """
+
+    episode: int = 0
+
+    @classmethod
+    def of(cls, state: TrainerState, episode: int = 0) -> Self:
+        """Return a state with the fields of another one."""
+        own = cls(**{item.name: getattr(state, item.name) for item in dataclasses.fields(state)})
+        own.episode = episode
+        return own
+
+    def save_to_json(self, json_path: str) -> None:
+        """Write the state atomically."""
+        with replacing(json_path) as temporary:
+            super().save_to_json(str(temporary))
+
+
+@dataclass
+class Progress:
+    """State of the training loop beyond `TrainerState`.
+
+    Attributes:
+        episode: Episodes generated so far, on all ranks.
+        epoch: Index of the current pass over the data.
+        batches_in_epoch: Batches taken from that pass.
+        num_prompts: Rows of the data; 0 if unknown.
+        loss: Sum of the losses since the last log, averaged over the ranks.
+        losses: That sum for each rank.
+        last_logged_step: Update of the last log.
+        num_logged: Number of all log entries; `trainer_state.json` has the last ones.
+        pending_metrics: Metrics of the updates since the last log.
+        batch_size: Episodes of an update, on all ranks.
+        num_processes: Number of processes of the run.
+        num_generations: Responses to each prompt of an update.
+        optimization: Settings of optimizer and scheduler, by name.
+        skipped: Fields of the `Skipped` that `on_divergence` counts.
+        due: "samples" or "evaluation" that a signal interrupted after the last update; a resumed run begins with them.
+    """
+
+    episode: int = 0
+    epoch: int = 0
+    batches_in_epoch: int = 0
+    num_prompts: int = 0
+    loss: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    last_logged_step: int = 0
+    num_logged: int = 0
+    pending_metrics: list[dict[str, float]] = field(default_factory=list)
+    batch_size: int = 0
+    num_processes: int = 0
+    num_generations: int = 1
+    optimization: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+    due: list[str] = field(default_factory=list)
+
+    def keep_losses(self, losses: list[float]) -> None:
+        """Keep each rank's sum of losses since the last log."""
+        self.losses, self.loss = losses, math.fsum(losses) / len(losses)
+
+    def loss_of(self, rank: int, num_processes: int) -> float:
+        """Return a rank's sum of losses; after a change of the number of processes, the mean over the ranks."""
+        return self.losses[rank] if len(self.losses) == num_processes else self.loss
+
+    def save(self, directory: str) -> None:
+        """Write `ppo_state.json`."""
+        write_json(Path(directory, PROGRESS_NAME), dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, directory: str) -> Self:
+        """Read `ppo_state.json`.
+
+        Raises:
+            ValueError: A value has the wrong type or is impossible; the message names the file.
+        """
+        values = read_object(Path(directory, PROGRESS_NAME))
+        known = get_type_hints(cls)
+        if unknown := values.keys() - known.keys():
+            raise ValueError(f"its {PROGRESS_NAME} has {sorted(unknown)[0]}, which this version does not know")
+        _check(PROGRESS_NAME, values, known)
+        skipped, optimization = values.get("skipped", {}), values.get("optimization", {})
+        if skipped.keys() - _SKIPPED or not all(map(_COUNT.holds, skipped.values())):
+            raise ValueError(f"its {PROGRESS_NAME} has skipped={skipped!r:.80}")
+        if "learning_rate" in optimization:
+            check_values(f"{PROGRESS_NAME}: optimization", optimization, {"learning_rate": list[float]})
+        return cls(**values)
+
+
+def check_state(directory: str, progress: Progress) -> None:
+    """Check that `trainer_state.json` has possible values that agree with `ppo_state.json`.
+
+    Raises:
+        ValueError: It does not; the message names the file.
+    """
+    values = read_object(Path(directory, TRAINER_STATE_NAME))
+    _check(TRAINER_STATE_NAME, values, _state_types())
+    if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(TrainerState)}):
+        raise ValueError(
+            f"its {TRAINER_STATE_NAME} has {unknown[0]}, which this version of transformers does not know"
+        )
+    step = values["global_step"]
+    if progress.episode != step * progress.batch_size:
+        raise ValueError(
+            f"its {PROGRESS_NAME} has episode={progress.episode}, but {TRAINER_STATE_NAME} has global_step={step} of "
+            f"{progress.batch_size} episodes each"
+        )
+    if progress.epoch > step or progress.batches_in_epoch > step:
+        raise ValueError(
+            f"its {PROGRESS_NAME} has epoch={progress.epoch} and batches_in_epoch={progress.batches_in_epoch}, more "
+            f"than the global_step={step} of {TRAINER_STATE_NAME} allows"
+        )
+
+
+def _check(name: str, values: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    """Check types, and that integers are valid counts."""
+    for key in values.keys() & types.keys():
+        try:
+            check_type(key, values[key], types[key], "")
+            if types[key] is int:
+                check_range(key, values[key], _COUNT, "")
+        except (TypeError, ValueError):
+            raise ValueError(f"its {name} has {key}={values[key]!r}") from None
+    if missing := {"global_step", "episode"} & types.keys() - values.keys():
+        raise ValueError(f"its {name} lacks {missing.pop()}")
+
+
+@functools.cache
+def _state_types() -> dict[str, Any]:
+    hints = get_type_hints(TrainerState)
+    names = (
+        *("epoch", "global_step", "num_input_tokens_seen", "best_metric", "best_global_step"),
+        "best_model_checkpoint",
+    )
+    of_callbacks = dict[str, dict | list] | None
+    return {name: hints[name] for name in names} | {"log_history": list[dict], "stateful_callbacks": of_callbacks}
+
+
+FINGERPRINT_NAME = "ppo_arguments.json"
+
+_NOT_COMPARED = {
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "run_name", "logging_dir", "local_rank"),
+    *("local_batch_size", "micro_batch_size", "batch_size", "local_mini_batch_size", "mini_batch_size"),
+    *("num_total_batches", "total_episodes", "disable_tqdm", "log_level", "log_level_replica", "log_console"),
+    *("health_checks", "health_thresholds", "health_judge"),
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+}
+"""Paths, derived sizes, display options, and arguments that are compared with `Progress.optimization` instead."""
+
+_NOTES = {
+    "seed": "it orders the prompts and shuffles mini-batches from here on; responses are sampled with the random "
+    "numbers of the checkpoint",
+    "data_seed": "it orders the prompts from here on, so that some of this pass come again and others not at all",
+    "max_steps": "the run ends after that many updates, those before the checkpoint included",
+    "world_size": "each process draws new random numbers",
+    "ignore_data_skip": "it says where in the pass the run goes on",
+}
+_CHANGED_PARTS = {
+    "processing_class": "the tokenizer has another vocabulary or other special tokens",
+    "reward_funcs": "the reward functions are others, or their code is",
+    "reward_model": "the reward models have other weights, or another precision",
+    "ref_model": "the reference has other weights, or another precision",
+    "base_model": "the frozen weights under the adapters are others, or have another precision",
+    "train_dataset": "the prompts are others",
+}
+_NUM_ROWS, _NUM_VALUES = 64, 16
+
+
+def comparable_arguments(args: TrainingArguments) -> dict[str, Any]:
+    """Return the arguments that a resumed run is compared in, as JSON values and without secrets."""
+    values = {
+        name: value for name, value in args.to_dict().items() if name not in _NOT_COMPARED and not is_secret(name)
+    }
+    return json.loads(json.dumps(values, default=str))
+
+
+def hash_of_text(text: str) -> str:
+    """Return a short hash of a text."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def hash_of_function(function: Callable[..., Any]) -> str | None:
+    """Return a hash of a function's source code, or of an object's class and dataclass fields; None without source."""
+    function = function.func if isinstance(function, functools.partial) else function
+    values = dataclasses.asdict(function) if dataclasses.is_dataclass(function) else {}  # pyright: ignore
+    try:
+        source = inspect.getsource(function if inspect.isroutine(function) else type(function))
+    except (OSError, TypeError):
+        return None
+    return hash_of_text(source + repr(values))
+
+
+def hash_of_weights(tensors: Iterable[Tensor]) -> str | None:
+    """Return a hash of a few values of each tensor; None without tensors, or if they are sharded."""
+    samples: list[Tensor] = []
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) or hasattr(tensor, "ds_id") or tensor.is_meta:
+            return None
+        values = tensor.detach().reshape(-1)
+        samples.append(values[:: max(1, len(values) // _NUM_VALUES)][:_NUM_VALUES].float().cpu())
+    return hashlib.sha256(torch.cat(samples).numpy().tobytes()).hexdigest()[:16] if samples else None
+
+
+def describe_dataset(dataset: Any) -> dict[str, Any] | None:
+    """Return the number of rows of a dataset and a hash of some of them; None for a stream."""
+    length = _num_rows(dataset)
+    if length is None:
+        return None
+    with isolated_rng(0):  # a row may be random
+        rows = [dataset[index] for index in range(0, length, max(1, length // _NUM_ROWS))]
+    return {"rows": length, "content": hash_of_text("\n".join(map(_row_text, rows)))}
+
+
+def _num_rows(dataset: Any) -> int | None:
+    return len(dataset) if has_length(dataset) else None
+
+
+def _row_text(row: Any) -> str:
+    columns = row.items() if isinstance(row, Mapping) else enumerate([row])
+    simple = {name: value for name, value in columns if isinstance(value, str | int | float | list)}
+    return json.dumps(simple, sort_keys=True, default=lambda value: type(value).__name__)
+
+
+def save_fingerprint(directory: str, fingerprint: Mapping[str, Any]) -> None:
+    """Write `ppo_arguments.json`."""
+    write_json(Path(directory, FINGERPRINT_NAME), fingerprint)
+
+
+def load_fingerprint(directory: str) -> dict[str, Any]:
+    """Read `ppo_arguments.json`.
+
+    Raises:
+        ValueError: It is missing or invalid; the message names the file.
+    """
+    fingerprint = read_object(Path(directory, FINGERPRINT_NAME))
+    types = {"arguments": dict[str, Any], "optimizer": str}
+    given = {name: kind for name, kind in types.items() if fingerprint.get(name) is not None}
+    check_values(FINGERPRINT_NAME, fingerprint, given)
+    return fingerprint
+
+
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a line for each argument, and each ingredient of the run, that has changed.
+
+    Args:
+        before: Fingerprint in the checkpoint.
+        now: Fingerprint of this run.
+    """
+    lines = []
+    old, new = before.get("arguments") or {}, now["arguments"]
+    for name in sorted(old.keys() & new.keys()):
+        if old[name] != new[name]:
+            note = f": {_NOTES[name]}" if name in _NOTES else ""
+            lines.append(f"{name}={new[name]!r} is in force, which was {old[name]!r}{note}")
+    for name, change in _CHANGED_PARTS.items():
+        one, other = before.get(name), now.get(name)
+        if one is not None and other is not None and one != other:
+            lines.append(f"{name}: {change}; what is passed now is in force{_difference(one, other)}")
+    return lines
+
+
+def _difference(one: Any, other: Any) -> str:
+    if isinstance(one, dict) and isinstance(other, dict):
+        names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+        values = [f"{name} {one.get(name)!r} before, {other.get(name)!r} now" for name in names if name == "rows"]
+        return f" ({', '.join(values or names)})"
+    return ""
+
+
+_EXPERIENCE, _SUMS, _NORMS, _VALUES = "experience.", "sums", "grad_norms", "values"
+
+
+@dataclass
+class PartialUpdate:
+    """An update that a signal interrupted after some of its mini-batches, as each rank saves it.
+
+    Weights, optimizer and random numbers are in the checkpoint's other files, in their state before the first
+    mini-batch that is left. The resumed run finishes the update bit for bit.
+
+    Attributes:
+        experience: This rank's experience.
+        begun_with: Arguments that determine the mini-batches, by name; they must not change.
+        num_minibatches: Number of finished mini-batches.
+        num_micro_batches: Micro-batches of the next mini-batch whose `on_substep_end` was fired; they are repeated.
+        sums: Statistics of each finished micro-batch, float32 `(num_statistics,)`.
+        epoch_start: Number of these at the start of the current epoch.
+        named: Names of the statistics that the losses add to PPO's own.
+        grad_norm: Gradient norm of the last optimizer step.
+        grad_norms: Gradient norms of policy and value model at each step, float32 `(2,)`.
+        metrics: Metrics of the rollout.
+        num_response_tokens: Number of response tokens, of all ranks.
+        seconds: Seconds by phase.
+        completions: Rows of this rank's responses, which are written when the update is logged.
+        left_out: Reasons for which the divergence guard left out responses of this rank.
+        num_steps: Number of optimizer steps that the divergence guard allowed.
+        wishes: Requests of callbacks since the update began, such as "should_save".
+    """
+
+    experience: Experience
+    begun_with: dict[str, int]
+    num_minibatches: int = 0
+    num_micro_batches: int = 0
+    sums: list[Tensor] = field(default_factory=list)
+    epoch_start: int = 0
+    named: list[str] = field(default_factory=list)
+    grad_norm: float | Tensor = 0.0
+    grad_norms: list[Tensor] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_response_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    completions: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    num_steps: int = 0
+    wishes: dict[str, bool] = field(default_factory=dict)
+
+    def save(self, directory: str, rank: int) -> None:
+        """Write a rank's `partial_update_<rank>.safetensors`."""
+        names = [each.name for each in dataclasses.fields(self.experience)]
+        of_experience = {f"{_EXPERIENCE}{name}": getattr(self.experience, name) for name in names}
+        tensors = {name: value for name, value in of_experience.items() if isinstance(value, Tensor)}
+        if self.sums:
+            tensors[_SUMS] = torch.stack(self.sums)
+        if self.grad_norms:
+            tensors[_NORMS] = torch.stack(self.grad_norms)
+        values = {name: getattr(self, name) for name in _value_types()}
+        save_file(
+            {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()},
+            _file(directory, rank),
+            metadata={_VALUES: json.dumps(values)},
+        )
+
+    @classmethod
+    def load(cls, directory: str, rank: int, device: torch.device) -> Self:
+        """Read a rank's file.
+
+        Raises:
+            ValueError: It is missing or invalid.
+        """
+        with _read(_file(directory, rank)) as file:
+            tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}
+            sums, norms = (list(tensors.pop(name, torch.empty(0))) for name in (_SUMS, _NORMS))
+            experience = Experience(**{name.removeprefix(_EXPERIENCE): value for name, value in tensors.items()})
+            return cls(experience, sums=sums, grad_norms=norms, **_values(file))
+
+
+def num_learned_minibatches(directory: str) -> int | None:
+    """Return the number of finished mini-batches of the partial update in a checkpoint; None without one.
+
+    Raises:
+        ValueError: The file is invalid.
+    """
+    files = sorted(Path(directory).glob(_file("", "*")))
+    if not files:
+        return None
+    with _read(str(files[0])) as file:
+        return _values(file)["num_minibatches"]
+
+
+def check_same_update(before: Mapping[str, int], now: Mapping[str, int]) -> None:
+    """Check that a partial update can be finished.
+
+    Args:
+        before: Values that determined its mini-batches, by name.
+        now: The same values of this run.
+
+    Raises:
+        ValueError: One has changed.
+    """
+    names = [name for name in now if before.get(name) != now[name]]
+    if changed := [f"{name} was {before.get(name)} and is {now[name]} now" for name in names]:
+        raise ValueError(
+            "the checkpoint is of the middle of an update, which can only be finished as it was begun, but "
+            f"{', '.join(changed)}: keep what it was until that update is learned, or resume from an earlier "
+            "checkpoint by its directory"
+        )
+
+
+def _file(directory: str, rank: int | str) -> str:
+    return str(Path(directory, f"partial_update_{rank}.safetensors"))
+
+
+@contextmanager
+def _read(path: str) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"its {Path(path).name} is missing, or holds something else: {error!r:.200}") from error
+
+
+def _values(file: Any) -> dict[str, Any]:
+    values, types = parse_json(file.metadata()[_VALUES]), _value_types()
+    if values.keys() != types.keys():
+        raise KeyError(f"{sorted(values)} instead of {sorted(types)}")
+    for name, value in values.items():
+        check_type(name, value, types[name], "")
+    return values
+
+
+def _value_types() -> dict[str, Any]:
+    types = get_type_hints(PartialUpdate)
+    return {name: types[name] for name in types.keys() - {"experience", "sums", "grad_norms"}}

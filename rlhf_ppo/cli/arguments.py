@@ -1,0 +1,274 @@
+"""Arguments of the command lines: the parser of `PPOConfig`, models, data sets, quantization and trackers."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import yaml
+from accelerate import PartialState
+from transformers import TrainingArguments
+from trl.scripts.utils import ScriptArguments, TrlParser
+from trl.trainer.model_config import ModelConfig
+from trl.trainer.utils import get_quantization_config
+
+from rlhf_ppo.cli.errors import CommandParser, left_over
+from rlhf_ppo.config.arguments import resolve_clip_ranges
+from rlhf_ppo.config.hints import CONFIG_HINTS, reject_removed
+from rlhf_ppo.config.inherited import check_keys, is_logged_in_to_wandb
+from rlhf_ppo.config.presets import PRESETS, RemembersNames, preset_options
+from rlhf_ppo.config.redaction import redact_in_place
+from rlhf_ppo.config.validation import UniqueKeys, check_json_file
+from rlhf_ppo.terminal.text import visible_logger
+
+
+class PPOArgumentParser(CommandParser, TrlParser):
+    """A `TrlParser` that names the replacement of each option that `TrainingArguments` no longer has.
+
+    ```python
+    script_args, training_args, model_args = PPOArgumentParser(
+        (ScriptArguments, PPOConfig, ModelConfig)
+    ).parse_args_and_config()
+    ```
+
+    Raises:
+        TypeError: The command line or the YAML file holds such an option.
+        ValueError: The YAML file is none, or an option is unknown.
+    """
+
+    _of_config: Collection[str] = ()
+    _given: Collection[str] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"usage": "%(prog)s [options]", **kwargs})
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse; an error explains unknown options."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        redact_in_place(sys.argv)  # which trackers write into files
+        options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+        reject_removed(option.lstrip("-").replace("-", "_") for option in options)
+        if options:
+            raise ValueError(self._unknown(options))
+        if unknown:
+            words = sys.argv[1:] if args is None else args
+            raise ValueError(f"there {'is' if len(unknown) == 1 else 'are'} {left_over(unknown, words)}")
+        for name in ("deepspeed", "fsdp_config", "accelerator_config"):
+            path = getattr(parsed, name, None)
+            if isinstance(path, str) and not path.lstrip().startswith("{"):
+                check_json_file(path, name)
+        has_preset = getattr(parsed, "preset", None) in PRESETS
+        if has_preset or getattr(parsed, "policy_loss", None) == "gspo":
+            named = self._named(args)
+            for name, value in (preset_options(parsed.preset, named) if has_preset else {}).items():
+                setattr(parsed, name, value)
+            resolve_clip_ranges(parsed, named)
+        if hasattr(parsed, "logging_steps"):
+            self._given = self._named(args)
+        return parsed, unknown
+
+    def _named(self, args: Sequence[str] | None) -> set[str]:
+        """Return the options that the command line or the YAML file gives."""
+        defaults = {action: action.default for action in self._actions}
+        try:
+            for action in self._actions:
+                action.default = argparse.SUPPRESS
+            given, _ = super().parse_known_args(args)
+        finally:
+            for action, default in defaults.items():
+                action.default = default
+        return {*vars(given), *self._of_config}
+
+    def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
+        """Parse the command line, over the values of the YAML file after `--config`."""
+        words = [part for word in (sys.argv[1:] if args is None else args) for part in _apart(word)]
+        if words.count("--config") > 1:
+            self.error("argument --config: given twice; one file holds all")
+        if "--config" in words:
+            position = words.index("--config")
+            if position + 1 == len(words):
+                self.error("argument --config: expected one argument")
+            check_yaml(words[position + 1])
+        parsed = super().parse_args_and_config(words)
+        for each in parsed:
+            if isinstance(each, RemembersNames):
+                each.set_given(self._given)  # the parser passes every option
+        return parsed
+
+    def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
+        """Take defaults from the YAML file; an error explains unknown options."""
+        names = [name.replace("-", "_") for name in kwargs]  # as on the command line
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"the key {', '.join(twice)} stands twice in --config")
+        kwargs = dict(zip(names, kwargs.values(), strict=True))
+        reject_removed(kwargs)
+        self._of_config = {*kwargs}
+        for action in self._actions:
+            if action.choices is not None and kwargs.get(action.dest) not in (None, *action.choices):
+                if kwargs[action.dest] is False and "no" in action.choices:
+                    kwargs[action.dest] = "no"  # as YAML reads the word
+                    continue
+                given = kwargs[action.dest]
+                raise ValueError(f"{action.dest}={given!r} in --config must be one of {[*action.choices]}")
+        unknown = super().set_defaults_with_config(**kwargs)
+        if unknown:
+            raise ValueError(f"{self._unknown([word for word in unknown if word.startswith('--')])}, as in --config")
+        return unknown
+
+    def _unknown(self, options: Sequence[str]) -> str:
+        known = [name for action in self._actions for name in action.option_strings]
+        names = {option: option.lstrip("-").replace("-", "_") for option in options} if "--kl_coef" in known else {}
+        if hints := [f"{option} ({CONFIG_HINTS[name]})" for option, name in names.items() if name in CONFIG_HINTS]:
+            return f"there is no option {', '.join(hints)}"
+        near = [match for option in options for match in difflib.get_close_matches(option, known, n=1)]
+        hint = f"; did you mean {' and '.join(near)}?" if near else "; --help lists the options"
+        return f"there is no option {', '.join(options)}{hint}"
+
+
+def check_yaml(path: str) -> None:
+    """Check that a file holds options as YAML: `name: value`, each name once.
+
+    Args:
+        path: The file after `--config`.
+
+    Raises:
+        ValueError: It cannot be read, is no YAML or no mapping, or a key stands twice.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = yaml.load(file, UniqueKeys)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"--config {path!r} cannot be read as YAML: {reason}") from error
+    if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
+        raise ValueError(f"--config {path!r} must hold options as `name: value`, such as `learning_rate: 1e-6`")
+
+
+def _apart(word: str) -> list[str]:
+    return ["--config", word.removeprefix("--config=")] if word.startswith("--config=") else [word]
+
+
+# ---- Models and data sets ----
+
+# TrlParser reads the annotations, so they are not postponed.
+
+
+@dataclass
+class DryRunScriptArguments(ScriptArguments):
+    """TRL's `ScriptArguments`, and a dry run."""
+
+    dry_run: bool = field(
+        default=False, metadata={"help": "Check files, columns and options, list all problems, and exit."}
+    )
+
+
+@dataclass
+class PPOScriptArguments(DryRunScriptArguments):
+    """Also reward functions, pretraining texts, and an option that TRL's `ModelConfig` no longer has."""
+
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Reward functions: names of built-in ones, package.module.function, file.py:function or "
+            "addresses, each with settings behind it, such as 'keyword(keywords=[\"yes\"])'. The reward model then "
+            "scores beside them only if reward_model_path is given."
+        },
+    )
+    ptx_dataset: str | None = field(
+        default=None,
+        metadata={
+            "help": "With ptx_coef: texts that the policy learns from besides, with the columns of SFT; a file, a "
+            "directory or a name on the hub, of which the split train is read."
+        },
+    )
+    trust_remote_code: bool = field(
+        default=False,
+        metadata={"help": "Run the Python code that a model's repository brings along. Only for code you have read."},
+    )
+
+
+# ---- Quantization ----
+
+
+def quantization_options(model_args: ModelConfig) -> dict[str, Any]:
+    """Return the `from_pretrained` arguments of `--load_in_4bit` and `--load_in_8bit`.
+
+    Args:
+        model_args: TRL's options of a model.
+
+    Raises:
+        ValueError: There is no CUDA GPU, or bitsandbytes is not installed.
+    """
+    asked = [name for name in ("load_in_4bit", "load_in_8bit") if getattr(model_args, name)]
+    if not asked:
+        return {}
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"{asked[0]}=True quantizes with bitsandbytes, which needs a CUDA GPU, and torch finds none here: leave "
+            f"--{asked[0]} out (with --use_peft --dtype bfloat16 the frozen weights take 16 bits), or use a GPU"
+        )
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(f"{asked[0]}=True needs bitsandbytes, which is not installed: pip install bitsandbytes")
+    return {"quantization_config": get_quantization_config(model_args), "device_map": {"": PartialState().device}}
+
+
+# ---- Data set columns ----
+
+NUMBERS = {
+    "bool",
+    "double",
+    "float",
+    *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)),
+}
+"""The types of columns of numbers, by their names in `datasets`."""
+
+
+def check_columns(dataset: Any, alternatives: list[set[str]]) -> None:
+    """Check that a data set has the columns that TRL's trainer reads.
+
+    Args:
+        dataset: The rows; the columns of a stream may be unknown.
+        alternatives: Sets of columns, one of which must be there.
+
+    Raises:
+        ValueError: None of them is.
+    """
+    columns = dataset.column_names
+    if columns is not None and not any(needed <= {*columns} for needed in alternatives):
+        wanted = " or ".join(" and ".join(f"`{name}`" for name in sorted(needed)) for needed in alternatives)
+        raise ValueError(f"the data set has the columns {columns}, but training needs {wanted}; rename them")
+    for name, kind in (dataset.features or {}).items():
+        if name in set().union(*alternatives) and getattr(kind, "dtype", "string") in NUMBERS:
+            raise ValueError(f"the column `{name}` holds {kind.dtype}, but training needs texts or messages in it")
+
+
+# ---- Trackers ----
+
+logger = visible_logger(__name__)
+
+
+def settle_trackers(args: TrainingArguments) -> None:
+    """Make W&B record offline into `./wandb` without a login, instead of asking for one; warns once.
+
+    Args:
+        args: Gives `report_to`.
+
+    Raises:
+        ValueError: Another tracker has no key.
+    """
+    if "wandb" in (args.report_to or []) and not is_logged_in_to_wandb():
+        import wandb
+
+        settings: Any = wandb.setup().settings
+        settings.mode = "offline"
+        logger.warning_once(
+            "report_to=['wandb'], but nobody is logged in to W&B here: the run is recorded in ./wandb and not "
+            "uploaded. Log in with `wandb login`, upload it later with `wandb sync`, or report to none."
+        )
+    check_keys(args)

@@ -1,0 +1,356 @@
+"""Short help of the commands with many options, printed without importing torch or transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_ppo.cli.options import JudgeArguments, LLMCommand
+from rlhf_ppo.compat.params import UNAVAILABLE, LLMTrainingParams
+from rlhf_ppo.terminal.text import cell
+
+
+class Option(NamedTuple):
+    """An option in the short help.
+
+    Attributes:
+        name: Name of the dataclass field.
+        default: Its default; None is not shown.
+        help: One sentence.
+        value: Placeholder of the value; "" derives it from the default.
+    """
+
+    name: str
+    default: Any
+    help: str
+    value: str = ""
+
+
+class Page(NamedTuple):
+    """Short help of a command.
+
+    Attributes:
+        summary: One sentence.
+        groups: Title: options.
+        examples: Command lines.
+        more: Sentence about the options that are not shown.
+    """
+
+    summary: str
+    groups: Mapping[str, Iterable[Option]]
+    examples: tuple[str, ...]
+    more: str = "--help-all lists all options. --config FILE reads options from a YAML file."
+
+
+_DRY_RUN = Option("dry_run", False, "Check files, columns and options, list all problems, and exit.")
+_OUTPUT = Option("output_dir", None, "Directory of the model, the logs and the checkpoints.", "DIR")
+_CODE = Option("trust_remote_code", False, "Run Python code of a model's repository.")
+_DATASET = Option("dataset_name", None, "Training data: a file, a directory or a hub name.", "DATA")
+_SPLITS = (
+    Option("dataset_train_split", "train", "Split to train on."),
+    Option("dataset_test_split", "test", "Split to evaluate on, if the data has it."),
+)
+_ADAPTERS = (
+    Option("use_peft", False, "Train LoRA adapters instead of all weights."),
+    Option("lora_r", 16, "Rank of the adapters."),
+    Option("dtype", "float32", "Data type of the loaded weights."),
+    Option("bf16", None, "Compute in bfloat16; on by default where the device supports it.", "BOOL"),
+    Option("gradient_checkpointing", True, "Recompute activations: less memory, more time."),
+)
+_SAVING = (
+    Option("save_steps", 500, "Steps between two checkpoints."),
+    Option("resume_from_checkpoint", None, "Continue a run: True for its newest checkpoint, or a path.", "CHECKPOINT"),
+    Option("seed", 42, "Seed of all random numbers."),
+)
+
+
+def _trl_page(summary: str, *data: Option, columns: str, rate: str, epochs: float, examples: tuple[str, ...]) -> Page:
+    """Return the page of a command that runs a trainer of TRL."""
+    return Page(
+        summary,
+        {
+            "Model and data": (
+                Option("model_name_or_path", None, "Model to train: a directory or a hub name.", "MODEL"),
+                _DATASET._replace(help=f"Training data: a file, a directory or a hub name, with {columns}."),
+                *_SPLITS,
+                *data,
+                _CODE,
+            ),
+            "Optimization": (
+                Option("learning_rate", float(rate), "Peak learning rate."),
+                Option("num_train_epochs", epochs, "Passes over the data."),
+                Option("max_steps", -1, "Number of optimizer steps; overrides num_train_epochs."),
+                Option("per_device_train_batch_size", 8, "Rows per device and step."),
+                Option("gradient_accumulation_steps", 1, "Batches per optimizer step."),
+                Option("warmup_steps", 0, "Steps, or below 1 the share of steps, with a rising learning rate."),
+            ),
+            "Memory and precision": _ADAPTERS,
+            "Output": (
+                _OUTPUT,
+                Option("logging_steps", 10, "Steps between two log lines."),
+                Option("eval_strategy", "no", "When to evaluate: no, steps or epoch."),
+                Option("report_to", "none", "Trackers: wandb, tensorboard, trackio, ...", "TRACKER"),
+                *_SAVING,
+                _DRY_RUN,
+            ),
+        },
+        examples,
+    )
+
+
+TRAIN = Page(
+    "Train a policy with PPO against a reward model or reward functions.",
+    {
+        "Models and rewards": (
+            Option(
+                "sft_model_path", "EleutherAI/pythia-160m", "Policy at the start: a directory or a hub name.", "MODEL"
+            ),
+            Option(
+                "reward_model_path",
+                "EleutherAI/pythia-160m",
+                "Reward model; unused if only reward_funcs are given.",
+                "MODEL",
+            ),
+            Option(
+                "reward_funcs",
+                None,
+                "Reward functions: built-in names, file.py:function or addresses.",
+                "FUNCTION ...",
+            ),
+            _CODE,
+        ),
+        "Data": (
+            _DATASET._replace(help="Prompts: a file, a directory or a hub name, with the column `prompt`."),
+            *_SPLITS,
+            Option("max_prompt_length", None, "Drop longer prompts; in tokens.", "N"),
+        ),
+        "Length of the run": (
+            Option(
+                "total_episodes", None, "Number of responses to learn from; by default num_train_epochs decides.", "N"
+            ),
+            Option("num_train_epochs", 3.0, "Passes over the prompts, without total_episodes."),
+            Option("per_device_train_batch_size", 8, "Episodes per device and micro-batch."),
+            Option("gradient_accumulation_steps", 1, "Micro-batches per update: their product is the rollout's size."),
+        ),
+        "Responses": (
+            Option("response_length", 53, "Maximum length of a response, in tokens."),
+            Option("temperature", 0.7, "Sampling temperature."),
+            Option(
+                "stop_token",
+                None,
+                "Token that ends a response; this command uses eos unless stop_token_id is given.",
+                "TOKEN",
+            ),
+            Option("missing_eos_penalty", None, "Subtracted from the score of responses that do not end.", "X"),
+            Option("generation_engine", "transformers", "transformers, continuous or vllm."),
+        ),
+        "PPO": (
+            Option("learning_rate", 3e-6, "Peak learning rate of the policy."),
+            Option("kl_coef", 0.05, "Weight of the KL penalty: higher keeps the policy closer to its start."),
+            Option("num_ppo_epochs", 4, "Passes over each rollout."),
+            Option("num_mini_batches", 1, "Optimizer steps per pass."),
+            Option("cliprange", 0.2, "How far the importance ratio may move from 1."),
+            Option("vf_coef", 0.1, "Weight of the value loss."),
+            Option("gamma", 1.0, "Discount factor per token."),
+            Option("lam", 0.95, "Lambda of generalized advantage estimation."),
+            Option("preset", None, "Settings of a published recipe, such as rloo.", "NAME"),
+        ),
+        "Memory and precision": _ADAPTERS,
+        "Output": (
+            _OUTPUT,
+            Option("logging_steps", 10, "Updates between two log lines."),
+            Option("num_sample_generations", 3, "Tables of samples during the run."),
+            Option("report_to", "none", "Trackers: wandb, tensorboard, trackio, ...", "TRACKER"),
+            *_SAVING,
+            _DRY_RUN,
+        ),
+    },
+    (
+        "rlhf-ppo train --sft_model_path runs/sft --reward_model_path runs/reward --dataset_name prompts.jsonl "
+        "--output_dir runs/ppo",
+        "rlhf-ppo train --sft_model_path Qwen/Qwen2.5-0.5B-Instruct --reward_funcs rewards.py:brevity "
+        "--dataset_name prompts.jsonl --output_dir runs/ppo --use_peft",
+        "rlhf-ppo train --config ppo.yaml --resume_from_checkpoint True",
+    ),
+)
+
+SFT = _trl_page(
+    "Train a language model on texts with TRL's SFTTrainer.",
+    Option("max_length", 1024, "Truncate longer texts; in tokens."),
+    Option("packing", False, "Pack several texts into one row."),
+    columns="`text`, `messages`, or `prompt` and `completion`",
+    rate="2e-5",
+    epochs=3.0,
+    examples=(
+        "rlhf-ppo sft --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name texts.jsonl --output_dir runs/sft",
+        "rlhf-ppo sft --config sft.yaml --dry_run",
+    ),
+)
+
+REWARD = _trl_page(
+    "Train a reward model on preference pairs with TRL's RewardTrainer.",
+    Option("max_length", 1024, "Drop longer pairs; in tokens."),
+    columns="`chosen`, `rejected` and usually `prompt`",
+    rate="1e-4",
+    epochs=3.0,
+    examples=(
+        "rlhf-ppo reward --model_name_or_path runs/sft --dataset_name pairs.jsonl --output_dir runs/reward",
+        "rlhf-ppo reward --config reward.yaml --dry_run",
+    ),
+)
+
+ESTIMATE = Page(
+    "Estimate memory and time of `rlhf-ppo train` without loading weights.",
+    {
+        "Devices": (
+            Option("num_devices", None, "Number of devices; by default that of accelerate_config, or 1.", "N"),
+            Option(
+                "accelerate_config", None, "Configuration of `accelerate launch`; its engine divides memory.", "FILE"
+            ),
+            Option("device_flops", None, "FLOP/s of a device, such as 4e14; measured here by default.", "X"),
+            Option(
+                "device_bandwidth", None, "Memory bandwidth of a device in bytes/s; measured here by default.", "X"
+            ),
+            Option(
+                "device_memory", None, "Memory of a device in bytes: finds the largest micro-batch that fits.", "X"
+            ),
+        ),
+    },
+    (
+        "rlhf-ppo estimate --sft_model_path runs/sft --reward_model_path runs/reward --dataset_name prompts.jsonl "
+        "--output_dir runs/ppo --device_memory 8e10",
+    ),
+    "All options of `rlhf-ppo train` are accepted; --help-all lists them.",
+)
+
+
+_PLACEHOLDERS = {bool: "", int: "N", float: "X"}
+
+
+def _sections(titles: Mapping[str, str], *dataclasses: type) -> dict[str, list[Option]]:
+    """Group the fields of dataclasses into sections.
+
+    Args:
+        titles: First option of each section: its title.
+        dataclasses: Their fields, in order; unsupported ones are left out.
+    """
+    groups: dict[str, list[Option]] = {}
+    title = ""
+    for each in (each for dataclass in dataclasses for each in fields(dataclass)):
+        title = titles.get(each.name, title)
+        if each.name in UNAVAILABLE or each.metadata["help"].startswith("Not available"):
+            continue
+        default = None if each.default in (MISSING, "default") else each.default
+        groups.setdefault(title, []).append(Option(each.name, default, each.metadata["help"], _placeholder(each.type)))
+    return groups
+
+
+def _placeholder(annotation: Any) -> str:
+    """Return the placeholder of a value, from its type; "" for a switch."""
+    kind = annotation if get_origin(annotation) is Literal else next(iter(get_args(annotation)), annotation)
+    return "|".join(get_args(kind)) if get_origin(kind) is Literal else _PLACEHOLDERS.get(kind, "TEXT")
+
+
+def _judge() -> Page:
+    titles = {
+        "dataset_name": "Prompts",
+        "model": "Compared responses",
+        "judge_model": "Judge",
+        "max_new_tokens": "Generation",
+        "output_dir": "Output",
+    }
+    return Page(
+        "Measure how often a judge prefers one model's responses over another's.",
+        _sections(titles, JudgeArguments),
+        (
+            "rlhf-ppo judge --model runs/ppo --opponent runs/sft --judge_model runs/judge_reward "
+            "--dataset_name held_out.jsonl",
+            "rlhf-ppo judge --model runs/ppo --opponent_column reference --judge_model gpt-4o-mini "
+            "--dataset_name held_out.jsonl --num_prompts 100",
+        ),
+        "--config FILE reads options from a YAML file.",
+    )
+
+
+def _llm() -> Page:
+    titles = {
+        "train": "Command",
+        "model": "Model and data",
+        "lr": "Optimization",
+        "peft": "Adapters",
+        "log": "Logs, checkpoints and hub",
+        "model_ref": "PPO",
+    }
+    return Page(
+        "Train with the options of `aitraining llm`: --trainer ppo, reward or sft.",
+        _sections(titles, LLMCommand, LLMTrainingParams),
+        (
+            "rlhf-ppo llm --train --trainer sft --model models/base --data-path texts.jsonl --project-name runs/sft",
+            "rlhf-ppo llm --train --trainer ppo --model runs/sft --rl-reward-model-path runs/reward "
+            "--data-path prompts.jsonl --project-name runs/ppo",
+        ),
+        "Options of AITraining that are missing here are errors that name an alternative.",
+    )
+
+
+def page_of(command: str) -> Page | None:
+    """Return the short help of a command; None if its parser prints its help."""
+    pages = {"train": lambda: TRAIN, "sft": lambda: SFT, "reward": lambda: REWARD, "estimate": lambda: ESTIMATE}
+    pages |= {"judge": _judge, "eval": _judge, "llm": _llm}
+    return pages[command]() if command in pages else None
+
+
+def print_page(command: str, page: Page) -> None:
+    """Print the short help of a command.
+
+    Args:
+        command: Name of the command.
+        page: Its help.
+    """
+    console = Console(highlight=False)
+    console.print(cell(f"usage: rlhf-ppo {command} [options]\n\n{page.summary}"))
+    dash = "-" if command == "llm" else "_"
+    for title, options in page.groups.items():
+        console.print(cell(f"\n{title}", "bold"))
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, min_width=24)
+        table.add_column()
+        for option in options:
+            table.add_row(_left(option, dash), cell(option.help).append(_default(option.default), style="dim"))
+        console.print(table)
+    console.print(cell("\nExamples", "bold"))
+    for example in page.examples:
+        print_command(console, example)
+    console.print(cell(f"\n{page.more}"))
+
+
+def _left(option: Option, dash: str) -> Any:
+    value = option.value or _PLACEHOLDERS.get(type(option.default), "TEXT")
+    return cell(f"  --{option.name.replace('_', dash)}", "cyan").append(f" {value}".rstrip(), style="none")
+
+
+def _default(default: Any) -> str:
+    if default is None or default is False:
+        return ""
+    return f" [default: {'on' if default is True else default}]"
+
+
+def print_command(console: Console, command: str) -> None:
+    r"""Print a command line that can be copied: lines break between options, with a `\` at the end.
+
+    Args:
+        console: The terminal.
+        command: The command line.
+    """
+    lines, line = [], ""
+    for part in command.replace(" --", "\n--").split("\n"):
+        if line and len(line) + len(part) + 5 > console.width:
+            lines, line = [*lines, f"{line} \\"], f"    {part}"
+        else:
+            line = f"{line} {part}" if line else f"  {part}"
+    for each in [*lines, line]:
+        console.print(cell(each), soft_wrap=True)

@@ -1,0 +1,142 @@
+"""Options of `rlhf-ppo judge` and `rlhf-ppo llm`; importing them needs neither torch nor transformers."""
+
+# HfArgumentParser reads the annotations, so they are not postponed.
+import math
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from rlhf_ppo.config.validation import OWN_RANGES, Interval, check_range
+
+OPENAI_NAMES = re.compile(r"(gpt|chatgpt|o\d)-[\w.-]+|o\d")
+"""Names of OpenAI's models."""
+
+ONE_OF = (("model", "model_column"), ("opponent", "opponent_column"), ("judge_model", "judge"))
+"""Pairs of options; `rlhf-ppo judge` needs exactly one of each."""
+
+
+def option(default: Any, help: str) -> Any:
+    """Return a dataclass field with its help text."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class JudgeArguments:
+    """Responses to compare, prompts, and the judge.
+
+    Raises:
+        ValueError: Not exactly one option of a pair of `ONE_OF` is given, a number is outside its range, or an option
+            has no effect.
+    """
+
+    dataset_name: str = field(
+        metadata={"help": "Prompts: a file, a directory or a hub name with the column `prompt`."}
+    )
+    split: str = option("train", "Split of the dataset.")
+    num_prompts: int = option(256, "Number of prompts, from the first.")
+
+    model: str | None = option(None, "Directory or hub name of the model.")
+    model_column: str | None = option(None, "Instead of model: the column with its responses.")
+    opponent: str | None = option(None, "Model to compare with, such as the SFT model.")
+    opponent_column: str | None = option(None, "Instead of opponent: the column with the responses to compare with.")
+
+    judge_model: str | None = option(
+        None,
+        "Reward model (the higher score wins), or a chat model: one of OpenAI's, such as gpt-4o-mini, with the key in "
+        "OPENAI_API_KEY, or one at judge_url.",
+    )
+    judge_url: str | None = option(
+        None,
+        "Address of a server with OpenAI's API, such as http://localhost:8000/v1; its key, if it needs one, in "
+        "RLHF_PPO_JUDGE_TOKEN.",
+    )
+    judge: str | None = option(
+        None,
+        "Instead of judge_model: a reward function (the higher score wins) or a pairwise judge: a name, "
+        "package.module.function, file.py:function or an address.",
+    )
+    judge_prompt: str | None = option(
+        None, "File with the question to a chat model, with the fields {prompt}, {first}, {second} and {tag}."
+    )
+    judge_options: str | None = option(
+        None, 'JSON to send with model and messages; the default is {"temperature": 0.0, "max_tokens": 16}.'
+    )
+
+    max_new_tokens: int = option(128, "Maximum length of a response, in tokens.")
+    temperature: float = option(0.7, "Sampling temperature; 0 takes the most likely token.")
+    top_p: float = option(1.0, "Sample from the most likely tokens whose probabilities sum to top_p.")
+    generation_engine: Literal["transformers", "continuous", "vllm"] = option(
+        "transformers", "Engine that generates the responses."
+    )
+    batch_size: int = option(32, "Prompts in a batch.")
+    seed: int = option(0, "Seed of the sampling.")
+    trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
+
+    output_dir: str = option("judged", "Directory of judged.parquet and win_rate.json; no file is overwritten.")
+    num_shown: int = option(5, "Judged pairs to print.")
+    dry_run: bool = option(False, "Check files, columns, models and judge, list all problems, and exit.")
+
+    def __post_init__(self) -> None:
+        """Check the numbers and the pairs of options."""
+        positive = Interval(1, math.inf)
+        ranges = {
+            **dict.fromkeys(("num_prompts", "max_new_tokens", "batch_size"), positive),
+            "num_shown": Interval(0, math.inf),
+            "seed": Interval(0, 2**32 - 1),
+            "top_p": OWN_RANGES["top_p"],
+        }
+        if self.temperature != 0:
+            ranges["temperature"] = OWN_RANGES["temperature"]
+        helps = {each.name: each.metadata["help"] for each in fields(self)}
+        for name, interval in ranges.items():
+            check_range(name, getattr(self, name), interval, helps[name])
+        for one, other in ONE_OF:
+            if (getattr(self, one) is None) == (getattr(self, other) is None):
+                raise ValueError(
+                    f"{one}={getattr(self, one)!r} and {other}={getattr(self, other)!r}: give one of them"
+                )
+        for name in ("judge_url", "judge_prompt", "judge_options"):
+            if getattr(self, name) is not None and not self.asks_chat_model:
+                raise ValueError(f"{name} is for a chat model; name it as judge_model, such as gpt-4o-mini")
+
+    @property
+    def asks_chat_model(self) -> bool:
+        """Whether the judge is a chat model at a server."""
+        if self.judge_model is None:
+            return False
+        return self.judge_url is not None or OPENAI_NAMES.fullmatch(self.judge_model) is not None
+
+
+UNSUPPORTED = {
+    "deploy": "serve the saved directory with `transformers serve` or vLLM",
+    "inference": "compare two models' responses with `rlhf-ppo judge`",
+    "interactive": "`rlhf-ppo llm --help` lists all options",
+}
+"""AITraining's commands that `rlhf-ppo llm` does not have: an alternative to each."""
+
+
+@dataclass
+class LLMCommand:
+    """Options of `rlhf-ppo llm` besides the parameters.
+
+    Raises:
+        ValueError: An option is unsupported.
+    """
+
+    train: bool = option(True, "Train.")
+    dry_run: bool = option(False, "Print the resolved configuration and exit.")
+    resume_from_checkpoint: str | None = option(
+        None, "Continue the run in project_name: True for its newest checkpoint, or the path of a checkpoint."
+    )
+    backend: str = option("local", "Where to train; only local is supported.")
+    deploy: bool = option(False, "Not available here.")
+    inference: bool = option(False, "Not available here.")
+    interactive: bool = option(False, "Not available here.")
+
+    def __post_init__(self) -> None:
+        """Reject unsupported options."""
+        for name, alternative in UNSUPPORTED.items():
+            if getattr(self, name):
+                raise ValueError(f"--{name} is not available here: {alternative}")
+        if not self.train:
+            raise ValueError("--train false leaves nothing to do; --dry-run shows the configuration without training")

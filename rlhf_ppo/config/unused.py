@@ -1,0 +1,135 @@
+"""Options that have no effect in a run because of other options or of the trainer's other arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from rlhf_ppo.config.ppo_config import PPOConfig
+from rlhf_ppo.config.presets import PRESETS
+from rlhf_ppo.config.redaction import redacted
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Properties of a trainer that decide, beside its arguments, which options have an effect.
+
+    Attributes:
+        is_stepped: `step` receives responses and scores; there are neither prompts nor rewards.
+        has_reference: There is a reference model.
+        has_engine: A generation engine was passed.
+        has_loss: A loss function was passed in place of `policy_loss`.
+        has_controller: A KL controller was passed.
+        has_evaluation: There is an evaluation dataset.
+        has_functions: There are reward functions.
+        has_frozen: There are frozen models with weights of their own.
+        gathers_weights: DeepSpeed ZeRO-3 shards the policy.
+        has_16_bits: Something is computed or stored in 16 bits.
+    """
+
+    is_stepped: bool = False
+    has_reference: bool = True
+    has_engine: bool = False
+    has_loss: bool = False
+    has_controller: bool = False
+    has_evaluation: bool = False
+    has_functions: bool = True
+    has_frozen: bool = True
+    gathers_weights: bool = False
+    has_16_bits: bool = False
+
+
+_VLLM = tuple(name for name in PPOConfig.__dataclass_fields__ if name.startswith("vllm_"))
+_VLLM_SERVER = tuple(name for name in _VLLM if "server" in name or name == "vllm_group_port")
+_VLLM_COLOCATED = tuple(name for name in _VLLM if name not in (*_VLLM_SERVER, "vllm_mode"))
+_ENGINE = ("generation_engine", "generation_batch_size", *_VLLM)
+_SAMPLING = ("top_k", "top_p", "min_p", *_ENGINE)
+_PROMPTS = ("max_prompt_length", "dataset_num_proc", "reward_weights", "reward_timeout")
+_CORRECTION = ("importance_sampling_correction", "importance_sampling_clip_max")
+
+# fmt: off
+UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, RunContext], bool], str, str], ...] = (
+    (("kl_horizon",), lambda args, _: args.kl_target is None,
+     "kl_target is not set", "set kl_target"),
+    (("positive_nll_threshold",), lambda args, _: args.positive_nll_coef == 0,
+     "positive_nll_coef is 0", "set positive_nll_coef, such as to 0.1"),
+    (_CORRECTION,
+     lambda args, run: args.generation_engine == "transformers" and not (run.has_engine or run.is_stepped),
+     "generation_engine='transformers' gives no log-probabilities", "use 'continuous' or 'vllm'"),
+    (_SAMPLING, lambda _, run: run.is_stepped,
+     "step() is given responses", "use train()"),
+    (_PROMPTS, lambda _, run: run.is_stepped,
+     "step() is given responses and scores", "use train()"),
+    (_ENGINE, lambda _, run: run.has_engine,
+     "an engine is passed to the trainer", "pass engine=None"),
+    (_VLLM, lambda args, _: args.generation_engine != "vllm",
+     "only generation_engine='vllm' reads it", "set generation_engine='vllm'"),
+    (_VLLM_SERVER, lambda args, _: args.vllm_mode != "server",
+     "vllm_mode is 'colocate'", "set vllm_mode='server'"),
+    (_VLLM_COLOCATED, lambda args, _: args.vllm_mode == "server",
+     "vllm_mode is 'server', which has options of its own", "set vllm_mode='colocate'"),
+    (("vllm_server_host", "vllm_server_port"), lambda args, _: args.vllm_server_base_url is not None,
+     "vllm_server_base_url is set", "leave vllm_server_base_url None"),
+    (("kl_estimator",), lambda _, run: not run.has_reference,
+     "kl_coef is 0 and there is no reference", "set kl_coef, or log_kl=True"),
+    (("log_kl",), lambda args, _: args.kl_coef > 0,
+     "kl_coef is above 0, so the KL is logged anyway", "set kl_coef=0"),
+    (("kl_coef",), lambda _, run: run.has_controller,
+     "kl_controller has the coefficient", "pass kl_controller=None, or give it this coefficient"),
+    (("policy_loss",), lambda _, run: run.has_loss,
+     "another policy_loss is passed to the trainer", "pass policy_loss=None to the trainer"),
+    (("cliprange",),
+     lambda args, run: not run.has_loss and args.policy_loss == "cispo" and args.cliprange_high is not None,
+     "policy_loss='cispo' has no lower limit and cliprange_high is set", "set cliprange_high alone"),
+    (("lam",),
+     lambda args, _: args.lam_critic is not None and (args.lam_policy, args.length_adaptive_alpha) != (None, None),
+     "lam_critic and lam_policy or length_adaptive_alpha take its place", "leave one of them None"),
+    (("kl_stop",), lambda args, _: args.num_ppo_epochs == 1,
+     "num_ppo_epochs is 1, so no epoch is left to end", "raise num_ppo_epochs"),
+    (("lm_head_float32",), lambda _, run: not run.has_16_bits,
+     "the run computes in float32", "set bf16=True or fp16=True"),
+    (("ds3_gather_for_generation",), lambda _, run: not run.gathers_weights,
+     "no DeepSpeed ZeRO-3 runs", "use ZeRO-3"),
+    (("offload_frozen",), lambda _, run: not run.has_frozen,
+     "no frozen model has weights of its own", "pass ref_model or reward_model"),
+    (("reward_timeout",), lambda _, run: not run.has_functions,
+     "there are no reward functions", "pass reward_funcs"),
+    (("num_sample_generations",), lambda args, run: not run.has_evaluation and args.num_sample_generations > 0,
+     "there is no eval_dataset to sample from", "pass eval_dataset"),
+    (("health_thresholds", "health_judge"), lambda args, _: not args.health_checks,
+     "health_checks is False", "set health_checks=True"),
+    (("health_judge",), lambda _, run: not run.has_evaluation,
+     "there is no eval_dataset to judge", "pass eval_dataset"),
+    (("hub_files",), lambda args, _: not args.push_to_hub,
+     "push_to_hub is False, so training uploads nothing", "set push_to_hub=True, or call push_to_hub() yourself"),
+    (("exp_name",), lambda args, _: args.user_value("run_name") is not None,
+     "run_name is set", "leave run_name None"),
+)
+# fmt: on
+"""Options, the condition under which they have no effect, the reason, and the remedy; the first match counts."""
+
+
+def unused_options(args: PPOConfig, run: RunContext) -> dict[str, str]:
+    """Return the options with a value other than their default that have no effect.
+
+    Options set by a preset are not included.
+
+    Args:
+        args: The resolved arguments.
+        run: Properties of the trainer.
+
+    Returns:
+        For each option a text with its value, the reason and the remedy.
+    """
+    of_preset = PRESETS.get(args.preset or "", {})
+    defaults = {field.name: field.default for field in fields(PPOConfig) if field.default is not MISSING}
+    found = dict[str, str]()
+    for options, holds, reason, remedy in UNUSED:
+        for name in options:
+            value: Any = getattr(args, name)
+            if value in (defaults[name], of_preset.get(name, defaults[name])) or name in found:
+                continue
+            if holds(args, run):
+                found[name] = f"{name}={redacted(value, name)!r:.60} ({reason}: {remedy}, or leave it out)"
+    return found

@@ -1,0 +1,236 @@
+"""Data sets from files, directories and hub names: splits, held-out rows, and errors that name the option."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import os
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.exceptions import DatasetGenerationError, DatasetsError
+
+from rlhf_ppo.terminal.console import hide_data_bars
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
+"""The kinds of files that hold prompts, and the builder of `datasets` that reads each."""
+
+
+@hide_data_bars()
+def load_splits(
+    name: str | None, config: str | None = None, streaming: bool = False, argument: str = "dataset_name"
+) -> Mapping[Any, Any]:
+    """Load a data set from wherever it is.
+
+    Args:
+        name: A file (`.jsonl`, `.json`, `.csv`, `.parquet`, `.arrow`, `.txt`), a directory with such files, a
+            directory written by `save_to_disk`, or a name on the hub.
+        config: Name of the data set's configuration.
+        streaming: Whether to read rows as they are needed.
+        argument: The option that gave the name, for error messages.
+
+    Returns:
+        Each split by its name; what has no splits is `train`.
+
+    Raises:
+        ValueError: There is no such data set, it is damaged or empty, or the file is of an unknown kind.
+    """
+    if not name:
+        raise ValueError(f"{argument} is not set: give a file, a directory or a name on the hub")
+    path = os.path.expanduser(name)
+    if os.path.isdir(path) and _is_saved_to_disk(path):
+        with _reading(name, argument):
+            return _saved_splits(path, streaming)
+    if os.path.isfile(path):
+        builder = _builder(path, argument)
+        _check_text(path, name, argument, streaming)
+        with _reading(name, argument):
+            return datasets.load_dataset(builder, data_files={"train": path}, streaming=streaming)
+    for file in sorted(Path(path).glob("*.*")) if os.path.isdir(path) else ():
+        _check_text(str(file), name, argument, streaming)
+    check_is_there(name, argument)
+    try:
+        return datasets.load_dataset(path, name=config, streaming=streaming)
+    except DatasetGenerationError as error:
+        raise ValueError(f"{argument}={name!r}: it cannot be read: {_cause(error)}") from error
+    except (OSError, ValueError, IndexError, RuntimeError) as error:  # of a name without a last part; of a script
+        raise ValueError(
+            f"{argument}={name!r} is neither a file nor a directory with data here, nor did the hub give it: "
+            f"{_cause(error)}"
+        ) from error
+
+
+def check_is_there(name: str, argument: str = "dataset_name") -> None:
+    """Refuse a path to data that are not there; a name that may be the hub's passes.
+
+    Args:
+        name: What `load_splits` takes.
+        argument: The option that gave it, for the error message.
+
+    Raises:
+        ValueError: There is no such file or directory.
+    """
+    is_path = name.startswith((".", "~", os.sep)) or os.path.splitext(name)[1] in BUILDERS
+    if is_path and not os.path.exists(os.path.expanduser(name)):
+        raise ValueError(f"{argument}={name!r}: there is no such file or directory (seen from {os.getcwd()!r})")
+
+
+def choose_split(splits: Mapping[Any, Any], split: str, argument: str) -> Any:
+    """Take one split.
+
+    Args:
+        splits: Each split by its name.
+        split: The wanted one.
+        argument: The option that named it, for the error message.
+
+    Raises:
+        ValueError: There is no such split, or it is empty.
+    """
+    if split not in splits:
+        raise ValueError(f"{argument}={split!r}, but the data set has only these splits: {list(splits)}")
+    if isinstance(splits[split], datasets.Dataset) and len(splits[split]) == 0:
+        raise ValueError(f"{argument}={split!r}: it has no rows")
+    return splits[split]
+
+
+def hold_out(dataset: Any, num_rows: int) -> tuple[Any, Any]:
+    """Set rows aside for evaluation: the last ones, or the first ones of a stream.
+
+    Args:
+        dataset: A `datasets.Dataset` or `IterableDataset`.
+        num_rows: Number of rows, but at most a tenth of the data set where its length is known.
+
+    Returns:
+        The other rows, and those set aside, or None instead of fewer than one.
+    """
+    if isinstance(dataset, datasets.IterableDataset):
+        return dataset.skip(num_rows), dataset.take(num_rows)
+    kept = len(dataset) - min(num_rows, len(dataset) // 10)
+    held_out = dataset.select(range(kept, len(dataset))) if kept < len(dataset) else None
+    return dataset.select(range(kept)), held_out
+
+
+def hold_out_pairs(dataset: Any, num_rows: int = 200) -> tuple[Any, Any]:
+    """Set pairs of random prompts aside; the same ones each time, so that a resumed run has not learned from them.
+
+    Args:
+        dataset: Pairs; those with the same `prompt` stay together.
+        num_rows: Number of pairs, but at most a tenth of the data set.
+
+    Returns:
+        The other pairs, and those set aside, or None instead of fewer than one. A stream is returned whole with None:
+        its length is unknown, and accuracy needs the number of pairs.
+    """
+    if isinstance(dataset, datasets.IterableDataset):
+        return dataset, None
+    wanted = min(num_rows, len(dataset) // 10)
+    has_prompts = "prompt" in dataset.column_names
+    prompts = [str(prompt) for prompt in dataset["prompt"]] if has_prompts else range(len(dataset))
+    rows: dict[Any, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows.setdefault(prompt, []).append(row)
+    groups, chosen = list(rows.values()), set[int]()
+    random.Random(0).shuffle(groups)
+    for group in groups:
+        if len(chosen) + len(group) <= wanted:
+            chosen |= {*group}
+    if not chosen:
+        return dataset, None
+    return dataset.select([row for row in range(len(dataset)) if row not in chosen]), dataset.select(sorted(chosen))
+
+
+@contextmanager
+def _reading(name: str, argument: str) -> Iterator[None]:
+    """Name the argument in the errors of the libraries that read files; pyarrow's and pandas' are `ValueError`s."""
+    try:
+        yield
+    except (OSError, ValueError, StopIteration, DatasetsError) as error:
+        is_empty = isinstance(error, StopIteration) or "corresponds to no data" in str(error)
+        reason = "it has no rows" if is_empty else f"it cannot be read: {_cause(error)}"
+        raise ValueError(f"{argument}={name!r}: {reason}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """Return the first line of the error that an error goes back to."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _check_text(path: str, name: str, argument: str, streaming: bool) -> None:
+    """Check that a file of text is UTF-8, where all of it will be read, and that a CSV file names each column once."""
+    if os.path.splitext(path)[1] not in (".jsonl", ".json", ".csv", ".txt"):
+        return
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            columns = next(csv.reader(file), []) if path.endswith(".csv") else []
+            if path.endswith(".jsonl"):
+                _check_objects(file, path, name, argument, streaming)
+            while not streaming and file.read(2**20):
+                pass
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{argument}={name!r}: it cannot be read: {path} is no UTF-8 text: {error}") from error
+    if twice := sorted({column for column in columns if columns.count(column) > 1}):
+        raise ValueError(f"{argument}={name!r}: the column {', '.join(twice)!r} stands twice in {path}; rename one")
+
+
+def _check_objects(lines: Iterable[str], path: str, name: str, argument: str, streaming: bool) -> None:
+    """Check that each line holds a JSON object, as far as its first character tells; `null` would end the process.
+
+    A file that is one list, whatever its ending, is left to the library that reads it.
+    """
+    for number, line in enumerate(itertools.islice(lines, 1 if streaming else None), start=1):
+        start = line.lstrip()[:1]
+        if number == 1 and start == "[":
+            return
+        if start not in ("{", ""):
+            raise ValueError(
+                f'{argument}={name!r}: line {number} of {path} is no JSON object, such as {{"prompt": "..."}}: '
+                f"{line.strip()[:60]!r}"
+            )
+
+
+def _builder(path: str, argument: str) -> str:
+    extension = os.path.splitext(path)[1]
+    if extension not in BUILDERS:
+        raise ValueError(f"{argument}={path!r} is a file of an unknown kind: use one of {sorted(BUILDERS)}")
+    return BUILDERS[extension]
+
+
+def _is_saved_to_disk(path: str) -> bool:
+    return any(os.path.isfile(os.path.join(path, name)) for name in ("dataset_dict.json", "dataset_info.json"))
+
+
+def _saved_splits(path: str, streaming: bool) -> Mapping[Any, Any]:
+    saved = datasets.load_from_disk(path)
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    return {name: split.to_iterable_dataset() for name, split in splits.items()} if streaming else splits
+
+
+def load_named(dataset: Any, argument: str, splits: tuple[str, ...]) -> Any:
+    """Return a trainer's data set; load one that is given as a path or a hub name.
+
+    Args:
+        dataset: A data set, a path, a hub name, or a dict of these.
+        argument: Name of the trainer's argument, for error messages.
+        splits: The split to take, in order of preference; a data set with a single split needs none of them.
+
+    Raises:
+        ValueError: There is no such data set, or none of the splits.
+    """
+    if isinstance(dataset, dict) and argument == "eval_dataset":
+        return {name: load_named(each, f"{argument}[{name!r}]", splits) for name, each in dataset.items()}
+    if not isinstance(dataset, str | os.PathLike):
+        return dataset
+    found = load_splits(os.fspath(dataset), argument=argument)
+    names = [name for name in splits if name in found] or list(found)[: len(found) == 1]
+    if not names:
+        raise ValueError(
+            f"{argument}={os.fspath(dataset)!r} has the splits {list(found)}; load the wanted one: "
+            f"{argument}=load_dataset({os.fspath(dataset)!r}, split=...)"
+        )
+    return choose_split(found, names[0], argument)

@@ -1,0 +1,202 @@
+"""The generation engine that the arguments name, and the baseline completions that reward functions compare with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import compare_versions
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.modeling_flash_attention_utils import is_flash_attn_available
+from transformers.utils.import_utils import is_kernels_available
+
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.generation.continuous import ContinuousEngine
+from rlhf_ppo.generation.protocol import GenerationEngine
+from rlhf_ppo.generation.stopping import StopStrings
+from rlhf_ppo.generation.transformers_engine import TransformersEngine, generation_needs
+from rlhf_ppo.generation.vllm import start_vllm
+from rlhf_ppo.models.unwrapping import is_sharded
+from rlhf_ppo.processes.distributed import (
+    gather_over_ranks,
+    is_fsdp,
+    isolated_rng,
+    mixed_precision_dtype,
+    upcoming_seed,
+    zero_stage,
+)
+from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS, opponent_of
+from rlhf_ppo.rewards.scorer import selected
+
+if TYPE_CHECKING:
+    from rlhf_ppo.config import PPOConfig
+
+
+ENGINE_NEEDS: dict[str, tuple[str, str]] = {
+    "continuous": ("transformers", "5.11"),  # the first with a limit on the rows that run at a time
+    "vllm": ("trl", "1.16"),  # the tested version; 1.11 and older have no `get_server_info`
+}
+"""Library of an engine and its lowest version, where that is above the package's own."""
+
+
+@dataclass(frozen=True)
+class BaselineCompletions:
+    """Responses of other policies to the same prompts, for reward functions that compare with them.
+
+    A baseline is the reference, or a second sample of the policy, as in self-play (Wu et al., arXiv 2405.00675).
+
+    Attributes:
+        kinds: Keys of `OPPONENT_COLUMNS`, each once.
+        tokenizer: The policy's tokenizer.
+        ended: Tells which responses ended by themselves, bool `(B,)`.
+    """
+
+    kinds: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase
+    ended: Callable[[Responses], Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        functions: Iterable[Callable[..., Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        ended: Callable[[Responses], Tensor],
+    ) -> BaselineCompletions:
+        """Collect the baselines that reward functions ask for."""
+        asked = [opponent_of(function) for function in functions]
+        return cls(tuple(kind for kind in OPPONENT_COLUMNS if kind in asked), tokenizer, ended)
+
+    def respond(self, prompts: Prompts, generate: Callable[[str], Responses]) -> Prompts:
+        """Sample a response of each baseline, with random numbers apart from the policy's.
+
+        The seed follows from the state of the generators: it changes at each call, is the same after resuming, and is
+        not part of a checkpoint.
+
+        Args:
+            prompts: `B` prompts.
+            generate: Samples a response to each prompt from a baseline of a kind.
+
+        Returns:
+            The prompts with four more columns for each baseline: the texts of its `B` responses, without special
+            tokens; with `_ids` behind the name, their token ids; with `_written`, which of these the baseline wrote;
+            with `_ended`, whether they ended by themselves.
+        """
+        columns = dict(prompts.columns)
+        for kind in self.kinds:
+            with isolated_rng(upcoming_seed(kind), device_specific=False):
+                answers = generate(kind)
+            response_ids = selected(answers.responses, answers.episode_mask)
+            name = OPPONENT_COLUMNS[kind]
+            columns[name] = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+            columns[f"{name}_ids"], columns[f"{name}_ended"] = response_ids, self.ended(answers).tolist()
+            columns[f"{name}_written"] = selected(answers.response_mask, answers.episode_mask)
+        return dataclasses.replace(prompts, columns=columns)
+
+
+def make_engine(
+    args: PPOConfig,
+    policy: nn.Module,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_id: int | None,
+    stop_strings: StopStrings | None,
+    baseline_kinds: Sequence[str] = (),
+    rows: Callable[[], int] | None = None,
+    local_batch_size: int | None = None,
+) -> GenerationEngine:
+    """Make the engine that `args.generation_engine` names.
+
+    Args:
+        args: The arguments.
+        policy: The policy that is trained.
+        accelerator: Knows the processes and the kind of sharding.
+        tokenizer: The policy's tokenizer.
+        stop_token_id: Ends a row; None: rows end at the length limit.
+        stop_strings: Texts that end a row too, or None. Only transformers' `generate` stops there; responses of other
+            engines are cut there afterwards, which gives the same responses for more work.
+        baseline_kinds: Kinds of baselines that reward functions compare with.
+        rows: Returns the number of rows to generate at once; None: `args.local_rollout_forward_batch_size`.
+        local_batch_size: Rows of an update on this process; vLLM generates all of them at once, unless
+            `args.generation_batch_size` is set.
+
+    Raises:
+        ValueError: The engine cannot run under this sharding, in float32 on a GPU or deterministically there; vLLM
+            cannot start or cannot sample a baseline; or the policy does not generate from the distributions of its
+            forward pass.
+    """
+    engine = args.generation_engine
+    if not is_recent_enough(engine):
+        name, lowest = ENGINE_NEEDS[engine]
+        raise ValueError(
+            f"generation_engine={engine!r} needs {name} {lowest} or newer, and here is {version(name)}; "
+            f"`pip install -U {name}`, or set generation_engine='transformers'"
+        )
+    rows = rows or (lambda: args.local_rollout_forward_batch_size)
+    if engine == "vllm":
+        if others := [kind for kind in baseline_kinds if kind != "self"]:
+            raise ValueError(
+                f"generation_engine='vllm' has the policy's weights only, but reward_funcs compare with {others}; "
+                "set generation_engine to 'continuous' or 'transformers'"
+            )
+        at_once = args.generation_batch_size or local_batch_size or args.local_rollout_forward_batch_size
+        return start_vllm(args, policy, accelerator, tokenizer, stop_token_id, at_once)
+    if engine == "transformers":
+        if not is_sharded(policy):  # otherwise the first call probes
+            generation_needs(policy)
+        return TransformersEngine(rows, stop_strings, gather_over_ranks(accelerator))
+    _check_continuous(args, policy, accelerator)
+    return ContinuousEngine(rows, mixed_precision_dtype(accelerator))
+
+
+def is_recent_enough(engine: str) -> bool:
+    """Tell whether the installed library of an engine is as new as `ENGINE_NEEDS` demands."""
+    name, lowest = ENGINE_NEEDS.get(engine, ("transformers", "0"))
+    return compare_versions(name, ">=", lowest)
+
+
+def has_flash_attention() -> bool:
+    """Tell whether transformers finds flash attention, or `kernels`, with which it downloads it."""
+    return is_flash_attn_available() or is_kernels_available()
+
+
+def _check_continuous(args: PPOConfig, policy: nn.Module, accelerator: Accelerator) -> None:
+    """Raise where continuous batching cannot run: sharded layers, float32 or deterministic `top_p` on a GPU."""
+    if is_fsdp(accelerator):
+        raise ValueError(
+            "generation_engine='continuous' cannot run under FSDP, whose layers are gathered by all ranks in step; "
+            "set generation_engine='transformers' or 'vllm'"
+        )
+    if zero_stage(accelerator) == 3 and not args.ds3_gather_for_generation:
+        raise ValueError(
+            "generation_engine='continuous' with ZeRO-3 needs the whole policy, but ds3_gather_for_generation=False; "
+            "set it to True, or generation_engine='transformers'"
+        )
+    if accelerator.device.type != "cuda":
+        return
+    if args.full_determinism and args.top_p < 1:  # transformers' own `top_p` sums floats
+        raise ValueError(
+            f"generation_engine='continuous' has no top_p={args.top_p} that is the same at every run on a GPU, which "
+            "full_determinism asks for; set generation_engine='transformers' or top_p=1.0"
+        )
+    if is_sharded(policy):
+        return
+    computed = mixed_precision_dtype(accelerator) or next(
+        weight.dtype for weight in policy.parameters() if weight.is_floating_point()
+    )
+    if computed == torch.float32:
+        raise ValueError(
+            "generation_engine='continuous' needs flash attention on a GPU, which does not compute in float32; set "
+            "bf16=True, or generation_engine='transformers'"
+        )
+    if not has_flash_attention():
+        raise ValueError(
+            "generation_engine='continuous' needs flash attention on a GPU, or each token is compared with the tokens "
+            "of all rows; `pip install flash-attn` or `pip install kernels`, or set generation_engine='transformers'"
+        )

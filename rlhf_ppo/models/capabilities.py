@@ -1,0 +1,381 @@
+"""Checks of a model before training: longest sequence, vocabulary, independence of rows and padding, finite weights.
+
+In PPO a token's log-probability may depend on the earlier tokens of its row only: not on randomness, later tokens,
+padding or other rows. A few forward passes check this.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
+
+from rlhf_ppo.config.ppo_config import settings_of
+from rlhf_ppo.data.prompts import PositionLimit, smallest
+from rlhf_ppo.models.packing import run_padded
+from rlhf_ppo.models.unwrapping import (
+    as_in_learning,
+    backbone,
+    in_eval_mode,
+    is_sharded,
+    text_config,
+    transformers_model,
+)
+from rlhf_ppo.processes.distributed import get_logger, preserve_rng
+
+
+def position_limit(model: nn.Module) -> PositionLimit | None:
+    """Return the longest sequence of a model, or None if it states no limit.
+
+    Longrope (Phi-3 with 128k) and dynamic NTK scaling change the angles of all positions of a pass once its longest
+    row exceeds the original length. A row's log-probabilities would then depend on the other rows, and earlier cached
+    keys would differ from those of the forward pass.
+
+    Args:
+        model: A transformers model, or a `PeftModel` around one.
+    """
+    config, name = text_config(model), type(transformers_model(model)).__name__
+    limits = [
+        PositionLimit(original, f"beyond {original} the {kind} of {name} changes for all rows of a batch")
+        for kind, original in _changing_ropes(config)
+    ]
+    if most := getattr(config, "max_position_embeddings", None):
+        limits.append(PositionLimit(most, f"the model has {most}"))
+    return smallest(limits)
+
+
+def positions(model: nn.Module) -> int | None:
+    """Return the tokens of `position_limit`."""
+    limit = position_limit(model)
+    return None if limit is None else limit.tokens
+
+
+def _changing_ropes(config: Any) -> Iterable[tuple[str, int]]:
+    """Yield type and original length of rotary embeddings that transformers computes anew for longer batches."""
+    given = getattr(config, "rope_parameters", None) or {}
+    for parameters in (given, *given.values()):  # of all layers, or of each type of layer
+        kind = parameters.get("rope_type", "default") if isinstance(parameters, dict) else "default"
+        if kind == "longrope" or "dynamic" in kind:
+            original = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+            yield f"rotary embedding ({kind})", int(original)
+
+
+# ---- Vocabulary ----
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token ids that all models embed.
+
+    Models of a family pad their embeddings to different lengths. No text has the ids of this padding, but a policy has
+    logits for them.
+
+    Attributes:
+        size: Number of ids, 0 to `size - 1`.
+        limited_by: Name of the model with the fewest ids, for error messages.
+        num_logits: Number of ids that the policy or the reference could sample.
+    """
+
+    size: int
+    limited_by: str
+    num_logits: int
+
+    @functools.cached_property
+    def never_sampled(self) -> list[int] | None:
+        """The ids that some model cannot read, or None."""
+        return list(range(self.size, self.num_logits)) or None
+
+
+def vocab_size(model: nn.Module) -> int:
+    """Return the number of token ids that a model embeds."""
+    return transformers_model(model).config.get_text_config().vocab_size
+
+
+def vocabulary_of(policy: nn.Module) -> Vocabulary:
+    """Return the token ids that a policy embeds."""
+    return Vocabulary(vocab_size(policy), "the policy", vocab_size(policy))
+
+
+def shared_vocabulary(
+    models: Mapping[str, nn.Module],
+    reference: nn.Module | None,
+    tokenizer: PreTrainedTokenizerBase,
+    pad: int,
+    stop: int | None,
+) -> Vocabulary:
+    """Find the token ids that all models embed, and check the tokenizer's ids against them.
+
+    Args:
+        models: All models that read the policy's tokens, by their arguments' names; `model` is the policy.
+        reference: The reference if it is a separate model.
+        tokenizer: The policy's tokenizer.
+        pad: The padding token, which is always masked and may lie outside.
+        stop: The token that ends a response, or None.
+
+    Raises:
+        ValueError: A model cannot read an id of the tokenizer, or the stop token would never be sampled.
+    """
+    policy = vocabulary_of(models["model"])
+    sizes = {"the policy": policy.size} | {name: vocab_size(each) for name, each in models.items() if name != "model"}
+    if reference is not None:
+        sizes["ref_model"] = vocab_size(reference)
+    largest = max(token_id for token_id in tokenizer.get_vocab().values() if token_id != pad)
+    if pad >= policy.size:
+        logger.info(f"The PAD token {pad} lies outside the policy's vocabulary; it is masked and never embedded.")
+    for name, size in sizes.items():
+        if size <= min(largest, policy.size - 1):
+            raise ValueError(
+                f"{name} has {size} token ids, but processing_class makes ids up to {largest}: it was trained with "
+                "another tokenizer; call model.resize_token_embeddings(len(tokenizer)), or pass a reward model's "
+                "tokenizer as reward_processing_classes"
+            )
+    limited_by = min(sizes, key=lambda name: sizes[name])
+    if stop is not None and stop >= sizes[limited_by]:
+        raise ValueError(
+            f"the stop token {stop} lies outside {limited_by}'s {sizes[limited_by]} ids and would never be sampled: "
+            "set stop_token_id to a token that all models have"
+        )
+    shared = Vocabulary(sizes[limited_by], limited_by, max(policy.size, sizes.get("ref_model", 0)))
+    if shared.never_sampled:
+        logger.info(
+            f"The ids {shared.size} to {shared.num_logits - 1} are never sampled: no text makes them, and "
+            f"{limited_by} does not have them."
+        )
+    return shared
+
+
+# ---- Independence of rows and padding ----
+
+LENGTHS = (3, 8, 8)
+"""Tokens of the rows of a probe; the last two rows differ in their last token."""
+
+
+@torch.no_grad()
+def check_consistent(model: nn.Module, argument: str, args: TrainingArguments | None = None) -> None:
+    """Check that a model computes the same states from the same tokens: in learning, in evaluation, in any batch.
+
+    Args:
+        model: A causal language model or a value model, or a `PeftModel` around one; it stays as it was.
+        argument: Name of the caller's argument, for error messages.
+        args: Of a model that learns: `gradient_checkpointing` and `gradient_checkpointing_kwargs`.
+
+    Raises:
+        ValueError: It does not, or cannot recompute activations; names the architecture and the reason.
+    """
+    name = type(transformers_model(model)).__name__
+    if is_sharded(model):
+        logger.info(
+            f"{argument} ({name}) is sharded by ZeRO-3 and cannot run yet: that it is deterministic and causal and "
+            "ignores padding is not checked."
+        )
+        return
+    body = backbone(model)
+    ids, mask = probe_rows(model)
+    recomputing = args is not None and bool(args.gradient_checkpointing)
+    how = settings_of(args.gradient_checkpointing_kwargs) if args is not None else None
+    with preserve_rng():
+        with in_eval_mode(model):
+            alone = run_padded(body, ids[:1, : LENGTHS[0]], mask[:1, : LENGTHS[0]])
+        try:
+            with as_in_learning(recomputing, how, model):
+                first, second = (run_padded(body, ids, mask) for _ in range(2))
+        except ValueError as error:
+            if "support" not in str(error):
+                raise
+            raise ValueError(f"{argument}: {error} Set gradient_checkpointing=False") from error
+        with in_eval_mode(model):
+            evaluated = run_padded(body, ids, mask)
+            if args is not None:
+                _check_gradient(f"{argument} is a {name}", body, ids, mask)
+    _check(f"{argument} is a {name}", alone, first, second, evaluated)
+
+
+def probe_rows(model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return ids and mask `(B, L)` of rows of `LENGTHS` tokens, padded on the right."""
+    device = next(model.parameters()).device
+    width = max(LENGTHS)
+    ids = (torch.arange(len(LENGTHS) * width, device=device).view(-1, width) * 7 + 1) % text_config(model).vocab_size
+    ids[2, :-1] = ids[1, :-1]
+    ids[2, -1] = (ids[1, -1] + 1) % text_config(model).vocab_size
+    return ids, torch.arange(width, device=device) < torch.tensor(LENGTHS, device=device)[:, None]
+
+
+def deviation(states: Tensor, expected: Tensor) -> float:
+    """Return the relative difference of states from expected states: `||x - y|| / ||y||`."""
+    return float((states - expected).float().norm() / expected.float().norm().clamp(min=1e-30))
+
+
+def rounding(states: Tensor) -> float:
+    """Return the deviation that other kernels or batch shapes may cause, which is large in 16 bits."""
+    in_16_bits = states.dtype.itemsize == 2 or torch.is_autocast_enabled(states.device.type)
+    return 0.3 if in_16_bits else 1e-3
+
+
+def _check_gradient(what: str, body: nn.Module, ids: Tensor, mask: Tensor) -> None:
+    """Check that gradients reach the first layers in the modes of learning."""
+    trained = [parameter for parameter in body.parameters() if parameter.requires_grad]
+    if not trained:
+        return
+    try:
+        with torch.enable_grad():
+            states = run_padded(body, ids[:1], mask[:1])
+            torch.autograd.grad(states.float().square().sum(), trained[:1], allow_unused=True)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"{what}, whose gradients cannot be computed outside training mode: {error!s:.300}"
+        ) from error
+
+
+def _check(what: str, alone: Tensor, first: Tensor, second: Tensor, evaluated: Tensor) -> None:
+    if not evaluated.isfinite().all():
+        return  # broken weights are reported at the first sampling
+    tolerance = rounding(evaluated)
+    # Kernels of an accelerator may add up in any order; on a CPU the same pass gives the same bits.
+    repeated = 0.0 if first.device.type == "cpu" else tolerance
+    if (error := deviation(second, first)) > repeated:
+        raise ValueError(
+            f"{what}, which computes at random: two passes over the same tokens differ by {error:.2g} of their "
+            "states, so that the importance ratio would not start at 1; use another architecture"
+        )
+    if (error := deviation(first, evaluated)) > tolerance:
+        raise ValueError(
+            f"{what}, which computes something else in training than in evaluation (by {error:.2g} of its states), so "
+            "that the importance ratio would not start at 1; use another architecture"
+        )
+    own, row, twin = evaluated.split(LENGTHS)
+    if (error := deviation(twin[:-1], row[:-1])) > tolerance:
+        raise ValueError(
+            f"{what}, in which a token's state depends on later tokens (by {error:.2g}), so that it cannot generate "
+            "from left to right; use a decoder (models of BERT's kind need is_decoder=True in their configuration)"
+        )
+    if (error := deviation(own, alone)) > tolerance:
+        raise ValueError(
+            f"{what}, in which a row's states depend on the padding behind it (by {error:.2g}): rows of different "
+            "lengths cannot share a pass; use another architecture"
+        )
+
+
+# ---- Non-finite weights and activations ----
+
+
+def check_finite(model: nn.Module, argument: str) -> None:
+    """Check that no weight of a model is NaN or infinite; of a sharded model, this rank's share.
+
+    Reads every weight once.
+
+    Args:
+        model: Any model; quantized weights are not checked.
+        argument: Name of the caller's argument, for the error message.
+
+    Raises:
+        ValueError: A weight is; names the first parameter.
+    """
+    if found := weights_not_finite(model):
+        name, count = next(iter(found.items()))
+        others = f" and in {len(found) - 1} other parameters" if len(found) > 1 else ""
+        raise ValueError(
+            f"{argument} has weights that are NaN or infinite ({count} in {name}{others}), so that nothing can be "
+            "computed with it; load an earlier or undamaged copy of the model; where 16-bit weights have overflowed, "
+            "convert it again from float32 weights"
+        )
+
+
+def weights_not_finite(model: nn.Module) -> dict[str, float]:
+    """Find the weights that are not finite; of a sharded model, in this rank's share.
+
+    Args:
+        model: Any model; quantized weights are skipped.
+
+    Returns:
+        Number of non-finite weights by parameter name.
+    """
+    shares = {name: _own_share(parameter) for name, parameter in model.named_parameters()}
+    floats = {
+        name: share
+        for name, share in shares.items()
+        if share.is_floating_point() and share.element_size() > 1 and share.numel() > 0 and not share.is_meta
+    }
+    if not floats or bool(torch.stack([_is_finite(share) for share in floats.values()]).all()):
+        return {}
+    return {name: int((~share.isfinite()).sum()) for name, share in floats.items() if not _is_finite(share)}
+
+
+def _is_finite(share: Tensor) -> Tensor:
+    """Tell whether all numbers are finite; `isfinite` takes 50 times as long on a CPU."""
+    lowest, highest = share.aminmax()  # NaN if one number is
+    return lowest.isfinite() & highest.isfinite()
+
+
+def _own_share(parameter: Any) -> Tensor:
+    """Return this rank's share of a parameter that ZeRO-3 or FSDP2 has sharded."""
+    if hasattr(parameter, "to_local"):
+        return parameter.detach().to_local()
+    return parameter.ds_tensor if parameter.numel() == 0 and hasattr(parameter, "ds_tensor") else parameter.detach()
+
+
+# ---- Activations: `debug="underflow_overflow"` ----
+
+
+class OverflowDetector(DebugUnderflowOverflow):
+    """transformers' hooks, which take the absolute value of all tensors, for models with boolean inputs.
+
+    Args:
+        model: The model to watch.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.handles: list[RemovableHandle] = []
+        super().__init__(model)
+
+    def create_frame(self, module: nn.Module, input: Any, output: Any) -> None:
+        """Record a module; of the whole model only its name, as its output may hold an entropy of NaN."""
+        if module is self.model:
+            self.save_frame(f"{self.prefix} {type(module).__name__}")
+        else:
+            super().create_frame(module, input, output)
+
+    def analyse_variable(self, var: Any, ctx: str) -> None:
+        """Check a parameter, input or output."""
+        has_numbers = not hasattr(var, "is_floating_point") or (var.is_floating_point() and var.numel() > 0)
+        if has_numbers:
+            super().analyse_variable(var, ctx)
+        else:
+            self.expand_frame(f"{'not numbers':>17} {ctx}")
+
+    def _register_forward_hook(self, module: nn.Module) -> None:
+        self.handles.append(module.register_forward_hook(self.forward_hook))
+
+
+@contextmanager
+def detecting_overflow(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
+    """Watch the model where `args.debug` asks for it, in place of Trainer's hooks, inside a context.
+
+    Args:
+        model: The model that is trained.
+        args: Gives `debug`, without `underflow_overflow` inside the context.
+
+    Raises:
+        ValueError: A parameter, an input or an output of a module is NaN or infinite; earlier modules are printed.
+    """
+    given: Any = args.debug
+    if DebugOption.UNDERFLOW_OVERFLOW not in given:
+        yield
+        return
+    detector = OverflowDetector(model)
+    args.debug = [option for option in given if option != DebugOption.UNDERFLOW_OVERFLOW]  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        args.debug = given
+        for handle in detector.handles:
+            handle.remove()

@@ -1,0 +1,90 @@
+"use strict";
+// The verdict, key figures with their intervals, and the health checks.
+(() => {
+  const STATES = { better: "Better", worse: "Worse", undecided: "Undecided", "not judged": "Not judged" };
+
+  /** Return a text as nodes, with commands and options between backticks as code. */
+  const withCode = (text) => text.split("`").map((part, index) => (index % 2 === 1 ? make("code", {}, part) : part));
+
+  function verdict(found, group) {
+    const kind = found.outcome.replace(" ", "-");
+    const name = data.groups.length > 1 ? [make("span", { class: "dot", style: `--colour: ${colourOf(group)}` }), `${groupName(group)} · `] : [];
+    const reasons = found.reasons.map((each) => make("li", {}, ...withCode(each)));
+    return make("div", { class: `verdict ${kind}` }, make("div", { class: "state" }, ...name, STATES[found.outcome] || found.outcome),
+      make("p", { class: "sentence" }, ...withCode(found.sentence)),
+      ...(reasons.length > 0 ? [make("ul", {}, ...reasons)] : []),
+      make("p", { class: "next" }, make("b", {}, "Next: "), ...withCode(found.next)));
+  }
+
+  /** The curve of a metric of all groups, without axes. */
+  function sparkline(key) {
+    const metric = data.metrics.find((each) => each.key === key);
+    const lines = (metric?.curves || []).map((curve, group) => ({ group, points: curve ? curve.step.map((x, index) => [x, curve.mean[index]]).filter((each) => each[1] !== null) : [] }))
+      .filter((line) => line.points.length > 1);
+    const all = lines.flatMap((line) => line.points);
+    if (all.length === 0) return [];
+    const bounds = (place) => [Math.min(...all.map((each) => each[place])), Math.max(...all.map((each) => each[place]))];
+    const [left, right] = bounds(0), [low, high] = bounds(1);
+    const at = ([x, y]) => `${(1 + 158 * (x - left) / (right - left || 1)).toFixed(1)},${(25 - 22 * (high > low ? (y - low) / (high - low) : 0.5)).toFixed(1)}`;
+    return [draw("svg", { viewBox: "0 0 160 28", class: "spark", preserveAspectRatio: "none", "aria-hidden": "true" }, ...lines.map(({ group, points }) => draw("polyline",
+      { points: points.map(at).join(" "), fill: "none", stroke: colourOf(group), "stroke-width": 1.6, "vector-effect": "non-scaling-stroke" })))];
+  }
+
+  function tile(figure) {
+    const show = figure.is_share ? (share) => `${Number((100 * share).toFixed(1))}%` : (value) => format(value, 3);
+    const values = figure.groups.map((each, group) => ({ each, group })).filter(({ each }) => each).map(({ each, group }) => {
+      const dot = data.groups.length > 1 ? [make("span", { class: "dot", style: `--colour: ${colourOf(group)}` })] : [];
+      const small = data.groups.length > 1 ? " small" : "";
+      const within = each.low === null ? [] : [make("div", { class: "within" }, `95%: ${show(each.low)} to ${show(each.high)}`)];
+      return make("div", {}, make("div", { class: `value${small}` }, ...dot, each.first === null ? show(each.last) : `${show(each.first)} → ${show(each.last)}`), ...within);
+    });
+    return make("div", { class: "tile", "data-figure": figure.key }, make("h3", { title: figure.key }, figure.name), ...values, ...sparkline(figure.key));
+  }
+
+  function winRates() {
+    const judged = data.verdicts.map((each, group) => ({ each, group })).filter(({ each }) => each.win_rate !== null);
+    if (judged.length === 0) return [];
+    const values = judged.map(({ each, group }) => make("div", {},
+      make("div", { class: "value" }, ...(data.groups.length > 1 ? [make("span", { class: "dot", style: `--colour: ${colourOf(group)}` })] : []), percent(each.win_rate)),
+      make("div", { class: "within" }, `95%: ${percent(each.interval[0])} to ${percent(each.interval[1])}`), rateBar(each.win_rate, each.interval, colourOf(group))));
+    return [make("div", { class: "tile", "data-figure": "win_rate" }, make("h3", {}, `win rate against ${judged[0].each.opponent}`), ...values)];
+  }
+
+  function health() {
+    const names = [...new Set(data.runs.flatMap((run) => run.health.map((each) => each.check)))];
+    const of = (run, name) => run.health.find((each) => each.check === name);
+    const fired = names.filter((name) => data.runs.some((run) => of(run, name)?.fired));
+    const silent = names.filter((name) => !fired.includes(name));
+    if (fired.length > 0) byId("health-table").append(table(["check", ...data.runs.map((run) => run.name)], fired.map((name) => [
+      check(name), ...data.runs.map((run) => when(of(run, name)))])));
+    const before = fired.length > 0 ? "No finding from the other checks" : "No check found a problem";
+    byId("health-table").after(note(names.length === 0 ? "These runs logged no health checks."
+      : silent.length > 0 ? `${before}: ${silent.join(", ")}.` : ""));
+  }
+
+  /** A check with its symptom, likely cause and the options to change. */
+  function check(name) {
+    const about = data.checks[name];
+    const found = about ? about.symptom[0].toUpperCase() + about.symptom.slice(1) : "";
+    const meaning = about ? [make("span", { class: "quiet block" }, `${found}. Likely cause: ${about.cause}. What to do: ${about.advice}.`)] : [];
+    return make("span", {}, make("b", {}, name), ...meaning);
+  }
+
+  /** The updates at which a check found a problem, and its warnings. */
+  function when(found) {
+    if (!found) return "–";
+    if (!found.fired) return "never";
+    const until = found.fired > 1 ? `, last at ${found.last}` : "";
+    const said = found.said.map(({ step, words }) => make("span", { class: "block" },
+      found.said.length > 1 ? `update ${step}: ${words}` : words));
+    return make("span", {}, make("span", { class: "fired" },
+      `at update ${found.first}${until} (${found.fired} of ${found.logs} logs)`), ...said);
+  }
+
+  byId("verdicts").append(...data.verdicts.map(verdict));
+  byId("figures").append(...winRates(), ...data.figures.map(tile));
+  if (data.figures.some((figure) => figure.groups.some((each) => each && each.low !== null))) {
+    byId("figures").after(note("First log → end of the run, which is the mean of the last tenth of the logs (at least three). 95%: its confidence interval over these logs, or over the seeds of a setting."));
+  }
+  health();
+})();

@@ -1,0 +1,902 @@
+"""Overrides of `transformers.Trainer` for a step that is a whole PPO update, and what surrounds the updates of a run.
+
+The algorithm is in `trainer.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from accelerate.utils import gather_object, set_seed
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from transformers import GenerationConfig, Trainer, TrainerControl
+from transformers.trainer_utils import BestRun, EvalLoopOutput, HPSearchBackend, TrainOutput
+
+from rlhf_ppo.algorithm.masked import RunningMoments
+from rlhf_ppo.algorithm.penalties import KLController
+from rlhf_ppo.checkpoints.complete import check_optimizer, explaining_load_error, optimizer_name
+from rlhf_ppo.checkpoints.state import PPOTrainerState
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.hints import METHOD_HINTS, TRAINER_HINTS, reject_unknown
+from rlhf_ppo.config.ppo_config import Sizes, output_directory
+from rlhf_ppo.config.presets import describe_preset
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.prompts import Prompts, num_rows
+from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.estimate.run import RunEstimate
+from rlhf_ppo.evaluation.completions import is_due, show_table, table_of
+from rlhf_ppo.evaluation.rollouts import (
+    evaluated,
+    evaluated_name,
+    first_prompts,
+    held_out_prompts,
+    missing_best_metric,
+)
+from rlhf_ppo.generation.protocol import GenerationEngine
+from rlhf_ppo.generation.transformers_engine import greedy_config
+from rlhf_ppo.models.capabilities import detecting_overflow
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.reference import Reference
+from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding
+from rlhf_ppo.processes.distributed import get_logger, raise_on_all_ranks, use_stream_in_callbacks
+from rlhf_ppo.processes.signals import StopOnSignal, Stopped
+from rlhf_ppo.reporting.health import add_console_and_health, health_settings
+from rlhf_ppo.reporting.metrics import evaluation_columns, noting_out_of_memory, rate
+from rlhf_ppo.reporting.model_card import FinalMetrics, names_of_parts, reward_origins, save_run_card
+from rlhf_ppo.reporting.update_statistics import UpdateStatistics
+from rlhf_ppo.rewards.scorer import Scorer, Scores
+from rlhf_ppo.terminal.text import print_text
+from rlhf_ppo.training.checks import check_datasets, check_is_name, check_kept
+from rlhf_ppo.training.construction import set_up_engine
+from rlhf_ppo.training.datasets import (
+    PromptPreparation,
+    counts,
+    data_order,
+    explaining_empty_streams,
+    num_prompts,
+)
+from rlhf_ppo.training.external_loop import StepDriver
+from rlhf_ppo.training.guards import SignalStop, awaited
+from rlhf_ppo.training.learning import (
+    CriticWarmup,
+    InterruptibleLearning,
+    unscaled_gradient_norms,
+)
+from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
+from rlhf_ppo.training.publishing import naming_hub, push_checkpoint, push_policy
+from rlhf_ppo.training.resuming import RunDirectory, apply_own_optimization, draws_anew, resume, run_fingerprint
+from rlhf_ppo.training.rollouts import (
+    RolloutMetrics,
+    Sampler,
+    apart_from_training,
+    metrics_of_evaluation,
+    rows_of_samples,
+)
+from rlhf_ppo.training.run_state import LoopState, RunState
+from rlhf_ppo.training.saving import CheckpointWriter, load_models, loading_without_policy_state, without_frozen
+from rlhf_ppo.training.search import Recipe, end_pruned, is_pruned, search
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+logger = get_logger(__name__)
+
+
+class TrainerBase(Trainer):
+    """Trainer for a step that is a whole PPO update.
+
+    Attributes:
+        dataset_name: Hub name or path of the prompts, which their data set does not know; scripts set it.
+    """
+
+    dataset_name: str | None = None
+    objective: Any = None
+    objective_step: int | None = None
+    args: PPOConfig
+    model: PolicyAndValue
+    optimizer: Any
+    lr_scheduler: Any
+    sizes: Sizes
+    policy_model: nn.Module
+    reference: Reference | None
+    reward_models: list[nn.Module]
+    score_moments: RunningMoments
+    scorer: Scorer
+    kl_controller: KLController
+    _run: RunState
+    _warmup: CriticWarmup
+    _engine: GenerationEngine
+    _estimate: RunEstimate
+    _rollouts: Sampler
+    _preparation: PromptPreparation
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    _as_given: dict[str, Any]  # the constructor's models that may be functions, and callbacks
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Explain unknown arguments, and keep the others, from which the trainer of each trial of a search is made."""
+        known = inspect.signature(cls).parameters
+        if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+            own = dict.fromkeys(PPOConfig.__dataclass_fields__, "PPOConfig")
+            reject_unknown(cls.__name__, kwargs, known, TRAINER_HINTS, own)
+        self = super().__new__(cls)
+        self._made_with = args, kwargs
+        return self
+
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            """Explain attributes of older trainers that do not exist here."""
+            hint = f" ({METHOD_HINTS[name]})" if name in METHOD_HINTS else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def __init__(self, *args: Any, optimizers: Optimizers = (None, None), **kwargs: Any) -> None:
+        self._optimization, self._final_metrics = Optimization(optimizers), FinalMetrics()
+        with naming_hub(kwargs["args"]):  # it makes the repository
+            super().__init__(*args, optimizers=cast(Any, self._optimization.given), **kwargs)
+        self._optimization.check(self.model, self.accelerator)
+        self.state = PPOTrainerState.of(self.state)
+        run = self._run
+        run.connect(self.accelerator, self.callback_handler, self.model)
+        use_stream_in_callbacks(self.callback_handler, run.streams.callbacks)
+        self._directory = RunDirectory(self.args, self.accelerator, self.is_deepspeed_enabled, self.is_fsdp_enabled)
+        # Who listens to signals is known globally, which must not keep the trainer alive.
+        pending = partial(TrainerBase._pending, weakref.proxy(self))
+        run.signals = StopOnSignal(run.sum_over_ranks, pending, self.accelerator.num_processes)
+        self._rollout_metrics = RolloutMetrics(run)
+        self._learning = InterruptibleLearning(run, self._rollout_metrics.keep)
+        self._checkpoints = CheckpointWriter(run, self._directory, self._learning, lambda: self.create_model_card())
+        self._stop = SignalStop(
+            run, self._learning, lambda *given: self._save_checkpoint(*given), lambda: self.scorer.stop()
+        )
+        self._driver = StepDriver(
+            run,
+            self._stop,
+            self._learning,
+            open_run=lambda: self._open_run(None, None),
+            call_train=super().train,
+            begin_run=self._begin_external_loop,
+            update=lambda collect: self._take_update(collect),
+            leave_if_stopped=self._leave_if_stopped,
+            finish_run=self._finish_run,
+        )
+        self._printed = ""  # what the latest table of samples showed
+        add_console_and_health(self, self.args, self.sizes, self.reward_models)
+        self.add_callback(run.signals)
+        set_up_engine(self.accelerator, self._unwrapped(self.model))
+
+    @property
+    def state(self) -> PPOTrainerState:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Trainer's state, which the parts of the trainer share."""
+        return self._run.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._run.state = state
+
+    @property
+    def control(self) -> TrainerControl:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Trainer's control, which the parts of the trainer share."""
+        return self._run.control
+
+    @control.setter
+    def control(self, control: TrainerControl) -> None:
+        self._run.control = control
+
+    def _unwrapped(self, model: nn.Module) -> PolicyAndValue:
+        return self._run.unwrapped(model)
+
+    def _pending(self) -> str:
+        run, is_partial = self._run, self._learning.partial is not None
+        return awaited(self.state.global_step, run.timer.running, run.is_saving, is_partial)
+
+    # ---- The run around the updates ----
+
+    @contextmanager
+    def _open_run(self, trial: Any, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """Listen to signals and keep other runs out of the run's directory; yield the checkpoint to resume from."""
+        run, args = self._run, self.args
+        check_kept(self)
+        opened = self._directory.opened(self._get_output_dir(trial), resume_from_checkpoint)
+        with run.signals.listening(), opened as checkpoint:
+            run.guard.last_checkpoint = checkpoint
+            self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
+            run.logged.forget()
+            self._estimate.announce()
+            preset = describe_preset(args)
+            if preset and args.log_console != "none" and self.accelerator.is_main_process:
+                print_text(preset)
+            with detecting_overflow(self.model, args):
+                yield checkpoint
+
+    def _begin_run(self, checkpoint: str | None, trial: Any = None, ignore_keys: list[str] | None = None) -> LoopState:
+        """Prepare model, optimizer, schedule, data and state as Trainer does, and begin the loop."""
+        run, args = self._run, self.args
+        set_seed(args.seed, device_specific=True)
+        run.streams.seed(args.seed)
+        drop_foreign_padding(self._unwrapped(self.model).policy)
+        self._engine.policy_changed()
+        self.accelerator.free_memory()
+        self.sizes = run.sizes = args.fill_derived(self.accelerator.num_processes, num_rows(self.train_dataset))
+        loader = self.get_train_dataloader()
+        num_epochs, per_epoch, *_, max_steps = self.set_initial_training_values(args, loader)
+        epoch, num_skipped = self._init_training_state(max_steps, per_epoch, num_epochs, checkpoint, trial)
+        model, loader = self._prepare_for_training(max_steps, loader, checkpoint)
+        self._warmup.begin(self.optimizer, self._optimization.policy_groups)
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._initial_global_step = self.state.global_step
+        loss = run.progress.loss_of(args.process_index, self.accelerator.num_processes)
+        self._tr_loss, self._total_loss_scalar = torch.tensor(loss, device=args.device), 0.0
+        self._globalstep_last_logged = run.progress.last_logged_step
+        model.zero_grad()
+        made_of = names_of_parts(self.policy_model, self.reward_models, self.scorer.names)
+        health = health_settings(self.callback_handler.callbacks)
+        self._directory.note(self._get_output_dir(trial), self.state.log_history, made_of, health)
+        run.stateful.start(checkpoint)
+        if checkpoint is not None and self.reference is not None:
+            self.reference.resume(checkpoint, model)
+        counted = (epoch, num_skipped, per_epoch)
+        given = (trial, ignore_keys, self.state.episode, follows_metric(self.lr_scheduler))
+        loop = LoopState(model, loader, checkpoint, *counted, *given)
+        run.loop = loop
+        run.fire("on_train_begin")
+        return loop
+
+    def _begin_external_loop(self, checkpoint: str | None) -> nn.Module:
+        """Begin a run for `step`; return the prepared model."""
+        model = self._begin_run(checkpoint).model
+        with self._stop.saving(model, None):
+            self._evaluate_on_start()
+            self._begin_epoch()
+        return model
+
+    def _evaluate_on_start(self) -> None:
+        if self.args.eval_on_start:
+            self._evaluate(self._run.loop.trial, self._run.loop.ignore_keys, skip_scheduler=True)
+
+    def _begin_epoch(self) -> None:
+        """Restore the random numbers of a checkpoint, and make what a signal has cut short."""
+        run = self._run
+        run.fire("on_epoch_begin")
+        self._load_rng_state(self._run.loop.checkpoint)
+        run.streams.mark()
+        due = run.progress.due
+        if "samples" in due:
+            self._sample_if_due()
+        if "evaluation" in due and self._determine_best_metric(self._evaluate(None, None), None):
+            self.state.best_model_checkpoint = run.guard.last_checkpoint
+        due.clear()
+
+    def _sample_if_due(self) -> None:
+        num_tables = self.args.num_sample_generations
+        if num_tables > 0 and is_due(self.state.global_step, self.state.max_steps, num_tables):
+            self.generate_completions(sampling=True)
+
+    def _take_update(self, collect: Callable[[], Rollout]) -> dict[str, float]:
+        """Take one update of an external loop and return its metrics."""
+        loop = self._run.loop
+        loop.grad_norm = self.learn(loop.model, self._next_experience(collect))
+        metrics = dict(self._run.metrics)
+        self._end_update()
+        return metrics
+
+    def _sample_or_leave(self) -> None:
+        """Make a sample table if one is due; one that a signal cuts short is left to the resumed run."""
+        try:
+            self._sample_if_due()
+        except Stopped:
+            self._run.progress.due.append("samples")
+
+    def _count_update(self) -> None:
+        """Count an update, step the schedule, and keep the update's metrics for the next log."""
+        run, args, state, loop = self._run, self.args, self.state, self._run.loop
+        self._learning.partial = None  # also where an overridden `learn` has passed it over
+        loop.learning_rate = self._get_learning_rate()
+        run.metrics |= run.guard.finish_update()
+        if not loop.schedule_follows_metric:
+            self.lr_scheduler.step()
+        state.global_step += 1
+        state.epoch = state.global_step / loop.updates_per_epoch
+        run.progress.batches_in_epoch += 1
+        run.progress.episode += self.sizes.batch_size
+        state.episode = run.progress.episode
+        seconds = run.timer.drain()
+        num_episodes, elapsed = state.episode - loop.num_episodes_before, time.monotonic() - loop.began
+        num_tokens = self._rollout_metrics.num_response_tokens
+        run.window.add(
+            run.metrics
+            | seconds
+            | rate("time/tokens_per_second", num_tokens, sum(seconds.values()))
+            | rate("eps", num_episodes, elapsed)
+            | {"lr": loop.learning_rate, "episode": state.episode}
+        )
+        run.metrics = {}
+        if args.torch_empty_cache_steps is not None and state.global_step % args.torch_empty_cache_steps == 0:
+            clear_device_cache()
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Count a pass over the data, and report."""
+        self._run.loop.num_skipped, self._run.loop.checkpoint = 0, None
+        if not self.control.should_training_stop:
+            self._run.progress.epoch, self._run.progress.batches_in_epoch = epoch + 1, 0
+        self._report("on_epoch_end")
+
+    def _report(self, event: str) -> None:
+        """Fire an event at the end of an update or a pass; log, evaluate and save what is due."""
+        self._stop.after_event(event)
+        if self.state.global_step in (1, self.state.max_steps) and self._has_unlogged_updates():
+            self.control.should_log = True  # the first and the last update also where `logging_steps` would not
+        self._log_save_evaluate()
+        self._leave_if_stopped(event)
+
+    def _has_unlogged_updates(self) -> bool:
+        return self.args.logging_strategy != "no" and self.state.global_step > self._globalstep_last_logged
+
+    def _log_save_evaluate(self) -> None:
+        loop = self._run.loop
+        when: Any = (loop.trial, loop.epoch, loop.ignore_keys, loop.start, loop.learning_rate)
+        norm: Any = loop.grad_norm
+        self._maybe_log_save_evaluate(self._tr_loss, norm, loop.model, *when)
+
+    def _leave_if_stopped(self, event: str | None = None) -> None:
+        """Leave the loop after the event in which a signal ended the run; after the loop (None), the run.
+
+        Raises:
+            Stopped: The loop is to be left.
+            RunStopped: The run is to be left.
+        """
+        if (number := self._run.signals.stopped) is None:
+            return
+        if event is not None:
+            raise Stopped(number)
+        self._run.fire("on_train_end")
+        self._finish_current_push()
+        self.is_in_train = False
+        self._stop.end(number)
+
+    def _finish_run(self) -> TrainOutput:
+        """Report what is left and finish the run, or leave it where a signal wants that."""
+        control, loop = self.control, self._run.loop
+        if self._has_unlogged_updates():
+            # It ended early. Its checkpoint was written before and does not know: a resumed run logs as if it had not.
+            control.should_log, control.should_evaluate, control.should_save = True, False, False
+            self._log_save_evaluate()
+        self._leave_if_stopped()
+        self._run.guard.check_weights()
+        self._run.guard.say_what_was_skipped()
+        num_episodes = self.state.max_steps * self.sizes.batch_size
+        return self._finalize_training(loop.trial, num_episodes, loop.start)
+
+    # ---- Optimizer steps ----
+
+    @contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        """Run models as Trainer's own training step does."""
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            yield
+
+    def _optimizer_step(
+        self, model: nn.Module, losses: Sequence[Tensor], statistics: UpdateStatistics
+    ) -> float | Tensor:
+        """Clip, step and clear the gradients, and count the step, unless something of it is not finite.
+
+        Args:
+            model: The prepared model.
+            losses: Those of the step's micro-batches; the mean over the update's steps is what Trainer logs.
+            statistics: Holds the figures of these micro-batches, which are dropped with the step.
+
+        Returns:
+            The gradients' norm before clipping.
+        """
+        run, args, accelerator = self._run, self.args, self.accelerator
+        self._warmup.drop_policy_gradients(self._unwrapped(model).policy)
+        norms = unscaled_gradient_norms(accelerator, self._unwrapped(model))
+        clipped: Any = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
+        grad_norm: Any = self._get_grad_norm(model, grad_norm=clipped)
+        if self.is_deepspeed_enabled and accelerator.optimizer_step_was_skipped:
+            grad_norm = math.inf  # its step is behind us; it leaves out those whose gradients overflow
+        if run.guard.allows_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm):
+            statistics.add_grad_norms(norms)
+            run.fire("on_pre_optimizer_step")
+            self.optimizer.step()
+            run.fire("on_optimizer_step")
+            for loss in losses:
+                self._tr_loss += loss / (args.num_ppo_epochs * args.num_mini_batches)
+        else:
+            statistics.drop_last(len(losses))
+            if accelerator.scaler is not None:
+                accelerator.scaler.update()  # the gradients were unscaled, which it expects a step to follow
+        model.zero_grad()
+        return grad_norm
+
+    # ---- Data ----
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return a loader whose every batch is this rank's prompts for one update."""
+        with data_order(self.args):  # the sampler takes its seed when it is made
+            size, sampler = num_prompts(self.sizes, self.args), self._get_train_sampler
+            return self._get_dataloader(self.train_dataset, "Training", size, sampler, is_training=True)
+
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+        # Rollouts are full batches; evaluation covers every row. On the CPU there is no memory to pin.
+        pins = self.args.dataloader_pin_memory and self.args.device.type != "cpu"
+        with self._run.override_args(dataloader_drop_last=is_training, dataloader_pin_memory=pins):
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = ["input_ids", "attention_mask"]
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """Keep every column where there are reward functions, which may read it."""
+        return dataset if self.scorer.reads_columns else super()._remove_unused_columns(dataset, description)
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        """Do the same for data sets that are not `datasets.Dataset`."""
+        if self.scorer.reads_columns:
+            return data_collator
+        return super()._get_collator_with_removed_columns(data_collator, description)
+
+    # ---- Optimizer and schedule ----
+
+    def create_optimizer(self, model: Any = None) -> Optimizer:
+        """Make the optimizer, by the function that was given if there is one.
+
+        Args:
+            model: The prepared model; None takes `self.model`.
+
+        Raises:
+            TypeError: The function returned something else.
+            ValueError: Its optimizer misses trainable parameters, or holds others.
+        """
+        if self.optimizer is None:
+            self.optimizer = self._optimization.made_optimizer(self.model if model is None else model)
+        return self._optimization.rated(super().create_optimizer(model), model or self.model, self.args)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
+        """Make the scheduler; one that follows a metric follows it upwards where greater is better."""
+        follow_metric(self.args)
+        if self.lr_scheduler is None:
+            over = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = self._optimization.made_scheduler(over, num_training_steps)
+            self._created_lr_scheduler = self.lr_scheduler is not None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        self._optimization.take(scheduler, self.args, num_training_steps)
+        return scheduler
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        is_sharding = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        check_prepared(self.optimizer, prepared[0], self.args, is_sharding)
+        self._run.progress.optimization = self._optimization.recorded()
+        return prepared
+
+    # ---- Checkpoints ----
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run, parent = self._run, super()
+        run.progress.keep_losses(run.gather(self._tr_loss.reshape(1)).tolist())
+        run.progress.last_logged_step = self._globalstep_last_logged
+        run.fingerprint["optimizer"] = optimizer_name(self.optimizer)
+
+        def write(directory: str) -> None:
+            if self.reference is not None and not self.args.save_only_model:
+                self.reference.save(directory, as_module(self.model_wrapped), self.args.should_save)
+            parent._save_checkpoint(model, trial)
+
+        newest = self._checkpoints.save(write)
+        if self.args.push_to_hub:
+            push_checkpoint(self, run, newest)
+        self._checkpoints.rotate(newest)
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
+        with self._checkpoints.finishing():
+            return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        engine = as_module(self.model_wrapped)
+        with without_frozen(engine, self._unwrapped(self.model), self.is_deepspeed_enabled):
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy (or its adapter) and the tokenizer, loadable with `from_pretrained`, under every launcher.
+
+        Then say in one line where policy, curves and samples are, where progress is shown.
+
+        Args:
+            output_dir: Where to; `args.output_dir` when None.
+
+        Raises:
+            DivergenceError: A weight is not finite; nothing is written then.
+            DiskFullError: There is no room.
+        """
+        parent = super()
+
+        def write() -> None:
+            plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+            if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
+                # Trainer writes nothing here for sharded checkpoints
+                weights: Any = self.accelerator.get_state_dict(self.model_wrapped)
+                self._save(output_dir, state_dict=weights)
+            parent.save_model(output_dir, _internal_call)
+
+        self._checkpoints.save_model(output_dir, _internal_call, write)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        self._checkpoints.save_files(output_dir, self._unwrapped(self.model), self.processing_class, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_models(self._unwrapped(self.model), resume_from_checkpoint, super()._load_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load both; where the arguments are no longer the checkpoint's, those of this run are in force."""
+        if checkpoint is None:
+            return
+        check_optimizer(self.optimizer, checkpoint)
+        policy = self._unwrapped(self.model).policy
+        loading = loading_without_policy_state(checkpoint, policy) if self.is_fsdp_enabled else nullcontext()
+        with explaining_load_error(checkpoint, "its optimizer.pt or scheduler.pt"), loading:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        given = (self._run, self._optimization, checkpoint)
+        apply_own_optimization(*given, self.optimizer, self._get_learning_rate)
+
+    def _load_best_model(self) -> None:
+        best = self._checkpoints.checked_best()
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            super()._load_best_model()
+            return
+        logger.info(f"Loading the best model from {best} ({self.state.best_metric}).")
+        self._load_from_checkpoint(best)
+
+    # ---- Evaluation ----
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Sample responses to evaluation prompts and score them.
+
+        Args:
+            eval_dataset: Prompts in any form that `train_dataset` may have, or a dict of such data sets; the
+                constructor's when None.
+            ignore_keys: Accepted as Trainer does; there are no model outputs to ignore.
+            metric_key_prefix: Put before each key.
+
+        Returns:
+            `eval_score` (the amount that training would pay, in the reward's unit: see
+            `rlhf_ppo.rewards.shaping.scores_in_reward_unit`), `eval_kl` and `eval_entropy` (nats per response),
+            `eval_response_length_mean` (tokens), `eval_ended_frac`, `eval_rewards/<name>/mean|std`, and speed.
+        """
+        if isinstance(eval_dataset, str):
+            check_is_name(eval_dataset, self.eval_dataset)
+        elif eval_dataset is not None:
+            check_datasets(self.args, self.train_dataset, eval_dataset)
+            eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
+        return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
+
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate for a run that trains, and step a schedule that follows a metric.
+
+        Raises:
+            ValueError: The metric by which models are compared is not there; the run was saved before.
+        """
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        with raise_on_all_ranks(self.accelerator), self._checkpoints.naming_full_log():
+            self._directory.write_history(self.state.log_history)
+        if (missing := missing_best_metric(self.args, metrics)) is not None:
+            if self.state.global_step > 0:
+                self.control.should_evaluate = True  # the resumed run begins with this evaluation
+                self._stop.save_where_it_stopped(as_module(self.model_wrapped), trial)
+                missing += f"; go on with resume_from_checkpoint={self._run.guard.last_checkpoint!r}"
+            raise ValueError(missing)
+        if follows_metric(self.lr_scheduler) and not skip_scheduler:
+            self.lr_scheduler.step(metrics[evaluated_name(self.args.metric_for_best_model or "score")])
+        return metrics
+
+    @torch.no_grad()
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Collect a rollout for every batch of `dataloader`, with its own random numbers, the same at every call."""
+        run, gather_for_metrics = self._run, self.accelerator.gather_for_metrics
+        gather: Callable[..., Any] = gather_for_metrics
+        self._engine.policy_changed()  # the best checkpoint may have been loaded, or the caller changed it
+        with apart_from_training(run, self.model_wrapped) as model:
+            self.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]
+
+            def evaluate(prompts: Prompts) -> Mapping[str, Tensor]:
+                rollout = run.guard.checked_rollout(self.collect_rollout(model, prompts))
+                return evaluation_columns(rollout, self.args, self.kl_controller.coef)
+
+            fire = partial(run.fire, "on_prediction_step")
+            with explaining_empty_streams("eval_dataset", self.args.max_prompt_length):
+                columns = evaluated(dataloader, evaluate, gather, self.args.device, fire)
+        metrics = metrics_of_evaluation(run, columns, metric_key_prefix, self._score_unit)
+        return EvalLoopOutput(None, None, metrics, len(columns["scores"]))  # pyright: ignore[reportArgumentType]
+
+    @torch.no_grad()
+    def generate_completions(self, sampling: bool = False) -> pd.DataFrame | None:
+        """Respond greedily to prompts; print the table, save it and send it to the trackers in `report_to`.
+
+        The prompts are held-out ones, those of `eval_dataset`; without it one batch of training prompts: the first
+        rows, or those of a stream's latest update. The table's title says which.
+
+        Args:
+            sampling: Whether to stop after one batch.
+
+        Returns:
+            One row per prompt: query, model response, score, and each reward when there are several; on rank 0 also
+            in `output_dir/_samples/`. None before the first update on a stream without an evaluation data set.
+        """
+        run, held_out = self._run, self.eval_dataset is not None
+        gather: Callable[..., Any] = gather_object
+        if held_out:
+            gather = partial(self.accelerator.gather_for_metrics, use_gather_object=True)
+        self._engine.policy_changed()
+        with apart_from_training(run, self.model_wrapped) as model:
+            batches = itertools.islice(self._sample_prompts(), 1 if sampling else None)
+            rows = rows_of_samples(run, batches, partial(self._respond_greedily, model), gather)
+        if not rows:
+            return None
+        table = table_of(rows, self.scorer.names)
+        if self.is_world_process_zero():
+            self._printed = show_table(table, self, held_out, self._printed)
+        return table
+
+    def _respond_greedily(self, model: nn.Module, prompts: Prompts) -> tuple[Prompts, Responses, Scores]:
+        """Respond with the likeliest tokens, let the baselines respond, and score the responses."""
+        run, how = self._run, (self.generate_responses, self._engine.reads_sharded)
+        config = greedy_config(self.args, run.tokens.stop, run.vocabulary.never_sampled)
+        with noting_out_of_memory("generate"):
+            responses, prompts = self._rollouts.respond(model, prompts, *how, config)
+        with noting_out_of_memory("score"):
+            return prompts, responses, self.score_responses(responses, prompts)
+
+    def _sample_prompts(self) -> Iterator[Prompts]:
+        """Yield all held-out prompts in batches; where there are none, one batch of training prompts.
+
+        These are the first rows, or a stream's latest ones: a stream may not bear being read twice at a time.
+        """
+        latest, args = self._run.latest_prompts, self.args
+        if self.eval_dataset is not None:
+            with explaining_empty_streams("eval_dataset", args.max_prompt_length):
+                yield from held_out_prompts(self.eval_dataset, self.get_eval_dataloader, args.device)
+        elif num_rows(self.train_dataset) is not None:
+            collate = self._get_collator_with_removed_columns(self.data_collator, "sampling")
+            rows: Any = self.train_dataset
+            given = (rows, args.eval_batch_size, collate)
+            yield first_prompts(*given, self.accelerator, args.device)
+        elif latest is not None:
+            yield latest.first(args.eval_batch_size)
+
+    # ---- Hyperparameter search ----
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], float] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "maximize",
+        backend: str | HPSearchBackend | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> BestRun | list[BestRun]:
+        """Search hyperparameters with Optuna; this trainer itself stays as it is.
+
+        Each trial is a new trainer with new models, in `output_dir/run-<number>`, seeded by its own `seed`: trials of
+        the same hyperparameters give the same numbers. What is compared is the policy that the trial ends with.
+
+        Args:
+            hp_space: Takes the trial, returns values of `PPOConfig`'s fields; None searches `learning_rate`,
+                `kl_coef` and `num_ppo_epochs`.
+            compute_objective: Takes what `evaluate` returns, returns what is compared; None takes `eval_score`.
+            n_trials: Number of trials.
+            direction: "maximize" (unlike Trainer's default: a score is the better the higher) or "minimize"; a list
+                for several objectives.
+            backend: "optuna", the only one.
+            hp_name: Takes the trial, returns the name of its directory.
+            **kwargs: For `optuna.create_study` (`sampler`, `pruner`, `storage`, ...), and `timeout`,
+                `gc_after_trial` and `catch` for `Study.optimize`.
+
+        Returns:
+            The best run, or for several objectives those that none surpasses: number, objective, hyperparameters.
+
+        Raises:
+            ValueError: A trial could not start anew, or nothing could be compared.
+        """
+        recipe = Recipe(type(self), *self._made_with, self._as_given | {"kl_controller": self.kl_controller})
+        how = (hp_space, compute_objective, n_trials, direction, backend, hp_name)
+        reference = None if self.reference is None else self.reference.model
+        frozen = [] if self.args.offload_frozen else [reference, *self.reward_models]
+        given = (self.args, self.accelerator, self.eval_dataset, [self.model, *frozen])
+        return search(recipe, *given, *how, options=kwargs)
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        self._trial = trial  # its arguments are in force already
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return output_directory(self.args)  # a trial's own
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """Report an evaluation to Optuna; where it prunes the trial, end it on all ranks."""
+        if self.hp_search_backend is not None and trial is not None:
+            self.objective, self.objective_step = self.compute_objective(metrics.copy()), step
+            if is_pruned(trial, self.objective, step, self.accelerator):
+                self.callback_handler.on_train_end(self.args, self.state, self.control)
+                end_pruned()
+
+    # ---- The hub ----
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **more: str | None,
+    ) -> None:
+        """Write `README.md` into `output_dir`, and `curves.png` beside it where something was logged.
+
+        It names base model, prompts, rewards, settings, final metrics, versions and citations, and shows the curves
+        and what a judge has found.
+
+        `push_to_hub` passes its keyword arguments on to here.
+
+        Args:
+            model_name: The card's title; the last part of `hub_model_id` or `output_dir` when None.
+            dataset_name: Hub name or path of the prompts; the trainer's `dataset_name` when None.
+            tags: One or several tags beside the usual ones.
+            **more: `language` and `license` in the card's metadata; `finetuned_from`, the hub name or path of the
+                model that training started from, where the policy was not loaded from there; `dataset`, Trainer's
+                name for `dataset_name`.
+        """
+        if self.is_world_process_zero():
+            prompts = dataset_name or more.pop("dataset", None) or self.dataset_name
+            log, rewards = self.state.log_history, reward_origins(self.reward_models, self.scorer.names)
+            save_run_card(
+                self.args, self.policy_model, rewards, log, self._final_metrics.of(log), title=model_name,
+                dataset=prompts, tags=tags, with_curves=not self._run.is_saving, **more,
+            )  # fmt: skip
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the policy into `output_dir`, write its card, and upload both to `args.hub_model_id`.
+
+        Policy (or adapter), tokenizer, card, curves and `training_args.bin` (without secrets) are uploaded. Responses
+        in `completions/`, sample tables, reports, logs, checkpoints and optimizers are not, unless `args.hub_files`
+        names them.
+
+        Args:
+            commit_message: The commit's.
+            blocking: Whether to wait for the upload.
+            token: A token that may write there; `args.hub_token`, or that of `hf auth login`, when None.
+            revision: The branch; `args.hub_revision`, or the main one, when None.
+            private: Whether a new repository is private; `args.hub_private_repo` when None.
+            **kwargs: For `create_model_card`.
+
+        Returns:
+            The commit, or with `blocking=False` a future of it; None on ranks other than the first.
+
+        Raises:
+            HubError: The hub was not reached, failed or refused; the policy is in `output_dir`.
+        """
+        return push_policy(self, self._run, commit_message, blocking, token, revision, private, **kwargs)
+
+    # ---- What PPOTrainer adds ----
+
+    _score_unit: Any
+
+    def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
+        """See `PPOTrainer`."""
+        raise NotImplementedError
+
+    def learn(self, model: nn.Module, experience: Experience) -> float | Tensor:
+        """See `PPOTrainer`."""
+        raise NotImplementedError
+
+    def _next_experience(self, collect: Callable[[], Rollout]) -> Experience:
+        raise NotImplementedError
+
+    def _end_update(self) -> None:
+        raise NotImplementedError
+
+    def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
+        """See `PPOTrainer`."""
+        raise NotImplementedError
+
+    def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:
+        """See `PPOTrainer`."""
+        raise NotImplementedError
+
+    # ---- Counting: one step is one PPO update ----
+
+    def set_initial_training_values(
+        self, args: PPOConfig, dataloader: DataLoader
+    ) -> tuple[int, int, int, int, int, int | None, int]:
+        """Count epochs, steps and samples in PPO updates."""
+        return counts(self.sizes, dataloader)
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        counted = (max_steps, num_update_steps_per_epoch, num_train_epochs)
+        super()._init_training_state(*counted, resume_from_checkpoint, trial)
+        models, num_prompts = self._unwrapped(self.model), num_rows(self.train_dataset) or 0
+        reference = None if self.reference is None else self.reference.model
+        made_of = (models, reference, self.reward_models, self.train_dataset)
+        fingerprint = partial(run_fingerprint, self._run, *made_of)
+        counted = (num_prompts, num_update_steps_per_epoch)
+        resume(self._run, resume_from_checkpoint, self._learning, *counted, fingerprint)
+        progress = self._run.progress
+        return progress.epoch, 0 if self.args.ignore_data_skip else progress.batches_in_epoch
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Go on with each rank's random numbers; with another number of processes, with new ones for each."""
+        if checkpoint is None or draws_anew(self._run):
+            return
+        with (
+            raise_on_all_ranks(self.accelerator),
+            explaining_load_error(checkpoint, "its random states (rng_state.pth and beside it)"),
+        ):
+            super()._load_rng_state(checkpoint)
+            self._run.streams.load(checkpoint)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        self._run.streams.save(output_dir)
+        self._learning.save(output_dir)
+        super()._save_rng_state(output_dir)
+
+    # ---- Logging ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, and add the PPO metrics of the updates since the last training log.
+
+        Args:
+            logs: What Trainer logs; `loss` among it marks a training log, which every rank writes.
+            start_time: When training started.
+
+        Raises:
+            DiskFullError: There is no room for what is logged or printed.
+        """
+        of_training = "loss" in logs
+        if of_training:
+            logs.update(self._run.window.drain())
+        with (
+            raise_on_all_ranks(self.accelerator) if of_training else nullcontext(),
+            self._checkpoints.naming_full_log(),
+        ):
+            super().log(logs, start_time)
+        if of_training:
+            completions = self._rollout_metrics.kept_completions(self.state.global_step)
+            with self._checkpoints.naming_full_log():
+                self._directory.write_logged(self.state.log_history, completions)

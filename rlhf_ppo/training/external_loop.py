@@ -1,0 +1,378 @@
+"""The external loop: updates on responses that the caller of `PPOTrainer.step` gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_utils import TrainOutput
+
+from rlhf_ppo.data.prompts import check_lengths
+from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.models.capabilities import Vocabulary
+from rlhf_ppo.processes.distributed import preserve_rng
+from rlhf_ppo.rewards.scorer import MAX_SCORE, RewardSource, Scores, ScoringBatch
+from rlhf_ppo.training.guards import SignalStop
+from rlhf_ppo.training.learning import InterruptibleLearning
+from rlhf_ppo.training.run_state import RunState
+
+
+class ExternalScores(RewardSource):
+    """Stands where the rewards of a trainer are that is given scores."""
+
+    name = "score"
+    reads_columns = False
+
+    def __call__(self, batch: ScoringBatch) -> Tensor:
+        """Refuse: there is nothing to score with.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "reward_model and reward_funcs are both None, so that only step(), which is given scores, can be used: "
+            "pass one of them"
+        )
+
+
+class StepDriver:
+    """Runs updates one `step` call at a time, with everything that `train` does around one.
+
+    Args:
+        run: The run.
+        stop: Ends the run after a signal.
+        learning: Knows the partial update.
+        open_run: Opens the run's directory; gives the checkpoint to resume from.
+        call_train: Calls `Trainer.train` with a checkpoint, which sets the run up and calls `begin`.
+        begin_run: Prepares model, optimizer and state; returns the prepared model.
+        update: Takes one update on the rollout that a function collects; returns its metrics.
+        leave_if_stopped: Leaves the run if a signal has ended it.
+        finish_run: Logs and saves what is left.
+
+    Attributes:
+        is_beginning: Whether `Trainer.train` is being called to set the run up.
+    """
+
+    def __init__(
+        self,
+        run: RunState,
+        stop: SignalStop,
+        learning: InterruptibleLearning,
+        *,
+        open_run: Callable[[], AbstractContextManager[str | None]],
+        call_train: Callable[[str | None], Any],
+        begin_run: Callable[[str | None], nn.Module],
+        update: Callable[[Callable[[], Rollout]], dict[str, float]],
+        leave_if_stopped: Callable[[], None],
+        finish_run: Callable[[], Any],
+    ) -> None:
+        self.run, self.stop, self.learning = run, stop, learning
+        self.open_run, self.call_train, self.begin_run = open_run, call_train, begin_run
+        self.update, self.leave_if_stopped, self.finish_run = update, leave_if_stopped, finish_run
+        self.is_beginning = False
+        self._stack = ExitStack()
+        self._model: nn.Module | None = None
+        self._is_over = self._is_closed = False
+
+    def step(self, collect: Callable[[nn.Module], Rollout]) -> dict[str, float]:
+        """Take an update.
+
+        Args:
+            collect: Takes the prepared model, returns the rollout of the caller's responses.
+        """
+        run = self.run
+        if self._is_over:
+            done = run.state.global_step
+            if self._is_closed:
+                raise RuntimeError(
+                    f"the run was closed after {done} of {run.state.max_steps} updates; make a new PPOTrainer with "
+                    "resume_from_checkpoint=True in its arguments to continue the run"
+                )
+            raise RuntimeError(f"the run is over after {done} updates; raise total_episodes for more, or resume it")
+        with self._closed_by_errors():
+            model = self._set_up()
+            self._stop_between_steps(model)
+            if run.state.global_step >= run.state.max_steps:  # resumed from the run's last checkpoint
+                self._finish()
+                raise RuntimeError(f"the run has had all its {run.state.max_steps} updates; raise total_episodes")
+            metrics = self._take_update(model, lambda: collect(model))
+            if run.control.should_training_stop or run.state.global_step >= run.state.max_steps:
+                self._finish()
+        return metrics
+
+    def close(self, saves: bool) -> None:
+        """End the run before its last update, see `PPOTrainer.close`; a run that is over stays as it is.
+
+        Args:
+            saves: Whether to save, log and fire `on_train_end`, which all ranks do together.
+        """
+        if self._is_over or self._model is None:
+            return
+        self._is_closed = True
+        with self._closed_by_errors():
+            if saves:
+                self._stop_between_steps(self._model)
+                if self.run.args.save_strategy != "no":
+                    with preserve_rng():
+                        self.stop.save_where_it_stopped(self._model, None)
+                self.finish_run()
+        self._release()
+
+    @contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        self._is_over = self._model is not None  # else a later call may set the run up
+        self._stack.close()
+
+    def _set_up(self) -> nn.Module:
+        """Set the run up with the first call, and finish the partial update of a resumed one."""
+        if self._model is None:
+            checkpoint = self._stack.enter_context(self.open_run())
+            self.is_beginning = True
+            try:
+                self.call_train(checkpoint)
+            finally:
+                self.is_beginning = False
+            assert self._model is not None
+            if self.learning.partial is not None:
+                self._take_update(self._model, _no_rollout)
+        return self._model
+
+    def begin(self, checkpoint: str | None) -> TrainOutput:
+        """Begin the run where `Trainer.train` would run its loop."""
+        self._model = self.begin_run(checkpoint)
+        self.leave_if_stopped()
+        return TrainOutput(self.run.state.global_step, 0.0, {})
+
+    def _stop_between_steps(self, model: nn.Module) -> None:
+        """End the run if a signal has come since the last update."""
+        with self.stop.saving(model, None):
+            self.run.signals.raise_if_any_rank_stopped(self.run.args.device)
+        self.leave_if_stopped()
+
+    def _take_update(self, model: nn.Module, collect: Callable[[], Rollout]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        with self.stop.saving(model, None):
+            metrics = self.update(collect)
+        self.leave_if_stopped()
+        return metrics
+
+    def _finish(self) -> None:
+        self.finish_run()
+        self._release()
+
+
+def _no_rollout() -> Rollout:
+    raise AssertionError("a partial update needs no rollout")
+
+
+def given_responses(
+    run: RunState,
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    scores: Sequence[float] | Sequence[Tensor] | Tensor,
+    response_masks: Sequence[Tensor] | None,
+    sampling_logprobs: Sequence[Tensor] | None,
+) -> tuple[Responses, Scores]:
+    """Check and pad what a caller of `PPOTrainer.step` gives.
+
+    Raises:
+        TypeError: Something is of another kind.
+        ValueError: Something does not fit; see `PPOTrainer.step`.
+    """
+    num_rows, device = run.sizes.local_batch_size, run.args.device
+    check_rows(queries, responses, response_masks, num_rows, run.vocabulary)
+    rows = padded_responses(queries, responses, response_masks, num_rows, run.tokens.pad, device)
+    check_lengths(rows.context_length, rows.responses.shape[1], run.longest_sequence)
+    if sampling_logprobs is not None:
+        rows = replace(rows, sampling_logprobs=padded_logprobs(sampling_logprobs, rows))
+    values = scores_of(scores, num_rows, device)
+    per_token = torch.zeros_like(rows.response_mask, dtype=torch.float32)
+    return rows, Scores(values, per_token, {ExternalScores.name: values})
+
+
+def padded_responses(
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    response_masks: Sequence[Tensor] | None,
+    num_rows: int,
+    pad_token_id: int,
+    device: torch.device,
+) -> Responses:
+    """Pad token ids: queries on the left, responses on the right.
+
+    Args:
+        queries: Token ids of each prompt, long `(C_i,)`, on any device.
+        responses: Token ids of each response, its stop token included, long `(T_i,)`.
+        response_masks: For each response which tokens the policy wrote, bool `(T_i,)`; None: all.
+        num_rows: How many rows there are.
+        pad_token_id: Fills the rest.
+        device: Where the result goes.
+    """
+    context, length = max(map(len, queries)), max(map(len, responses))
+    ids = torch.full((num_rows, context + length), pad_token_id, dtype=torch.long)
+    attention = torch.zeros(num_rows, context + length, dtype=torch.bool)
+    written = torch.zeros(num_rows, length, dtype=torch.bool)
+    for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        real = slice(context - len(query), context + len(response))
+        ids[row, real], attention[row, real] = torch.cat([query.cpu(), response.cpu()]), True
+        written[row, : len(response)] = True if response_masks is None else response_masks[row].bool().cpu()
+    return Responses(ids.to(device), attention.to(device), written.to(device))
+
+
+def check_rows(
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    response_masks: Sequence[Tensor] | None,
+    num_rows: int,
+    vocabulary: Vocabulary,
+) -> None:
+    """Check the token ids and masks that a caller of `step` gives.
+
+    Args:
+        queries: Token ids of each prompt.
+        responses: Token ids of each response.
+        response_masks: For each response which tokens the policy wrote; None: all.
+        num_rows: How many rows there must be.
+        vocabulary: The ids that all models embed.
+
+    Raises:
+        TypeError: Something is no tensor of ids, or of truth values.
+        ValueError: There are more or fewer rows than an update takes; one is empty, or holds an id that a model lacks.
+    """
+    for name, rows in {"queries": queries, "responses": responses}.items():
+        for row, ids in enumerate(_counted(name, rows, num_rows)):
+            _check_ids(f"{name}[{row}]", ids, vocabulary)
+    for row, mask in enumerate(() if response_masks is None else _counted("response_masks", response_masks, num_rows)):
+        name, num_tokens = f"response_masks[{row}]", len(responses[row])
+        _check_row(name, mask, "True for the tokens that the policy wrote")
+        if len(mask) != num_tokens:
+            raise ValueError(f"{name} has {len(mask)} values for the {num_tokens} tokens of the response")
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError(f"{name}={mask!r:.60} must hold only True and False")
+        if not bool(mask.any()):
+            raise ValueError(
+                f"{name} marks no token as the policy's; mark at least one, and give the row the score NaN if nothing "
+                "is to be learned from it"
+            )
+
+
+def _counted(name: str, rows: Sequence[Tensor], num_rows: int) -> Sequence[Tensor]:
+    """Return one argument's rows, which must be as many as an update takes."""
+    if (found := _length(name, rows)) != num_rows:
+        raise ValueError(
+            f"{name} has {found} rows, but an update takes {num_rows} on each process: "
+            "per_device_train_batch_size x gradient_accumulation_steps"
+        )
+    return rows
+
+
+def _length(name: str, rows: Sequence[object] | Tensor) -> int:
+    try:
+        return len(rows)
+    except TypeError:
+        raise TypeError(f"{name}={rows!r:.60} must be a list with one entry for each response") from None
+
+
+def _check_row(name: str, row: Tensor, of: str) -> None:
+    if not isinstance(row, Tensor) or row.dim() != 1 or row.is_complex():
+        raise TypeError(f"{name}={row!r:.60} must be a tensor of {of}, with one dimension")
+    if len(row) == 0:
+        raise ValueError(f"{name} is empty; each row needs at least one token")
+    if row.is_meta:
+        raise ValueError(f"{name} is on the device 'meta', where tensors hold no numbers; pass it on 'cpu'")
+
+
+def _check_ids(name: str, ids: Tensor, vocabulary: Vocabulary) -> None:
+    _check_row(name, ids, "token ids")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        advice = "a mask goes into response_masks" if ids.dtype == torch.bool else "convert it with .long()"
+        raise TypeError(f"{name}={ids!r:.60} must hold token ids, which are integers, not {ids.dtype}; {advice}")
+    ids = ids.cpu().long()
+    outside = (ids < 0) | (ids >= vocabulary.size)
+    if bool(outside.any()):
+        token = int(outside.int().argmax())
+        raise ValueError(
+            f"{name}[{token}]={int(ids[token])} is no token id: {vocabulary.limited_by} has {vocabulary.size}, 0 to "
+            f"{vocabulary.size - 1}; pass the ids of the trainer's own tokenizer, without padding"
+        )
+
+
+MAX_ROUNDING = 1e-3
+"""How far above 0 a log-probability may lie, in nats: engines that compute in 16 bits round there."""
+
+
+def padded_logprobs(given: Sequence[Tensor], rows: Responses) -> Tensor:
+    """Return the log-probabilities that an engine sampled with, float32 `(B, T)`, 0 on what the policy did not write.
+
+    Args:
+        given: For each response, of its tokens, nats, floating point `(T_i,)`.
+        rows: The padded responses.
+
+    Raises:
+        TypeError: One is no tensor of floating-point numbers with one dimension.
+        ValueError: There are more or fewer than tokens, or one of a token that the policy wrote is not finite or
+            above 0.
+    """
+    if (found := _length("sampling_logprobs", given)) != len(rows):
+        raise ValueError(f"sampling_logprobs has {found} rows for the {len(rows)} responses; pass one for each")
+    padded = torch.zeros(rows.response_mask.shape)
+    written, lengths = rows.response_mask.cpu(), rows.episode_mask.sum(dim=1).tolist()
+    for row, (logprobs, length) in enumerate(zip(given, lengths, strict=True)):
+        name = f"sampling_logprobs[{row}]"
+        _check_row(name, logprobs, "log-probabilities")
+        if not isinstance(logprobs, Tensor) or logprobs.dim() != 1 or not logprobs.is_floating_point():
+            raise TypeError(f"{name}={logprobs!r:.60} must be a tensor of log-probabilities with one dimension")
+        if len(logprobs) != length:
+            raise ValueError(f"{name} has {len(logprobs)} values for the {length} tokens of the response")
+        padded[row, :length] = logprobs.detach().float().cpu()
+        of_policy = padded[row].masked_fill_(~written[row], 0.0)
+        wrong = ~of_policy.isfinite() | (of_policy > MAX_ROUNDING)
+        if wrong.any():
+            token = int(wrong.int().argmax())
+            raise ValueError(
+                f"{name} is {float(of_policy[token]):g} at token {token}; pass the natural logarithm of the "
+                "probability that the engine drew the token with, which is finite and at most 0"
+            )
+    return padded.to(rows.response_mask.device)
+
+
+def scores_of(scores: Sequence[float] | Sequence[Tensor] | Tensor, num_rows: int, device: torch.device) -> Tensor:
+    """Return scores as a float32 tensor `(B,)`.
+
+    Raises:
+        TypeError: One is no number.
+        ValueError: There are more or fewer than `num_rows`, or one is infinite or beyond `MAX_SCORE`.
+    """
+    if (found := _length("scores", scores)) != num_rows:
+        raise ValueError(f"scores has {found} values for the {num_rows} responses")
+    numbers = [_number(f"scores[{row}]", score) for row, score in enumerate(scores)]
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
+
+
+def _number(name: str, score: object) -> float:
+    try:
+        if isinstance(score, str | bytes):  # which float() may read
+            raise TypeError
+        number = float(cast(float, score))
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name}={score!r:.60} must be one number") from None
+    if abs(number) > MAX_SCORE:
+        raise ValueError(
+            f"{name}={number:g} must lie between {-MAX_SCORE:g} and {MAX_SCORE:g}; pass a smaller number, or NaN to "
+            "learn nothing from the response"
+        )
+    return number

@@ -1,0 +1,546 @@
+"""Learning from a rollout: advantages, losses, critic warm-up, mini-batches that a signal may interrupt, gradients."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from rlhf_ppo.algorithm.advantages import gae, length_adaptive_lam, turn_gae, turn_starts
+from rlhf_ppo.algorithm.losses import (
+    PolicyLoss,
+    ValueLoss,
+    aggregation_weights,
+    explained_variance,
+    imitation_weights,
+    sequence_clipped_policy_loss,
+    token_mean,
+    weight_clipped_policy_loss,
+)
+from rlhf_ppo.checkpoints.complete import explaining_load_error
+from rlhf_ppo.checkpoints.state import PartialUpdate, Progress, check_same_update, num_learned_minibatches
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.models.logprobs import ResponseLogprobs
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
+from rlhf_ppo.processes.distributed import get_logger, minibatch_generator, raise_on_all_ranks
+from rlhf_ppo.processes.signals import MicroBatchStopCheck, Stopped
+from rlhf_ppo.reporting.update_statistics import UpdateStatistics
+from rlhf_ppo.rewards.resolve import found_function
+from rlhf_ppo.training.run_state import RunState
+
+logger = get_logger(__name__)
+
+_PTX = "ptx_coef above 0 (1: yes)"
+
+
+def advantages_and_returns(
+    rollout: Rollout, rewards: Tensor, args: PPOConfig, warms_up: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Estimate both with GAE, in one pass where they share their lambda, else in a pass for each.
+
+    Decoupled GAE: VAPO, 2504.05118, section 4.1, after VC-PPO, 2503.01491, section 3.3.
+
+    Args:
+        rollout: `B` responses.
+        rewards: What each token is paid, `(B, T)`.
+        args: Gives `gamma`, `lam`, `lam_policy`, `lam_critic`, `length_adaptive_alpha`, `gae_level` and
+            `bootstrap_truncated`.
+        warms_up: Whether this is an update of critic warm-up, whose returns are of lambda 1.
+
+    Returns:
+        Advantages and returns, float32 `(B, T)` each, in the reward's unit, 0 outside `rollout.loss_mask`.
+    """
+    cut = rollout.final_values.masked_fill(rollout.stopped, 0.0) if args.bootstrap_truncated else None
+
+    estimator = turn_gae if args.gae_level == "turn" else gae
+
+    def estimate(lam: float | Tensor) -> tuple[Tensor, Tensor]:
+        return estimator(rewards, rollout.values, rollout.loss_mask, args.gamma, lam, cut)
+
+    of_critic = args.lam if args.lam_critic is None else args.lam_critic
+    of_critic = 1.0 if warms_up else of_critic
+    of_policy: float | Tensor = args.lam if args.lam_policy is None else args.lam_policy
+    if args.length_adaptive_alpha is not None:
+        of_policy = length_adaptive_lam(valued_tokens(rollout.loss_mask, args), args.length_adaptive_alpha)
+    advantages, returns = estimate(of_policy)
+    is_shared = not isinstance(of_policy, Tensor) and of_policy == of_critic
+    return advantages, returns if is_shared else estimate(of_critic)[1]
+
+
+def valued_tokens(loss_mask: Tensor, args: PPOConfig) -> Tensor:
+    """Tell before which tokens a value counts: all that are learned from, or the first ones of turns (`gae_level`).
+
+    Args:
+        loss_mask: True on the tokens that are learned from, bool `(B, T)`.
+        args: Gives `gae_level`.
+
+    Returns:
+        bool `(B, T)`.
+    """
+    return turn_starts(loss_mask) if args.gae_level == "turn" else loss_mask
+
+
+PolicyLossFunction = Callable[[Tensor, Experience, PPOConfig], PolicyLoss]
+"""Takes the log-probabilities of the response tokens now, nats `(B, T)`, the micro-batch and the arguments."""
+
+
+def gspo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
+    """The loss with a whole response's ratio, 2507.18071."""
+    return sequence_clipped_policy_loss(
+        logprobs,
+        experience.logprobs,
+        experience.advantages,
+        experience.loss_mask,
+        args.cliprange,
+        args.cliprange_high,
+        experience.importance_weights,
+    )
+
+
+def cispo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
+    """The loss that clips weights instead of gradients, 2506.13585."""
+    high = args.cliprange if args.cliprange_high is None else args.cliprange_high
+    return weight_clipped_policy_loss(
+        logprobs, experience.logprobs, experience.advantages, 1 + high, experience.importance_weights
+    )
+
+
+POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {"gspo": gspo, "cispo": cispo}
+
+
+def resolve_policy_loss(given: Any) -> PolicyLossFunction | None:
+    """Return the loss that an argument names or is.
+
+    Args:
+        given: 'ppo', a name of `POLICY_LOSSES`, 'path/file.py:function', 'package.module.function', or a function.
+
+    Returns:
+        The function; None for PPO's own loss, which `PPOTrainer.policy_loss` is.
+
+    Raises:
+        TypeError: It is something else, or names what cannot be called.
+        ValueError: There is no such loss, file or module.
+    """
+    if isinstance(given, type) or not (isinstance(given, str) or callable(given)):
+        raise TypeError(f"policy_loss={given!r:.60} must be a name or a function (logprobs, experience, args)")
+    if given == "ppo":
+        return None
+    if not isinstance(given, str):
+        own: Any = given
+        return own
+    function: Any = POLICY_LOSSES.get(given) or found_function(given, "policy_loss")
+    if function is None:
+        raise ValueError(
+            f"policy_loss={given!r} names no loss; write one of {['ppo', *POLICY_LOSSES]}, 'package.module.function' "
+            "or 'path/file.py:function'"
+        )
+    return function
+
+
+def weighted_micro_batches(
+    minibatch: Experience, num_tokens: float, packs_rows: bool, run: RunState
+) -> list[Experience]:
+    """Cut a mini-batch into micro-batches, after giving each token the weight that its loss has in the mini-batch.
+
+    Args:
+        minibatch: This rank's share.
+        num_tokens: Tokens that are learned from in the mini-batch, of all ranks.
+        packs_rows: Whether the models read rows without padding.
+        run: The run.
+    """
+    args, mask = run.args, minibatch.loss_mask
+    weights = aggregation_weights(mask, args.loss_aggregation, num_tokens, args.response_length, run.sum_over_ranks)
+    if weights is not None:
+        minibatch = replace(minibatch, loss_weights=weights.expand(mask.shape))
+    if minibatch.is_positive is not None:
+        weights = imitation_weights(mask, minibatch.is_positive, num_tokens, run.sum_over_ranks)
+        minibatch = replace(minibatch, nll_weights=weights)
+    if args.gae_level == "turn":  # the mean over turns, of their first tokens
+        starts = valued_tokens(mask, args)
+        num_turns = run.sum_over_ranks(starts.sum())
+        minibatch = replace(minibatch, value_weights=starts * (num_tokens / num_turns))
+    max_rows, max_tokens = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
+    return minibatch.micro_batches(max_rows, max_tokens, run.gather, packs_rows)
+
+
+def policy_term(
+    policy: PolicyLoss,
+    output: ResponseLogprobs | PolicyAndValueOutput,
+    part: Experience,
+    num_tokens: float,
+    args: PPOConfig,
+) -> Tensor:
+    """Compute a micro-batch's share of the policy's loss.
+
+        mean_t(w_t loss_t - entropy_coef entropy_t - positive_nll_coef v_t logprob_t)
+
+    over the mini-batch's tokens, with the weights w of `loss_aggregation`, and v that make the last term a mean over
+    the tokens of positive responses.
+
+    Args:
+        policy: The loss of each token.
+        output: Log-probabilities and entropy of each token.
+        part: The micro-batch.
+        num_tokens: Tokens that are learned from in the mini-batch, of all ranks.
+        args: Gives `entropy_coef` and `positive_nll_coef`.
+    """
+    loss = policy.loss
+    if part.loss_weights is not None:
+        loss = loss * part.loss_weights
+    if args.entropy_coef > 0:
+        loss = loss - args.entropy_coef * output.entropy
+    if part.nll_weights is not None:
+        loss = loss - args.positive_nll_coef * part.nll_weights * output.logprobs
+    return token_mean(loss, part.loss_mask, num_tokens)
+
+
+def value_term(value: ValueLoss, part: Experience, num_tokens: float, args: PPOConfig) -> Tensor:
+    """Compute a micro-batch's share of `vf_coef` times the value loss, the mean over the mini-batch's tokens.
+
+    With `gae_level="turn"` it is the mean over its turns, of each one's first token.
+    """
+    loss = value.loss if part.value_weights is None else value.loss * part.value_weights
+    return args.vf_coef * token_mean(loss, part.loss_mask, num_tokens)
+
+
+_NOT_MEASURED = frozenset({"policy/entropy_avg", "loss/policy_avg", "loss/positive_nll_avg", "val/first_logratio"})
+"""Metrics of the policy's forward passes, which warm-up does not make."""
+
+
+class CriticWarmup:
+    """Critic warm-up (value pretraining: VC-PPO, 2503.01491; VAPO, 2504.05118).
+
+    While it lasts returns are those of lambda 1, and the policy's parameters, those that it shares with the value
+    model included, have no gradient: neither weight decay nor an optimizer's moments move them. It ends after
+    `critic_warmup_steps` updates, or, on all ranks alike, before an update whose values explain enough of the
+    returns' variance.
+
+    Args:
+        run: The run.
+
+    Attributes:
+        is_over: Whether the explained variance has passed the gate.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self.run, self.args = run, run.args
+        self.is_over = False
+        self._hooks: list[Any] = []
+        self._held: set[int] = set()
+        self._left_out: list[tuple[Tensor, Tensor | None]] = []
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the value model learns alone in the current update."""
+        return not self.is_over and self.run.state.global_step < self.args.critic_warmup_steps
+
+    def maybe_end(self, rollout: Rollout, returns: Tensor) -> bool:
+        """End warm-up if a rollout's values explain enough of its returns' variance.
+
+        Args:
+            rollout: This rank's.
+            returns: Its returns of lambda 1, `(B, T)`.
+
+        Returns:
+            Whether warm-up has ended now.
+        """
+        gate = self.args.critic_warmup_explained_variance
+        if gate is None or not self.is_active:
+            return False
+        mask = valued_tokens(rollout.loss_mask, self.args)
+        found = float(explained_variance(rollout.values, returns, mask, self.run.sum_over_ranks))
+        if found < gate:
+            return False
+        self.is_over = True
+        logger.info(
+            f"Critic warm-up ends after {self.run.state.global_step} updates: the values' explained variance is "
+            f"{found:.3g}. The policy learns from now on."
+        )
+        return True
+
+    def drop_policy_gradients(self, policy: nn.Module) -> None:
+        """Leave the policy's parameters without a gradient during warm-up."""
+        if self.is_active:
+            for parameter in policy.parameters():
+                parameter.grad = None
+
+    def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Leave out of an update's metrics those of the policy's passes during warm-up, and add whether it lasts."""
+        if self.args.critic_warmup_steps == 0:
+            return dict(metrics)
+        kept = {name: value for name, value in metrics.items() if not (self.is_active and name in _NOT_MEASURED)}
+        return kept | {"val/critic_warmup": float(self.is_active)}
+
+    def begin(self, optimizer: Any, policy_groups: Sequence[int]) -> None:
+        """Under DeepSpeed, whose parts of the optimizer's groups always have gradients, hold the policy's groups.
+
+        Args:
+            optimizer: The prepared optimizer.
+            policy_groups: Indices of the policy's groups; none where nothing is to be held.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if policy_groups:
+            optimizer = _innermost(optimizer)
+            groups = optimizer.param_groups  # ZeRO gives the optimizer one of them at a time
+            self._held = {id(groups[index]) for index in policy_groups}
+            self._hooks = [
+                optimizer.register_step_pre_hook(self._hide),
+                optimizer.register_step_post_hook(self._show),
+            ]
+
+    def _hide(self, optimizer: Any, *_: Any) -> None:
+        if self.is_active:
+            held = [group for group in optimizer.param_groups if id(group) in self._held]
+            self._left_out = [(each, each.grad) for group in held for each in group["params"]]
+            for each, _grad in self._left_out:
+                each.grad = None
+
+    def _show(self, *_: Any) -> None:
+        for each, grad in self._left_out:  # some are made once for the whole run
+            each.grad = grad
+        self._left_out = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return whether warm-up is over; how many updates it has had, `global_step` says."""
+        return {"is_over": self.is_over} if self.args.critic_warmup_steps else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.is_over = bool(state["is_over"])
+
+
+def zero_of_policy(model: nn.Module, policy: nn.Module) -> Tensor | float:
+    """Return 0 as a function of the policy's parameters, where DDP waits for each of them in a backward pass."""
+    finds_unused = getattr(model, "find_unused_parameters", True) and not getattr(model, "static_graph", False)
+    if finds_unused:
+        return 0.0
+    trained = [each for each in policy.parameters() if each.requires_grad]
+    return torch.stack([0.0 * parameter.sum().float() for parameter in trained]).sum()
+
+
+def no_policy_loss(logprobs: Tensor) -> PolicyLoss:
+    """Return the policy loss of tokens where the policy stays as it sampled: 0, with a ratio of 1."""
+    nothing = torch.zeros_like(logprobs)
+    return PolicyLoss(nothing, torch.ones_like(logprobs), nothing.bool())
+
+
+def _innermost(optimizer: Any) -> Any:
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+class InterruptibleLearning:
+    """Makes the mini-batches of an update, which a signal may end between two micro-batches.
+
+    A signal gives up the gradients of one mini-batch; the rollout and the optimizer steps before it are kept, and a
+    resumed run learns from that mini-batch again, with the same random numbers.
+
+    Args:
+        run: The run.
+        keep: Notes the update's figures in a `PartialUpdate` when learning is interrupted.
+
+    Attributes:
+        partial: The update that is being learned, from its first mini-batch to its last one, or to the first one of a
+            resumed run; None between updates.
+    """
+
+    def __init__(self, run: RunState, keep: Callable[[PartialUpdate], None]) -> None:
+        self.run, self.args, self.accelerator = run, run.args, run.accelerator
+        self.between = MicroBatchStopCheck(run.signals, self.accelerator.num_processes, self.args.device)
+        self.keep = keep
+        self.partial: PartialUpdate | None = None
+        self._num_prompts = 0
+
+    def start(self, checkpoint: str | None, progress: Progress) -> None:
+        """Begin a run; read the partial update of a checkpoint that was written in the middle of one.
+
+        Args:
+            checkpoint: The checkpoint's directory, or None.
+            progress: Where the run stands.
+
+        Raises:
+            ValueError: It cannot be read, or cannot be finished with this run's arguments.
+        """
+        self.partial, self._num_prompts = None, progress.num_prompts
+        if checkpoint is None or num_learned_minibatches(checkpoint) is None:
+            return
+        name = "the number of processes"
+        check_same_update({name: progress.num_processes}, {name: self.accelerator.num_processes})
+        with (
+            raise_on_all_ranks(self.accelerator),
+            explaining_load_error(checkpoint, "the update that it is in the middle of"),
+        ):
+            loaded = PartialUpdate.load(checkpoint, self.args.process_index, self.args.device)
+        check_same_update(loaded.begun_with, self._begun_with())
+        self.partial = loaded
+
+    def _begun_with(self) -> dict[str, int]:
+        learned_by = {name: getattr(self.args, name) for name in ("num_ppo_epochs", "num_mini_batches", "seed")}
+        return learned_by | {"the number of prompts": self._num_prompts, _PTX: int(self.args.ptx_coef > 0)}
+
+    @contextmanager
+    def learning(self, model: nn.Module, experience: Experience) -> Iterator[tuple[PartialUpdate, UpdateStatistics]]:
+        """Yield the state of an update's learning and its statistics; keep both if a signal interrupts it.
+
+        Args:
+            model: The prepared model, whose gradients are dropped then.
+            experience: This rank's experience; a resumed run continues with the one that it was learning from.
+        """
+        # The partial update has its own experience: an overridden `learn` may have changed it before.
+        learned = self.partial or PartialUpdate(experience, self._begun_with())
+        self.partial = learned if type(learned.experience) is Experience else None  # others cannot be kept
+        try:
+            watches_kl = self.args.kl_stop is not None
+            given = (list(learned.sums), tuple(learned.named), watches_kl)
+            statistics = UpdateStatistics(*given, grad_norms=list(learned.grad_norms))
+            statistics.learns_ptx = self.args.ptx_coef > 0
+            yield learned, statistics
+        except Stopped:
+            norm: Any = learned.grad_norm
+            learned.grad_norm = float(getattr(norm, "full_tensor", lambda: norm)())
+            self.keep(learned)
+            self.run.streams.mark_streams()  # callbacks draw on from here: their events are not fired again
+            self._drop_gradients(model)
+            raise
+        self.partial = None
+
+    def minibatches(self, learned: PartialUpdate, statistics: UpdateStatistics) -> Iterator[Experience]:
+        """Yield the mini-batches that are left; each counts as learned when the next one is asked for.
+
+        Args:
+            learned: The state of the update's learning.
+            statistics: Figures of its micro-batches.
+        """
+        args, update = self.args, self.run.state.global_step
+        generator = minibatch_generator(args.seed, update, args.process_index)
+        minibatches = learned.experience.minibatches_of_epochs(args.num_ppo_epochs, args.num_mini_batches, generator)
+        for minibatch in itertools.islice(minibatches, learned.num_minibatches, None):
+            self.run.streams.mark()
+            if self.partial is not None:
+                self.between.check_before_minibatch()
+            start = time.monotonic()
+            yield minibatch
+            self.between.seconds = time.monotonic() - start
+            learned.num_minibatches, learned.num_micro_batches = learned.num_minibatches + 1, 0
+            learned.sums, learned.named = list(statistics.sums), list(statistics.named)
+            learned.grad_norms = list(statistics.grad_norms)
+            if self._moved_too_far(learned, statistics):
+                break
+
+    def _moved_too_far(self, learned: PartialUpdate, statistics: UpdateStatistics) -> bool:
+        """Tell, on all ranks alike, whether an epoch has ended that moved the policy as far as `kl_stop`."""
+        per_epoch, limit = self.args.num_mini_batches, self.args.kl_stop
+        if limit is None or learned.num_minibatches % per_epoch:
+            return False
+        statistics.num_epochs = learned.num_minibatches // per_epoch
+        kl = statistics.mean_kl(learned.epoch_start, self.run.sum_over_ranks)
+        learned.epoch_start = len(statistics.sums)
+        return kl > limit
+
+    def micro_batches(self, parts: Sequence[Experience]) -> Iterator[tuple[Experience, bool]]:
+        """Yield each micro-batch and whether it is the last; fire `on_substep_end` after the others.
+
+        A signal ends this before a micro-batch, on all ranks. Events that a run before has fired are not fired again.
+        """
+        for index, part in enumerate(parts):
+            if self.partial is not None:
+                self.between.check_before_micro_batch(index)
+            is_last = index == len(parts) - 1
+            yield part, is_last
+            if not is_last:
+                self._end_micro_batch(index)
+
+    def _end_micro_batch(self, index: int) -> None:
+        learned = self.partial
+        if learned is None:
+            self.run.fire("on_substep_end")
+        elif index >= learned.num_micro_batches:
+            learned.num_micro_batches = index + 1
+            self.run.fire("on_substep_end")
+
+    def _drop_gradients(self, model: nn.Module) -> None:
+        model.zero_grad()
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            cast(Any, model).optimizer.zero_grad()  # of its own sums of micro-batches
+        self.accelerator.gradient_state._set_sync_gradients(True)
+
+    def checkpoint_name(self, num_updates: int) -> str:
+        """Name a checkpoint after the updates that are done, and the mini-batches of a partial one."""
+        return f"checkpoint-{num_updates}" + ("" if self.partial is None else f"-{self.partial.num_minibatches}")
+
+    def save(self, checkpoint: str) -> None:
+        """Write this process' file into a checkpoint in the middle of an update."""
+        if self.partial is not None:
+            self.partial.save(checkpoint, self.args.process_index)
+
+    def progress(self) -> str | None:
+        """Say how much of a partial update is learned; None between updates."""
+        if self.partial is None:
+            return None
+        num_minibatches = self.args.num_ppo_epochs * self.args.num_mini_batches
+        return f"{self.partial.num_minibatches} of {num_minibatches} mini-batches learned"
+
+
+def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+    """Exchange gradients with the last micro-batch only.
+
+    DeepSpeed keeps its own account; FSDP would keep whole gradients of both models on every rank.
+    """
+    accelerator.gradient_state._set_sync_gradients(is_last)
+    if is_last or accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        return nullcontext()
+    return accelerator.no_sync(model)
+
+
+def backward(accelerator: Accelerator, loss: Tensor) -> Tensor:
+    """Add a loss's gradients to the parameters'; return the loss alone.
+
+    Engines average gradients over ranks, but the loss is divided by all ranks' tokens already.
+    """
+    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    accelerator.backward(loss * accelerator.num_processes, **({"scale_wrt_gas": False} if is_deepspeed else {}))
+    return loss.detach()
+
+
+def unscaled_gradient_norms(accelerator: Accelerator, models: PolicyAndValue) -> Tensor | None:
+    """Return what `gradient_norms` does, of gradients without fp16's loss scale; None where DeepSpeed has them."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return None
+    norms = gradient_norms(models)
+    return norms if norms is None or accelerator.scaler is None else norms / accelerator.scaler.get_scale()
+
+
+def gradient_norms(models: PolicyAndValue) -> Tensor | None:
+    """Return the norms of the gradients of policy and value model, float32 `(2,)`; None if there is no gradient.
+
+    Parameters that both hold are the policy's. Shards are put together: under FSDP2 every rank calls this.
+
+    Args:
+        models: Policy and value model, after the backward passes of a step.
+    """
+    policy = list(models.policy.parameters())
+    of_policy = {id(parameter) for parameter in policy}
+    critic = [parameter for parameter in models.value_model.parameters() if id(parameter) not in of_policy]
+    owned = [[each.grad for each in part if each.grad is not None] for part in (policy, critic)]
+    if not any(owned):
+        return None
+    norms = [_full(torch.nn.utils.get_total_norm(grads)) for grads in owned]
+    device = next(grads[0].device for grads in owned if grads)
+    return torch.stack([norm.float().to(device) for norm in norms])
+
+
+def _full(norm: Tensor) -> Tensor:
+    return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -1,0 +1,331 @@
+"""State of a training run that several parts share: the trainer makes one `RunState` and passes it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase, TrainerControl
+from transformers.trainer_callback import CallbackHandler
+
+from rlhf_ppo.checkpoints.state import PPOTrainerState, Progress
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.ppo_config import Sizes
+from rlhf_ppo.data.prompts import PositionLimit, Prompts, eos_id, pad_id
+from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.generation.stopping import StopStrings, ended
+from rlhf_ppo.models.capabilities import Vocabulary
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.processes.distributed import RngStreams, gather_over_ranks, get_logger, sum_over_ranks
+from rlhf_ppo.processes.signals import StopOnSignal
+from rlhf_ppo.reporting.metrics import MetricWindow, PhaseTimer
+from rlhf_ppo.rewards.functions import LoggedByFunctions
+from rlhf_ppo.training.guards import DivergenceGuard
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class LoopState:
+    """Where a run's loop is, from its beginning to its end.
+
+    Attributes:
+        model: The prepared model.
+        loader: The prepared loader of prompts.
+        checkpoint: The checkpoint that the run resumes from, during the pass that it was written in.
+        epoch: The current pass over the data.
+        num_skipped: Batches that a run before has taken from that pass.
+        updates_per_epoch: Updates of a pass.
+        trial: The trial of a hyperparameter search.
+        ignore_keys: Passed on to evaluations.
+        num_episodes_before: Episodes of the run before.
+        schedule_follows_metric: Whether the schedule steps after evaluations, not after updates.
+        grad_norm: Gradient norm of the latest update.
+        learning_rate: Learning rate of the latest update.
+        start: When the run began, for Trainer's summary.
+        began: The same on a clock that is never set.
+    """
+
+    model: nn.Module
+    loader: DataLoader
+    checkpoint: str | None
+    epoch: int
+    num_skipped: int
+    updates_per_epoch: int
+    trial: Any
+    ignore_keys: list[str] | None
+    num_episodes_before: int
+    schedule_follows_metric: bool
+    grad_norm: float | Tensor | None = None
+    learning_rate: float | None = None
+    start: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class RunState:
+    """What the parts of a trainer share.
+
+    Attributes:
+        args: The arguments.
+        tokenizer: The policy's tokenizer.
+        tokens: Padding and stop tokens.
+        reward_funcs: The reward functions.
+        sizes: Sizes that follow from the arguments, the processes and the data.
+        vocabulary: The ids that all models embed.
+        longest_sequence: The longest sequence that every model can place, or None.
+        stateful: Parts whose state every checkpoint keeps.
+        state: Trainer's state.
+        control: Trainer's control.
+        callbacks: Trainer's callback handler.
+        accelerator: Trainer's accelerator.
+        sum_over_ranks: Adds a tensor up over all ranks.
+        gather: Concatenates a tensor's rows over all ranks.
+        guard: The guard against divergence.
+        streams: The random-number streams.
+        signals: The signals that have come.
+        logged: What reward functions have logged since the last update.
+        loop: Where the loop is; set when the run begins.
+        timer: Seconds of the phases of the update.
+        progress: Where the run stands, for checkpoints.
+        window: Metrics of the updates since the last log.
+        metrics: Metrics of the current update.
+        fingerprint: What the run is made of, for checkpoints.
+        latest_prompts: This rank's prompts of the latest update, each once; None before it.
+        is_evaluating: Whether an evaluation runs now.
+        is_saving: Whether a checkpoint is being written.
+    """
+
+    args: PPOConfig
+    tokenizer: PreTrainedTokenizerBase
+    tokens: SpecialTokens
+    reward_funcs: Sequence[Callable[..., Any]]
+    sizes: Sizes = field(init=False)
+    vocabulary: Vocabulary = field(init=False)
+    longest_sequence: PositionLimit | None = field(init=False)
+    stateful: StatefulParts = field(init=False)
+    state: PPOTrainerState = field(init=False)
+    control: TrainerControl = field(init=False)
+    callbacks: CallbackHandler = field(init=False)
+    accelerator: Accelerator = field(init=False)
+    sum_over_ranks: Callable[[Tensor], Tensor] = field(init=False)
+    gather: Callable[[Tensor], Tensor] = field(init=False)
+    guard: DivergenceGuard = field(init=False)
+    streams: RngStreams = field(init=False)
+    signals: StopOnSignal = field(init=False)
+    logged: LoggedByFunctions = field(init=False)
+    loop: LoopState = field(init=False)
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    progress: Progress = field(default_factory=Progress)
+    window: MetricWindow = field(default_factory=MetricWindow)
+    metrics: dict[str, float] = field(default_factory=dict)
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    latest_prompts: Prompts | None = None
+    is_evaluating: bool = False
+    is_saving: bool = False
+    _overridden: dict[str, Any] = field(default_factory=dict)
+
+    def connect(self, accelerator: Accelerator, callbacks: CallbackHandler, model: nn.Module) -> None:
+        """Take what Trainer's constructor has made, and make what depends on it."""
+        self.accelerator, self.callbacks = accelerator, callbacks
+        self.sum_over_ranks, self.gather = sum_over_ranks(accelerator), gather_over_ranks(accelerator)
+        self.guard = DivergenceGuard(
+            self.args,
+            accelerator,
+            self.sum_over_ranks,
+            self.unwrapped(model),
+            self.moment,
+            num_updates=lambda: self.state.global_step,
+        )
+        self.streams = RngStreams(self.args.process_index, self.args.seed)
+        self.logged = LoggedByFunctions(is_used=bool(self.reward_funcs))
+
+    def unwrapped(self, model: nn.Module) -> PolicyAndValue:
+        """Return policy and value model without the wrappers of engines and compilation."""
+        return cast(PolicyAndValue, self.accelerator.unwrap_model(model, keep_torch_compile=False))
+
+    def fire(self, event: str) -> None:
+        """Call every callback's method of that name."""
+        self.control = getattr(self.callbacks, event)(self.args, self.state, self.control)
+
+    def moment(self) -> str:
+        """Return what the models run for now, for errors: `update 3`, or `evaluation after update 3`."""
+        done = self.state.global_step
+        return f"evaluation after update {done}" if self.is_evaluating else f"update {done + 1}"
+
+    @contextmanager
+    def override_args(self, **values: Any) -> Iterator[None]:
+        """Temporarily override arguments; what is written to disk keeps those that were given."""
+        given = {name: getattr(self.args, name) for name in values}
+        self._overridden = {**given, **self._overridden}
+        try:
+            _set(self.args, values)
+            yield
+        finally:
+            _set(self.args, given)
+            for name in given:
+                self._overridden.pop(name, None)
+
+    def args_as_given(self) -> PPOConfig:
+        """Return a copy of the arguments without what is overridden."""
+        args = copy.copy(self.args)
+        _set(args, self._overridden)
+        return args
+
+
+def _set(args: PPOConfig, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(args, name, value)
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The token ids that generation and truncation need.
+
+    Attributes:
+        pad: Fills short prompts and the rest of a response after its stop token; may equal `stop`, may lie outside the
+            model's vocabulary.
+        stop: The token after which a response is cut, or None.
+        end: The token whose absence `missing_eos_penalty` and `missing_eos_score` punish: the stop token, or EOS where
+            there is none.
+        stop_strings: Texts after which a response is cut as well, or None.
+    """
+
+    pad: int
+    stop: int | None
+    end: int | None
+    stop_strings: StopStrings | None = None
+
+    def ended(self, responses: Responses) -> Tensor:
+        """Tell which responses ended by themselves, bool `(B,)`: the one notion of it that everything goes by."""
+        return ended(responses, self.end, self.stop_strings)
+
+
+def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
+    """Read the special tokens off the arguments and the tokenizer.
+
+    Raises:
+        TypeError: `processing_class` is no tokenizer.
+        ValueError: The tokenizer has neither PAD nor EOS, or lacks the EOS that an argument asks for.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(f"processing_class must be a tokenizer, got {type(tokenizer).__name__}; pass AutoTokenizer's")
+    eos = eos_id(tokenizer)
+    pad = pad_id(tokenizer)
+    filling = eos if pad is None else pad
+    if filling is None:
+        raise ValueError(
+            "processing_class has neither a pad_token nor an eos_token; set tokenizer.pad_token to a token that "
+            "prompts do not use"
+        )
+    if eos is None and args.stop_token == "eos":
+        raise ValueError("stop_token='eos', but processing_class has no eos_token; set stop_token_id instead")
+    stop = eos if args.stop_token == "eos" else args.stop_token_id
+    end = eos if stop is None else stop
+    for name in ("missing_eos_penalty", "missing_eos_score"):
+        if end is None and not args.stop_strings and getattr(args, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(args, name)} needs something that ends a response; set stop_token_id, stop_strings, "
+                "or an eos_token"
+            )
+    if stop is None and eos is not None and not args.stop_strings:
+        logger.warning_once(
+            "No stop token is set, so every response has response_length tokens, whatever follows an EOS; set "
+            "stop_token='eos' to end responses at EOS."
+        )
+    strings = StopStrings(tokenizer, tuple(args.stop_strings)) if args.stop_strings else None
+    return SpecialTokens(pad=filling, stop=stop, end=end, stop_strings=strings)
+
+
+STATEFUL_NAME = "stateful.pt"
+
+
+class Stateful(Protocol):
+    """Anything with a state that a resumed run goes on from."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state: tensors, numbers, texts, and lists and dicts of these."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        ...
+
+
+class StatefulParts:
+    """The parts that are registered. The state of the main process stands for all: it is the same on every rank."""
+
+    def __init__(self, **parts: Stateful) -> None:
+        self._parts: dict[str, Stateful] = {}
+        self._initial: dict[str, Mapping[str, Any]] = {}
+        for name, part in parts.items():
+            self.register(name, part)
+
+    def register(self, name: str, part: Stateful) -> None:
+        """Make a part's state belong to the run: saved with every checkpoint, and put back where a run resumes.
+
+        Args:
+            name: What it is called in checkpoints.
+            part: The part; a run that starts anew starts from the state that it has now.
+
+        Raises:
+            TypeError: The part has no state.
+            ValueError: Another part has that name.
+        """
+        if missing := [
+            method for method in ("state_dict", "load_state_dict") if not callable(getattr(part, method, None))
+        ]:
+            raise TypeError(f"{name}={part!r:.60} has no {' and no '.join(missing)}; give it both methods")
+        if self._parts.get(name, part) is not part:
+            raise ValueError(f"a part called {name!r} is registered already; give this one another name")
+        self._parts[name] = part
+        self._initial[name] = copy.deepcopy(dict(part.state_dict()))
+
+    def start(self, checkpoint: str | None) -> None:
+        """Give every part the state of a checkpoint, or of when it was registered.
+
+        Args:
+            checkpoint: The checkpoint's directory; None where a run starts anew.
+
+        Raises:
+            ValueError: The checkpoint's file, or a state in it, cannot be read.
+        """
+        states = {} if checkpoint is None else _read(Path(checkpoint, STATEFUL_NAME))
+        for name, part in self._parts.items():
+            if not self._initial[name]:  # it has none, whatever another part of that name had
+                continue
+            state = states.pop(name, self._initial[name])
+            try:
+                part.load_state_dict(copy.deepcopy(state))
+            except Exception as error:
+                raise ValueError(
+                    f"the state of {name!r} in {checkpoint} does not fit {part!r:.60}: {error!r}"
+                ) from error
+        if states:
+            logger.warning(
+                f"{checkpoint} keeps a state of {sorted(states)}, which nothing of this run has; it is left out."
+            )
+
+    def save(self, directory: str) -> None:
+        """Write `stateful.pt`, if any part has a state."""
+        states = {name: dict(part.state_dict()) for name, part in self._parts.items()}
+        if states := {name: state for name, state in states.items() if state}:
+            torch.save(states, Path(directory, STATEFUL_NAME))
+
+
+def _read(path: Path) -> dict[str, Mapping[str, Any]]:
+    if not path.exists():
+        return {}
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"its {path.name} cannot be read: {error!r:.200}") from error

@@ -1,0 +1,48 @@
+"""Pairs whose prompt stands in both responses, read by the reward step, PPO and the judge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl.trainer.model_config import ModelConfig
+
+from rlhf_ppo.cli.arguments import DryRunScriptArguments
+from rlhf_ppo.cli.checks import Problems, check_trl_options, train_and_eval_rows
+from rlhf_ppo.cli.judge import load_rows
+from rlhf_ppo.cli.options import JudgeArguments
+from rlhf_ppo.cli.training import RewardArguments
+
+HH = "\n\nHuman: Sky?\n\nAssistant:"
+ASKED, GOOD, BAD = (
+    {"role": role, "content": text}
+    for role, text in [("user", "Sky?"), ("assistant", "Blue."), ("assistant", "Black.")]
+)
+FORMATS: Any = {
+    "hh-rlhf": ({"chosen": f"{HH} Blue.", "rejected": f"{HH} Black."}, (HH, " Blue.", " Black.")),
+    "conversations": ({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, ([ASKED], [GOOD], [BAD])),
+    "explicit": ({"prompt": "Sky?", "chosen": " Blue.", "rejected": " Bad."}, ("Sky?", " Blue.", " Bad.")),
+    "no pair": ({"prompt": "Sky?", "chosen": " Blue."}, ("Sky?", " Blue.", None)),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("reader", ["reward", "train", "judge"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_reader_separates_the_prompt(name: str, reader: str, streaming: bool, tmp_path: Path) -> None:
+    row, expected = FORMATS[name]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text((json.dumps(row) + "\n") * 120)
+    given = DryRunScriptArguments(dataset_name=str(path), dataset_streaming=streaming)
+    if reader == "judge":
+        found = load_rows(JudgeArguments(dataset_name=str(path), opponent_column="chosen", model="m", judge="length"))
+    elif reader == "train":
+        found, held_out = train_and_eval_rows(given, always_evaluates=True)
+        assert next(iter(held_out)).get("prompt") == expected[0]
+    else:
+        args = RewardArguments(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False)
+        found, _ = check_trl_options(Problems(), "reward", given, args, ModelConfig())
+    first = next(iter(found))
+    assert tuple(first.get(key) for key in ("prompt", "chosen", "rejected")) == expected

@@ -1,0 +1,238 @@
+"""Scripts as users of TRL write them from memory: each trains, or its error names the line to write instead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from tests.conftest import QUIET, make_tokenizer, tiny_policy, tiny_scorer
+
+START = """
+from datasets import Dataset, load_dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from rlhf_ppo import PPOConfig, PPOTrainer
+
+def reward_len(completions, **kwargs):
+    return [-abs(4 - len(completion)) / 4 for completion in completions]
+
+"""
+NO_MODEL_TOKENIZER = "pass processing_class=AutoTokenizer.from_pretrained(...)"
+
+TRAINS = {
+    "GRPO: hub names, a reward function, no tokenizer": """
+dataset = load_dataset("json", data_files="prompts.jsonl", split="train")
+args = PPOConfig(output_dir="out", **tiny)
+trainer = PPOTrainer(model="models/sft", reward_funcs=reward_len, args=args, train_dataset=dataset)
+""",
+    "the data set by its path": """
+args = PPOConfig("out", **tiny)
+trainer = PPOTrainer(args, model="models/sft", reward_funcs=reward_len, train_dataset="prompts.jsonl")
+""",
+    "the data set that save_to_disk wrote, also to evaluate": """
+args = PPOConfig("out", eval_strategy="steps", eval_steps=1, **tiny)
+trainer = PPOTrainer(args, model="models/sft", reward_funcs=reward_len, train_dataset="saved", eval_dataset="saved")
+""",
+    "several reward functions with weights": """
+def has_w4(prompts, completions, **kwargs):
+    return [float("w4" in completion) for completion in completions]
+
+args = PPOConfig("out", reward_weights=[1.0, 0.5], **tiny)
+trainer = PPOTrainer(args, model="models/sft", reward_funcs=[reward_len, has_w4], train_dataset="prompts.jsonl")
+""",
+    "a reward function that reads a column": """
+def matches(completions, answer, **kwargs):
+    return [float(wanted in completion) for completion, wanted in zip(completions, answer)]
+
+trainer = PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_funcs=matches, train_dataset="prompts.jsonl")
+""",
+    "an async reward function": """
+async def reward_async(prompts, completions, **kwargs):
+    return [1.0 for _ in completions]
+
+trainer = PPOTrainer(
+    PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward_async, train_dataset="prompts.jsonl"
+)
+""",
+    "trl.experimental.ppo: models as objects and a reward model": """
+tokenizer = AutoTokenizer.from_pretrained("models/sft", padding_side="left")
+value_model = AutoModelForSequenceClassification.from_pretrained("models/reward", num_labels=1)
+reward_model = AutoModelForSequenceClassification.from_pretrained("models/reward", num_labels=1)
+ref_policy = AutoModelForCausalLM.from_pretrained("models/sft")
+policy = AutoModelForCausalLM.from_pretrained("models/sft")
+dataset = load_dataset("json", data_files="prompts.jsonl", split="train")
+
+def tokenize(element):
+    outputs = tokenizer(element["prompt"], padding=False)
+    return {"input_ids": outputs["input_ids"]}
+
+dataset = dataset.map(tokenize, batched=True, remove_columns=dataset.column_names)
+trainer = PPOTrainer(
+    args=PPOConfig("out", missing_eos_penalty=1.0, stop_token="eos", **tiny),
+    processing_class=tokenizer, model=policy, ref_model=ref_policy,
+    reward_model=reward_model, value_model=value_model, train_dataset=dataset, eval_dataset=dataset,
+)
+""",
+    "a reward model by its path": """
+trainer = PPOTrainer(
+    PPOConfig("out", **tiny), model="models/sft", reward_model="models/reward", train_dataset="prompts.jsonl"
+)
+""",
+    "LoRA": """
+from peft import LoraConfig
+
+trainer = PPOTrainer(
+    PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward_len, train_dataset="prompts.jsonl",
+    peft_config=LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"),
+)
+""",
+    "a callback": """
+class Prints(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        print(sorted(logs))
+
+trainer = PPOTrainer(
+    PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward_len, train_dataset="prompts.jsonl",
+    callbacks=[Prints()],
+)
+""",
+    "the old trainer: a loop over queries and step()": """
+import torch
+
+tokenizer = AutoTokenizer.from_pretrained("models/sft")
+trainer = PPOTrainer(PPOConfig("out", **tiny), tokenizer, AutoModelForCausalLM.from_pretrained("models/sft"))
+queries = [torch.tensor(tokenizer(text)["input_ids"]) for text in ("w1 w2", "w3", "w4 w5 w6", "w7")]
+responses = [trainer.policy_model.generate(ids[None], max_new_tokens=4)[0, len(ids) :] for ids in queries]
+stats = trainer.step(queries, responses, [torch.tensor(1.0) for _ in responses])
+""",
+}
+FAILS = {
+    "GRPO: beta and max_completion_length": (
+        """PPOConfig("out", beta=0.04, max_completion_length=64, epsilon=0.2, num_iterations=2)""",
+        "'beta' (use kl_coef), 'max_completion_length' (use response_length), 'epsilon' (use cliprange)",
+    ),
+    "GRPO: use_vllm": ("""PPOConfig("out", use_vllm=True)""", "'use_vllm' (use generation_engine='vllm')"),
+    "DPO: max_length": (
+        """PPOConfig("out", max_length=512)""",
+        "'max_length' (use max_prompt_length and response_length)",
+    ),
+    "DPO: a loss of DPO": (
+        """PPOConfig("out", loss_type="sigmoid")""",
+        "'loss_type' (use policy_loss ('ppo', 'gspo', 'cispo' or a function) and loss_aggregation)",
+    ),
+    "the old config": (
+        """PPOConfig("out", model_name="gpt2", ppo_epochs=4, init_kl_coef=0.2, log_with="wandb")""",
+        "'model_name' (PPOTrainer takes the model: PPOTrainer(args, model=...)), 'ppo_epochs' (use num_ppo_epochs), "
+        "'init_kl_coef' (use kl_coef), 'log_with' (use report_to",
+    ),
+    "the old trainer: config= and tokenizer=": (
+        """PPOTrainer(config=PPOConfig("out", **tiny), tokenizer=None, model="models/sft")""",
+        "'config' (use args), 'tokenizer' (use processing_class)",
+    ),
+    "the old trainer: generate()": (
+        """PPOTrainer(PPOConfig("out", **tiny), model="models/sft").generate([])""",
+        "no attribute 'generate' (use trainer.policy_model.generate(...), or train() with reward_funcs",
+    ),
+    "dataset=": (
+        """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward_len, dataset="saved")""",
+        "'dataset' (use train_dataset)",
+    ),
+    "reward_fn=": (
+        """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_fn=reward_len)""",
+        "'reward_fn' (use reward_funcs)",
+    ),
+    "an option in the trainer": (
+        """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward_len, kl_coef=0.1)""",
+        "'kl_coef' (it is an argument of PPOConfig)",
+    ),
+    "the reward in the config": (
+        """PPOConfig("out", reward_funcs=[reward_len])""",
+        "'reward_funcs' (it is an argument of PPOTrainer)",
+    ),
+    "a model made in place, without a tokenizer": (
+        """
+model = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained("models/sft").config)
+model.config._name_or_path = ""
+PPOTrainer(PPOConfig("out", **tiny), model=model, reward_funcs=reward_len, train_dataset="prompts.jsonl")
+""",
+        NO_MODEL_TOKENIZER,
+    ),
+    "a directory without a tokenizer": (
+        """PPOTrainer(PPOConfig("out", **tiny), model="models/bare", reward_funcs=len, train_dataset="saved")""",
+        NO_MODEL_TOKENIZER,
+    ),
+    "no model": (
+        """PPOTrainer(PPOConfig("out", **tiny), reward_funcs=reward_len, train_dataset="prompts.jsonl")""",
+        "model must be a transformers model, a PeftModel, a directory or a hub name, got NoneType",
+    ),
+    "no reward": (
+        """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", train_dataset="prompts.jsonl")""",
+        "reward_model and reward_funcs are both None: pass one of them, or both",
+    ),
+    "a file that is not there": (
+        """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_funcs=len, train_dataset="promts.jsonl")""",
+        "train_dataset='promts.jsonl': there is no such file or directory",
+    ),
+    "fewer episodes than a batch": (
+        """PPOConfig("out", **{**tiny, "total_episodes": 3})""",
+        "total_episodes=3 is less than the 4 episodes of one update",
+    ),
+    "a reward that returns too few numbers": (
+        """
+def reward(completions, **kwargs):
+    return [1.0]
+
+PPOTrainer(
+    PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward, train_dataset="prompts.jsonl"
+).train()
+""",
+        "the reward function 'reward' returned 1 rewards for 4 completions: return one per completion",
+    ),
+    "a model in the place of the arguments": (
+        """PPOTrainer("models/sft", reward_funcs=reward_len, train_dataset="prompts.jsonl")""",
+        "args must be a PPOConfig, got str",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models and prompts that the scripts name."""
+    folder = tmp_path_factory.mktemp("from_memory")
+    for name, model in (("sft", tiny_policy()), ("reward", tiny_scorer()), ("bare", tiny_policy())):
+        model.save_pretrained(folder / "models" / name)
+        if name != "bare":
+            make_tokenizer().save_pretrained(folder / "models" / name)
+    rows = Dataset.from_list([{"prompt": f"w{index} w2 w3", "answer": "w4"} for index in range(8)])
+    rows.to_json(folder / "prompts.jsonl")
+    rows.save_to_disk(folder / "saved")
+    return folder
+
+
+@pytest.fixture
+def names(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_runs: None) -> dict[str, object]:
+    """What a script finds: a directory of its own with the files, and sizes of a short run."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    sizes = {"per_device_train_batch_size": 4, "total_episodes": 4, "response_length": 4, "num_ppo_epochs": 1}
+    return {"tiny": {**QUIET, **sizes}}
+
+
+@pytest.mark.parametrize("script", TRAINS)
+def test_it_trains(script: str, names: dict[str, object]) -> None:
+    exec(START + TRAINS[script], names)
+    trainer = names["trainer"]
+    if "step()" not in script:
+        trainer.train()  # pyright: ignore[reportAttributeAccessIssue]
+    assert trainer.state.global_step == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("script", FAILS)
+def test_the_error_names_the_line_to_write(script: str, names: dict[str, object]) -> None:
+    text, said = FAILS[script]
+    with pytest.raises((AttributeError, TypeError, ValueError), match=re.escape(said)):
+        exec(START + text, names)

@@ -1,0 +1,80 @@
+"""Odd numbers inside of an argument are errors at construction that name the argument, the key and what it may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.compat.environments import make_environment
+
+ODD = [10**400, -(10**400), 10**5000, Fraction(10**400), math.nan, math.inf, np.float64("nan"), True, np.True_]
+ODD += ["1", "nan", [1.0], 1j]
+BEYOND_FLOAT32 = 1e39
+"""Scores are computed in float32, thresholds are not."""
+
+TEXTS = ["1e400", "NaN", "-Infinity", f"1{'0' * 400}", f"1{'0' * 5000}", "true", '"1"', "[1]", "[" * 100_000]
+
+
+def config(**given: Any) -> PPOConfig:
+    return PPOConfig(output_dir="x", use_cpu=True, bf16=False, **given)
+
+
+WEIGHTS: dict[str, Callable[[Any], Any]] = {
+    "reward_weights[1]": lambda value: config(reward_weights=[1.0, value]),
+    "reward_weights['length']": lambda value: config(reward_weights={"length": value}),
+    "config['reward_components']['length']": lambda value: make_environment(
+        "multi_objective", {"reward_components": {"length": {"weight": value}}}
+    ),
+}
+THRESHOLDS: dict[str, Callable[[Any], Any]] = {
+    "health_thresholds['kl']": lambda value: config(health_thresholds={"kl": value}),
+    "health_thresholds['patience']": lambda value: config(health_thresholds={"patience": value}),
+}
+
+
+@pytest.mark.parametrize("value", [*ODD, None, BEYOND_FLOAT32], ids=lambda value: str(type(value)))
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_weight_is_a_number_that_float32_holds(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"must be in \[-1e\+38, 1e\+38\]|is not float") as raised:
+        WEIGHTS[name](value)
+    assert str(raised.value).startswith(f"{name}=") and len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: str(type(value)))
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_a_threshold_is_a_finite_number(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"must be finite|must be a number") as raised:
+        THRESHOLDS[name](value)
+    assert str(raised.value).startswith(f"{name}=") and len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:10])
+@pytest.mark.parametrize("argument", ["reward_weights", "health_thresholds"])
+def test_odd_numbers_of_a_json_text(argument: str, text: str) -> None:
+    key = "kl" if argument == "health_thresholds" else "length"
+    with pytest.raises((TypeError, ValueError), match=f"^{argument}(\\['{key}'\\])?=") as raised:
+        config(**{argument: f'{{"{key}": {text}}}'})
+    assert "sys.set_int_max_str_digits" not in str(raised.value)
+
+
+def test_a_key_that_stands_twice() -> None:
+    for argument in ("reward_weights", "health_thresholds"):
+        with pytest.raises(ValueError, match=f"^{argument}.*the key kl stands twice"):
+            config(**{argument: '{"kl": 1, "kl": 2}'})
+
+
+def test_numbers_that_are_one() -> None:
+    args = config(reward_weights=[np.float32(0.5), Fraction(1, 4), 0], health_thresholds={"kl": np.float32(3)})
+    assert repr(args.reward_weights) == "[0.5, 0.25, 0]" and repr(args.health_thresholds) == "{'kl': 3.0}"
+
+
+@pytest.mark.parametrize("name", ["kl_coef", "learning_rate", "temperature"])
+def test_a_fraction_beyond_what_a_float_holds(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}=-?inf must be"):
+        config(**{name: Fraction(10**400)})

@@ -1,0 +1,33 @@
+"""Pairs that a reward model is measured on."""
+
+from __future__ import annotations
+
+from datasets import Dataset
+
+from rlhf_ppo.data.sources import hold_out_pairs
+from rlhf_ppo.reporting.judgements import RewardAccuracy
+
+
+def test_pairs_of_a_prompt_stay_together_and_are_the_same_each_time() -> None:
+    pairs = Dataset.from_list([{"prompt": f"{row // 2}", "chosen": f"{row}", "rejected": ""} for row in range(60)])
+    kept, held_out = hold_out_pairs(pairs)
+
+    assert len(held_out) == 6 and len(kept) == 54
+    assert not {*held_out["prompt"]} & {*kept["prompt"]}
+    assert held_out["chosen"] == hold_out_pairs(pairs)[1]["chosen"] != [str(row) for row in range(54, 60)]
+    assert hold_out_pairs(pairs.select(range(9)))[1] is None
+    alone = pairs.remove_columns("prompt")
+    assert len(hold_out_pairs(alone)[1]) == 6
+
+
+def test_a_stream_keeps_all_its_pairs() -> None:
+    """Nothing can be measured on a stream, whose length is unknown."""
+    kept, held_out = hold_out_pairs(Dataset.from_list([{"chosen": "w1", "rejected": "w2"}] * 30).to_iterable_dataset())
+    assert len([*kept]) == 30 and held_out is None
+
+
+def test_the_interval_is_wilsons() -> None:
+    """(.5 * 1 + 1.9208 / 100) / 1.038416 -+ 1.96 / 1.038416 * sqrt(.0025 + .00009604) for 50 of 100."""
+    found = RewardAccuracy.of(0.5, 100)
+    assert [round(end, 4) for end in found.interval] == [0.4038, 0.5962] and found.is_at_chance
+    assert RewardAccuracy.of(1.0, 10).interval[1] == 1.0 and not RewardAccuracy.of(0.7, 100).is_at_chance

@@ -1,0 +1,119 @@
+"""Data sets from files, directories and the hub, and the rows held out of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+
+from rlhf_ppo.data.sources import choose_split, hold_out, load_splits
+
+ROWS = [{"prompt": f"prompt {index}", "topic": index % 3} for index in range(5)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(folder: Path, kind: str) -> Path:
+    """Write ROWS in one of the forms that `--dataset_name` takes; return what to pass."""
+    rows, path = Dataset.from_list(ROWS), folder / f"prompts.{kind}"
+    match kind:
+        case "jsonl" | "json":
+            rows.to_json(path)
+        case "csv":
+            rows.to_csv(path)
+        case "parquet":
+            rows.to_parquet(path)
+        case "directory of jsonl":
+            path = folder / "prompts"
+            path.mkdir()
+            rows.to_json(path / "train.jsonl")
+        case "save_to_disk":
+            rows.save_to_disk(path)
+        case "save_to_disk of splits":
+            DatasetDict({"train": rows, "dev": rows.select([0])}).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "json", "csv", "parquet", "directory of jsonl", "save_to_disk", "save_to_disk of splits"]
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_every_form_gives_the_same_rows(tmp_path, kind, streaming):
+    splits = load_splits(str(write(tmp_path, kind)), streaming=streaming)
+
+    assert list(splits["train"]) == ROWS
+    assert isinstance(splits["train"], IterableDataset if streaming else Dataset)
+    assert set(splits) == ({"train", "dev"} if kind.endswith("splits") else {"train"})
+
+
+def test_a_directory_has_the_splits_that_its_file_names_tell(tmp_path):
+    Dataset.from_list(ROWS).to_json(tmp_path / "train.jsonl")
+    Dataset.from_list(ROWS[:2]).to_json(tmp_path / "test.jsonl")
+
+    splits = load_splits(str(tmp_path))
+
+    assert {name: len(split) for name, split in splits.items()} == {"train": 5, "test": 2}
+
+
+def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, "jsonl")
+
+    assert list(load_splits("~/prompts.jsonl")["train"]) == ROWS
+
+
+@pytest.mark.parametrize("name", ["nowhere.jsonl", "./nowhere", "~/nowhere", "/no/where", "data/nowhere.csv"])
+def test_a_missing_file_is_named_and_not_looked_for_on_the_hub(name):
+    with pytest.raises(ValueError, match=f"dataset_name='{name}': there is no such file or directory"):
+        load_splits(name)
+
+
+def test_a_name_that_the_hub_does_not_give_is_named():
+    with pytest.raises(ValueError, match="dataset_name='acme/no-such-prompts' is neither a file nor a directory"):
+        load_splits("acme/no-such-prompts")
+
+
+def test_a_directory_without_data_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"dataset_name=.*is neither a file nor a directory with data"):
+        load_splits(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", [None, ""])
+def test_no_name_at_all(name):
+    with pytest.raises(ValueError, match="dataset_name is not set"):
+        load_splits(name)
+
+
+def test_an_unknown_kind_of_file_is_refused_with_the_known_ones(tmp_path):
+    (tmp_path / "prompts.xlsx").touch()
+
+    with pytest.raises(ValueError, match=r"unknown kind: use one of .*'\.jsonl'"):
+        load_splits(str(tmp_path / "prompts.xlsx"))
+
+
+def test_a_missing_split_is_refused_with_those_that_exist():
+    with pytest.raises(ValueError, match=r"dataset_train_split='descriptiveness', but .* \['train', 'dev'\]"):
+        choose_split({"train": 1, "dev": 2}, "descriptiveness", "dataset_train_split")
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(5000, 100), (1000, 100), (999, 99), (60, 6), (10, 1), (9, 0)], ids=str
+)
+def test_the_last_rows_are_held_out_but_never_more_than_a_tenth(rows, expected):
+    train, held_out = hold_out(Dataset.from_dict({"row": list(range(rows))}), num_rows=100)
+
+    assert train["row"][:] == list(range(rows - expected))
+    assert (held_out["row"][:] if held_out else []) == list(range(rows - expected, rows))
+
+
+def test_a_stream_gives_its_first_rows():
+    stream = Dataset.from_dict({"row": list(range(7))}).to_iterable_dataset()
+
+    train, held_out = hold_out(stream, num_rows=2)
+
+    assert [row["row"] for row in held_out] == [0, 1]
+    assert [row["row"] for row in train] == [2, 3, 4, 5, 6]

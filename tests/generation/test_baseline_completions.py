@@ -1,0 +1,192 @@
+"""Baseline completions: who answers, with which random numbers, and that the policy's own run is none the wiser."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.processes.distributed import upcoming_seed
+from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS, PreferenceReward
+from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
+from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run
+
+ROWS = [{"input_ids": row["input_ids"], "number": index} for index, row in enumerate(prompt_rows(32))]
+
+
+class Watching(PreferenceReward):
+    """A comparison by length that notes what it is given."""
+
+    def __init__(self, opponent: str, scored: bool = True) -> None:
+        super().__init__(self._longer, opponent)
+        self.seen: list[dict[str, Any]] = []
+        self.scored = scored
+
+    def _longer(self, prompts: list[str], pairs: list[list[str]]) -> list[float]:
+        return [float(len(second) > len(first)) for first, second in pairs]
+
+    def __call__(self, prompts: Any, completions: Any, log_metric: Any = None, **columns: Any) -> list[float | None]:
+        self.seen.append({"prompts": prompts, "ours": completions, "theirs": columns[self.column], **columns})
+        rewards = super().__call__(prompts, completions, log_metric, **columns)
+        return rewards if self.scored else [0.0] * len(rewards)
+
+
+def texts_of(policy: Any, prompts: list[list[int]], length: int = 8) -> list[str]:
+    """The oracle: greedy responses up to EOS, computed without a cache, one prompt at a time."""
+    answers = []
+    for prompt in prompts:
+        ids = list(prompt)
+        while len(ids) < len(prompt) + length and ids[-1] != 1:
+            ids.append(int(policy(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        answers.append(make_tokenizer().decode(ids[len(prompt) :], skip_special_tokens=True))
+    return answers
+
+
+GREEDY = {"temperature": 1.0, "top_k": 1}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("opponent", ["reference", "self"])
+def test_the_opponent_is_who_it_is_said_to_be(make_trainer: Any, opponent: str) -> None:
+    """With one choice at each step, what the models say is known."""
+    reward = Watching(opponent)
+    models = {"self": tiny_policy(seed=0), "reference": tiny_policy(seed=7)}
+    trainer = make_trainer(
+        model=models["self"], ref_model=models["reference"], reward_funcs=reward, train_dataset=ROWS, **GREEDY
+    )
+    trainer.evaluate(ROWS[:4])
+    (seen,) = reward.seen
+    expected = texts_of(tiny_policy(seed=0 if opponent == "self" else 7), [ROWS[row]["input_ids"] for row in range(4)])
+    assert seen["theirs"] == expected and seen["number"] == [0, 1, 2, 3]
+    assert (seen["ours"] == seen["theirs"]) is (opponent == "self")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("trained", [False, True], ids=["new adapter", "trained adapter"])
+def test_the_reference_of_an_adapted_policy(make_trainer: Any, trained: bool) -> None:
+    """The base model where the adapter is new; the adapter as it came where it was trained before."""
+    adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "o_proj", "down_proj"], lora_alpha=64)
+
+    def changed(model: Any, seed: int) -> None:
+        torch.manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if "lora_B.default" in name:
+                torch.nn.init.normal_(parameter, std=0.5)
+
+    reward = Watching("reference")
+    policy = tiny_policy()
+    if trained:
+        policy = get_peft_model(policy, adapter)
+        changed(policy, 1)
+    trainer = make_trainer(
+        model=policy,
+        peft_config=None if trained else adapter,
+        reward_funcs=reward,
+        train_dataset=ROWS,
+        **GREEDY,
+    )
+    changed(trainer.policy_model, 2)
+    trainer.evaluate(ROWS[:4])
+    oracle: Any = tiny_policy()
+    if trained:
+        oracle = get_peft_model(oracle, adapter)
+        changed(oracle, 1)
+    assert reward.seen[0]["theirs"] == texts_of(oracle, [row["input_ids"] for row in ROWS[:4]])
+    assert reward.seen[0]["ours"] != reward.seen[0]["theirs"]
+
+
+def run(make_trainer: Any, *rewards: Any, **arguments: Any) -> PPOTrainer:
+    trainer = make_trainer(
+        reward_funcs=list(rewards), **(QUICK | {"temperature": 1.0, "train_dataset": ROWS} | arguments)
+    )
+    trainer.train()
+    return trainer
+
+
+def constant(completions: Any, **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def test_the_policys_run_is_the_same_with_opponents(make_trainer: Any) -> None:
+    """Parameters, optimizer and random numbers, where the comparisons score nothing."""
+    alone = run(make_trainer, constant)
+    watched = run(make_trainer, constant, Watching("self", scored=False), Watching("reference", scored=False))
+    for key in ("parameters", "optimizer", "rng"):
+        assert_identical(end_of_run(watched)[key], end_of_run(alone)[key], key)
+
+
+def test_opponents_draw_other_numbers_than_the_policy_and_in_each_update(make_trainer: Any) -> None:
+    reward = Watching("self")
+    same = [{"input_ids": [5, 9]}] * 32
+    run(make_trainer, reward, train_dataset=same, response_length=12, learning_rate=1e-12)
+    answers = [tuple(seen[side]) for seen in reward.seen for side in ("ours", "theirs")]
+    assert len(answers) == 6 and len(set(answers)) == 6
+    reward_again = Watching("self")
+    run(make_trainer, reward_again, train_dataset=same, response_length=12, learning_rate=1e-12)
+    assert reward_again.seen[2]["theirs"] == reward.seen[2]["theirs"]
+
+
+def test_evaluation_has_the_same_opponents_each_time(make_trainer: Any) -> None:
+    reward = Watching("self")
+    trainer = make_trainer(reward_funcs=reward, train_dataset=ROWS, eval_dataset=ROWS[:8], temperature=1.0)
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert first["eval_score"] == second["eval_score"]
+    batches = [seen["theirs"] for seen in reward.seen]
+    assert batches[:1] == batches[1:] and reward.seen[0]["ours"] != batches[0]
+
+
+@pytest.mark.parametrize("opponent", ["reference", "self"])
+def test_a_resumed_run_is_the_same(make_trainer: Any, tmp_path: Any, opponent: str) -> None:
+    arguments = QUICK | {
+        "temperature": 1.0,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "train_dataset": ROWS,
+        "output_dir": str(tmp_path / "whole"),
+    }
+    whole = make_trainer(reward_funcs=Watching(opponent), **arguments)
+    whole.train()
+    arguments["output_dir"] = str(tmp_path / "cut")
+    with pytest.raises(RunDied):
+        make_trainer(reward_funcs=Watching(opponent), callbacks=[DieAt("on_step_begin", 2)], **arguments).train()
+    resumed = make_trainer(reward_funcs=Watching(opponent), **arguments)
+    resumed.train(resume_from_checkpoint=True)
+    assert_identical(end_of_run(resumed), end_of_run(whole))
+
+
+def test_sample_tables_compare_too(make_trainer: Any) -> None:
+    trainer = make_trainer(
+        reward_funcs=functools.partial(Watching("reference")), train_dataset=ROWS, eval_dataset=ROWS[:4]
+    )
+    table = trainer.generate_completions()
+    assert set(table["score"]) <= {-1.0, 0.0, 1.0}
+
+
+def test_without_a_comparison_nothing_is_generated_twice(make_trainer: Any) -> None:
+    trainer = make_trainer(train_dataset=ROWS)
+    assert trainer._rollouts.baselines.kinds == ()
+    dataset_only = make_trainer(reward_funcs=PreferenceReward(len, "dataset", "number"), train_dataset=ROWS)
+    assert dataset_only._rollouts.baselines.kinds == ()
+    both = [Watching("self"), Watching("reference"), Watching("self")]
+    assert make_trainer(reward_funcs=both, train_dataset=ROWS)._rollouts.baselines.kinds == tuple(OPPONENT_COLUMNS)
+
+
+def test_metrics_of_the_comparison_are_logged(make_trainer: Any) -> None:
+    trainer = run(make_trainer, Watching("reference"))
+    entry = trainer.state.log_history[0]
+    assert entry["preference/win_rate"] == pytest.approx((1 + entry["rewards/preference/mean"]) / 2)
+    assert entry["preference/failed"] == 0
+
+
+def test_a_seed_that_takes_no_number() -> None:
+    torch.manual_seed(1)
+    seeds = [upcoming_seed("a"), upcoming_seed("a"), upcoming_seed("b")]
+    assert seeds[0] == seeds[1] != seeds[2] and all(0 <= seed < 2**32 for seed in seeds)
+    drawn = torch.rand(3)
+    assert upcoming_seed("a") != seeds[0]
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), drawn)

@@ -1,0 +1,281 @@
+"""Sampling of a token: inverse-CDF sampling, top-p, non-finite logits and the type of the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationConfig, TopPLogitsWarper, TrainerCallback
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.generation import transformers_engine
+from rlhf_ppo.generation.sampling import (
+    FiniteLogitsCheck,
+    IntegerTopP,
+    InverseCDFSampling,
+    NonFiniteLogitsError,
+    sampling_processors,
+)
+from rlhf_ppo.generation.transformers_engine import sample_responses
+from tests.conftest import needs_continuous, prompt_rows, tiny_policy
+from tests.generation.test_dropping import greedy
+from tests.runs import QUICK
+
+SAMPLINGS = {
+    "plain": {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
+    "temperature": {"temperature": 0.6, "top_k": 0, "top_p": 1.0},
+    "top_k": {"temperature": 1.0, "top_k": 3, "top_p": 1.0},
+    "top_p": {"temperature": 1.0, "top_k": 0, "top_p": 0.7},
+    "min_p": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.2},
+    "all": {"temperature": 1.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
+}
+
+
+def with_uniform(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, value))
+
+
+def drawn(logits: torch.Tensor) -> torch.Tensor:
+    scores = InverseCDFSampling()(None, logits)
+    assert scores.isfinite().sum(dim=1).tolist() == [1] * len(logits)
+    return scores.argmax(dim=1)
+
+
+def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`F = (0, 0.25, 0.25, 0.75, 1, 1)`."""
+    logits = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).log()
+    for uniform, token in ((0.0, 1), (0.2, 1), (0.26, 3), (0.74, 3), (0.76, 4), (1 - 2**-53, 4), (1.0, 4)):
+        with_uniform(monkeypatch, uniform)
+        assert drawn(logits).item() == token, uniform
+
+
+def test_each_row_has_a_number_of_its_own() -> None:
+    torch.manual_seed(0)
+    assert len(set(drawn(torch.zeros(64, 4096)).tolist())) > 55
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_frequencies_are_those_of_generate(sampling: dict[str, float]) -> None:
+    """Of 40000 draws; the processors of `generate` itself say which probabilities."""
+    config = GenerationConfig(do_sample=True, **sampling)
+    model = tiny_policy()
+    theirs = model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
+    greedy, ours = sampling_processors(config, torch.device("cpu"))
+    assert greedy.do_sample is False and config.do_sample is True
+    torch.manual_seed(1)
+    logits = torch.randn(1, 12) * 2
+    probabilities = theirs(torch.zeros(1, 1, dtype=torch.long), logits.clone()).softmax(dim=-1)[0].double()
+    num_draws = 40000
+    tokens = ours(torch.zeros(num_draws, 1, dtype=torch.long), logits.repeat(num_draws, 1)).argmax(dim=1)
+    counts = tokens.bincount(minlength=12).double()
+    assert (counts[probabilities == 0] == 0).all()
+    spread = (num_draws * probabilities * (1 - probabilities)).sqrt()
+    assert ((counts - num_draws * probabilities).abs() <= 4.5 * spread).all()
+
+
+@pytest.mark.parametrize(
+    ("config", "device"), [({"do_sample": True, "top_k": 3}, "cuda"), ({"do_sample": False}, "cpu")]
+)
+def test_generate_is_left_to_itself_on_an_accelerator_and_when_greedy(config: dict[str, float], device: str) -> None:
+    config = GenerationConfig(**config)
+    assert sampling_processors(config, torch.device(device)) == (config, [])
+
+
+# ---- `top_p` in integers ----
+
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda")
+RAISES = (aten.histc, aten.kthvalue, aten.median, aten.nanmedian, aten.nll_loss2d_forward, aten.put_, aten.put)
+
+
+class DeterministicCUDA(TorchDispatchMode):
+    """Raises where a GPU does under `torch.use_deterministic_algorithms(True)`, by its documentation."""
+
+    num_operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, packet = kwargs or {}, func.overloadpacket
+        sums_floats = packet in (aten.cumsum, aten.cumsum_) and args[0].is_floating_point()
+        weighs = packet is aten.bincount and (args[1:] or kwargs.get("weights")) not in ((), (None,), None)
+        if torch.are_deterministic_algorithms_enabled() and (sums_floats or weighs or packet in RAISES):
+            raise RuntimeError(f"{func} does not have a deterministic implementation")
+        self.num_operations += 1
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def deterministic(determinism_restored: None) -> None:
+    torch.use_deterministic_algorithms(True)
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9, 0.999])
+def test_what_stays_is_what_transformers_keeps(top_p: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(64, 500, generator=generator)
+    logits[:, 300:] = -torch.inf  # as `top_k` leaves them
+    theirs: Any = TopPLogitsWarper(top_p)
+    assert torch.equal(IntegerTopP(top_p)(None, logits), theirs(None, logits))
+
+
+def test_top_p_by_hand() -> None:
+    """Probabilities 1/8, 1/2, 1/8, 1/4: of equal ones those in front go first, and the likeliest stays in any case."""
+    logits, gone = torch.tensor([[0.125, 0.5, 0.125, 0.25]]).log(), -torch.inf
+    for top_p, expected in {0.9: [1, 1, 1, 1], 0.875: [0, 1, 1, 1], 0.75: [0, 1, 0, 1], 0.5: [0, 1, 0, 0]}.items():
+        kept = IntegerTopP(top_p)(None, logits)
+        assert torch.equal(kept, logits.masked_fill(torch.tensor([expected]) == 0, gone)), top_p
+    assert IntegerTopP(1e-9)(None, logits).isfinite().tolist() == [[False, True, False, False]]
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_generate_draws_from_the_same_tokens_in_the_same_order_of_processors() -> None:
+    config = GenerationConfig(do_sample=True, temperature=1.7, top_k=5, top_p=0.8, min_p=0.1)
+    model: Any = tiny_policy()
+    ids: Any = torch.ones(1, 1, dtype=torch.long)
+    expected = model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
+    plain, ours = sampling_processors(config, CUDA)
+    assert plain.do_sample and config.top_p == 0.8
+    logits = 3 * torch.randn(32, 40, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(ours(ids, logits.clone()), expected(ids, logits.clone()))
+    assert not model._get_logits_processor(plain, input_ids_seq_length=1, device="cpu")
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_without_top_p_generate_is_left_to_itself() -> None:
+    config = GenerationConfig(do_sample=True, top_k=5, top_p=1.0)
+    assert sampling_processors(config, CUDA) == (config, [])
+
+
+@pytest.mark.usefixtures("determinism_restored")
+def test_an_update_runs_nothing_that_a_gpu_refuses(
+    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sampling options, penalties, whitening and learning; responses are drawn as on a GPU."""
+    monkeypatch.setattr(
+        transformers_engine, "sampling_processors", lambda config, device: sampling_processors(config, CUDA)
+    )
+    options = {"top_k": 20, "top_p": 0.8, "min_p": 0.01, "whiten_rewards": True, "bootstrap_truncated": True}
+    trainer = make_trainer(**QUICK | {"total_episodes": 2}, full_determinism=True, **options)
+    with DeterministicCUDA() as mode:
+        trainer.train()
+    assert trainer.state.global_step == 1 and mode.num_operations > 1000
+
+
+def test_the_likeliest_stays_however_little_is_to_stay() -> None:
+    scores = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 3.5]])
+    kept = IntegerTopP(0.0)(None, scores).isfinite()
+    assert kept.tolist() == [[False, True, False], [False, False, True]]
+
+
+# ---- Non-finite logits ----
+
+
+MakeTrainer = Callable[..., PPOTrainer]
+BROKEN = {
+    "NaN": torch.tensor([0.0, torch.nan, 1.0]),
+    "infinite": torch.tensor([0.0, torch.inf, 1.0]),
+    "minus infinity throughout": torch.full((3,), -torch.inf),
+}
+
+
+class BreaksWeights(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            torch.nn.init.constant_(model.policy.lm_head.weight, torch.nan)
+
+
+@pytest.mark.parametrize("logits", BROKEN.values(), ids=BROKEN)
+def test_one_broken_row_of_a_batch_is_an_error(logits: torch.Tensor) -> None:
+    good = torch.tensor([0.0, -torch.inf, 1.0])
+    with pytest.raises(NonFiniteLogitsError, match="NaN or infinite"):
+        FiniteLogitsCheck()(None, torch.stack([good, logits]))
+
+
+def test_good_logits_are_left_alone() -> None:
+    checks, good = FiniteLogitsCheck(), torch.tensor([[0.0, -torch.inf, 1.0], [5.0, 1e38, -1e38]])
+    assert torch.equal(checks(None, good.clone()), good)
+    checks.check()
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
+def test_a_run_says_in_which_update_the_policy_broke(engine: str, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, generation_engine=engine, callbacks=[BreaksWeights(2)])
+    with pytest.raises(NonFiniteLogitsError, match=r"update 3: the policy \(LlamaForCausalLM\) .* NaN") as error:
+        trainer.train()
+    assert "learning_rate" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
+@pytest.mark.parametrize("call", ["evaluate", "generate_completions"])
+def test_evaluation_says_after_which_update(engine: str, call: str, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, generation_engine=engine, eval_dataset=prompt_rows(2))
+    trainer.train()
+    torch.nn.init.constant_(trainer.policy_model.lm_head.weight, torch.nan)  # pyright: ignore
+    with pytest.raises(NonFiniteLogitsError, match=r"evaluation after update 3: the policy \(LlamaForCausalLM\)"):
+        getattr(trainer, call)()
+
+
+def test_off_a_cpu_the_row_is_sampled_from_and_the_error_comes_after() -> None:
+    """What a device is given: an error there would wait for every token, and NaN would end the process."""
+    checks = FiniteLogitsCheck()
+    logits = torch.stack([torch.tensor([0.0, -1.0, 1.0]), BROKEN["NaN"]]).to("meta")
+    assert checks(None, logits).shape == (2, 3)
+    assert checks._failed is not None
+
+
+# ---- The type of the head ----
+
+
+IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
+PROMPTS = Prompts(IDS, torch.ones_like(IDS, dtype=torch.bool), {})
+
+
+def policy_of(modules: list[str], tied: bool) -> Any:
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(tiny_policy(tie_word_embeddings=tied), config)
+
+
+@pytest.mark.parametrize(
+    ("modules", "tied"), [(["q_proj"], True), (["q_proj", "lm_head"], False)], ids=["tied", "LoRA"]
+)
+def test_tokens_are_the_same_and_the_weight_too(
+    modules: list[str], tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, types = policy_of(modules, tied), []
+    head = policy.get_base_model().lm_head
+    layer = getattr(head, "base_layer", head)
+    own = layer.weight
+    layer.register_forward_pre_hook(lambda module, _: types.append(module.weight.dtype))
+
+    def sampled() -> torch.Tensor:
+        return sample_responses(policy, PROMPTS, greedy(), rows_per_call=2)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        sampled()  # what is found out about a model, once
+        types.clear()
+        ours = sampled()
+    assert set(types) == {torch.bfloat16} and layer.weight is own
+    assert tied == (own is policy.get_input_embeddings().weight)
+    with monkeypatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
+        patch.setattr(transformers_engine, "frozen_head_cast", lambda policy: torch.no_grad())
+        assert torch.equal(sampled(), ours)
+    types.clear()
+    sampled()
+    assert set(types) == {torch.float32}, "without autocast"
+
+
+def test_it_comes_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of(["q_proj"], tied=True)
+    monkeypatch.setattr(transformers_engine, "generate_compacting", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), torch.autocast("cpu", torch.bfloat16):
+        sample_responses(policy, PROMPTS, greedy(), rows_per_call=2)
+    assert policy.get_base_model().lm_head.weight is policy.get_input_embeddings().weight

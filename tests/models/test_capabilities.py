@@ -1,0 +1,350 @@
+"""Checks of a model: independence of rows, longest sequence, vocabulary, finite weights and activations."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers.debug_utils import DebugOption
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.prompts import PositionLimit
+from rlhf_ppo.models.capabilities import check_consistent, position_limit, positions, weights_not_finite
+from rlhf_ppo.models.heads import reads_last_token
+from rlhf_ppo.models.logprobs import check_logits
+from rlhf_ppo.models.packing import hidden_states
+from rlhf_ppo.rewards.judges import RewardModelJudge
+from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
+from tests.models.architectures import tiny_model
+from tests.runs import QUICK, parameters, record_rollouts
+
+RECOMPUTING: Any = SimpleNamespace(gradient_checkpointing=True, gradient_checkpointing_kwargs=None)
+
+
+def hooked(change: Any) -> Any:
+    """A model whose embeddings are changed."""
+    model = tiny_policy()
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: change(output))
+    return model
+
+
+@pytest.mark.parametrize(("model", "message"), [
+    (lambda: hooked(lambda x: x + torch.rand(1) * 1e-3), "LlamaForCausalLM, which computes at random"),
+    (lambda: hooked(lambda x: x + random.random()), "computes at random"),
+    (lambda: hooked(lambda x: x + x.mean(dim=1, keepdim=True)), "depends on later tokens"),
+    (lambda: hooked(lambda x: x.roll(x.shape[1], 2)), "depend on the padding behind it"),
+    (lambda: tiny_model("bert"), "BertLMHeadModel, in which a token's state depends on later tokens"),
+    (lambda: tiny_model("cpmant"), "CpmAntForCausalLM, in which"),
+])  # fmt: skip
+def test_each_fault_is_named(model: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_consistent(model(), "model", None)
+
+
+def test_training_mode_that_differs_from_evaluation_is_found() -> None:
+    """A module that is in training mode because it recomputes, and does something of its own there."""
+    model = tiny_policy()
+    norm = model.model.norm
+    norm.gradient_checkpointing = False
+    norm.register_forward_hook(lambda module, inputs, output: output * (0.5 if module.training else 1.0))
+    check_consistent(model, "model", None)
+    with pytest.raises(ValueError, match="something else in training than in evaluation"):
+        check_consistent(model, "model", RECOMPUTING)
+
+
+def test_an_architecture_that_cannot_recompute_is_refused() -> None:
+    model = tiny_policy()
+    type(model).supports_gradient_checkpointing, before = False, type(model).supports_gradient_checkpointing
+    try:
+        with pytest.raises(ValueError, match=r"value_model: LlamaFor.* does not support .*_checkpointing=False"):
+            check_consistent(model, "value_model", RECOMPUTING)
+    finally:
+        type(model).supports_gradient_checkpointing = before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "jamba", "phimoe"])
+def test_sound_models_pass_and_nothing_of_it_stays(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family).to(dtype).train()
+    state, python_state = torch.get_rng_state(), random.getstate()
+    check_consistent(model, "model", RECOMPUTING)
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
+    assert all(module.training for module in model.modules()) and not model.is_gradient_checkpointing
+
+
+# ---- Longest sequence ----
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [4.0, 40.0], "rope_theta": 10000.0,
+            "original_max_position_embeddings": 16}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+
+
+def phi3(**changes: Any) -> Any:
+    given = {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "vocab_size": 32, **changes}
+    return tiny_model("phi3", rope_parameters=LONGROPE, **given)
+
+
+def states_beside(model: Any, row: int, other: int) -> torch.Tensor:
+    """The states of a row of `row` tokens in one pass with one of `other`."""
+    mask = torch.arange(max(row, other)) < torch.tensor([[row], [other]])
+    ids = torch.arange(mask.numel()).view(mask.shape) % 31
+    with torch.no_grad():
+        return hidden_states(model, ids, mask)[0, :row]
+
+
+@pytest.mark.parametrize(("model", "limit"), [(lambda: phi3(), 16), (lambda: tiny_policy(rope_parameters=DYNAMIC,
+                         max_position_embeddings=24), 24)], ids=["longrope", "dynamic"])  # fmt: skip
+def test_up_to_the_limit_rows_do_not_depend_on_each_other_and_beyond_it_they_do(model: Any, limit: int) -> None:
+    assert positions(model()) == limit
+    inside = states_beside(model(), 8, limit)
+    torch.testing.assert_close(inside, states_beside(model(), 8, 9), rtol=0, atol=1e-5)
+    assert (states_beside(model(), 8, limit + 1) - inside).abs().max() > 1e-3
+
+
+def test_the_reason_is_said() -> None:
+    limit = position_limit(phi3())
+    assert limit is not None and limit.reason == (
+        "beyond 16 the rotary embedding (longrope) of Phi3ForCausalLM changes for all rows of a batch"
+    )
+    assert positions(phi3(max_position_embeddings=8)) == 8  # the smaller of both
+    plain = position_limit(tiny_policy())
+    assert plain == PositionLimit(64, "the model has 64")
+    assert positions(tiny_model("bloom")) is None
+
+
+def test_each_type_of_layer_has_its_own_rope() -> None:
+    ropes = {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    model = tiny_policy()
+    model.config.rope_parameters = ropes
+    assert positions(model) == 16
+
+
+@pytest.mark.parametrize("argument", ["model", "ref_model", "value_model", "reward_model"])
+def test_runs_that_may_cross_it_are_refused_at_construction(argument: str, make_trainer: Any) -> None:
+    def trainer(response_length: int) -> PPOTrainer:
+        scores = argument in ("value_model", "reward_model")
+        made = phi3() if not scores else scorer()
+        return make_trainer(
+            **{argument: made}, response_length=response_length, train_dataset=[{"input_ids": [5] * 6}] * 8
+        )
+
+    def scorer() -> Any:
+        model = tiny_scorer()
+        model.config.rope_parameters = LONGROPE
+        return model
+
+    trainer(10)
+    with pytest.raises(ValueError, match=r"take 17 positions, but beyond 16 .*longrope.*: set max_prompt_length=5"):
+        trainer(11)
+
+
+# ---- Vocabularies of different sizes ----
+
+
+MakeTrainer = Callable[..., PPOTrainer]
+SIZES = {"model": 40, "ref_model": 39, "value_model": 37, "reward_model": 35}
+"""Rows of the embeddings; the tokenizer makes the ids 0 to 31."""
+
+
+def family(**sizes: int) -> dict[str, Any]:
+    """Models of one family, padded differently; the policy all but always says an id of the padding."""
+    sizes = SIZES | sizes
+    policy, reference = tiny_policy(vocab_size=sizes["model"]), tiny_policy(3, vocab_size=sizes["ref_model"])
+    with torch.no_grad():
+        policy.lm_head.weight[32:] *= 20
+    scorers = {name: tiny_scorer(vocab_size=sizes[name]) for name in ("value_model", "reward_model")}
+    return {"model": policy, "ref_model": reference, **scorers}
+
+
+@pytest.mark.parametrize(
+    ("smallest", "engine"),
+    [
+        ("ref_model", "transformers"),
+        ("value_model", "transformers"),
+        ("reward_model", "transformers"),
+        pytest.param("reward_model", "continuous", marks=pytest.mark.thorough),
+    ],
+)
+def test_ids_that_a_model_lacks_are_never_sampled(make_trainer: MakeTrainer, smallest: str, engine: str) -> None:
+    trainer = make_trainer(
+        **family(**{smallest: 34}), generation_engine=engine, **{**QUICK, "response_length": 20, "total_episodes": 4}
+    )
+    rollouts = record_rollouts(trainer)
+    trainer.train()
+
+    sampled = [int(rollout.responses[rollout.response_mask].max()) for rollout in rollouts]
+    assert max(sampled) in (32, 33)  # as far as all models go, and not as far as the tokenizer
+    first = next(log for log in trainer.state.log_history if "val/ratio" in log)
+    assert first["val/ratio"] == pytest.approx(1, abs=1e-6)
+    rollout = rollouts[0]
+    ids = rollout.query_responses[0][rollout.attention_mask[0]]
+    with torch.no_grad():  # the log-probabilities are those of the whole distribution
+        whole = family()["model"].eval()(ids[None]).logits[0, -2] / trainer.args.temperature
+    expected = float(whole.log_softmax(-1)[ids[-1]])
+    assert float(rollout.logprobs[0][rollout.response_mask[0]][-1]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_nor_in_sample_tables(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**family(), **QUICK, eval_dataset=Dataset.from_list(prompt_rows(2)))
+    assert trainer.generate_completions() is not None
+
+
+def test_where_all_models_read_all_ids_nothing_is_left_out(make_trainer: MakeTrainer) -> None:
+    assert make_trainer(**family(ref_model=40, value_model=41, reward_model=40))._run.vocabulary.never_sampled is None
+
+
+def test_a_prompt_with_an_id_that_a_model_lacks_names_row_and_model(make_trainer: MakeTrainer) -> None:
+    rows = [{"input_ids": [3, 34]}, {"input_ids": [5, 35, 6]}]
+    for given in ({"train_dataset": Dataset.from_list(rows * 4)}, {"eval_dataset": rows}):
+        with pytest.raises(
+            ValueError, match=r"row 1 of .*_dataset holds the token id 35, outside reward_model's 35 ids"
+        ):
+            make_trainer(**family(), **given)
+
+
+@pytest.mark.parametrize("name", ["ref_model", "value_model", "reward_model"])
+def test_a_model_that_lacks_an_id_of_the_tokenizer_is_an_error(make_trainer: MakeTrainer, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} has 31 token ids, but processing_class makes ids up to 31"):
+        make_trainer(**family(**{name: 31}))
+
+
+def test_a_model_with_another_tokenizer_limits_nothing(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**family(reward_model=32), reward_processing_classes=make_tokenizer())
+    assert trainer._run.vocabulary.limited_by == "value_model"
+
+
+def test_a_stop_token_that_is_never_sampled_is_an_error(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match=r"the stop token 36 lies outside reward_model's 35 ids.*set stop_token_id"):
+        make_trainer(**family(), stop_token=None, stop_token_id=36)
+
+
+# ---- Non-finite weights ----
+
+
+BASE = "model.layers.0.mlp.up_proj.weight"
+HEADS = {"model": "lm_head.weight", "ref_model": "lm_head.weight"}
+MODELS = ["model", "ref_model", "value_model", "reward_model"]
+
+
+def with_adapter(model: nn.Module, task: str) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=task))
+
+
+def spoil(model: nn.Module, parameter: str, value: float) -> str:
+    """Set one number of the first parameter whose name ends so, and return its whole name."""
+    name, weight = next((name, weight) for name, weight in model.named_parameters() if name.endswith(parameter))
+    with torch.no_grad():
+        weight.view(-1)[-1] = value
+    return name
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("part", ["base", "head", "adapter"])
+@pytest.mark.parametrize("argument", MODELS)
+def test_a_model_with_one_weight_that_is_not_finite_is_refused(
+    argument: str, part: str, value: float, make_trainer: Callable[..., PPOTrainer]
+) -> None:
+    is_policy = argument in HEADS
+    model: nn.Module = tiny_policy(seed=3) if is_policy else tiny_scorer(seed=3)
+    parameter = {"base": BASE, "head": HEADS.get(argument, "score.weight"), "adapter": "lora_B.default.weight"}[part]
+    if part == "adapter":
+        model = with_adapter(model, "CAUSAL_LM" if is_policy else "SEQ_CLS")
+    name = spoil(model, parameter, value)
+    # Where none is given the value model is made from the policy.
+    given: dict[str, Any] = {"value_model": None} | {argument: model}
+
+    with pytest.raises(ValueError) as raised:
+        make_trainer(**given)
+    assert str(raised.value).startswith(f"{argument} has weights that are NaN or infinite (1 in {name})")
+    assert "load" in str(raised.value)
+
+
+def test_of_several_reward_models_the_bad_one_is_named(make_trainer: Callable[..., PPOTrainer]) -> None:
+    scorers = [tiny_scorer(seed=3), tiny_scorer(seed=4)]
+    spoil(scorers[1], BASE, math.nan)
+    spoil(scorers[1], "score.weight", math.nan)
+    with pytest.raises(ValueError, match=rf"^reward_model\[1\] has .* \(1 in {BASE} and in 1 other parameters\)"):
+        make_trainer(reward_model=scorers)
+
+
+def test_a_preference_model_is_checked_too(tmp_path: Path) -> None:
+    scorer = tiny_scorer()
+    spoil(scorer, "score.weight", math.nan)
+    scorer.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^preference_model has weights that are NaN or infinite"):
+        _ = RewardModelJudge(str(tmp_path)).model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 17, -1])
+def test_one_number_of_any_type_and_place_is_found(dtype: torch.dtype, value: float, place: int) -> None:
+    layer = nn.Linear(1000, 3, dtype=dtype)
+    assert weights_not_finite(layer) == {}
+    with torch.no_grad():
+        layer.weight.view(-1)[place] = value
+    assert weights_not_finite(layer) == {"weight": 1}
+
+
+def test_what_holds_no_numbers_is_passed_over() -> None:
+    layer = nn.Linear(2, 2)
+    layer.empty = nn.Parameter(torch.zeros(0))
+    layer.quantized = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+    layer.elsewhere = nn.Parameter(torch.zeros(2, device="meta"))
+    assert weights_not_finite(layer) == {}
+
+
+def test_probes_do_not_mistake_numbers_that_overflow_for_another_architecture() -> None:
+    """NaN equals nothing, itself neither: that says nothing about where a head reads or about scaled logits."""
+    scorer, policy = tiny_scorer(), tiny_policy()
+    for model in (scorer, policy):
+        spoil(model, "embed_tokens.weight", 0.0)
+        with torch.no_grad():
+            model.model.norm.weight.fill_(3e38)
+    assert weights_not_finite(scorer) == {} == weights_not_finite(policy)
+    assert reads_last_token(scorer)
+    check_logits(policy)
+
+
+def test_a_label_of_several_that_is_not_finite_is_told_as_such(make_trainer: Callable[..., PPOTrainer]) -> None:
+    scorer = tiny_scorer(num_labels=2, id2label={0: "good", 1: "bad"})
+    spoil(scorer, "score.weight", math.nan)
+    with pytest.raises(ValueError, match=r"^reward_model has .* NaN or infinite \(1 in score.weight\)"):
+        make_trainer(reward_model=scorer, reward_head="bad")
+
+
+# ---- `debug="underflow_overflow"` ----
+
+
+def test_a_healthy_run_is_left_alone_and_ends_without_hooks(make_trainer: Callable[..., PPOTrainer]) -> None:
+    ends = []
+    for debug in ("", "underflow_overflow"):
+        trainer = make_trainer(**QUICK, debug=debug)
+        trainer.train()
+        ends.append(parameters(trainer))
+        assert not any(module._forward_hooks for module in trainer.model.modules())
+    assert trainer.args.debug == [DebugOption.UNDERFLOW_OVERFLOW]
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)  # hooks see modules called that are fused without them
+
+
+@pytest.mark.parametrize("part", ["policy", "value_model"])
+def test_an_infinite_number_is_found_and_its_module_named(
+    part: str, make_trainer: Callable[..., PPOTrainer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer: Any = make_trainer(**QUICK, debug="underflow_overflow", model=tiny_policy())
+    torch.nn.init.constant_(getattr(trainer.model, part).model.layers[1].mlp.up_proj.weight, torch.inf)
+    with pytest.raises(ValueError, match="inf/nan detected"):
+        trainer.train()
+    printed = capsys.readouterr().out
+    assert "weight has infs" in printed and f"{part}.model.layers.1.mlp.up_proj Linear" in printed

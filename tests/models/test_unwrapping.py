@@ -1,0 +1,98 @@
+"""Two passes over the same tokens agree to the bit while a model learns, whatever in it is random in training mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from rlhf_ppo.models.packing import hidden_states
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.unwrapping import as_in_learning, in_eval_mode
+from tests.conftest import tiny_policy, tiny_scorer
+from tests.models.architectures import tiny_model
+
+RATES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_dropout": 0.5},
+    "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
+    "opt": {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5},
+    "bloom": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
+    "falcon": {"hidden_dropout": 0.5, "attention_dropout": 0.5},  # read from the configuration in each pass
+    "persimmon": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
+    "mixtral": {"router_jitter_noise": 0.5},
+    "phimoe": {"router_jitter_noise": 0.5},  # how far from the best expert it may route at random: .01 by default
+}
+IDS = torch.arange(32).view(2, 16)
+MASK = torch.ones_like(IDS, dtype=torch.bool)
+
+
+def states(model: Any) -> Tensor:
+    return hidden_states(model, IDS, MASK).detach()
+
+
+def random_model(family: str) -> Any:
+    model = tiny_model(family, **RATES[family])
+    model.train()
+    assert not torch.equal(states(model), states(model)), "the model has nothing random to begin with"
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "recomputing"])
+@pytest.mark.parametrize("family", RATES)
+def test_passes_while_learning_and_evaluating_agree_to_the_bit(family: str, checkpointing: bool) -> None:
+    policy = random_model(family)
+    whole = PolicyAndValue(policy, tiny_scorer(), 1.0)
+    if checkpointing:
+        whole.gradient_checkpointing_enable()
+    expected = states(policy.eval())
+    whole.train()
+    assert whole.training
+    for _ in range(2):
+        assert torch.equal(states(policy), expected)
+
+
+@pytest.mark.parametrize("kwargs", [{"use_reentrant": False}, {"use_reentrant": True}], ids=str)
+@pytest.mark.parametrize("family", ["phimoe", "opt"])
+def test_recomputed_gradients_are_those_of_kept_activations(family: str, kwargs: dict[str, Any]) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = random_model(family)
+        model.get_input_embeddings().register_forward_hook(lambda *given: given[2].requires_grad_())
+        recomputed: list[int] = []
+        with as_in_learning(checkpointing, kwargs, model):
+            calls = count_calls(model, recomputed)
+            hidden_states(model, IDS, MASK).square().sum().backward()
+            calls.remove()
+        assert len(recomputed) == 1 + checkpointing
+        gradients.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 10
+    for name, value in gradients[0].items():
+        assert torch.equal(value, gradients[1][name]), name
+
+
+def count_calls(model: Any, calls: list[int]) -> Any:
+    """Count the passes through the first block's first projection."""
+    projection = next(module for name, module in model.named_modules() if name.endswith("q_proj"))
+    return projection.register_forward_hook(lambda *_: calls.append(1))
+
+
+def test_dropout_of_adapters_is_off_too() -> None:
+    config = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
+    model = get_peft_model(tiny_policy(), config).train()
+    assert not torch.equal(states(model), states(model))
+    with as_in_learning(False, None, model):
+        assert torch.equal(states(model), states(model))
+
+
+def test_modes_and_the_configuration_come_back() -> None:
+    model = tiny_policy(attention_dropout=0.5).train()
+    model.model.norm.eval()
+    for context in (in_eval_mode(model), as_in_learning(True, None, model)):
+        with pytest.raises(ZeroDivisionError), context:
+            assert not model.model.layers[0].self_attn.training
+            raise ZeroDivisionError
+        assert {name for name, module in model.named_modules() if not module.training} == {"model.norm"}
+    assert not model.is_gradient_checkpointing and model.config.attention_dropout == 0.5

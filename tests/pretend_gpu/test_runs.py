@@ -1,0 +1,136 @@
+"""Whole runs of one process on the pretended GPU in bf16, and what only runs on a GPU take."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from trl.trainer.model_config import ModelConfig
+from trl.trainer.sft_config import SFTConfig
+
+from rlhf_ppo.cli.training import sft_trainer
+from rlhf_ppo.estimate import run as estimate_run
+from rlhf_ppo.evaluation.win_rate import Answering, respond
+from rlhf_ppo.rewards.judges import PreferenceReward
+from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
+from tests.distributed.scenarios import prefers_larger_words
+from tests.gpu.conftest import MakeTrainer, device, make_device_trainer, small_policy  # noqa: F401
+from tests.runs import die_and_resume
+
+ADAPTER: Any = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+OF_ONE_BASE = {"share_base_model": True, "peft_config": ADAPTER, "value_model": None}
+RUNS: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "LoRA": {"peft_config": ADAPTER, "value_peft_config": ADAPTER},
+    "LoRA over one base": OF_ONE_BASE,
+    "a reference that follows": {"reference_ema": 0.5},
+    "a reference that follows and is offloaded": {"reference_ema": 0.5, "offload_frozen": True},
+    "a judge that compares with the reference": {
+        "reward_funcs": [PreferenceReward(prefers_larger_words, "reference", name="judge")]
+    },
+}
+EACH: dict[str, Any] = {
+    "eval_dataset": prompt_rows(6), "eval_strategy": "steps", "eval_steps": 1, "num_sample_generations": 1,
+    "save_strategy": "steps", "save_steps": 1, "max_steps": 3, "reward_timeout": 60.0,
+}  # fmt: skip
+"""Evaluation, sample tables, checkpoints and a limit on the time of rewards."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_died_and_was_resumed_ends_bit_for_bit_like_one_that_did_not(
+    name: str,
+    make_device_trainer: MakeTrainer,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """With an evaluation after each update, in bf16."""
+
+    def make(folder: str, **given: Any) -> Any:
+        return make_device_trainer(output_dir=str(tmp_path / folder), **EACH, **RUNS[name], **given)
+
+    _, whole = die_and_resume(make)
+    log = whole.state.log_history
+    assert [entry["step"] for entry in log if "eval_score" in entry] == [1, 2, 3]
+    assert all(value.device.type == "cuda" for value in whole.model.parameters())
+    if "reference that" in name:
+        assert whole.reference is not None
+        weights = [value.cpu() for value in whole.reference.model.parameters()]
+        assert {value.device.type for value in whole.reference.model.parameters()} == {
+            "cpu" if name.endswith("offloaded") else "cuda"
+        }
+        assert not all(map(torch.equal, weights, small_policy().parameters()))
+
+
+def test_all_rows_are_generated_at_once_unless_memory_is_small(
+    make_device_trainer: MakeTrainer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Elsewhere it is `local_rollout_forward_batch_size`."""
+    monkeypatch.setattr(estimate_run, "measure_rates", lambda *given: (1e12, 1e12))
+    given = {"local_rollout_forward_batch_size": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    first = make_device_trainer(**given)._estimate
+    assert first.generation_rows == 8
+    estimate = first.forecast()
+    assert estimate is not None
+    line = estimate_run.describe(estimate, torch.device("cuda"), torch.bfloat16, num_updates=2)
+    assert line.startswith("Estimated per device: ") and line.endswith(" in all.")
+    of_three = dataclasses.replace(estimate, rows_per_call=3).generation
+    memory = SimpleNamespace(total_memory=(estimate.resident - estimate.freed + of_three) / 0.9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *given: memory)
+    assert make_device_trainer(**given)._estimate.generation_rows == 2
+
+
+def test_a_device_is_measured_with_larger_sums_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take a CPU minutes, and here nothing is computed."""
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *given: done.append("waited"))
+    assert estimate_run._best_seconds(lambda: done.append("computed"), torch.device("cuda")) > 0
+    assert done == ["computed", "waited"] * 4
+    monkeypatch.setattr(estimate_run, "_best_seconds", lambda *given: 1.0)
+    rates = estimate_run.measure_rates(torch.device("cuda"), torch.bfloat16)
+    assert rates == (2 * 8192**3, 4 * 2**26)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"bf16": False}, "needs flash attention on a GPU, which does not compute in float32"),
+        ({"full_determinism": True, "top_p": 0.9}, "no top_p=0.9 that is the same at every run on a GPU"),
+    ],
+)
+def test_continuous_batching_is_refused_where_a_gpu_cannot(
+    given: dict[str, Any],
+    error: str,
+    make_device_trainer: MakeTrainer,  # noqa: F811
+    determinism_restored: None,
+) -> None:
+    with pytest.raises(ValueError, match=error):
+        make_device_trainer(generation_engine="continuous", **given)
+
+
+def test_answers_are_those_of_the_cpu() -> None:
+    """The likeliest tokens, as `rlhf-ppo judge` and `answer` generate them."""
+    rows, how = prompt_rows(5), Answering(max_new_tokens=8, temperature=0.0, batch_size=3)
+    ours, theirs = (respond(tiny_policy().to(place), make_tokenizer(), rows, "rows", how) for place in ("cuda", "cpu"))
+    assert [one.response_ids for one in ours] == [one.response_ids for one in theirs] and len(ours) == 5
+
+
+def test_sft_learns_on_the_device(tmp_path: Path) -> None:
+    tiny_policy().save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    args = SFTConfig(
+        output_dir=str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, learning_rate=1e-2,
+        logging_steps=1, bf16=True, report_to="none", save_strategy="no", gradient_checkpointing=False,
+        disable_tqdm=True,
+    )  # fmt: skip
+    rows = Dataset.from_list([{"text": "w1 w2 w3 w4"}] * 16)
+    trainer: Any = sft_trainer(args, ModelConfig(model_name_or_path=str(tmp_path / "model")), rows, None)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert next(trainer.model.parameters()).is_cuda and trainer.args.dataloader_pin_memory
+    assert losses[-1] < losses[0] - 0.5

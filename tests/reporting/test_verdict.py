@@ -1,0 +1,151 @@
+"""The verdict from the files of runs: outcome, interval, reasons and next step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_ppo.config.arguments import HealthThresholds
+from rlhf_ppo.reporting.health import warnings_of
+from rlhf_ppo.reporting.health_checks import RunContext
+from rlhf_ppo.reporting.judgements import RewardAccuracy, read_accuracy
+from rlhf_ppo.reporting.run_log import RecordedRun
+from rlhf_ppo.reporting.verdict import Verdict, recorded_runs, verdict_of
+
+FIRST = {
+    "loss": 0.1, "objective/scores": 0.0, "objective/kl": 0.0, "response/length_mean": 20.0,
+    "policy/entropy_avg": 2.0, "rewards/reward/std": 1.0,
+}  # fmt: skip
+LAST = FIRST | {"objective/scores": 0.5, "objective/kl": 4.0}
+GOOD = RewardAccuracy(0.72, (0.66, 0.78), 200)
+MakeRun = Callable[..., RecordedRun]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    def make(
+        rate: float | None = None, accuracy: RewardAccuracy | None = GOOD, seed: int = 0, step: int = 100,
+        opponent: str = "out/sft", judge: str = "out/judge_reward", half: float = 0.05, **last: float,
+    ) -> RecordedRun:  # fmt: skip
+        folder, reward = tmp_path / f"ppo-seed{seed}", tmp_path / "reward"
+        (folder / "judged").mkdir(parents=True), reward.mkdir(exist_ok=True)
+        changes = {name.replace("__", "/"): value for name, value in last.items()}
+        logs = [{**FIRST, "step": 1, "episode": 8}, {**LAST, **changes, "step": step, "episode": 8 * step}]
+        (folder / "log_history.jsonl").write_text("".join(json.dumps(log) + "\n" for log in logs))
+        settings = {
+            "arguments": {"seed": seed, "sft_model_path": "out/sft"}, "versions": {},
+            "made_of": {"policy": "out/sft", "rewards": [str(reward)]},
+        }  # fmt: skip
+        (folder / "ppo_settings.json").write_text(json.dumps(settings))
+        if accuracy is not None:
+            accuracy.save(reward)
+        if rate is not None:
+            judged = {"win_rate": rate, "interval": [rate - half, rate + half], "wins": 60, "losses": 40, "ties": 0}
+            options = {"opponent": opponent, "judge_model": judge}
+            path = folder / "judged" / "win_rate.json"
+            path.write_text(json.dumps({**judged, "failed": 0, "options": options}))
+        [run] = recorded_runs([folder])
+        return run
+
+    return make
+
+
+def test_the_interval_decides(make_run: MakeRun) -> None:
+    sentences = {
+        0.56: "Better than the SFT model: the policy wins 56.0% of 100 prompts (95% interval 51.0 to 61.0%).",
+        0.44: "Worse than the SFT model: the policy wins 44.0% of 100 prompts (95% interval 39.0 to 49.0%).",
+        0.54: "Undecided against the SFT model: the policy wins 54.0% of 100 prompts (95% interval 49.0 to 59.0%), "
+        "and the interval includes 50%.",
+        0.55: "Undecided against the SFT model: the policy wins 55.0% of 100 prompts (95% interval 50.0 to 60.0%), "
+        "and the interval includes 50%.",
+    }
+    for seed, (rate, sentence) in enumerate(sentences.items()):
+        found = verdict_of([make_run(rate, seed=seed)])
+        assert found.sentence == sentence and found.outcome == sentence.split()[0].lower()
+        assert json.loads(json.dumps(found.as_json()))["accuracy"]["num_pairs"] == 200
+    unjudged = verdict_of([make_run(seed=9)])
+    assert unjudged.outcome == "not judged" and unjudged.win_rate is None and "rlhf-ppo judge" in unjudged.next
+
+
+def test_seeds_widen_the_interval(make_run: MakeRun) -> None:
+    """Mean .6, standard error over seeds .1 / sqrt(3), Student's quantile 4.303, half-width over prompts .05."""
+    found = verdict_of([make_run(rate, seed=seed) for seed, rate in enumerate((0.5, 0.6, 0.7))])
+    width = ((4.303 * 0.1 / 3**0.5) ** 2 + 0.05**2) ** 0.5
+    assert found.interval == pytest.approx((0.6 - width, 0.6 + width)) and found.outcome == "undecided"
+    assert "wins 60.0% of 100 prompts (95% interval over prompts and 3 seeds 34.7 to 85.3%)" in found.sentence
+    assert found.seeds == (0, 1, 2)
+
+
+CHANCE = RewardAccuracy(0.52, (0.45, 0.59), 200)
+REASONS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "chance": ({"accuracy": CHANCE}, "The reward model is at chance: right on 52.0% of 200 held-out pairs (95% "
+               "interval 45.0 to 59.0%).", "Train the reward model"),
+    "weak": ({"accuracy": RewardAccuracy(0.58, (0.52, 0.64), 200)}, "The reward model is weak", "Train the reward"),
+    "kl": ({"objective__kl": 11.0}, "the KL is 11.0 nats per response, 0.55 per token", "Raise kl_coef"),
+    "still": ({"objective__kl": 0.1}, "hardly changed: the KL to the SFT model is 0.10", "Raise learning_rate"),
+    "short": ({"response__length_mean": 9.9}, "shrunk from 20.0 to 9.9 tokens", "missing_eos_penalty"),
+    "long": ({"response__length_mean": 41.0}, "grown from 20.0 to 41.0 tokens", "missing_eos_penalty"),
+    "entropy": ({"policy__entropy_avg": 0.5}, "entropy has fallen from 2.00 to 0.50", "Raise kl_coef"),
+    "exploits": ({}, "The score rose from 0.00 to 0.50, but the judge does not agree", "Raise kl_coef"),
+    "no rise": ({"objective__scores": 0.05}, "The score has not risen: 0.00 at first, 0.05 at", "total_episodes"),
+    "few": ({"step": 20, "objective__scores": 0.5}, "Training was short: 20 updates.", "kl_coef"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_losing_run_has_its_reason_and_the_next_step(name: str, make_run: MakeRun) -> None:
+    settings, reason, following = REASONS[name]
+    found = verdict_of([make_run(0.4, **settings)])
+    assert any(reason in each for each in found.reasons), found.reasons
+    assert following in found.next
+    [*_, why, last] = found.lines()
+    assert why.startswith("Why: ") and last == f"Next: {found.next}"
+
+
+def test_a_winning_run_of_a_good_reward_model_has_no_reasons(make_run: MakeRun) -> None:
+    assert verdict_of([make_run(0.7)]).reasons == ()
+    own = verdict_of([make_run(0.7, seed=1, judge=str(make_run(seed=2).settings.made_of["rewards"][0]))])
+    assert "PPO's own reward" in own.reasons[0] and "judge_reward" in own.next
+    assert [*own.lines()][1] == f"But: {own.reasons[0]}"
+    assert "about 600 would decide" in verdict_of([make_run(0.54, seed=3)]).next
+    assert "than a column" not in verdict_of([make_run(0.7, seed=4, opponent="other")]).sentence
+
+
+def test_the_newest_judgement_against_the_sft_model_counts(make_run: MakeRun) -> None:
+    run = make_run(0.7)
+    old: Mapping[str, Any] = json.loads((run.directory / "judged/win_rate.json").read_text())
+    for number, (rate, opponent) in {2: (0.6, "out/sft"), 10: (0.3, "out/sft"), 11: (0.9, "other")}.items():
+        said = {**old, "win_rate": rate, "options": old["options"] | {"opponent": opponent}}
+        (run.directory / f"judged/win_rate-{number}.json").write_text(json.dumps(said))
+    assert verdict_of([run]).win_rate == 0.3
+
+
+def test_a_health_check_hears_the_judge(make_run: MakeRun) -> None:
+    def spoken(run: RecordedRun) -> list[tuple[int, str]]:
+        return warnings_of(run.log, HealthThresholds(), RunContext()).get("win_rate", [])
+
+    words = "the policy wins 44.0% of the judged prompts (95% interval 39.0 to 49.0%)"
+    assert spoken(make_run(0.44)) == [(100, words)]
+    assert spoken(make_run(0.46, seed=1)) == [] == spoken(make_run(seed=2))
+
+
+def test_the_accuracy_of_a_damaged_file_is_unknown(tmp_path: Path) -> None:
+    assert read_accuracy(tmp_path) is None
+    GOOD.save(tmp_path)
+    assert read_accuracy(tmp_path) == GOOD
+    for text in ("", "{}", '{"accuracy": 2.0, "interval": [0, 1], "num_pairs": 3}',
+                 '{"accuracy": 0.5, "interval": [0.1], "num_pairs": 3}'):  # fmt: skip
+        (tmp_path / "accuracy.json").write_text(text)
+        assert read_accuracy(tmp_path) is None
+
+
+def test_a_model_without_a_run_is_judged_too(make_run: MakeRun, tmp_path: Path) -> None:
+    from rlhf_ppo.reporting.judgements import found_judgements
+
+    [judgement] = found_judgements(make_run(0.7).directory)
+    found: Verdict = verdict_of(recorded_runs([tmp_path / "nowhere"]), [judgement])
+    assert found.sentence.startswith("Better than out/sft: the model wins 70.0%")

@@ -1,0 +1,172 @@
+"""Comparisons: both orders, identical answers, failed verdicts, and a reward model as the judge."""
+
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaForSequenceClassification
+
+from rlhf_ppo.rewards.judges import FeedbackJudge, PreferenceReward, RewardModelJudge
+from tests.conftest import make_tokenizer, tiny_scorer
+
+
+class Recorder:
+    """A judge that notes what it is asked and answers from a function of one pair."""
+
+    def __init__(self, verdict: Any) -> None:
+        self.verdict, self.calls = verdict, []
+
+    def __call__(self, prompts: list[str], pairs: list[list[str]]) -> list[Any]:
+        self.calls.append((prompts, pairs))
+        return [self.verdict(prompt, *pair) for prompt, pair in zip(prompts, pairs, strict=True)]
+
+
+def longer(prompt: str, first: str, second: str) -> int:
+    return 0 if len(first) >= len(second) else 1
+
+
+def compare(judge: Any, ours: list[Any], theirs: list[Any], **arguments: Any) -> list[float | None]:
+    reward = PreferenceReward(judge, opponent="dataset", column="gold")
+    prompts = [f"p{row}" for row in range(len(ours))]
+    return reward(**{"prompts": prompts, "completions": ours, "gold": theirs} | arguments)
+
+
+def test_by_hand() -> None:
+    judge = Recorder(longer)
+    assert compare(judge, ["aaa", "b", "same"], ["aa", "bbbb", "same"]) == [1.0, -1.0, 0.0]
+    assert judge.calls == [(["p0", "p1"] * 2, [["aaa", "aa"], ["b", "bbbb"], ["aa", "aaa"], ["bbbb", "b"]])]
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_judge_that_always_prefers_a_position_says_nothing(position: int) -> None:
+    assert compare(Recorder(lambda *_: position), ["a", "b"], ["c", "d"]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("first", [0, 0.25, 0.5, 1])
+@pytest.mark.parametrize("second", [0, 0.5, 0.75, 1])
+def test_the_mean_of_both_orders(first: float, second: float) -> None:
+    """In this order the response wins by `1 - 2 first`, in the other by `2 second - 1`."""
+    judge = Recorder(lambda prompt, one, other: first if one == "ours" else second)
+    assert compare(judge, ["ours"], ["theirs"]) == [pytest.approx(((1 - 2 * first) + (2 * second - 1)) / 2)]
+
+
+@given(st.lists(st.tuples(st.text(max_size=3), st.text(max_size=3)), min_size=1, max_size=6))
+def test_what_one_wins_the_other_loses(rows: list[tuple[str, str]]) -> None:
+    ours, theirs = map(list, zip(*rows, strict=True))
+    judge = Recorder(lambda prompt, first, second: (hash((first, second)) % 5) / 4)
+    forth, back = compare(judge, ours, theirs), compare(judge, theirs, ours)
+    assert all(one is not None and -1 <= one <= 1 for one in forth)
+    assert [-one for one in forth if one is not None] == back
+    assert [one for one, (a, b) in zip(forth, rows, strict=True) if a == b] == [0.0] * sum(a == b for a, b in rows)
+
+
+def test_identical_answers_are_not_asked_about() -> None:
+    judge = Recorder(longer)
+    assert compare(judge, ["a", "b"], ["a", "b"]) == [0.0, 0.0]
+    assert judge.calls == []
+
+
+@pytest.mark.parametrize("failure", [-1, None, torch.tensor(-1)])
+@pytest.mark.parametrize("order", [0, 1, 2], ids=["first", "second", "both"])
+def test_a_failed_verdict_leaves_the_row_unscored_and_is_counted(failure: Any, order: int) -> None:
+    def verdict(prompt: str, first: str, second: str) -> Any:
+        fails = prompt == "p1" and (order == 2 or order == (first == "theirs"))
+        return failure if fails else longer(prompt, first, second)
+
+    logged: list[tuple[str, float]] = []
+    ours = ["x" * 9, "ours", "same", "c"]
+    rewards = compare(
+        Recorder(verdict), ours, ["theirs", "theirs", "same", "theirs"], log_metric=lambda *entry: logged.append(entry)
+    )
+    assert rewards == [1.0, None, 0.0, -1.0]
+    assert dict(logged) == {"preference/win_rate": 0.5, "preference/failed": 1}
+
+
+def test_a_row_without_an_opponent_is_not_scored_and_no_failure() -> None:
+    logged: list[tuple[str, float]] = []
+    rewards = compare(Recorder(longer), ["a", "bb"], [None, "b"], log_metric=lambda *entry: logged.append(entry))
+    assert rewards == [None, 1.0]
+    assert dict(logged) == {"preference/win_rate": 1.0, "preference/failed": 0}
+
+
+def test_trls_judges_are_not_to_shuffle() -> None:
+    class TrlJudge:
+        def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+            assert not shuffle_order
+            return [0 if len(pair[0]) > len(pair[1]) else 1 for pair in completions]
+
+    assert compare(TrlJudge(), ["aaa", "b"], ["aa", "bb"]) == [1.0, -1.0]
+
+
+def test_conversations_are_judged_as_texts() -> None:
+    judge = Recorder(longer)
+    completions = [[{"role": "assistant", "content": "long answer"}]]
+    prompts = [[{"role": "user", "content": "Why?"}]]
+    assert compare(judge, completions, [[{"role": "assistant", "content": "short"}]], prompts=prompts) == [1.0]
+    assert judge.calls[0] == (["User: Why?\n\n"] * 2, [["long answer", "short"], ["short", "long answer"]])
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        ([0], ValueError, "returned 1 verdicts for 2 pairs"),
+        ([0, 2], ValueError, "returned 2; return 0, 1 or between"),
+        ([0, math.nan], ValueError, "returned nan"),
+        (["a", 0], TypeError, "returned 'a'; return 0, 1, or -1"),
+    ],
+)
+def test_wrong_verdicts(returned: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        compare(lambda prompts, pairs: returned, ["a"], ["b"])
+
+
+def test_a_missing_column() -> None:
+    with pytest.raises(ValueError, match="no column 'chosen' with the opponents' responses; add it to the data set"):
+        PreferenceReward(longer, opponent="dataset")(prompts=["p"], completions=["a"])
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(TypeError, match="judge=3 cannot be called"):
+        PreferenceReward(3)
+    with pytest.raises(ValueError, match="opponent='nobody' must be one of"):
+        PreferenceReward(longer, opponent="nobody")
+
+
+def test_feedback_on_one_pair() -> None:
+    judge = FeedbackJudge(lambda prompt, first, second: {"a": 1.0, "b": -7.0, "c": 0.0, "d": 0.5}.get(first))
+    pairs = [[first, "x"] for first in "abcde"]
+    assert judge(["p"] * 5, pairs) == [0.0, 1.0, 0.5, 0.25, None]
+
+
+@pytest.fixture
+def model_path(tmp_path: Any) -> str:
+    tiny_scorer().save_pretrained(tmp_path / "judge")
+    make_tokenizer().save_pretrained(tmp_path / "judge")
+    return str(tmp_path / "judge")
+
+
+@torch.no_grad()
+def test_a_reward_model_judges_by_the_difference_of_its_scores(model_path: str) -> None:
+    """Its scores from transformers alone, one text at a time; the two orders together give tanh(difference / 2)."""
+    model, tokenizer = LlamaForSequenceClassification.from_pretrained(model_path), make_tokenizer()
+
+    def score(text: str) -> float:
+        return float(model(**tokenizer(text + " <eos>", return_tensors="pt")).logits)
+
+    judge = RewardModelJudge(model_path, batch_size=2)
+    prompts, pairs = ["w1 ", "w2 w3 "], [["w4", "w5 w6 w7"], ["w8", "w9"]]
+    expected = [
+        torch.tensor(score(prompt + second) - score(prompt + first)).sigmoid().item()
+        for prompt, (first, second) in zip(prompts, pairs, strict=True)
+    ]
+    assert judge(prompts, pairs) == pytest.approx(expected, abs=1e-6)
+    rewards = compare(judge, ["w4", "w8"], ["w5 w6 w7", "w9"], prompts=prompts)
+    differences = [
+        score(prompt + pair[0]) - score(prompt + pair[1]) for prompt, pair in zip(prompts, pairs, strict=True)
+    ]
+    assert rewards == pytest.approx([math.tanh(difference / 2) for difference in differences], abs=1e-5)
+    assert pickle.loads(pickle.dumps(judge))(prompts, pairs) == pytest.approx(expected, abs=1e-6)

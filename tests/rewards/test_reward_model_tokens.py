@@ -1,0 +1,340 @@
+"""Reward models with a tokenizer of their own score as they do alone, on the text, one unpadded row at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.models.frozen import FrozenScorer
+from rlhf_ppo.rewards import RewardModel, ScoringBatch
+from rlhf_ppo.rewards.reward_model import answers_of, reward_model_ids, shares_tokens, tokenizer_beside
+from tests.conftest import make_tokenizer, tiny_scorer
+from tests.recorded_update import stopping_policy
+from tests.runs import QUICK
+
+MakeTrainer = Callable[..., PPOTrainer]
+EOS = 1
+TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def character_tokenizer(chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token for each byte, after a BOS; nothing of it is in the policy's tokenizer."""
+    vocabulary = {"<s>": 0, "</s>": 1, "<p>": 2}
+    vocabulary |= {letter: index + 3 for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<p>")
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def character_model(seed: int = 4) -> Any:
+    return tiny_scorer(seed, vocab_size=300, max_position_embeddings=256).eval()
+
+
+@torch.no_grad()
+def alone(model: Any, ids: list[int]) -> float:
+    """What transformers itself says of one unpadded row."""
+    pad, model.config.pad_token_id = model.config.pad_token_id, -1
+    score = model(input_ids=torch.tensor([ids])).logits.item()
+    model.config.pad_token_id = pad
+    return score
+
+
+# Prompt and response in the policy's ids (w0 is 3): two that ended, two that were cut.
+ROWS = [([4, 5], [6, 7, EOS]), ([8], [EOS]), ([9, 10, 11], [12, 13, 14, 15]), ([16], [17])]
+PROMPTS, ANSWERS, ENDED = (
+    ["w1 w2", "w5", "w6 w7 w8", "w13"],
+    [" w3 w4", "", " w9 w10 w11 w12", " w14"],
+    [True, True, False, False],
+)
+
+
+def responses(rows: list[tuple[list[int], list[int]]] = ROWS) -> Responses:
+    context, length = (max(len(row[part]) for row in rows) for part in (0, 1))
+    ids, mask = torch.full((len(rows), context + length), EOS), torch.zeros(len(rows), context + length).bool()
+    for row, (prompt, response) in enumerate(rows):
+        real = slice(context - len(prompt), context + len(response))
+        ids[row, real], mask[row, real] = torch.tensor(prompt + response), True
+    return Responses(ids, mask, mask[:, context:])
+
+
+def batch(columns: dict[str, list[Any]], rows: Any = ROWS, ended: list[bool] | None = None) -> ScoringBatch:
+    made = responses(rows)
+    ended = torch.tensor([response[-1] == EOS for _, response in rows]) if ended is None else torch.tensor(ended)
+    return ScoringBatch(made.query_responses, made.attention_mask, made.response_mask, columns, ended)
+
+
+def encoded(
+    columns: dict[str, list[Any]],
+    rows: Any = ROWS,
+    ended: list[bool] | None = None,
+    reader: Any = None,
+    **options: Any,
+) -> list[list[int]]:
+    reader = character_tokenizer(**options) if reader is None else reader
+    return [reward_model_ids(answer, reader) for answer in answers_of(batch(columns, rows, ended), make_tokenizer())]
+
+
+def own_ids(text: str) -> list[int]:
+    """<s> and one token per character, by hand."""
+    vocabulary = character_tokenizer().get_vocab()
+    return [0, *(vocabulary[letter.replace(" ", "Ġ").replace("\n", "Ċ")] for letter in text)]
+
+
+TEXTS = [prompt + answer for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+
+
+@pytest.mark.parametrize("columns", [{}, {"prompt": PROMPTS}], ids=["ids", "text"])
+def test_a_text_goes_on_into_its_response_and_ends_in_the_other_eos(columns: dict[str, list[Any]]) -> None:
+    expected = [own_ids(text) + [1] * ended for text, ended in zip(TEXTS, ENDED, strict=True)]
+    assert encoded(columns) == expected
+    # The same as tokenizing the text with the EOS written out, as TRL's RewardTrainer does.
+    written = [text + "</s>" * ended for text, ended in zip(TEXTS, ENDED, strict=True)]
+    assert character_tokenizer()(written)["input_ids"] == expected
+
+
+def test_what_the_policy_cannot_say_is_read_from_the_column() -> None:
+    assert encoded({"prompt": ["über w2?", "w5", "w6", "w13"]})[0][:4] == own_ids("Ã¼be")[:4]
+
+
+def test_a_response_that_ended_with_a_word_or_a_stop_string_keeps_it_and_gets_the_eos() -> None:
+    assert encoded({}, ended=[True, True, True, False])[2] == [*own_ids(TEXTS[2]), 1]
+    assert encoded({}, ended=[False] * 4) == [own_ids(text) for text in TEXTS]
+
+
+def test_an_eos_that_the_tokenizer_adds_itself_is_not_doubled() -> None:
+    adds = character_tokenizer()
+    adds.backend_tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    ids = encoded({}, reader=adds)
+    assert ids[0] == [*own_ids(TEXTS[0])[1:], 1] and ids[2] == [*own_ids(TEXTS[2])[1:], 1]
+
+
+def test_a_tokenizer_without_eos_appends_nothing() -> None:
+    bare = character_tokenizer()
+    bare.eos_token = None
+    assert encoded({}, reader=bare)[0] == own_ids(TEXTS[0])
+
+
+CONVERSATIONS: list[Any] = [[{"role": "user", "content": text, "name": None}] for text in PROMPTS]
+
+
+def test_a_conversation_goes_through_the_other_template_which_closes_only_what_ended() -> None:
+    expected = [
+        f"[user]{prompt}[end][assistant]{answer.strip()}" + "[end]" * ended
+        for prompt, answer, ended in zip(PROMPTS, ANSWERS, ENDED, strict=True)
+    ]
+    assert encoded({"prompt": CONVERSATIONS}) == [own_ids(text)[1:] for text in expected]
+
+
+def test_a_prefilled_turn_goes_on() -> None:
+    prefilled = [[*CONVERSATIONS[0], {"role": "assistant", "content": "w0 "}], *CONVERSATIONS[1:]]
+    assert encoded({"prompt": prefilled})[0] == own_ids("[user]w1 w2[end][assistant]w0 w3 w4[end]")[1:]
+
+
+def test_a_cut_response_of_nothing_but_special_tokens_is_an_open_turn() -> None:
+    rows = [([4, 5], [2, 2])]
+    assert encoded({"prompt": CONVERSATIONS[:1]}, rows) == [own_ids("[user]w1 w2[end][assistant]")[1:]]
+
+
+def test_a_conversation_without_a_template_is_an_error_that_names_its_row() -> None:
+    columns: dict[str, list[Any]] = {"prompt": [PROMPTS[0], *CONVERSATIONS[1:]]}
+    with pytest.raises(
+        ValueError, match="row 1: the prompt is a conversation, and the reward model's tokenizer has no"
+    ):
+        scored_alone(columns, character_tokenizer(chat_template=None))
+    columns = {"prompt": CONVERSATIONS}
+    with pytest.raises(ValueError, match="row 0: the reward model's chat template rejects it: no"):
+        scored_alone(columns, character_tokenizer(chat_template="{{ raise_exception('no') }}"))
+
+
+def scored_alone(columns: dict[str, list[Any]], tokenizer: Any) -> torch.Tensor:
+    return RewardModel(FrozenScorer(character_model()), 2, tokenizers=(make_tokenizer(), tokenizer))(batch(columns))
+
+
+def test_tokenizers_are_the_same_where_the_policys_tokens_have_the_same_ids() -> None:
+    plain, eos_pads = make_tokenizer(), make_tokenizer(pad_token="<eos>")
+    assert shares_tokens(plain, plain) and shares_tokens(plain, eos_pads) and shares_tokens(eos_pads, plain)
+    padded = make_tokenizer(pad_token=None)
+    padded.add_special_tokens({"pad_token": "[PAD]"})
+    assert shares_tokens(padded, plain) and shares_tokens(plain, padded)
+    more = make_tokenizer()
+    more.add_tokens(["more"])
+    assert shares_tokens(plain, more) and not shares_tokens(more, plain)
+    assert not shares_tokens(plain, character_tokenizer())
+
+
+def test_the_tokenizer_beside_a_model(tmp_path: Path) -> None:
+    character_model().save_pretrained(tmp_path / "bare")
+    character_model().save_pretrained(tmp_path / "model")
+    character_tokenizer().save_pretrained(tmp_path / "model")
+    found = tokenizer_beside(tmp_path / "model")
+    assert found is not None and found.get_vocab() == character_tokenizer().get_vocab()
+    assert tokenizer_beside(tmp_path / "bare") is None
+    assert tokenizer_beside(tmp_path / "nowhere") is None and tokenizer_beside("") is None
+    Qwen2Config(vocab_size=32).save_pretrained(tmp_path / "qwen")  # transformers makes an empty tokenizer for it
+    assert tokenizer_beside(tmp_path / "qwen") is None
+    peft = pytest.importorskip("peft")
+    base = type(character_model()).from_pretrained(tmp_path / "model")
+    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    found = tokenizer_beside(tmp_path / "adapter")
+    assert found is not None and found.get_vocab() == character_tokenizer().get_vocab()
+
+
+# ---- In the trainer ----
+
+
+def given_as(form: str, directory: Path) -> dict[str, Any]:
+    """The reward model of characters, in every way that it can be passed."""
+    model, tokenizer = character_model(), character_tokenizer()
+    if form == "objects":
+        return {"reward_model": model, "reward_processing_classes": tokenizer}
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    if form == "directory":
+        return {"reward_model": str(directory)}
+    return {"reward_model": [type(model).from_pretrained(directory)]}
+
+
+@pytest.mark.parametrize("form", ["objects", "directory", "loaded from a directory"])
+@pytest.mark.parametrize("columns", [{}, {"prompt": PROMPTS}, {"prompt": CONVERSATIONS}], ids=["ids", "text", "chat"])
+def test_it_scores_as_it_does_alone(
+    form: str, columns: dict[str, list[Any]], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    trainer = make_trainer(
+        **QUICK, **given_as(form, tmp_path / "reward"), value_model=None, local_rollout_forward_batch_size=3
+    )
+    made = responses()
+    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], columns)
+    ids = encoded(columns)
+    expected = [alone(character_model(), row) for row in ids]
+    assert max(expected) - min(expected) > 0.05
+    scores = trainer.score_responses(made, prompts)
+    assert scores.total.tolist() == pytest.approx(expected, abs=1e-5)
+    assert list(scores.by_source) == ["reward_model"]
+    # The value model cannot be made from a model that does not read the policy's tokens.
+    assert cast(Any, trainer.value_model).config.vocab_size == 32
+
+
+def test_a_response_that_ended_at_a_stop_string_is_finished_for_the_model_too(make_trainer: MakeTrainer) -> None:
+    """The third response ends in w12; no other does."""
+    options = {"reward_model": character_model(), "reward_processing_classes": character_tokenizer()}
+    trainer = make_trainer(**QUICK, **options, stop_strings=["w12"])
+    made = responses()
+    whole = [*ENDED[:2], True, False]
+    expected = [alone(character_model(), own_ids(text) + [1] * end) for text, end in zip(TEXTS, whole, strict=True)]
+    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {})
+    assert trainer.score_responses(made, prompts).total.tolist() == pytest.approx(expected, abs=1e-5)
+    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {"prompt": CONVERSATIONS})
+    closed = own_ids("[user]w6 w7 w8[end][assistant]w9 w10 w11 w12[end]")[1:]
+    scores = trainer.score_responses(made, prompts).total.tolist()
+    assert scores[2] == pytest.approx(alone(character_model(), closed), abs=1e-5)
+
+
+def test_a_run_logs_what_the_model_says_of_the_texts_alone(make_trainer: MakeTrainer) -> None:
+    class Keeping(PPOTrainer):
+        def score_responses(self, responses: Responses, prompts: Prompts) -> Any:
+            self.scored = super().score_responses(responses, prompts), responses, prompts
+            return self.scored[0]
+
+    texts = Dataset.from_dict({"prompt": ["w1 w2", "w3", "w4 w5 w6", "w7"] * 2, "unused": [0] * 8})
+    trainer = make_trainer(
+        Keeping,
+        **{**QUICK, "total_episodes": 8, "per_device_train_batch_size": 8, "response_length": 8},
+        model=stopping_policy(),
+        reward_model=character_model(),
+        reward_processing_classes=character_tokenizer(),
+        train_dataset=texts,
+    )
+    trainer.train()
+    scores, made, prompts = cast(Any, trainer).scored
+    tokenizer, own, expected, endings = make_tokenizer(), character_tokenizer(), [], set()
+    for row, real in enumerate(made.response_mask):
+        ids = made.responses[row][real].tolist()
+        words = " ".join(tokenizer.convert_ids_to_tokens([i for i in ids if i > 2]))
+        endings.add(ended := ids[-1] == EOS)
+        text = prompts.columns["prompt"][row] + (f" {words}" if words else "")
+        expected.append(alone(character_model(), own(text + "</s>" * ended)["input_ids"]))
+    assert endings == {True, False}
+    assert scores.total.tolist() == pytest.approx(expected, abs=1e-5)
+    logged = trainer.state.log_history[0]["rewards/reward_model/mean"]
+    assert logged == pytest.approx(sum(expected) / len(expected), abs=1e-5)
+
+
+def test_a_text_that_is_too_long_for_the_model_names_the_row(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(
+        **QUICK,
+        reward_model=tiny_scorer(vocab_size=300, max_position_embeddings=10),
+        reward_processing_classes=character_tokenizer(),
+    )
+    made = responses()
+    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {})
+    with pytest.raises(ValueError, match="row 0 has 13 tokens for the reward model, which has 10 positions"):
+        trainer.score_responses(made, prompts)
+
+
+def test_several_models_each_read_their_own_tokens(make_trainer: MakeTrainer) -> None:
+    own, other = tiny_scorer(seed=7).eval(), character_model()
+    trainer = make_trainer(
+        **QUICK,
+        reward_model=[own, other],
+        reward_processing_classes=[None, character_tokenizer()],
+        reward_weights={"reward_model": 2.0, "reward_model_2": -1.0},
+    )
+    made = responses()
+    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {})
+    scores = trainer.score_responses(made, prompts)
+    first = [alone(own, prompt + response) for prompt, response in ROWS]
+    second = [alone(other, ids) for ids in encoded({})]
+    assert scores.by_source["reward_model"].tolist() == pytest.approx(first, abs=1e-5)
+    assert scores.by_source["reward_model_2"].tolist() == pytest.approx(second, abs=1e-5)
+    assert scores.total.tolist() == pytest.approx([2 * a - b for a, b in zip(first, second, strict=True)], abs=1e-5)
+
+
+# ---- Step 1, step 2 ----
+
+
+@pytest.mark.parametrize("tokenizer", ["the policy's", "its own"])
+def test_a_model_from_trls_reward_trainer_scores_the_same_in_ppo(
+    tokenizer: str, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    trl = pytest.importorskip("trl")
+    shared = tokenizer == "the policy's"
+    processing_class = make_tokenizer() if shared else character_tokenizer()
+    model = tiny_scorer(seed=4) if shared else character_model()
+    pairs = [{"prompt": text, "chosen": " w3 w4", "rejected": " w9"} for text in PROMPTS]
+    args = trl.RewardConfig(
+        str(tmp_path / "reward"), max_steps=2, learning_rate=1e-2, per_device_train_batch_size=4, use_cpu=True,
+        bf16=False, report_to="none", disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    step_1 = trl.RewardTrainer(model, args, train_dataset=Dataset.from_list(pairs), processing_class=processing_class)
+    before = model.score.weight.clone()
+    step_1.train()
+    step_1.save_model()
+    assert not torch.equal(before, model.score.weight)
+    texts = [text + processing_class.eos_token * ended for text, ended in zip(TEXTS, ENDED, strict=True)]
+    texts = [text.replace("w5<eos>", "w5 <eos>") for text in texts]  # the word-level tokenizer splits at spaces
+    expected = [alone(model.eval(), processing_class(text)["input_ids"]) for text in texts]
+
+    step_2 = make_trainer(**QUICK, reward_model=str(tmp_path / "reward"))
+    made = responses()
+    scores = step_2.score_responses(made, Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {}))
+    assert scores.total.tolist() == pytest.approx(expected, abs=1e-5)
+    assert max(expected) - min(expected) > 0.05
