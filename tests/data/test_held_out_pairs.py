@@ -31,4 +31,5 @@ def test_the_interval_is_wilsons() -> None:
     """(.5 * 1 + 1.9208 / 100) / 1.038416 -+ 1.96 / 1.038416 * sqrt(.0025 + .00009604) for 50 of 100."""
     found = RewardAccuracy.of(0.5, 100)
     assert [round(end, 4) for end in found.interval] == [0.4038, 0.5962] and found.is_at_chance
-    assert RewardAccuracy.of(1.0, 10).interval[1] == pytest.approx(1.0) and not RewardAccuracy.of(0.7, 100).is_at_chance
+    assert RewardAccuracy.of(1.0, 10).interval[1] == pytest.approx(1.0)
+    assert not RewardAccuracy.of(0.7, 100).is_at_chance
