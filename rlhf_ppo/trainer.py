@@ -21,7 +21,7 @@ from rlhf_ppo.data.prompts import NoPrompts, PromptCollator, Prompts, check_leng
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
-from rlhf_ppo.generation.protocol import GenerationEngine, sample_with
+from rlhf_ppo.generation.protocol import GenerationEngine, length_and_filling, sample_with
 from rlhf_ppo.generation.stopping import join_responses
 from rlhf_ppo.models.logprobs import ResponseLogprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseValues
@@ -435,6 +435,11 @@ class PPOTrainer(TrainerBase):
         with run.timer.phase("generate"):
             how = (self.generate_responses, self._engine.reads_sharded)
             responses, prompts = self._rollouts.respond(model, prompts, *how)
+        return self._evaluate_responses(model, responses, prompts)
+
+    def _evaluate_responses(self, model: nn.Module, responses: Responses, prompts: Prompts) -> Rollout:
+        """Score responses, and compute their log-probabilities and values."""
+        run = self._run
         with run.streams.rewards.in_use():  # slow rewards draw while the models, which do not, are evaluated
             with run.timer.phase("score"):
                 batch = ScoringBatch.of(responses, prompts, self.tokens.ended(responses))
@@ -469,7 +474,7 @@ class PPOTrainer(TrainerBase):
         Raises:
             NonFiniteLogitsError: The policy's logits are NaN or infinite.
         """
-        check_lengths(prompts.input_ids.shape[1], self.args.response_length, self._rollouts.longest_sequence)
+        check_lengths(prompts.input_ids.shape[1], length_and_filling(config)[0], self._rollouts.longest_sequence)
         with self._rollouts.sampling(policy, "policy" if policy is self.policy_model else "reference"):
             ids, logprobs, _ = sample_with(self._engine, policy, prompts, config, self.tokens.stop_strings)
         return join_responses(prompts, ids, self.tokens.stop, self.tokens.pad, self.tokens.stop_strings, logprobs)

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object, set_seed
 from accelerate.utils.memory import clear_device_cache
@@ -37,6 +38,7 @@ from rlhf_ppo.data.prompts import Prompts, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.evaluation.completions import is_due, show_table, table_of
+from rlhf_ppo.evaluation.critic_audit import CriticAudit, audit, check_audit, prefixes_of
 from rlhf_ppo.evaluation.rollouts import (
     evaluated,
     evaluated_name,
@@ -72,6 +74,7 @@ from rlhf_ppo.training.guards import SignalStop, awaited
 from rlhf_ppo.training.learning import (
     CriticWarmup,
     InterruptibleLearning,
+    monte_carlo_returns,
     unscaled_gradient_norms,
 )
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
@@ -81,6 +84,7 @@ from rlhf_ppo.training.rollouts import (
     RolloutMetrics,
     Sampler,
     apart_from_training,
+    audit_columns,
     metrics_of_evaluation,
     rows_of_samples,
 )
@@ -671,6 +675,61 @@ class TrainerBase(Trainer):
         with noting_out_of_memory("score"):
             return prompts, responses, self.score_responses(responses, prompts)
 
+    @torch.no_grad()
+    def audit_critic(
+        self, eval_dataset: Any = None, *, num_prefixes: int = 4, num_continuations: int = 16
+    ) -> CriticAudit:
+        """Compare the value model with Monte Carlo returns of prefixes of held-out responses.
+
+        Samples a response to each prompt, cuts it at `num_prefixes` places, samples `num_continuations` continuations
+        of each prefix from the policy, and scores them as training does: `num_prefixes * num_continuations + 1`
+        responses to each prompt. Random numbers are its own, the same at every call. See
+        `rlhf_ppo.evaluation.critic_audit`.
+
+        Args:
+            eval_dataset: Prompts in any form that `train_dataset` may have; the constructor's when None.
+            num_prefixes: Prefixes of each response; at least 2.
+            num_continuations: Continuations of each prefix; at least 4.
+
+        Returns:
+            Explained variance, ranking and calibration with intervals, and the defects found. It is also written to
+            `output_dir/critic_audit.json`.
+
+        Raises:
+            ValueError: There are no held-out prompts, a number is too small, or `whiten_rewards` is set.
+        """
+        check_audit(self.args, num_prefixes, num_continuations)
+        if eval_dataset is not None:
+            check_datasets(self.args, self.train_dataset, eval_dataset)
+            eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
+        elif self.eval_dataset is None:
+            raise ValueError("eval_dataset=None: an audit needs held-out prompts; pass eval_dataset")
+        run, sets = self._run, self.eval_dataset if eval_dataset is None else eval_dataset
+        generator = np.random.default_rng((self.args.seed, self.args.process_index))
+        self._engine.policy_changed()
+        with apart_from_training(run, self.model_wrapped) as model:
+            batches = held_out_prompts(sets, partial(self._loader_of, sets), self.args.device)
+            how = (self.generate_responses, self._engine.reads_sharded)
+            continue_prefixes = partial(audit_columns, run, self._rollouts, model, how, self._returns_of_responses)
+            drawn = (num_prefixes, num_continuations, generator)
+            gather: Callable[..., Any] = self.accelerator.gather_for_metrics
+            rows = [gather(continue_prefixes(batch, *drawn)) for batch in batches]
+        run.timer.drain()
+        run.logged.drain()
+        result = audit(prefixes_of(torch.cat(rows)), self.args.seed)
+        if self.is_world_process_zero():
+            result.save(output_directory(self.args))
+        return result
+
+    def _loader_of(self, sets: Any, name: str | None) -> DataLoader:
+        return self.get_eval_dataloader(sets if name is None else sets[name])
+
+    def _returns_of_responses(
+        self, model: nn.Module, responses: Responses, prompts: Prompts
+    ) -> tuple[Rollout, Tensor]:
+        rollout = self._evaluate_responses(model, responses, prompts)
+        return rollout, monte_carlo_returns(rollout, self.shape_rewards(rollout), self.args)
+
     def _sample_prompts(self) -> Iterator[Prompts]:
         """Yield all held-out prompts in batches; where there are none, one batch of training prompts.
 
@@ -813,6 +872,14 @@ class TrainerBase(Trainer):
 
     def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
         """See `PPOTrainer`."""
+        raise NotImplementedError
+
+    def _evaluate_responses(self, model: nn.Module, responses: Responses, prompts: Prompts) -> Rollout:
+        """Implemented by `PPOTrainer`."""
+        raise NotImplementedError
+
+    def shape_rewards(self, rollout: Rollout) -> Tensor:
+        """Implemented by `PPOTrainer`."""
         raise NotImplementedError
 
     def learn(self, model: nn.Module, experience: Experience) -> float | Tensor:

@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import os
 import random
+import signal
 import threading
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -51,6 +52,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any speed")
 # No test cuts the power, and on a busy disk each call waits for tenths of a second.
 os.fsync = lambda descriptor: None
+
+
+# A shell's background jobs ignore SIGINT, and those of nohup SIGHUP: a run would rightly ignore them too.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(_number, _handler)
 
 
 def pytest_collection_finish() -> None:

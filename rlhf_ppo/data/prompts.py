@@ -309,6 +309,12 @@ class Prompts:
         ids, mask = (rows.repeat_interleave(times, dim=0) for rows in (self.input_ids, self.attention_mask))
         return Prompts(ids, mask, columns, on_host=(self.mask.repeat(times, axis=0), mask))
 
+    def take(self, rows: Sequence[int]) -> Prompts:
+        """Return some rows, in this order."""
+        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
+        mask = self.attention_mask[list(rows)]
+        return Prompts(self.input_ids[list(rows)], mask, columns, on_host=(self.mask[list(rows)], mask))
+
     def first(self, num_rows: int) -> Prompts:
         """Return the first rows."""
         columns = {name: values[:num_rows] for name, values in self.columns.items()}

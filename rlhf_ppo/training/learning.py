@@ -77,6 +77,21 @@ def advantages_and_returns(
     return advantages, returns if is_shared else estimate(of_critic)[1]
 
 
+def monte_carlo_returns(rollout: Rollout, rewards: Tensor, args: PPOConfig) -> Tensor:
+    """Compute the discounted sum of the rewards from each token on, float32 `(B, T)`: the return of lambda 1.
+
+    Args:
+        rollout: `B` responses.
+        rewards: Reward of each token, `(B, T)`.
+        args: As for `advantages_and_returns`.
+
+    Returns:
+        In the reward's unit; NaN for responses that no reward scored.
+    """
+    returns = advantages_and_returns(rollout, rewards, args, warms_up=True)[1]
+    return returns.masked_fill(rollout.scores.isnan()[:, None], torch.nan)
+
+
 def valued_tokens(loss_mask: Tensor, args: PPOConfig) -> Tensor:
     """Tell before which tokens a value counts: all that are learned from, or the first ones of turns (`gae_level`).
 

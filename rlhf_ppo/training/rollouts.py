@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -18,9 +20,18 @@ from rlhf_ppo.checkpoints.state import PartialUpdate
 from rlhf_ppo.data.prompts import PositionLimit, Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, forward_in_batches
 from rlhf_ppo.evaluation.completions import sample_rows
+from rlhf_ppo.evaluation.critic_audit import (
+    Continuation,
+    batches_of,
+    columns_of,
+    draw_cuts,
+    joined,
+    prefix_prompts,
+)
 from rlhf_ppo.evaluation.rollouts import runnable
 from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.generation.sampling import naming_the_model
+from rlhf_ppo.generation.stopping import join_responses
 from rlhf_ppo.generation.transformers_engine import sampling_config
 from rlhf_ppo.models.logprobs import ResponseLogprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseValues
@@ -89,24 +100,32 @@ class Sampler:
         Returns:
             The responses, and the prompts with the baselines' responses as columns.
         """
-        run, reference = self.run, self.reference
-        sampling = sampling_config(run.args, run.tokens.stop, run.vocabulary.never_sampled)
-        policy = run.unwrapped(model).policy
-
-        def respond(of: nn.Module, how: GenerationConfig) -> Responses:
-            if reads_sharded:
-                return generate(run.unwrapped(of).policy, prompts, how)
-            gather = run.args.ds3_gather_for_generation
-            return on_whole_policy(of, run.accelerator, gather, lambda whole: generate(whole, prompts, how))
+        reference = self.reference
 
         def respond_as(kind: str) -> Responses:
             if kind == "self" or reference is None:
-                return respond(model, sampling)
-            with reference.generating(model, policy) as generating:
-                return respond(generating, sampling)
+                return self.sample(model, prompts, generate, reads_sharded)
+            with reference.generating(model, self.run.unwrapped(model).policy) as generating:
+                return self.sample(generating, prompts, generate, reads_sharded)
 
-        responses = respond(model, config or sampling)
+        responses = self.sample(model, prompts, generate, reads_sharded, config)
         return responses, self.baselines.respond(prompts, respond_as) if self.baselines.kinds else prompts
+
+    def sample(
+        self,
+        model: nn.Module,
+        prompts: Prompts,
+        generate: Generate,
+        reads_sharded: bool,
+        config: GenerationConfig | None = None,
+    ) -> Responses:
+        """Sample a response of one model to each prompt; arguments as in `respond`."""
+        run = self.run
+        how = config or sampling_config(run.args, run.tokens.stop, run.vocabulary.never_sampled)
+        if reads_sharded:
+            return generate(run.unwrapped(model).policy, prompts, how)
+        gather = run.args.ds3_gather_for_generation
+        return on_whole_policy(model, run.accelerator, gather, lambda whole: generate(whole, prompts, how))
 
     @contextmanager
     def sampling(self, policy: nn.Module, role: str) -> Iterator[None]:
@@ -391,3 +410,56 @@ def rows_of_samples(
         rows += gather(sample_rows(run.tokenizer, prompts, responses, scores, extra))
     run.logged.drain()
     return rows
+
+
+def audit_columns(
+    run: RunState,
+    sampler: Sampler,
+    model: nn.Module,
+    how: tuple[Generate, bool],
+    evaluate: Callable[[nn.Module, Responses, Prompts], tuple[Rollout, Tensor]],
+    prompts: Prompts,
+    num_prefixes: int,
+    num_continuations: int,
+    generator: np.random.Generator,
+) -> Tensor:
+    """Sample responses, and continuations of their prefixes, for a critic audit.
+
+    Args:
+        run: The run.
+        sampler: Samples responses.
+        model: The `PolicyAndValue`.
+        how: The last arguments of `Sampler.respond`.
+        evaluate: Scores responses; returns their rollout and Monte Carlo returns, `(B, T)`.
+        prompts: `B` prompts.
+        num_prefixes: `K`, prefixes of each response.
+        num_continuations: `M`, continuations of each prefix.
+        generator: Draws the prefixes.
+
+    Returns:
+        The result of `columns_of`, `(B, K, 4 + M)`.
+    """
+    args, tokens = run.args, run.tokens
+    responses, prompts = sampler.respond(model, prompts, *how)
+    rollout, _ = evaluate(model, responses, prompts)
+
+    def returns_of(batch: Sequence[Continuation]) -> Tensor:
+        config = sampling_config(args, tokens.stop, run.vocabulary.never_sampled)
+        config.max_new_tokens = args.response_length - batch[0].cut
+        sampled = sampler.sample(model, prefix_prompts(rollout, batch), *how, config).responses
+        of_rows = prompts.take([each.row for each in batch])
+        ids = joined(rollout, batch, sampled, args.response_length, tokens.pad)
+        whole = join_responses(of_rows, ids, tokens.stop, tokens.pad, tokens.stop_strings)
+        return evaluate(model, whole, of_rows)[1]
+
+    cuts = draw_cuts(responses.masks.response.sum(axis=1), num_prefixes, generator)
+    width, longest = responses.context_length + args.response_length, sampler.longest_sequence
+    slack = math.inf if longest is None else longest.tokens - width
+    batches = batches_of(cuts, num_continuations, args.eval_batch_size, slack)
+    num_batches = int(run.gather(torch.tensor([len(batches)], device=args.device)).max())  # as many on every rank
+    returns = np.full((*cuts.shape, num_continuations), np.nan)
+    for index in range(num_batches):
+        batch = batches[min(index, len(batches) - 1)]
+        for each, of_tokens in zip(batch, returns_of(batch).cpu().numpy(), strict=True):
+            returns[each.place] = of_tokens[each.cut]
+    return columns_of(rollout, cuts, returns)

@@ -1,0 +1,162 @@
+"""The critic audit: its statistics on values that are known, and broken critics of a policy whose values are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.evaluation.critic_audit import AuditedPrefixes, audit, batches_of, draw_cuts, pair_counts
+from tests.conftest import prompt_rows, tiny_policy
+
+W4, W5, VOCABULARY, LENGTH = 7, 8, 32, 8
+
+
+def count_of_w4(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [float(ids.count(W4) + ids.count(W5)) for ids in completion_ids]
+
+
+def uniform_policy() -> Any:
+    """A policy that always samples w4 and w5 with probability 1/4 each, and any other word with 1/60."""
+    policy = tiny_policy()
+    policy.model.norm.weight.data.zero_()  # hidden states 0, so that a bias alone decides
+    policy.lm_head = torch.nn.Linear(32, VOCABULARY)
+    policy.lm_head.weight.data.zero_()
+    policy.lm_head.bias.data = torch.full((VOCABULARY,), 1 / 60).log()
+    policy.lm_head.bias.data[[W4, W5]] = torch.tensor(1 / 4).log()
+    return policy
+
+
+def true_values(rollout: Rollout, tokens: tuple[int, ...] = (W4, W5), share: float = 0.5) -> Tensor:
+    """Paid tokens so far, and `share` for each token to come."""
+    paid = sum((rollout.responses == token).float() for token in tokens)
+    before = torch.cumsum(torch.as_tensor(paid), dim=1) - paid
+    return before + share * (LENGTH - torch.arange(LENGTH))
+
+
+BROKEN: dict[str, tuple[Callable[[Rollout], Tensor], str]] = {
+    "frozen": (lambda rollout: torch.full_like(rollout.values, 0.3), "head is frozen"),
+    "sign turned": (lambda rollout: -true_values(rollout), "sign is turned"),
+    "shuffled": (
+        lambda rollout: true_values(rollout).flatten()[torch.randperm(rollout.values.numel())].view_as(rollout.values),
+        "tell nothing of the returns",
+    ),
+    "another reward": (lambda rollout: true_values(rollout, (9,), 0.01), "another reward"),
+    "a token late": (lambda rollout: true_values(rollout).roll(1, dims=1), "a token off: the following"),
+    "a token early": (lambda rollout: true_values(rollout).roll(-1, dims=1), "a token off: the previous"),
+}
+
+
+@pytest.fixture
+def make_audited(make_trainer: Callable[..., PPOTrainer]) -> Callable[..., PPOTrainer]:
+    def make(values: Callable[[Rollout], Tensor], **options: Any) -> PPOTrainer:
+        class WithValues(PPOTrainer):
+            def _score_rollout(self, *given: Any) -> Rollout:
+                rollout = super()._score_rollout(*given)
+                return dataclasses.replace(rollout, values=values(rollout))
+
+        rows = {"model": uniform_policy(), "reward_funcs": count_of_w4, "value_model": None}
+        sizes = {"response_length": LENGTH, "stop_token": None, "temperature": 1.0, "per_device_eval_batch_size": 160}
+        held_out = {"eval_dataset": Dataset.from_list(prompt_rows(40, seed=5))}
+        return make_trainer(WithValues, **{**rows, **sizes, **held_out, **options})
+
+    return make
+
+
+def test_monte_carlo_returns_are_those_of_the_policy(make_audited: Callable[..., PPOTrainer]) -> None:
+    """160 prefixes x 16 continuations of a known policy: the critic that knows the values is calibrated."""
+    found = make_audited(true_values, kl_coef=0.0).audit_critic()
+    assert (found.num_prompts, found.num_prefixes, found.num_continuations) == (40, 160, 16)
+    assert found.findings == []
+    assert found.figures["explained_variance"].value > 0.97
+    assert found.figures["slope"].value == pytest.approx(1, abs=0.05)
+    assert abs(found.figures["bias"].value) < 4 * (LENGTH / 4 / (160 * 16)) ** 0.5
+    assert found.figures["tau"].low > found.figures["tau_of_position"].high
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_critic_is_named(make_audited: Callable[..., PPOTrainer], kind: str) -> None:
+    values, sentence = BROKEN[kind]
+    found = make_audited(values, kl_coef=0.0).audit_critic()
+    assert any(sentence in each for each in found.findings), found
+
+
+def test_the_kl_penalty_behind_a_prefix_is_part_of_its_return(make_audited: Callable[..., PPOTrainer]) -> None:
+    """Each token to come costs `kl_coef` times the KL of two known distributions."""
+    policy, reference = uniform_policy(), uniform_policy()
+    reference.lm_head.bias.data[[W4, 9, 10]] += torch.tensor([-2.0, 1.0, 2.0])
+    ours, theirs = (each.lm_head.bias.detach().log_softmax(0) for each in (policy, reference))
+    cost = 2.0 * float((ours.exp() * (ours - theirs)).sum())
+    assert cost > 0.5
+    left = LENGTH - torch.arange(LENGTH)
+    trainer = make_audited(lambda rollout: true_values(rollout) - cost * left, kl_coef=2.0, ref_model=reference)
+    found = trainer.audit_critic()
+    assert found.findings == [] and abs(found.figures["bias"].value) < 0.15
+
+
+def test_an_audit_repeats_and_leaves_training_alone(make_audited: Callable[..., PPOTrainer]) -> None:
+    trainer = make_audited(true_values)
+    state = torch.get_rng_state()
+    first, second = (trainer.audit_critic(num_continuations=4) for _ in range(2))
+    assert first == second and torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "options", "message"),
+    [
+        ({"num_prefixes": 1}, {}, "num_prefixes=1 ranks nothing"),
+        ({"num_continuations": 3}, {}, "num_continuations=3 is too few"),
+        ({}, {"whiten_rewards": True}, "whiten_rewards=True"),
+        ({}, {"eval_dataset": None}, "needs held-out prompts"),
+    ],
+)
+def test_an_impossible_audit_is_refused(
+    make_audited: Callable[..., PPOTrainer], numbers: dict[str, int], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_audited(true_values, **options).audit_critic(**numbers)
+
+
+def prefixes(values: Any, returns: Any, prompts: Any, positions: Any) -> AuditedPrefixes:
+    nothing = np.full(len(values), np.nan)
+    return AuditedPrefixes(
+        np.array(prompts), np.array(positions), np.array(values), nothing, nothing, np.array(returns)
+    )
+
+
+def test_explained_variance_subtracts_the_noise_of_the_returns() -> None:
+    """By hand: G = 0, 2, 4, 6 (variance 5), s^2 / M = 2 / 4; V = 0, 2, 4, 4: Var(G - V) = .75."""
+    returns = [[mean - 1.0, mean + 1.0] * 2 for mean in (0.0, 2.0, 4.0, 6.0)]
+    noise = 4 / 3 / 4
+    found = audit(prefixes([0.0, 2.0, 4.0, 4.0], returns, [0, 0, 1, 1], [0, 1, 0, 1])).figures
+    assert found["explained_variance"].value == pytest.approx(1 - (0.75 - noise) / (5 - noise))
+    assert found["bias"].value == -0.5
+
+
+def test_pairs_are_those_of_kendalls_tau() -> None:
+    """Against a count over all pairs, with ties."""
+    generator = np.random.default_rng(0)
+    first, second = generator.integers(0, 4, 12).astype(float), generator.integers(0, 4, 12).astype(float)
+    pairs = list(itertools.combinations(range(12), 2))
+    signs = [(np.sign(first[i] - first[j]), np.sign(second[i] - second[j])) for i, j in pairs]
+    expected = (sum(x * y for x, y in signs), sum(x != 0 for x, _ in signs), sum(y != 0 for _, y in signs))
+    assert pair_counts(first, second) == expected
+
+
+def test_cuts_lie_within_each_response_and_batches_hold_each_continuation_once() -> None:
+    lengths = np.array([1, 3, 40])
+    cuts = draw_cuts(lengths, 4, np.random.default_rng(0))
+    assert (cuts >= 0).all() and (cuts < lengths[:, None]).all()
+    assert (np.diff(cuts[2]) > 0).all() and (cuts[2] // 10 == np.arange(4)).all()
+    batches = batches_of(cuts, 5, max_rows=8, slack=3)
+    assert sorted(each.place for batch in batches for each in batch) == sorted(np.ndindex(3, 4, 5))
+    assert all(len(batch) <= 8 and batch[-1].cut - batch[0].cut <= 3 for batch in batches)
