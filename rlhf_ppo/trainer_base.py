@@ -278,6 +278,7 @@ class TrainerBase(Trainer):
         due = run.progress.due
         if "samples" in due:
             self._sample_if_due()
+            self._audit_if_due()
         if "evaluation" in due and self._determine_best_metric(self._evaluate(None, None), None):
             self.state.best_model_checkpoint = run.guard.last_checkpoint
         due.clear()
@@ -286,6 +287,13 @@ class TrainerBase(Trainer):
         num_tables = self.args.num_sample_generations
         if num_tables > 0 and is_due(self.state.global_step, self.state.max_steps, num_tables):
             self.generate_completions(sampling=True)
+
+    def _audit_if_due(self) -> None:
+        steps = self.args.critic_audit_steps
+        if steps > 0 and self.state.global_step % steps == 0:
+            found = self.audit_critic()
+            self._run.window.add(found.metrics)
+            logger.info(str(found))
 
     def _take_update(self, collect: Callable[[], Rollout]) -> dict[str, float]:
         """Take one update of an external loop and return its metrics."""
@@ -296,9 +304,10 @@ class TrainerBase(Trainer):
         return metrics
 
     def _sample_or_leave(self) -> None:
-        """Make a sample table if one is due; one that a signal cuts short is left to the resumed run."""
+        """Make a sample table and an audit if they are due; a resumed run repeats them if a signal interrupts them."""
         try:
             self._sample_if_due()
+            self._audit_if_due()
         except Stopped:
             self._run.progress.due.append("samples")
 

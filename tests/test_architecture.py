@@ -34,7 +34,8 @@ FLOORS = (
 )
 MAX_MODULES_IN_ROOT = 4
 MAX_CODE_LINES = 400  # in a file, without docstrings, comments and blank lines
-LONGER = {"rlhf_ppo/trainer_base.py": 665}  # Trainer finds its overrides on one class only
+# Trainer finds its overrides on one class only; health checks are one list.
+LONGER = {"rlhf_ppo/trainer_base.py": 668, "rlhf_ppo/reporting/health_checks.py": 414}
 MAX_FUNCTION_LINES = 60  # with the docstring
 DERIVED = {field.name for field in dataclasses.fields(Sizes)} - {"total_episodes"}
 MAX_CASTS = 36  # in the package; the others say what a library's types do not, once for each

@@ -127,6 +127,7 @@ class HealthThresholds:
         unique: Smallest `response/unique_frac`, where it was larger than twice that at first.
         reward_accuracy: Smallest accuracy of the reward model on held-out pairs.
         win_rate: Smallest upper end of the interval of the judge's win rate, after training.
+        critic_gain: Smallest lower end of the interval of `critic/gain_over_prompt`.
     """
 
     patience: int = 3
@@ -149,6 +150,7 @@ class HealthThresholds:
     unique: float | None = 0.2
     reward_accuracy: float | None = 0.6
     win_rate: float | None = 0.5
+    critic_gain: float | None = 0.0
 
 
 _COUNTS = {"patience", "explained_variance_logs", "judge_falls"}
@@ -251,7 +253,7 @@ RECIPE_RANGES: dict[str, Interval] = {
     "lam_policy": Interval(0, 1),
     "lam_critic": Interval(0, 1),
     "length_adaptive_alpha": Interval(0, FLOAT32_LARGEST, open_low=True),
-    "critic_warmup_steps": Interval(0, math.inf),
+    **dict.fromkeys(("critic_warmup_steps", "critic_audit_steps"), Interval(0, math.inf)),
     "critic_warmup_explained_variance": Interval(0, 1, open_high=True),
 }
 """Range of each numeric argument."""
@@ -325,6 +327,12 @@ class RecipeArguments:
         None,
         "End critic warm-up before the first update whose values have this explained variance, such as 0.5. None: "
         "after critic_warmup_steps.",
+    )
+
+    critic_audit_steps: int = _option(
+        0,
+        "PPO updates between two audits of the value model, such as 50: it is compared with Monte Carlo returns of "
+        "prefixes of held-out responses (arXiv 2410.01679), 65 responses to each held-out prompt. 0: none.",
     )
 
     # --- Advantages ---

@@ -444,7 +444,7 @@ def prefixes_of(columns: Tensor) -> AuditedPrefixes:
     return AuditedPrefixes(*(each[scored] for each in arrays))
 
 
-def check_audit(args: PPOConfig, num_prefixes: int, num_continuations: int) -> None:
+def check_audit(args: PPOConfig, num_prefixes: int = 4, num_continuations: int = 16) -> None:
     """Raise a `ValueError` if a number is too small, or the value model's unit is not the reward's."""
     if num_prefixes < 2:
         raise ValueError(f"num_prefixes={num_prefixes} ranks nothing; use at least 2 prefixes of each response")

@@ -507,6 +507,23 @@ def _explained_variance(history: History, limits: HealthThresholds) -> str | Non
 
 
 @_check(
+    "critic",
+    ("critic_gain",),
+    "an audit finds the values no better than the mean return of the prompt",
+    "the value model has not learned to tell good beginnings from bad ones, or it is broken",
+    ("raise critic_learning_rate", "raise critic_warmup_steps", "raise num_ppo_epochs"),
+)
+def _critic(history: History, limits: HealthThresholds) -> str | None:
+    gain, low = (history.last(f"critic/gain_over_prompt{end}", 1) for end in ("", "_low"))
+    if limits.critic_gain is None or not gain or not low or low[0] > limits.critic_gain:
+        return None
+    return (
+        f"the values explain {gain[0]:+.3g} more of the Monte Carlo returns' variance than the prompt's mean does "
+        f"(95% interval from {low[0]:.3g}); audit_critic() says more"
+    )
+
+
+@_check(
     "gradient_spike",
     ("gradient_spike",),
     "a gradient is many times as large as usual",

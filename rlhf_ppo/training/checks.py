@@ -23,6 +23,7 @@ from rlhf_ppo.config.inherited import check_keys
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.config.unused import RunContext, unused_options
 from rlhf_ppo.data.prompts import NoPrompts, check_rows
+from rlhf_ppo.evaluation.critic_audit import check_audit
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.processes.distributed import get_logger, preserve_rng, zero_stage
 from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR
@@ -205,13 +206,17 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any) -> No
             f"num_generations={args.num_generations} repeats the prompts of train_dataset, but there is none; leave "
             "it 1, and pass a query to step() as often as it has responses"
         )
+    if args.critic_audit_steps > 0:
+        check_audit(args)
     check_rows(train_dataset, "train_dataset")
     _check_lengths_column(args, train_dataset)
     if eval_dataset is None:
         wanted = (
             [f"eval_strategy={IntervalStrategy(args.eval_strategy).value!r}"] if args.eval_strategy != "no" else []
         )
-        if wanted := wanted + ["eval_on_start=True"] * args.eval_on_start:
+        wanted += ["eval_on_start=True"] * args.eval_on_start
+        wanted += [f"critic_audit_steps={args.critic_audit_steps}"] * (args.critic_audit_steps > 0)
+        if wanted:
             raise ValueError(f"{wanted[0]} evaluates, but eval_dataset=None: pass the prompts to evaluate on")
     elif isinstance(eval_dataset, Mapping):
         if not eval_dataset:

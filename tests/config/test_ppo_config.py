@@ -123,6 +123,7 @@ CASES = [
     Case("reference_ema", None, "0.99", 0.99, (-0.1, 1.0, 1.5, NAN)),
     Case("lm_head_float32", False, "true", True, ("yes", None)),
     Case("critic_warmup_steps", 0, "10", 10, (-1, 1.5, None)),
+    Case("critic_audit_steps", 0, "10", 10, (-1, 1.5, None)),
     Case("critic_warmup_explained_variance", None, "0.5", 0.5, (-0.1, 1.0, NAN)),
     Case("gae_level", "token", "turn", "turn", ("response", None)),
     Case("value_head_init", "zero", "normal", "normal", ("xavier", None)),

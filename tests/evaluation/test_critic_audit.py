@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,18 @@ def test_an_audit_repeats_and_leaves_training_alone(make_audited: Callable[..., 
     assert first == second and torch.equal(state, torch.get_rng_state())
 
 
+def test_audits_in_training_are_logged_and_change_nothing(make_trainer: Callable[..., PPOTrainer]) -> None:
+    """The weights are those of a run without audits; the log of updates 1 and 2 alone has the figures."""
+    held_out = {"eval_dataset": Dataset.from_list(prompt_rows(6, seed=5)), "temperature": 1.0}
+    runs = [make_trainer(**held_out, critic_audit_steps=steps, num_train_epochs=1) for steps in (0, 2)]
+    for trainer in runs:
+        trainer.train()
+    assert all(map(torch.equal, *(each.model.parameters() for each in runs)))
+    logged = [[log["step"] for log in each.state.log_history if "critic/tau" in log] for each in runs]
+    assert logged == [[], [2]]
+    assert (Path(runs[1].args.output_dir) / "critic_audit.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("numbers", "options", "message"),
     [
@@ -117,6 +130,7 @@ def test_an_audit_repeats_and_leaves_training_alone(make_audited: Callable[..., 
         ({"num_continuations": 3}, {}, "num_continuations=3 is too few"),
         ({}, {"whiten_rewards": True}, "whiten_rewards=True"),
         ({}, {"eval_dataset": None}, "needs held-out prompts"),
+        ({}, {"eval_dataset": None, "critic_audit_steps": 2}, "critic_audit_steps=2 evaluates"),
     ],
 )
 def test_an_impossible_audit_is_refused(

@@ -117,6 +117,12 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
         series("val/explained_variance", [-0.1] * 19 + [0.01]),
         "below 0 for 20 logs: -0.1",
     ),
+    "critic": (
+        [{"loss": 0.0, "critic/gain_over_prompt": 0.1, "critic/gain_over_prompt_low": 0.0}],
+        [{"loss": 0.0, "critic/gain_over_prompt": 0.1, "critic/gain_over_prompt_low": 0.01}],
+        "the values explain +0.1 more of the Monte Carlo returns' variance than the prompt's mean does (95% interval "
+        "from 0)",
+    ),
     "gradient_spike": (
         series("grad_norm", [1.0, 2.0, 3.0, 41.0]),
         series("grad_norm", [1.0, 2.0, 3.0, 39.0]),
