@@ -29,7 +29,8 @@ from rlhf_ppo.cli.training import (
     train_and_save,
 )
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.inherited import check_inherited, check_numbers
+from rlhf_ppo.config.inherited import INHERITED_RANGES, check_inherited
+from rlhf_ppo.config.validation import check_ranges
 from rlhf_ppo.data.sources import hold_out_pairs
 from rlhf_ppo.estimate.run import estimate_run, multiplied_dtype
 from rlhf_ppo.estimate.update import Estimate
@@ -197,7 +198,7 @@ def _parse(program: str, script: type, config: type, argv: Sequence[str] | None,
     checks = (  # PPOConfig has checked its numbers, TRL's configurations have not
         lambda: quantization_options(model_args),
         lambda: check_output_dir(args.output_dir),
-        lambda: check_numbers(args),
+        lambda: check_ranges(args, INHERITED_RANGES),
         lambda: check_inherited(args),
     )
     for check in checks:

@@ -3,9 +3,9 @@
 # TrlParser reads the annotations, so they are not postponed.
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
@@ -23,7 +23,7 @@ from rlhf_ppo.cli.arguments import PPOScriptArguments
 from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes
-from rlhf_ppo.config.validation import Interval, check_range
+from rlhf_ppo.config.validation import AtLeastOne, Interval, check_ranges, option, ranges_of
 from rlhf_ppo.estimate.run import (
     MEMORY_NOT_COUNTED,
     NOT_COUNTED,
@@ -55,6 +55,9 @@ PURPOSES = {
 """Purposes of memory: attributes of `Estimate`, in the order of the table."""
 
 
+_Rate = Annotated[float, Interval(1, math.inf)]
+
+
 @dataclass
 class EstimateArguments(PPOScriptArguments):
     """The options of `rlhf-ppo train`, and the devices that a run would have.
@@ -63,29 +66,21 @@ class EstimateArguments(PPOScriptArguments):
         ValueError: A number is not positive.
     """
 
-    num_devices: int | None = field(
-        default=None, metadata={"help": "Number of devices; default: the accelerate configuration's, or else 1."}
+    num_devices: AtLeastOne | None = option(None, "Devices; default: those of accelerate_config, or 1.")
+    accelerate_config: str | None = option(
+        None, "Configuration file of `accelerate launch`; its engine divides memory between devices."
     )
-    accelerate_config: str | None = field(
-        default=None,
-        metadata={"help": "The file that `accelerate launch --config_file` would get: its engine divides memory."},
+    device_flops: _Rate | None = option(None, "FLOP/s of a device, such as 4e14; default: measured on this machine.")
+    device_bandwidth: _Rate | None = option(
+        None, "Memory bandwidth of a device in bytes/s, such as 3e12; default: measured on this machine."
     )
-    device_flops: float | None = field(
-        default=None, metadata={"help": "FLOP/s of a device, such as 4e14; default: measured on this machine."}
-    )
-    device_bandwidth: float | None = field(
-        default=None, metadata={"help": "Bytes/s of a device's memory, such as 3e12; default: measured here."}
-    )
-    device_memory: float | None = field(
-        default=None,
-        metadata={"help": "Bytes of a device's memory, such as 8e10: tells the largest micro-batch that fits."},
+    device_memory: _Rate | None = option(
+        None, "Memory of a device in bytes, such as 8e10; prints the largest micro-batch that fits."
     )
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        for name in ("num_devices", "device_flops", "device_bandwidth", "device_memory"):
-            meaning = self.__dataclass_fields__[name].metadata["help"]
-            check_range(name, getattr(self, name), Interval(1, math.inf), meaning)
+        check_ranges(self, ranges_of(EstimateArguments))
 
 
 @dataclass(frozen=True)

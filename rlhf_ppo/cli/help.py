@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from rich.console import Console
 from rich.table import Table
@@ -240,12 +240,14 @@ def _sections(titles: Mapping[str, str], *dataclasses: type) -> dict[str, list[O
     """
     groups: dict[str, list[Option]] = {}
     title = ""
+    hints = {name: hint for dataclass in dataclasses for name, hint in get_type_hints(dataclass).items()}
     for each in (each for dataclass in dataclasses for each in fields(dataclass)):
         title = titles.get(each.name, title)
         if each.name in UNAVAILABLE or each.metadata["help"].startswith("Not available"):
             continue
         default = None if each.default in (MISSING, "default") else each.default
-        groups.setdefault(title, []).append(Option(each.name, default, each.metadata["help"], _placeholder(each.type)))
+        placeholder = _placeholder(hints[each.name])
+        groups.setdefault(title, []).append(Option(each.name, default, each.metadata["help"], placeholder))
     return groups
 
 

@@ -1,23 +1,26 @@
 """Options of `rlhf-ppo judge` and `rlhf-ppo llm`; importing them needs neither torch nor transformers."""
 
 # HfArgumentParser reads the annotations, so they are not postponed.
-import math
 import re
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from rlhf_ppo.config.validation import OWN_RANGES, Interval, check_range
+from rlhf_ppo.config.validation import (
+    AtLeastOne,
+    Count,
+    PositiveShare,
+    Seed,
+    Temperature,
+    check_ranges,
+    option,
+    ranges_of,
+)
 
 OPENAI_NAMES = re.compile(r"(gpt|chatgpt|o\d)-[\w.-]+|o\d")
 """Names of OpenAI's models."""
 
 ONE_OF = (("model", "model_column"), ("opponent", "opponent_column"), ("judge_model", "judge"))
 """Pairs of options; `rlhf-ppo judge` needs exactly one of each."""
-
-
-def option(default: Any, help: str) -> Any:
-    """Return a dataclass field with its help text."""
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass
@@ -33,7 +36,7 @@ class JudgeArguments:
         metadata={"help": "Prompts: a file, a directory or a hub name with the column `prompt`."}
     )
     split: str = option("train", "Split of the dataset.")
-    num_prompts: int = option(256, "Number of prompts, from the first.")
+    num_prompts: AtLeastOne = option(256, "Number of prompts, from the first.")
 
     model: str | None = option(None, "Directory or hub name of the model.")
     model_column: str | None = option(None, "Instead of model: the column with its responses.")
@@ -62,34 +65,26 @@ class JudgeArguments:
         None, 'JSON to send with model and messages; the default is {"temperature": 0.0, "max_tokens": 16}.'
     )
 
-    max_new_tokens: int = option(128, "Maximum length of a response, in tokens.")
-    temperature: float = option(0.7, "Sampling temperature; 0 takes the most likely token.")
-    top_p: float = option(1.0, "Sample from the most likely tokens whose probabilities sum to top_p.")
+    max_new_tokens: AtLeastOne = option(128, "Maximum length of a response, in tokens.")
+    temperature: Temperature = option(0.7, "Sampling temperature; 0 takes the most likely token.")
+    top_p: PositiveShare = option(1.0, "Sample from the most likely tokens whose probabilities sum to top_p.")
     generation_engine: Literal["transformers", "continuous", "vllm"] = option(
         "transformers", "Engine that generates the responses."
     )
-    batch_size: int = option(32, "Prompts in a batch.")
-    seed: int = option(0, "Seed of the sampling.")
+    batch_size: AtLeastOne = option(32, "Prompts in a batch.")
+    seed: Seed = option(0, "Seed of the sampling.")
     trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
 
     output_dir: str = option("judged", "Directory of judged.parquet and win_rate.json; no file is overwritten.")
-    num_shown: int = option(5, "Judged pairs to print.")
+    num_shown: Count = option(5, "Judged pairs to print.")
     dry_run: bool = option(False, "Check files, columns, models and judge, list all problems, and exit.")
 
     def __post_init__(self) -> None:
         """Check the numbers and the pairs of options."""
-        positive = Interval(1, math.inf)
-        ranges = {
-            **dict.fromkeys(("num_prompts", "max_new_tokens", "batch_size"), positive),
-            "num_shown": Interval(0, math.inf),
-            "seed": Interval(0, 2**32 - 1),
-            "top_p": OWN_RANGES["top_p"],
-        }
-        if self.temperature != 0:
-            ranges["temperature"] = OWN_RANGES["temperature"]
-        helps = {each.name: each.metadata["help"] for each in fields(self)}
-        for name, interval in ranges.items():
-            check_range(name, getattr(self, name), interval, helps[name])
+        ranges = ranges_of(JudgeArguments)
+        if self.temperature == 0:
+            del ranges["temperature"]
+        check_ranges(self, ranges)
         for one, other in ONE_OF:
             if (getattr(self, one) is None) == (getattr(self, other) is None):
                 raise ValueError(

@@ -4,22 +4,26 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from rlhf_ppo.config.validation import FLOAT32_LARGEST, LONGEST_WAIT, Interval, python_number, read_json, told
+from rlhf_ppo.config.validation import (
+    LONGEST_WAIT,
+    AtLeastOne,
+    AtLeastOneFloat,
+    Count,
+    Finite,
+    Interval,
+    NotNegative,
+    Port,
+    Positive,
+    PositiveShare,
+    Share,
+    ShareBelowOne,
+    python_number,
+    read_json,
+    told,
+)
 from rlhf_ppo.config.validation import option as _option
-
-ENGINE_RANGES: dict[str, Interval] = {
-    "generation_batch_size": Interval(1, math.inf),
-    "importance_sampling_clip_max": Interval(0, FLOAT32_LARGEST, open_low=True),
-    "vllm_server_port": Interval(1, 65535),
-    "vllm_group_port": Interval(1, 65535),
-    "vllm_server_timeout": Interval(0, LONGEST_WAIT),
-    "vllm_gpu_memory_utilization": Interval(0, 1, open_low=True),
-    "vllm_max_model_length": Interval(1, math.inf),
-    "vllm_tensor_parallel_size": Interval(1, math.inf),
-}
-"""Range of each numeric argument."""
 
 
 def is_vllm_available() -> bool:
@@ -38,58 +42,54 @@ class EngineArguments:
 
     generation_engine: Literal["transformers", "continuous", "vllm"] = _option(
         "transformers",
-        "What generates responses: 'transformers', its `generate`; 'continuous', its continuous batching, where a new "
-        "prompt takes the place of each response that ends; 'vllm', through TRL.",
+        "Engine that generates responses: 'transformers' (`generate`), 'continuous' (transformers' continuous "
+        "batching: a new prompt replaces each response that ends) or 'vllm' (through TRL).",
     )
-    generation_batch_size: int | None = _option(
+    generation_batch_size: AtLeastOne | None = _option(
         None,
-        "Rows that are generated from at once, on each process. None: the whole local batch with 'vllm' and, where "
-        "its cache fits by the estimate, on a GPU; elsewhere local_rollout_forward_batch_size.",
+        "Rows that each process generates at once. None: the whole local batch with 'vllm', and on a GPU if the "
+        "estimated cache fits; otherwise local_rollout_forward_batch_size.",
     )
     importance_sampling_correction: bool = _option(
         True,
-        "Weight each token's policy loss by how much likelier the training forward pass makes it than the engine did "
-        "(truncated importance sampling); for engines that say their log-probabilities: 'continuous' and 'vllm'.",
+        "Weight each token's policy loss by the ratio of its probabilities in training and in the engine (truncated "
+        "importance sampling). Needs an engine that returns log-probabilities: 'continuous' or 'vllm'.",
     )
-    importance_sampling_clip_max: float = _option(
-        2.0, "Largest weight of importance_sampling_correction; larger ones are cut to it."
+    importance_sampling_clip_max: Positive = _option(
+        2.0, "Largest weight of importance_sampling_correction; larger weights are clipped."
     )
     vllm_mode: Literal["colocate", "server"] = _option(
-        "colocate", "'colocate': vLLM runs in the training processes; 'server': a server of its own is asked."
+        "colocate", "'colocate': vLLM runs in the training processes; 'server': it runs in a separate server."
     )
     vllm_server_base_url: str | None = _option(
-        None, "URL of the vLLM server, such as http://localhost:8000; instead of vllm_server_host and _port."
+        None, "URL of the vLLM server, such as http://localhost:8000; replaces vllm_server_host and vllm_server_port."
     )
     vllm_server_host: str = _option("0.0.0.0", "Host of the vLLM server.")
-    vllm_server_port: int = _option(8000, "Port of the vLLM server.")
-    vllm_server_timeout: float = _option(
+    vllm_server_port: Port = _option(8000, "Port of the vLLM server.")
+    vllm_server_timeout: Annotated[float, Interval(0, LONGEST_WAIT)] = _option(
         240.0,
-        "How long the vLLM server may leave the question unanswered whether it is up, in seconds: at the start, and "
-        "while it generates or takes weights. One request may take ddp_timeout seconds.",
+        "Seconds to wait for the vLLM server's health check: at the start, and while it generates or loads weights. "
+        "One request may take ddp_timeout seconds.",
     )
-    vllm_group_port: int = _option(51216, "Port through which the vLLM server is sent the policy's weights.")
-    vllm_gpu_memory_utilization: float = _option(
-        0.3, "Share of the device's memory that a colocated vLLM may take, for weights and cache."
+    vllm_group_port: Port = _option(51216, "Port through which the vLLM server receives the policy's weights.")
+    vllm_gpu_memory_utilization: PositiveShare = _option(
+        0.3, "Share of the device's memory for the weights and cache of a colocated vLLM."
     )
-    vllm_max_model_length: int | None = _option(
-        None, "Longest prompt with its response in a colocated vLLM, in tokens; None: what the model can place."
+    vllm_max_model_length: AtLeastOne | None = _option(
+        None, "Maximum length of prompt and response in a colocated vLLM, in tokens; None: the model's own limit."
     )
-    vllm_tensor_parallel_size: int = _option(
-        1, "Number of processes over which a colocated vLLM splits the model; must divide their number."
+    vllm_tensor_parallel_size: AtLeastOne = _option(
+        1, "Processes over which a colocated vLLM splits the model; must divide the number of processes."
     )
     vllm_enable_sleep_mode: bool = _option(
-        False, "Free a colocated vLLM's memory while the models learn; its weights are sent again before each use."
+        False, "Free a colocated vLLM's memory during learning; its weights are sent again before each use."
     )
     vllm_model_impl: Literal["auto", "vllm", "transformers"] = _option(
-        "vllm", "Whose implementation of the model a colocated vLLM runs."
+        "vllm", "Library whose implementation of the model a colocated vLLM runs."
     )
 
-    def _check_engine(self) -> None:
-        """Raise if the selected engine is not installed.
-
-        Raises:
-            ValueError: vLLM is not installed.
-        """
+    def check_engine(self) -> None:
+        """Raise a `ValueError` if the selected engine is not installed."""
         if self.generation_engine == "vllm" and not is_vllm_available():
             raise ValueError(
                 "generation_engine='vllm' needs vLLM, which is not installed; `pip install trl[vllm]`, or set "
@@ -154,7 +154,7 @@ class HealthThresholds:
 
 
 _COUNTS = {"patience", "explained_variance_logs", "judge_falls"}
-_ALWAYS = {"patience", "explained_variance_logs"}
+_REQUIRED = {"patience", "explained_variance_logs"}
 
 
 def parse_thresholds(given: Any) -> dict[str, float | None] | None:
@@ -180,25 +180,25 @@ def parse_thresholds(given: Any) -> dict[str, float | None] | None:
             """{"kl": 30, "clip_fraction": null}; null (None) turns a check off"""
         )
     names = [field.name for field in fields(HealthThresholds)]
-    for name in given:
-        if name not in names:
-            raise ValueError(f"health_thresholds has no {name!r}; there are {', '.join(names)}")
+    if unknown := [name for name in given if name not in names]:
+        raise ValueError(f"health_thresholds has no {unknown[0]!r}; there are {', '.join(names)}")
     return {name: _checked(name, python_number(value)) for name, value in given.items()}
 
 
 def _checked(name: str, value: Any) -> float | None:
-    what = f"health_thresholds[{name!r}]={told(value)}"
-    if value is None and name not in _ALWAYS:
+    shown, off = (
+        f"health_thresholds[{name!r}]={told(value)}",
+        "" if name in _REQUIRED else "; None turns the check off",
+    )
+    if value is None and off:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{what} must be a number" + ("" if name in _ALWAYS else ", or None to turn the check off"))
+        raise TypeError(f"{shown} must be a number{off}")
     if not Interval(-math.inf, math.inf).holds(value):
-        raise ValueError(f"{what} must be finite" + ("" if name in _ALWAYS else "; None turns the check off"))
-    if name not in _COUNTS:
-        return value
-    if value < 1 or value != int(value):
-        raise ValueError(f"{what} must be a whole number of at least 1")
-    return int(value)
+        raise ValueError(f"{shown} must be finite{off}")
+    if name in _COUNTS and (value < 1 or value != int(value)):
+        raise ValueError(f"{shown} must be a whole number of at least 1")
+    return int(value) if name in _COUNTS else value
 
 
 def logging_interval(num_updates: int) -> int:
@@ -215,24 +215,24 @@ class LoggingArguments:
 
     log_console: Literal["line", "full", "none"] = _option(
         "line",
-        "What the terminal shows of a log: 'line', the figures that are watched, and a table at the end of the run; "
-        "'full', all of it as a dict, as Trainer does; 'none', nothing.",
+        "Terminal output of a log: 'line', the most important metrics, with a table at the end of the run; 'full', "
+        "all metrics as a dict, as Trainer prints them; 'none', nothing.",
     )
     health_checks: bool = _option(
         True,
-        "Watch the logs for signs that training goes wrong, warn once of each with the option to turn, and log "
+        "Check the logs for signs of failing training, warn once of each with the option to change, and log "
         "health/<check> (0 or 1).",
     )
-    health_thresholds: dict[str, float | None] | str | None = _option(  # noqa: RUF009 (a new field object)
+    health_thresholds: dict[str, float | None] | str | None = _option(
         None,
-        "From which figures on a health check says something, by the names of HealthThresholds: a dict or its JSON "
-        """text, such as '{"kl": 30, "clip_fraction": null}'; null (None) turns a check off.""",
+        "Thresholds of the health checks, by the names of HealthThresholds: a dict or its JSON text, such as "
+        """'{"kl": 30, "clip_fraction": null}'; null (None) turns a check off.""",
     )
     health_judge: str = _option(
         "eval_score",
-        "Metric of an evaluation that training does not see, such as eval_rewards/judge/mean of a reward with weight "
-        "0: that it falls while the score rises is a sign of over-optimisation. With several evaluation sets the "
-        "default is the score of the first.",
+        "Evaluation metric that training does not optimize, such as eval_rewards/judge/mean of a reward with weight "
+        "0. If it falls while the score rises, the policy is over-optimized. With several evaluation sets the default "
+        "is the score of the first.",
     )
 
     def given_thresholds(self) -> dict[str, Any]:
@@ -240,67 +240,48 @@ class LoggingArguments:
         return parse_thresholds(self.health_thresholds) or {}
 
 
-RECIPE_RANGES: dict[str, Interval] = {
-    "num_generations": Interval(1, math.inf),
-    "cliprange_high": Interval(0, FLOAT32_LARGEST, open_low=True),
-    "dual_clip": Interval(1, FLOAT32_LARGEST, open_low=True),
-    **dict.fromkeys(("entropy_coef", "ptx_coef", "positive_nll_coef"), Interval(0, FLOAT32_LARGEST)),
-    "positive_nll_threshold": Interval(-FLOAT32_LARGEST, FLOAT32_LARGEST),
-    **dict.fromkeys(("kl_target", "kl_stop"), Interval(0, FLOAT32_LARGEST, open_low=True)),
-    "kl_horizon": Interval(1, FLOAT32_LARGEST),
-    "critic_learning_rate": Interval(0, FLOAT32_LARGEST),
-    "reference_ema": Interval(0, 1, open_high=True),
-    "lam_policy": Interval(0, 1),
-    "lam_critic": Interval(0, 1),
-    "length_adaptive_alpha": Interval(0, FLOAT32_LARGEST, open_low=True),
-    **dict.fromkeys(("critic_warmup_steps", "critic_audit_steps"), Interval(0, math.inf)),
-    "critic_warmup_explained_variance": Interval(0, 1, open_high=True),
-}
-"""Range of each numeric argument."""
-
-
 @dataclass(repr=False)
 class RecipeArguments:
     """Options of published recipes; all are off by default and then do not change any number."""
 
-    num_generations: int = _option(
+    num_generations: AtLeastOne = _option(
         1,
-        "Responses to each prompt of an update, such as 16: the prompts of an update are that many times fewer, and "
-        "the episodes of a pass over them that many times more.",
+        "Responses to each prompt of an update, such as 16. An update then has batch_size / num_generations prompts, "
+        "and a pass over the data num_generations times as many episodes.",
     )
 
     log_kl: bool = _option(
         False,
-        "With kl_coef=0: hold and run a reference all the same, so that the KL to it is logged. Else there is none, "
-        "unless ref_model or ref_adapter_name gives one, or a KL controller or a reward needs one.",
+        "With kl_coef=0: keep a reference model and log the KL to it. Without it there is no reference, unless "
+        "ref_model or ref_adapter_name gives one, or a KL controller or a reward needs one.",
     )
 
-    kl_target: float | None = _option(
+    kl_target: Positive | None = _option(
         None,
-        "KL of a response, in nats, towards which kl_coef moves after each update: by at most a fifth, times the "
-        "update's share of kl_horizon (arXiv 1909.08593, section 2.2). None: kl_coef stays.",
+        "Target KL of a response, in nats. After each update kl_coef changes towards it, by at most a fifth times the "
+        "update's share of kl_horizon (arXiv 1909.08593, section 2.2). None: kl_coef is constant.",
     )
-    kl_horizon: float = _option(
+    kl_horizon: AtLeastOneFloat = _option(
         10_000,
-        "Episodes over which kl_coef moves towards kl_target; the fewer, the faster. An update counts as at most one "
-        "horizon, so fewer than batch_size change nothing more.",
+        "Episodes over which kl_coef adapts to kl_target; fewer episodes adapt faster. An update counts as at most "
+        "one horizon, so values below batch_size have the same effect.",
     )
-    kl_stop: float | None = _option(
+    kl_stop: Positive | None = _option(
         None,
-        "End an update's epochs once the policy has moved this far from where it sampled, in nats per token: the "
-        "mean over an epoch of k3 (http://joschu.net/blog/kl-approx.html). None: num_ppo_epochs in any case.",
+        "End an update's epochs once the KL to the sampling policy, in nats per token, exceeds this value: the mean "
+        "of k3 over an epoch (http://joschu.net/blog/kl-approx.html). None: always num_ppo_epochs.",
     )
 
-    reference_ema: float | None = _option(
+    reference_ema: ShareBelowOne | None = _option(
         None,
         "Move the reference towards the policy after each update: reference <- x reference + (1 - x) policy, such as "
-        "0.99 (arXiv 2404.10719). It needs a reference with weights of its own, so no adapters; a given ref_model is "
-        "changed in place. None: the reference stays.",
+        "0.99 (arXiv 2404.10719). Needs a reference with its own weights, so no adapters; a given ref_model is "
+        "changed in place. None: the reference is constant.",
     )
 
     # --- Scores and values ---
     score_scaling: bool = _option(
-        False, "Divide scores by the standard deviation of all scores of the run so far, of all processes."
+        False, "Divide scores by the standard deviation of all scores of the run so far, over all processes."
     )
     score_normalization: bool = _option(
         False,
@@ -309,97 +290,96 @@ class RecipeArguments:
     )
     value_head_init: Literal["zero", "normal"] = _option(
         "zero",
-        "Head of a value model that is made from the policy, of d inputs: 'zero', or 'normal' of standard deviation "
-        "1 / sqrt(d + 1) (arXiv 2403.17031).",
+        "Initial head of a value model made from the policy, with d inputs: 'zero', or 'normal' with standard "
+        "deviation 1 / sqrt(d + 1) (arXiv 2403.17031).",
     )
 
-    critic_learning_rate: float | None = _option(
+    critic_learning_rate: NotNegative | None = _option(
         None,
-        "Learning rate of the value model, on the schedule of learning_rate, such as 1e-5 beside 1e-6. None: "
-        "learning_rate.",
+        "Learning rate of the value model, with the schedule of learning_rate, such as 1e-5 with learning_rate 1e-6. "
+        "None: learning_rate.",
     )
-    critic_warmup_steps: int = _option(
+    critic_warmup_steps: Count = _option(
         0,
-        "PPO updates at the start of a run that train the value model alone, on returns of lambda 1, such as 10; the "
-        "policy stays as it is (arXiv 2503.01491, 2504.05118).",
+        "PPO updates at the start of a run that train only the value model, on returns with lambda 1, such as 10; "
+        "the policy does not change (arXiv 2503.01491, 2504.05118).",
     )
-    critic_warmup_explained_variance: float | None = _option(
+    critic_warmup_explained_variance: ShareBelowOne | None = _option(
         None,
         "End critic warm-up before the first update whose values have this explained variance, such as 0.5. None: "
         "after critic_warmup_steps.",
     )
 
-    critic_audit_steps: int = _option(
+    critic_audit_steps: Count = _option(
         0,
         "PPO updates between two audits of the value model, such as 50: it is compared with Monte Carlo returns of "
         "prefixes of held-out responses (arXiv 2410.01679), 65 responses to each held-out prompt. 0: none.",
     )
 
     # --- Advantages ---
-    lam_policy: float | None = _option(None, "Lambda of the advantages alone, such as 0.95. None: lam.")
-    lam_critic: float | None = _option(
-        None, "Lambda of the returns that the value model learns, such as 1 (arXiv 2504.05118). None: lam."
+    lam_policy: Share | None = _option(None, "Lambda of the advantages only, such as 0.95. None: lam.")
+    lam_critic: Share | None = _option(
+        None, "Lambda of the value model's returns, such as 1 (arXiv 2504.05118). None: lam."
     )
-    length_adaptive_alpha: float | None = _option(
+    length_adaptive_alpha: Positive | None = _option(
         None,
-        "Lambda of a response's advantages by its length l: 1 - 1 / (alpha l), such as 0.05 (arXiv 2504.05118); not "
-        "together with lam_policy. None: the same for all.",
+        "Make lambda of a response's advantages depend on its length l: 1 - 1 / (alpha l), with alpha such as 0.05 "
+        "(arXiv 2504.05118); not together with lam_policy. None: the same lambda for all.",
     )
 
     gae_level: Literal["token", "turn"] = _option(
         "token",
-        "What GAE takes for one action: a 'token', or a 'turn', the tokens that the policy wrote between two answers "
-        "of a tool or an environment; gamma and the lambdas are then per turn (arXiv 2512.17008).",
+        "Action of GAE: a 'token', or a 'turn', the policy's tokens between two answers of a tool or an environment; "
+        "gamma and the lambdas are then per turn (arXiv 2512.17008).",
     )
 
     # --- Arithmetic ---
     lm_head_float32: bool = _option(
         False,
-        "With bf16 or fp16: multiply hidden states and the language-model head in float32, in sampling, in all "
-        "log-probabilities and in learning (arXiv 2506.13585, 2510.13786). Not inside vLLM. In float32 runs it "
-        "changes nothing.",
+        "With bf16 or fp16: multiply hidden states by the language-model head in float32, in sampling, "
+        "log-probabilities and learning (arXiv 2506.13585, 2510.13786). Not inside vLLM. No effect in float32 runs.",
     )
 
     # --- Losses ---
     policy_loss: str = _option(
         "ppo",
-        "The policy's loss of a token: 'ppo'; 'gspo', with the ratio of the whole response (arXiv 2507.18071; "
-        "cliprange is then 3e-4 and cliprange_high 4e-4 where neither is given, whatever the preset); 'cispo', the "
-        "policy gradient weighted by the ratio up to 1 + cliprange_high (arXiv 2506.13585); or a function (logprobs, "
-        "experience, args), as 'path/file.py:function' or 'package.module.function'.",
+        "Policy loss per token: 'ppo'; 'gspo', with the ratio of the whole response (arXiv 2507.18071; its defaults "
+        "are cliprange 3e-4 and cliprange_high 4e-4, with any preset); 'cispo', the policy gradient weighted by the "
+        "ratio up to 1 + cliprange_high (arXiv 2506.13585); or a function (logprobs, experience, args), as "
+        "'path/file.py:function' or 'package.module.function'.",
     )
-    cliprange: float = _option(0.2, "How far the importance ratio may leave 1 before its gain is clipped.")
-    cliprange_value: float | None = _option(
-        0.2, "How far a value may leave the rollout's estimate before it is clipped; None, or inf, clips none."
+    cliprange: Positive = _option(0.2, "Clip range of the importance ratio: [1 - cliprange, 1 + cliprange].")
+    cliprange_value: Positive | None = _option(
+        0.2, "Clip range of a value around the rollout's estimate; None or inf: no clipping."
     )
-    cliprange_high: float | None = _option(
+    cliprange_high: Positive | None = _option(
         None,
-        "How far the importance ratio may rise above 1, where cliprange says how far it may fall below, such as 0.28 "
-        "(arXiv 2503.14476). None: as far as cliprange.",
+        "Upper clip range of the importance ratio, such as 0.28; cliprange is then the lower one (arXiv 2503.14476). "
+        "None: cliprange.",
     )
-    dual_clip: float | None = _option(
+    dual_clip: AtLeastOneFloat | None = _option(
         None,
-        "From which importance ratio on a token with a negative advantage has no gradient, such as 3 (arXiv "
-        "1912.09729). None: from none.",
+        "Importance ratio above which a token with a negative advantage has no gradient, such as 3 (arXiv "
+        "1912.09729). None: no limit.",
     )
-    entropy_coef: float = _option(0.0, "Weight of the policy's mean entropy per token, which is added to the gain.")
-    positive_nll_coef: float = _option(
+    entropy_coef: NotNegative = _option(0.0, "Weight of the entropy bonus: the policy's mean entropy per token.")
+    positive_nll_coef: NotNegative = _option(
         0.0,
-        "Weight of the mean negative log-likelihood, over tokens, of the responses that are paid more than "
-        "positive_nll_threshold: these are imitated, such as with 0.1 (arXiv 2504.05118). 0: none.",
+        "Weight of an imitation loss, such as 0.1: the mean negative log-likelihood, over tokens, of the responses "
+        "whose score exceeds positive_nll_threshold (arXiv 2504.05118). 0: no such loss.",
     )
-    positive_nll_threshold: float = _option(
-        0.0, "With positive_nll_coef: the score, as objective/scores has it, above which a response is imitated."
+    positive_nll_threshold: Finite = _option(
+        0.0, "With positive_nll_coef: score (as in objective/scores) above which a response is imitated."
     )
-    ptx_coef: float = _option(
+    ptx_coef: NotNegative = _option(
         0.0,
-        "Weight of the mean negative log-likelihood of tokens of ptx_dataset, of which each optimizer step learns as "
-        "many rows as the mini-batch has episodes (arXiv 2203.02155). 0: none.",
+        "Weight of a pretraining loss: the mean negative log-likelihood of tokens of ptx_dataset. Each optimizer step "
+        "uses as many rows as the mini-batch has episodes (arXiv 2203.02155). 0: no such loss.",
     )
     loss_aggregation: Literal["token", "sequence", "constant"] = _option(
         "token",
-        "How the policy's losses of tokens become that of a mini-batch: 'token', one mean over all tokens; "
-        "'sequence', the mean within each response, then over responses; 'constant', the sum over episodes x "
+        "Aggregation of the policy's token losses in a mini-batch: 'token', the mean over all tokens; 'sequence', "
+        "the mean within each response, then over responses; 'constant', the sum divided by episodes x "
         "response_length (arXiv 2503.20783).",
     )
 
@@ -427,57 +407,29 @@ def resolve_clip_ranges(args: Any, named: Collection[str], is_known: bool = True
         args.cliprange_high = args.cliprange  # explicitly, so that a copy of the arguments keeps both
 
 
-def resolve_recipes(args: RecipeArguments, named: Collection[str], is_known: bool) -> None:
-    """Resolve defaults that depend on other arguments; see `resolve_clip_ranges` for `named` and `is_known`."""
-    resolve_clip_ranges(args, named, is_known)
-    if args.cliprange_value == math.inf:
-        args.cliprange_value = None
-
-
 def check_warmup_length(args: RecipeArguments, num_updates: int) -> None:
-    """Check that critic warm-up ends before the run does.
-
-    Raises:
-        ValueError: It lasts for the whole run.
-    """
+    """Raise a `ValueError` if critic warm-up lasts for the whole run."""
     if args.critic_warmup_explained_variance is None and args.critic_warmup_steps >= num_updates > 0:
         raise ValueError(
-            f"critic_warmup_steps={args.critic_warmup_steps} is the whole run of {num_updates} updates, in which "
-            "the policy would not learn; lower it, or let critic_warmup_explained_variance end it"
+            f"critic_warmup_steps={args.critic_warmup_steps} is the whole run of {num_updates} updates, so the policy "
+            "would not learn; lower it, or let critic_warmup_explained_variance end it"
         )
 
 
 def check_recipes(args: RecipeArguments, kl_coef: float) -> None:
-    """Check options that exclude each other.
-
-    Args:
-        args: The options.
-        kl_coef: Coefficient of the KL penalty.
-
-    Raises:
-        ValueError: Two of them are set.
-    """
+    """Raise a `ValueError` if options of recipes contradict each other, or `kl_coef`."""
     if args.dual_clip is not None and args.policy_loss in ("gspo", "cispo"):
         raise ValueError(
-            f"dual_clip={args.dual_clip} has no place in policy_loss={args.policy_loss!r}; leave it None, or set "
+            f"dual_clip={args.dual_clip} has no effect on policy_loss={args.policy_loss!r}; leave it None, or set "
             "policy_loss to 'ppo'"
         )
     if args.kl_target is not None and kl_coef == 0:
         raise ValueError(
             f"kl_target={args.kl_target} multiplies kl_coef=0, which stays 0; start from a positive kl_coef"
         )
-    if args.score_scaling and args.score_normalization:
-        raise ValueError(
-            "score_scaling=True and score_normalization=True exclude each other; the second one scales too"
-        )
-    if args.lam_policy is not None and args.length_adaptive_alpha is not None:
-        raise ValueError(
-            f"lam_policy={args.lam_policy} and length_adaptive_alpha={args.length_adaptive_alpha} exclude each other; "
-            "leave one None"
-        )
     highest = 1 + (args.cliprange if args.cliprange_high is None else args.cliprange_high)
     if args.dual_clip is not None and args.dual_clip <= highest:
         raise ValueError(
-            f"dual_clip={args.dual_clip} must lie above the clip range, which ends at {highest:g}; raise it, such as "
+            f"dual_clip={args.dual_clip} must be above the clip range, which ends at {highest:g}; raise it, such as "
             "to 3"
         )

@@ -26,7 +26,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-from rlhf_ppo.config.validation import Interval, check_json_file, check_range
+from rlhf_ppo.config.validation import Interval, check_json_file
 from rlhf_ppo.terminal.text import visible_logger
 
 _NO_METRICS = "evaluation scores sampled responses, it computes no predictions; use reward_funcs to measure more"
@@ -182,17 +182,6 @@ def _type_of(name: str, hint: Any, choices: dict[str, Any]) -> Any:
     if values:
         return Literal[*values, *([None] if types.NoneType in options else [])]
     return _INSTEAD.get(name, hint | _ALSO[name] if name in _ALSO else hint)
-
-
-def check_numbers(args: TrainingArguments) -> None:
-    """Check that numeric training arguments are in their ranges.
-
-    Raises:
-        ValueError: One is not.
-    """
-    helps = {item.name: str(item.metadata.get("help", "")) for item in fields(args)}
-    for name, interval in INHERITED_RANGES.items():
-        check_range(name, getattr(args, name), interval, helps[name])
 
 
 def check_dicts(args: TrainingArguments) -> None:

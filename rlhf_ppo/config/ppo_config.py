@@ -6,14 +6,12 @@ import math
 import os
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
 import torch
 from transformers import TrainingArguments
 
 from rlhf_ppo.config.arguments import (
-    ENGINE_RANGES,
-    RECIPE_RANGES,
     EngineArguments,
     LoggingArguments,
     RecipeArguments,
@@ -21,7 +19,7 @@ from rlhf_ppo.config.arguments import (
     check_warmup_length,
     logging_interval,
     parse_thresholds,
-    resolve_recipes,
+    resolve_clip_ranges,
 )
 from rlhf_ppo.config.inherited import (
     INHERITED_RANGES,
@@ -34,7 +32,25 @@ from rlhf_ppo.config.inherited import (
 )
 from rlhf_ppo.config.presets import PresetArguments
 from rlhf_ppo.config.redaction import RedactsSecrets
-from rlhf_ppo.config.validation import OWN_RANGES, check_range, check_type, parse_strings, parse_weights, python_number
+from rlhf_ppo.config.validation import (
+    LONGEST_WAIT,
+    AtLeastOne,
+    Count,
+    Finite,
+    Interval,
+    NotNegative,
+    Positive,
+    PositiveShare,
+    Share,
+    ShareBelowOne,
+    Temperature,
+    check_ranges,
+    check_type,
+    parse_strings,
+    parse_weights,
+    python_number,
+    ranges_of,
+)
 from rlhf_ppo.config.validation import option as _option
 from rlhf_ppo.terminal.text import visible_logger
 
@@ -199,14 +215,14 @@ def run_length(
 def output_directory(args: TrainingArguments) -> str:
     """Return `output_dir`; raise a `ValueError` if it was set to None."""
     if args.output_dir is None:
-        raise ValueError("output_dir=None: there is no directory to write to; set output_dir")
+        raise ValueError("output_dir=None: set output_dir to the directory of the run")
     return os.fspath(args.output_dir)
 
 
 def settings_of(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """Return an argument that TrainingArguments has parsed to a dict or None; raise a `TypeError` for a text."""
+    """Return an argument that TrainingArguments has parsed to a dict or None; raise a `TypeError` for a string."""
     if isinstance(value, str):
-        raise TypeError(f"{value!r} is a text; pass a dict")
+        raise TypeError(f"{value!r} is a string; pass a dict")
     return value
 
 
@@ -215,9 +231,6 @@ def settings_of(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
 
 
 logger = visible_logger(__name__)
-
-RANGES = {**OWN_RANGES, **ENGINE_RANGES, **RECIPE_RANGES, **INHERITED_RANGES}
-"""Range of each numeric argument."""
 
 
 @dataclass(repr=False)  # RedactsSecrets' own hides tokens
@@ -243,160 +256,157 @@ class PPOConfig(
     """
 
     # --- Inherited, with other defaults ---
-    learning_rate: float = _option(3e-6, "Initial learning rate of the optimizer.")
+    learning_rate: float = _option(3e-6, "Initial learning rate.")
     logging_steps: float = _option(
         10,
-        "Log every that many PPO updates; below 1 it is a share of all updates, such as 0.1. If not set, a run of "
-        "fewer than 200 updates is logged more often, 20 times or more.",
+        "PPO updates between two logs; below 1, a share of all updates, such as 0.1. If not set, a run of fewer than "
+        "200 updates logs more often, at least 20 times.",
     )
     gradient_checkpointing: bool = _option(
-        True, "Recompute activations in the backward pass: less memory for one more forward pass."
+        True, "Recompute activations in the backward pass: less memory, one more forward pass."
     )
     bf16: bool | None = _option(
         None,
-        "Compute in bfloat16 (mixed precision). If not set: True unless fp16 is set or there is no accelerator that "
-        "can do it.",
+        "Compute in bfloat16 (mixed precision). If not set: True if an accelerator supports it and fp16 is not set.",
         nargs="?",
         const=True,
     )
-    dataloader_drop_last: bool = _option(True, "Leave out the last, smaller batch of an epoch; False is an error.")
-    warmup_ratio: float | None = _option(
-        None, "Share of all updates with a linear warm-up of the learning rate; the same as warmup_steps below 1."
+    dataloader_drop_last: bool = _option(True, "Drop the last, smaller batch of an epoch; False is an error.")
+    warmup_ratio: ShareBelowOne | None = _option(
+        None, "Share of all updates in which the learning rate rises; the same as warmup_steps below 1."
     )
 
     # --- Experiment, models, data ---
     exp_name: str = _option("ppo_config", "Name of the experiment; run_name is <exp_name>__<seed> if not set.")
     overwrite_output_dir: bool = _option(
         False,
-        "Delete the checkpoints in output_dir when training starts. Otherwise a directory that holds any is an error "
-        "unless resume_from_checkpoint goes on from one; other files in it are no obstacle and stay.",
+        "Delete the checkpoints in output_dir when training starts. Without it, a directory with checkpoints is an "
+        "error unless resume_from_checkpoint is set. Other files in it are kept.",
     )
-    sft_model_path: str = _option(
-        "EleutherAI/pythia-160m", "Path of the SFT model: policy and reference at the start."
-    )
+    sft_model_path: str = _option("EleutherAI/pythia-160m", "Path of the SFT model: initial policy, and reference.")
     reward_model_path: str = _option("EleutherAI/pythia-160m", "Path of the reward model.")
     model_adapter_name: str | None = _option(None, "Name of the PEFT adapter to train, if there are several.")
     ref_adapter_name: str | None = _option(None, "Name of the PEFT adapter that is the reference.")
     share_base_model: bool = _option(
         False,
-        "Hold the base of a LoRA policy once: for the value model too, which gets an adapter of its own, and for "
-        "reward models that are adapters over it.",
+        "Load the base of a LoRA policy once and share it with the value model, which gets its own adapter, and with "
+        "reward models that are adapters of the same base.",
     )
     offload_frozen: bool = _option(
         False,
-        "Keep the weights of reference and reward models on the CPU, and bring them to the device for each use only.",
+        "Keep the weights of reference and reward models on the CPU, and move them to the device only for each use.",
     )
-    dataset_num_proc: int | None = _option(None, "Number of processes that tokenize the data set.")
-    max_prompt_length: int | None = _option(
-        None, "Longest prompt, in tokens: longer ones are dropped. None: no limit."
+    dataset_num_proc: Annotated[int, Interval(1, 1024)] | None = _option(None, "Processes that tokenize the dataset.")
+    max_prompt_length: AtLeastOne | None = _option(
+        None, "Maximum length of a prompt, in tokens; longer prompts are dropped. None: no limit."
     )
 
     # --- Rollout ---
-    total_episodes: int | None = _option(
+    total_episodes: AtLeastOne | None = _option(
         None,
-        "Number of episodes of the whole run. If not set: num_train_epochs x number of prompts x num_generations.",
+        "Episodes of the whole run. If not set: num_train_epochs x number of prompts x num_generations.",
     )
-    response_length: int = _option(53, "Longest response, in tokens.")
-    temperature: float = _option(0.7, "Sampling temperature; logits are divided by it in every log-probability.")
-    top_k: int = _option(0, "Sample from the k most likely tokens only; 0: from all.")
-    top_p: float = _option(1.0, "Sample from the most likely tokens whose probabilities sum to p; 1: from all.")
-    min_p: float | None = _option(
-        None, "Sample only tokens at least this many times as likely as the likeliest one; None: from all."
+    response_length: AtLeastOne = _option(53, "Maximum length of a response, in tokens.")
+    temperature: Temperature = _option(0.7, "Sampling temperature; divides the logits in every log-probability.")
+    top_k: Count = _option(0, "Sample from the k most likely tokens; 0: from all tokens.")
+    top_p: PositiveShare = _option(
+        1.0, "Sample from the most likely tokens whose probabilities sum to p; 1: from all tokens."
+    )
+    min_p: Share | None = _option(
+        None, "Sample from tokens at least min_p times as likely as the likeliest token; None: from all tokens."
     )
     stop_token: Literal["eos"] | None = _option(
-        None, "'eos': the tokenizer's EOS token ends a response. For another token use stop_token_id instead."
+        None, "'eos': the tokenizer's EOS token ends a response. For another token use stop_token_id."
     )
-    stop_token_id: int | None = _option(None, "Id of the token that ends a response; not together with stop_token.")
-    stop_strings: list[str] | None = _option(  # noqa: RUF009 (a new field object)
+    stop_token_id: Count | None = _option(None, "Id of the token that ends a response; not together with stop_token.")
+    stop_strings: list[str] | None = _option(
         None,
-        "Texts that end a response as the stop token does, after the token that completes one: several values, or a "
-        """JSON list such as '["Question:", "###"]'. Looked for in the response only, not in the prompt.""",
+        "Texts that end a response, as the stop token does, after the token that completes the text: several values, "
+        """or a JSON list such as '["Question:", "###"]'. Texts in the prompt do not count.""",
     )
-    local_rollout_forward_batch_size: int = _option(
-        64, "Rows per forward pass without gradient in the rollout, on each process."
+    local_rollout_forward_batch_size: AtLeastOne = _option(
+        64, "Rows per process and forward pass without gradient in the rollout."
     )
     ds3_gather_for_generation: bool = _option(
         True,
         "With DeepSpeed ZeRO-3, gather the policy's weights for generation: faster, but the whole policy must fit on "
         "one device.",
     )
-    num_sample_generations: int = _option(10, "How many tables of samples to print, evenly over the run; 0: none.")
-    num_completions_to_keep: int = _option(
+    num_sample_generations: Count = _option(10, "Tables of samples to print, evenly over the run; 0: none.")
+    num_completions_to_keep: Count = _option(
         32,
-        "How many responses of each logged update are kept in output_dir/completions, with value, advantage, KL and "
-        "reward of every token; 0: none.",
+        "Responses of each logged update to save in output_dir/completions, with value, advantage, KL and reward of "
+        "every token; 0: none.",
     )
-    hub_files: list[str] | None = _option(  # noqa: RUF009 (a new field object)
-        None, "What push_to_hub uploads besides, as patterns of paths in output_dir such as 'completions/*'."
+    hub_files: list[str] | None = _option(
+        None, "Additional files that push_to_hub uploads: patterns of paths in output_dir, such as 'completions/*'."
     )
 
     # --- Reward ---
     # HfArgumentParser reads the second of several types from the command line.
-    reward_weights: list[float] | str | dict[str, float] | None = _option(  # noqa: RUF009 (a new field object)
+    reward_weights: list[float] | str | dict[str, float] | None = _option(
         None,
-        "Weight of each reward: numbers, the reward models' first, then those of reward_funcs in their order; or a "
-        "dict by name, in which a reward model is 'reward_model' and a function has its own name; or either as JSON "
-        "text. None: all 1.",
+        "Weight of each reward: a list, reward models first, then reward_funcs in their order; or a dict by name, "
+        "with 'reward_model' for a reward model and a function's own name; or either as JSON text. None: all 1.",
         nargs="+",
     )
-    reward_head: list[str] | str | None = _option(  # noqa: RUF009 (a new field object)
+    reward_head: list[str] | str | None = _option(
         None,
-        "Label, by name or position, that a reward model with several labels scores with: one for all reward models, "
-        "or one for each.",
+        "Label, by name or position, that is the score of a reward model with several labels: one for all reward "
+        "models, or one for each.",
         nargs="+",
     )
-    reward_timeout: float | None = _option(
+    reward_timeout: Annotated[float, Interval(0, LONGEST_WAIT, open_low=True)] | None = _option(
         None,
-        "Seconds that one call of a reward function, or of a server with all its repetitions, may take; then the run "
-        "ends with an error. Functions run in threads then, not in the main one; one that hangs is left behind. None: "
-        "no limit.",
+        "Maximum seconds of one call of a reward function, or of a server with all retries; after it the run ends "
+        "with an error. Reward functions then run in threads; a hanging thread is abandoned. None: no limit.",
     )
-    score_clip: float | None = _option(
+    score_clip: Positive | None = _option(
         None,
         "Clip the summed score to [-score_clip, score_clip], after score_scaling or score_normalization (then in "
-        "standard deviations) and before missing_eos_penalty or missing_eos_score; must be positive.",
+        "standard deviations), before missing_eos_penalty or missing_eos_score.",
     )
-    missing_eos_penalty: float | None = _option(
-        None, "Subtracted from the score of a response that has neither stop token nor stop string; must be positive."
+    missing_eos_penalty: Positive | None = _option(
+        None, "Penalty on the score of a response that has neither stop token nor stop string."
     )
-    missing_eos_score: float | None = _option(
+    missing_eos_score: Finite | None = _option(
         None,
-        "Replaces the score of a response that has neither stop token nor stop string, such as -1 (the EOS trick of "
-        "arXiv 2403.17031); not together with missing_eos_penalty. Both are in standard deviations of scaled scores.",
+        "Score of every response that has neither stop token nor stop string, such as -1 (the EOS trick of arXiv "
+        "2403.17031); not together with missing_eos_penalty. If scores are scaled, both are in standard deviations.",
     )
     bootstrap_truncated: bool = _option(
         False,
-        "Let a response that was cut by response_length, without stop token or string, end with the value estimate at "
-        "the cut instead of 0.",
+        "Bootstrap the return of a response that response_length truncates, without stop token or string, from the "
+        "value estimate at the end instead of 0.",
     )
-    kl_coef: float = _option(0.05, "Coefficient of the per-token KL penalty, in reward per nat.")
+    kl_coef: NotNegative = _option(0.05, "Coefficient of the per-token KL penalty, in reward per nat.")
     kl_estimator: Literal["k1", "k3"] = _option(
         "k1",
-        "KL estimator in the reward: 'k1', the log-ratio, whose policy gradient is the KL's; 'k3', never negative, "
-        "whose gradient there is biased (arXiv 2512.21852). 'k2' is biased and only logged (policy/approxkl_avg).",
+        "KL estimator in the reward: 'k1', the log-ratio, with an unbiased policy gradient; 'k3', never negative, "
+        "with a biased gradient (arXiv 2512.21852). 'k2' is biased and only logged (policy/approxkl_avg).",
     )
-    whiten_rewards: bool = _option(False, "Scale the token rewards to variance 1, their mean kept.")
+    whiten_rewards: bool = _option(False, "Scale the token rewards to variance 1, with their mean unchanged.")
 
     # --- Optimization ---
-    num_ppo_epochs: int = _option(4, "Passes over each rollout.")
-    num_mini_batches: int = _option(1, "Mini-batches, and so optimizer steps, per pass.")
-    max_tokens_per_micro_batch: int | None = _option(
+    num_ppo_epochs: Annotated[int, Interval(1, 1000)] = _option(4, "Passes over each rollout.")
+    num_mini_batches: AtLeastOne = _option(1, "Mini-batches per pass; each is one optimizer step.")
+    max_tokens_per_micro_batch: AtLeastOne | None = _option(
         None,
-        "Cut mini-batches into forward and backward passes of as many whole episodes as fit into this many tokens, "
-        "prompts included, instead of per_device_train_batch_size episodes; a longer episode has a pass to itself.",
+        "Maximum tokens of a forward and backward pass, prompts included, instead of per_device_train_batch_size "
+        "episodes. A pass holds whole episodes; a longer episode is a pass of its own.",
     )
-    gamma: float = _option(1.0, "Discount factor per token.")
-    lam: float = _option(0.95, "Lambda of generalized advantage estimation.")
-    vf_coef: float = _option(0.1, "Weight of the value loss.")
+    gamma: Share = _option(1.0, "Discount factor per token.")
+    lam: Share = _option(0.95, "Lambda of generalized advantage estimation.")
+    vf_coef: NotNegative = _option(0.1, "Weight of the value loss.")
     on_divergence: Literal["stop", "skip"] = _option(
         "stop",
-        "What happens when a score, log-probability, KL, value, loss or gradient is not finite: 'stop' ends the run, "
-        "naming the cause and the last good checkpoint; 'skip' leaves out the response, or the rest of the update, "
-        "counts that in guard/*, and stops after five skipped updates in a row.",
+        "Reaction to a score, log-probability, KL, value, loss or gradient that is not finite: 'stop' ends the run "
+        "with the cause and the last good checkpoint; 'skip' skips the response, or the rest of the update, counts it "
+        "in guard/*, and ends the run after five skipped updates in a row.",
     )
 
     # --- Derived: the trainer's sizes under TRL's names ---
-    world_size: int | None = _option(None, "Derived: number of processes.")
+    world_size: int | None = _option(None, "Derived: processes.")
     local_batch_size: int | None = _option(
         None, "Derived: episodes per update and process: per_device_train_batch_size x gradient_accumulation_steps."
     )
@@ -404,10 +414,10 @@ class PPOConfig(
     batch_size: int | None = _option(None, "Derived: episodes per update: local_batch_size x world_size.")
     local_mini_batch_size: int | None = _option(None, "Derived: local_batch_size / num_mini_batches.")
     mini_batch_size: int | None = _option(None, "Derived: batch_size / num_mini_batches.")
-    num_total_batches: int | None = _option(None, "Derived: number of PPO updates: total_episodes / batch_size.")
+    num_total_batches: int | None = _option(None, "Derived: PPO updates: total_episodes / batch_size.")
 
     def __post_init__(self) -> None:
-        """Resolve defaults that depend on other fields, validate, and set up the devices in TrainingArguments."""
+        """Resolve defaults that depend on other fields, validate, and let TrainingArguments set up the devices."""
         self.derived_values: dict[str, Any] = {}
         self.resolve_preset()
         if self.bf16 is None:
@@ -415,7 +425,8 @@ class PPOConfig(
         self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
-        resolve_recipes(self, self._named, is_known={field.name for field in fields(self)} > {*self._named})
+        resolve_clip_ranges(self, self._named, is_known={field.name for field in fields(self)} > {*self._named})
+        self.cliprange_value = None if self.cliprange_value == math.inf else self.cliprange_value
         if self.metric_for_best_model is None and self.compares_models():
             self.metric_for_best_model = "score"
         with self.explaining_preset():
@@ -461,27 +472,25 @@ class PPOConfig(
         self.reward_weights = parse_weights("reward_weights", self.reward_weights)
         self.stop_strings = parse_strings("stop_strings", self.stop_strings)
         self.health_thresholds = parse_thresholds(self.health_thresholds)
-        helps = {f.name: str(f.metadata.get("help", "")) for f in fields(self)}
+        helps = {field.name: str(field.metadata.get("help", "")) for field in fields(self)}
         for name, annotation in _checked_annotations().items():
             setattr(self, name, python_number(getattr(self, name)))
             check_type(name, getattr(self, name), annotation, helps[name])
         reject_unsupported(self)
-        for name, interval in RANGES.items():
-            check_range(name, getattr(self, name), interval, helps[name])
+        check_ranges(self, RANGES)
         check_dicts(self)
         check_inherited(self)
-        for one, other in (("stop_token", "stop_token_id"), ("missing_eos_penalty", "missing_eos_score")):
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise ValueError(
-                    f"{one}={getattr(self, one)!r} and {other}={getattr(self, other)!r} exclude each other; leave one "
-                    "None"
-                )
+        for names in EXCLUSIVE:
+            values = {name: getattr(self, name) for name in names}
+            if not any(value is None or value is False for value in values.values()):
+                shown = " and ".join(f"{name}={value!r}" for name, value in values.items())
+                raise ValueError(f"{shown} exclude each other; set only one of them")
         if self.warmup_ratio is not None and self.warmup_steps != self.warmup_ratio:
             raise ValueError(
                 f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} contradict each other; set "
                 "warmup_steps alone, which is a share of the run below 1"
             )
-        self._check_engine()
+        self.check_engine()
         check_recipes(self, self.kl_coef)
         of_process = (self.per_device_train_batch_size, self.gradient_accumulation_steps)
         for name in ("num_mini_batches", "num_generations"):
@@ -516,12 +525,12 @@ class PPOConfig(
         for name, size in asdict(sizes).items():
             if self.user_value(name) not in (None, size) and name != "total_episodes":
                 raise ValueError(
-                    f"{name}={getattr(self, name)} was set, but {size} follows from the other arguments; leave it None"
+                    f"{name}={getattr(self, name)} was set, but the other arguments result in {size}; leave it None"
                 )
         return sizes
 
     def fill_derived(self, num_processes: int, num_examples: int | None) -> Sizes:
-        """Compute the sizes of a run, and set the unset fields with TRL's names, `max_steps` and `run_name`.
+        """Compute the sizes of a run, and set the unset derived fields, `max_steps` and `run_name`.
 
         The trainer calls it before `Trainer.__init__`, which reads the world size, and again when training starts.
         Training reads the returned `Sizes`; the fields are for trackers, logs and model cards.
@@ -555,11 +564,22 @@ class PPOConfig(
         return super().main_process_first(local, desc)
 
 
+RANGES = ranges_of(PPOConfig) | INHERITED_RANGES
+"""Range of each numeric argument."""
+
+EXCLUSIVE = (
+    ("stop_token", "stop_token_id"),
+    ("missing_eos_penalty", "missing_eos_score"),
+    ("score_scaling", "score_normalization"),
+    ("lam_policy", "length_adaptive_alpha"),
+)
+"""Pairs of arguments that exclude each other."""
+
+
 @functools.cache
 def _checked_annotations() -> dict[str, Any]:
-    """Return the type of every field, PPO's own first, except of rejected arguments, which have one valid value."""
-    hints = get_type_hints(PPOConfig)
-    parts = (EngineArguments, PresetArguments, RecipeArguments, LoggingArguments)
-    of_parts = (name for part in parts for name in part.__dataclass_fields__)
-    own = {name: hints[name] for name in (*inspect.get_annotations(PPOConfig), *of_parts)}
-    return own | {name: hint for name, hint in inherited_types().items() if name not in {*own, *REJECTED}}
+    """Return the type of every field, PPO's own first; rejected arguments are left out: they have one valid value."""
+    hints, inherited = get_type_hints(PPOConfig), inherited_types()
+    names = [*inspect.get_annotations(PPOConfig), *(field.name for field in fields(PPOConfig))]
+    own = {name: hints[name] for name in names if name not in inherited or name in PPOConfig.__annotations__}
+    return own | {name: hint for name, hint in inherited.items() if name not in {*own, *REJECTED}}

@@ -7,9 +7,10 @@ import math
 import re
 import sys
 import types
-from dataclasses import field
+from collections.abc import Mapping
+from dataclasses import field, fields
 from numbers import Integral, Real
-from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -66,29 +67,45 @@ LONGEST_WAIT = 1e6
 """Limit of a timeout in seconds: eleven days; some systems support no more than 49."""
 
 
-_NOT_NEGATIVE = Interval(0, math.inf)
-_AT_LEAST_ONE = Interval(1, math.inf)
+Finite = Annotated[float, WEIGHTS]
+Positive = Annotated[float, Interval(0, FLOAT32_LARGEST, open_low=True)]
+NotNegative = Annotated[float, Interval(0, FLOAT32_LARGEST)]
+AtLeastOneFloat = Annotated[float, Interval(1, FLOAT32_LARGEST)]
+Share = Annotated[float, Interval(0, 1)]
+PositiveShare = Annotated[float, Interval(0, 1, open_low=True)]
+ShareBelowOne = Annotated[float, Interval(0, 1, open_high=True)]
+Count = Annotated[int, Interval(0, math.inf)]
+AtLeastOne = Annotated[int, Interval(1, math.inf)]
+Port = Annotated[int, Interval(1, 65535)]
+Seed = Annotated[int, Interval(0, 2**32 - 1)]  # as NumPy requires
+Temperature = Annotated[float, Interval(1e-3, 1e3)]  # beyond, rounding to float32 decides the log-probabilities
 
-OWN_RANGES: dict[str, Interval] = {
-    "temperature": Interval(1e-3, 1e3),  # beyond, rounding to float32 decides the log-probabilities
-    **dict.fromkeys(
-        ("cliprange", "cliprange_value", "missing_eos_penalty", "score_clip"),
-        Interval(0, FLOAT32_LARGEST, open_low=True),
-    ),
-    "reward_timeout": Interval(0, LONGEST_WAIT, open_low=True),
-    "missing_eos_score": Interval(-FLOAT32_LARGEST, FLOAT32_LARGEST),
-    **dict.fromkeys(("kl_coef", "vf_coef"), Interval(0, FLOAT32_LARGEST)),
-    **dict.fromkeys(("top_k", "num_sample_generations", "num_completions_to_keep", "stop_token_id"), _NOT_NEGATIVE),
-    **dict.fromkeys(("response_length", "num_mini_batches", "total_episodes"), _AT_LEAST_ONE),
-    **dict.fromkeys(("local_rollout_forward_batch_size", "max_prompt_length"), _AT_LEAST_ONE),
-    "max_tokens_per_micro_batch": _AT_LEAST_ONE,
-    "num_ppo_epochs": Interval(1, 1000),  # an update of more would not end
-    "dataset_num_proc": Interval(1, 1024),  # each is a process
-    **dict.fromkeys(("gamma", "lam", "min_p"), Interval(0, 1)),
-    "top_p": Interval(0, 1, open_low=True),
-    "warmup_ratio": Interval(0, 1, open_high=True),
-}
-"""Range of each numeric argument that `PPOConfig` itself defines."""
+
+def ranges_of(dataclass: type) -> dict[str, Interval]:
+    """Return the range of each field whose annotation holds one, such as `AtLeastOne | None`."""
+    ranges = {name: _range_in(hint) for name, hint in get_type_hints(dataclass, include_extras=True).items()}
+    return {name: interval for name, interval in ranges.items() if interval is not None}
+
+
+def _range_in(hint: Any) -> Interval | None:
+    if get_origin(hint) is Annotated:
+        return hint.__metadata__[0]
+    return next(filter(None, map(_range_in, get_args(hint))), None)
+
+
+def check_ranges(args: Any, ranges: Mapping[str, Interval]) -> None:
+    """Check the numbers of a dataclass; see `check_range`.
+
+    Args:
+        args: The dataclass.
+        ranges: Range of each checked field.
+
+    Raises:
+        ValueError: One is outside.
+    """
+    helps = {item.name: str(item.metadata.get("help", "")) for item in fields(args)}
+    for name, interval in ranges.items():
+        check_range(name, getattr(args, name), interval, helps[name])
 
 
 def check_range(name: str, value: float | None, interval: Interval, meaning: str) -> None:

@@ -600,10 +600,10 @@ def test_a_ratio_of_whole_responses_has_clip_ranges_of_its_own():
             {"score_scaling": True, "score_normalization": True},
             "score_scaling=True and score_normalization=True exclude",
         ),
-        ({"dual_clip": 3.0, "policy_loss": "gspo"}, "dual_clip=3.0 has no place in policy_loss='gspo'"),
+        ({"dual_clip": 3.0, "policy_loss": "gspo"}, "dual_clip=3.0 has no effect on policy_loss='gspo'"),
         (
             {"dual_clip": 1.2, "cliprange_high": 0.28},
-            "dual_clip=1.2 must lie above the clip range, which ends at 1.28",
+            "dual_clip=1.2 must be above the clip range, which ends at 1.28",
         ),
     ],
 )

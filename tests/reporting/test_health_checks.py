@@ -298,7 +298,7 @@ def test_windows_shrink_in_a_short_run() -> None:
         ({"kll": 1}, ValueError, "health_thresholds has no 'kll'; there are patience, first_logratio, kl,"),
         ("{", ValueError, "health_thresholds='{' is no JSON"),
         ([1], TypeError, "must be a dict of thresholds"),
-        ({"kl": "much"}, TypeError, r"health_thresholds\['kl'\]='much' must be a number, or None"),
+        ({"kl": "much"}, TypeError, r"health_thresholds\['kl'\]='much' must be a number; None turns"),
         ({"kl": True}, TypeError, "must be a number"),
         ({"kl": float("nan")}, ValueError, "must be finite; None turns the check off"),
         ({"patience": None}, TypeError, r"\['patience'\]=None must be a number$"),
