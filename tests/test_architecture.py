@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.config.ppo_config import Sizes
+from rlhf_ppo.config.sizes import Sizes
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlhf_ppo"

@@ -1,4 +1,4 @@
-"""`PPOConfig`, the arguments of a run, checked before anything is loaded, and the sizes that follow from them."""
+"""`PPOConfig`, the arguments of a run, checked before anything is loaded."""
 
 import functools
 import inspect
@@ -6,7 +6,7 @@ import math
 import os
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 from transformers import TrainingArguments
@@ -32,6 +32,7 @@ from rlhf_ppo.config.inherited import (
 )
 from rlhf_ppo.config.presets import PresetArguments
 from rlhf_ppo.config.redaction import RedactsSecrets
+from rlhf_ppo.config.sizes import Sizes, check_divides, check_total_episodes
 from rlhf_ppo.config.validation import (
     LONGEST_WAIT,
     AtLeastOne,
@@ -53,163 +54,6 @@ from rlhf_ppo.config.validation import (
 )
 from rlhf_ppo.config.validation import option as _option
 from rlhf_ppo.terminal.text import visible_logger
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Batch sizes and number of updates of a run, from its arguments and the numbers of processes and prompts.
-
-    ```
-    local_batch_size = per_device x accumulation        batch_size      = local_batch_size x world_size
-    micro_batch_size = per_device x world_size          mini_batch_size = batch_size / num_mini_batches
-    ```
-
-    Attributes:
-        world_size: Processes that train together.
-        local_batch_size: Episodes of an update on each process.
-        micro_batch_size: Episodes of one forward and backward pass, on all processes.
-        batch_size: Episodes of an update, on all processes.
-        local_mini_batch_size: Episodes of an optimizer step on each process.
-        mini_batch_size: Episodes of an optimizer step, on all processes.
-        num_total_batches: Updates of the run.
-        total_episodes: Requested number of episodes; every update has a full batch.
-    """
-
-    world_size: int
-    local_batch_size: int
-    micro_batch_size: int
-    batch_size: int
-    local_mini_batch_size: int
-    mini_batch_size: int
-    num_total_batches: int
-    total_episodes: int
-
-    @classmethod
-    def of(
-        cls,
-        per_device: int,
-        accumulation: int,
-        num_mini_batches: int,
-        num_processes: int,
-        num_examples: int | None,
-        num_train_epochs: float,
-        max_steps: int | None,
-        total_episodes: int | None,
-        num_generations: int = 1,
-        max_prompt_length: int | None = None,
-    ) -> Self:
-        """Compute the sizes of a run.
-
-        Args:
-            per_device: `per_device_train_batch_size`.
-            accumulation: `gradient_accumulation_steps`.
-            num_mini_batches: Optimizer steps per pass over a rollout.
-            num_processes: Processes that train together.
-            num_examples: Prompts of the training set, or None if it has no length.
-            num_train_epochs: Passes over the training set; need not be whole.
-            max_steps: Number of updates; not set if None or not positive.
-            total_episodes: Number of episodes, or None.
-            num_generations: Responses to each prompt of an update.
-            max_prompt_length: Longer prompts were dropped; None if none were.
-
-        Raises:
-            ValueError: A process's episodes cannot be split into equal mini-batches or groups; the training set has
-                fewer prompts, or the run fewer episodes, than one update; `max_steps` and `total_episodes` disagree,
-                or the length is unknown.
-        """
-        check_divides("num_mini_batches", num_mini_batches, per_device, accumulation)
-        check_divides("num_generations", num_generations, per_device, accumulation)
-        check_total_episodes(total_episodes, per_device, accumulation, num_processes)
-        local = per_device * accumulation
-        batch = local * num_processes
-        if num_examples is not None and num_examples * num_generations < batch:
-            shared = "" if num_generations == 1 else f" / num_generations={num_generations}"
-            dropping = f", or raise max_prompt_length={max_prompt_length}, which drops longer ones"
-            raise ValueError(
-                f"the training set has {num_examples} prompts, fewer than the {batch // num_generations} of one batch "
-                f"({_made_of(per_device, accumulation)} x {num_processes} processes{shared}); lower "
-                "per_device_train_batch_size or gradient_accumulation_steps, or add prompts"
-                f"{'' if max_prompt_length is None else dropping}"
-            )
-        episodes_of_pass = None if num_examples is None else num_examples * num_generations
-        num_updates, num_episodes = run_length(batch, episodes_of_pass, num_train_epochs, max_steps, total_episodes)
-        return cls(
-            world_size=num_processes,
-            local_batch_size=local,
-            micro_batch_size=per_device * num_processes,
-            batch_size=batch,
-            local_mini_batch_size=local // num_mini_batches,
-            mini_batch_size=batch // num_mini_batches,
-            num_total_batches=num_updates,
-            total_episodes=num_episodes,
-        )
-
-
-def check_divides(argument: str, number: int, per_device: int, accumulation: int) -> None:
-    """Raise a `ValueError` if a process's episodes of an update cannot be split into `number` equal parts."""
-    local = per_device * accumulation
-    if local % number:
-        divisors = [divisor for divisor in range(1, local + 1) if local % divisor == 0]
-        raise ValueError(
-            f"{argument}={number} does not divide the {local} episodes of a process "
-            f"({_made_of(per_device, accumulation)}); use one of {divisors}, or change the other two"
-        )
-
-
-def check_total_episodes(total_episodes: int | None, per_device: int, accumulation: int, num_processes: int) -> None:
-    """Raise a `ValueError` if a run has fewer episodes than one update."""
-    batch_size = per_device * accumulation * num_processes
-    if total_episodes is not None and total_episodes < batch_size:
-        several = "" if num_processes == 1 else f" x {num_processes} processes"
-        raise ValueError(
-            f"total_episodes={total_episodes} is less than the {batch_size} episodes of one update "
-            f"({_made_of(per_device, accumulation)}{several}); raise it, or lower the other two"
-        )
-
-
-def _made_of(per_device: int, accumulation: int) -> str:
-    return f"per_device_train_batch_size={per_device} x gradient_accumulation_steps={accumulation}"
-
-
-def run_length(
-    batch_size: int,
-    episodes_of_pass: int | None,
-    num_train_epochs: float,
-    max_steps: int | None,
-    total_episodes: int | None,
-) -> tuple[int, int]:
-    """Compute the numbers of updates and episodes of a run; every update has a full batch.
-
-    ```
-    num_total_batches = max_steps if set, else ceil(total_episodes / batch_size)
-    total_episodes    = itself if set, else max_steps x batch_size if set, else num_train_epochs x episodes_of_pass
-    ```
-
-    Args:
-        batch_size: Episodes per update.
-        episodes_of_pass: Episodes of a pass over the training set, or None if it has no length.
-        num_train_epochs: Passes over the training set; need not be whole.
-        max_steps: Number of updates; not set if None or not positive.
-        total_episodes: Number of episodes, or None.
-
-    Returns:
-        `num_total_batches` and `total_episodes`.
-
-    Raises:
-        ValueError: `max_steps` and `total_episodes` disagree, or the length of the run is unknown.
-    """
-    if max_steps is not None and max_steps > 0:
-        if total_episodes is not None and math.ceil(total_episodes / batch_size) != max_steps:
-            raise ValueError(
-                f"max_steps={max_steps} and total_episodes={total_episodes} contradict each other: {max_steps} "
-                f"updates of {batch_size} episodes make {max_steps * batch_size}; set only one of them"
-            )
-        return max_steps, total_episodes or max_steps * batch_size
-    if total_episodes is None and episodes_of_pass is None:
-        raise ValueError("the training set has no length, so max_steps or total_episodes must be set")
-    if total_episodes is None:
-        total_episodes = max(1, int(num_train_epochs * (episodes_of_pass or 0)))
-    return math.ceil(total_episodes / batch_size), total_episodes
 
 
 def output_directory(args: TrainingArguments) -> str:

@@ -1,7 +1,7 @@
 """What is broken in the room `config`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
-    ("ppo_config.py", "tests/config/test_sizes.py"): [
+    ("sizes.py", "tests/config/test_sizes.py"): [
         ("batch // num_mini_batches", "local // num_mini_batches"),
         ("num_examples * num_generations < batch", "num_examples * num_generations < local"),
         ("local % number:", "per_device % number:"),
