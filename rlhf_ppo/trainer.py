@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 Losses = tuple[PolicyAndValueOutput, PolicyLoss, ValueLoss]
-"""What the models say of each token of a micro-batch, and the two losses of each token."""
+"""Model outputs, policy loss and value loss of each token of a micro-batch."""
 
 
 class PPOTrainer(TrainerBase):
@@ -80,46 +80,47 @@ class PPOTrainer(TrainerBase):
     on every rank, score them, then take `num_ppo_epochs * num_mini_batches` optimizer steps on them.
 
     Args:
-        args: The arguments.
-        processing_class: The policy's tokenizer; its padding side does not matter. None loads it from the directory or
-            hub name of `model`.
-        model: The policy: a causal language model, a `PeftModel`, a directory or a hub name; or, like `ref_model` and
-            `value_model`, a function that returns one of these and takes the trial of a search or nothing.
-        ref_model: The policy that the KL penalty compares with; None compares with the initial policy, or with none
-            where `args.kl_coef` is 0, unless `args.log_kl`.
-        reward_model: A sequence-classification model with one label, or with several of which `args.reward_head`
-            names one; or a list of such models; None if `reward_funcs` alone score.
-        train_dataset: Rows with `prompt` (text or conversation), `text` or `input_ids`; other columns reach
-            `reward_funcs`. Or the path of a file or directory, or a hub name, whose split `train` is loaded.
-        value_model: A sequence-classification model with one label, trained along; None makes one from the reward
-            model, or from the policy's backbone with a zero head.
+        args: The training arguments.
+        processing_class: The policy's tokenizer, with any padding side. None loads it from the directory or hub name
+            of `model`.
+        model: The policy: a causal language model, a `PeftModel`, a directory or a hub name. `model`, `ref_model` and
+            `value_model` may also be functions that return a model; the function takes the trial of a hyperparameter
+            search or nothing.
+        ref_model: The reference policy of the KL penalty. None uses the initial policy; with `args.kl_coef=0` None
+            uses no reference, unless `args.log_kl` is set.
+        reward_model: A sequence-classification model with one label, or with several labels and `args.reward_head`; or
+            a list of these models. None if only `reward_funcs` score.
+        train_dataset: Rows with `prompt` (text or conversation), `text` or `input_ids`; `reward_funcs` receive the
+            other columns. A path or hub name loads the split `train`.
+        value_model: A sequence-classification model with one label; it is trained with the policy. None starts from
+            the reward model, or from the policy's backbone with a zero head.
         data_collator: Makes batches with `input_ids` and `attention_mask`, padded on either side.
-        eval_dataset: Rows for `evaluate` and `generate_completions`, a path or hub name (its split `test` or
+        eval_dataset: Rows for `evaluate` and `generate_completions`, a path or hub name (split `test` or
             `validation`), or a dict of these.
-        optimizers: An optimizer over all trainable parameters of both models and a scheduler that counts PPO updates.
-            Instead of the optimizer a function that takes the trainer's list of `(name, parameter)`, with names such
-            as `policy.lm_head.weight` and `value_model.score.weight`, and returns it; instead of the scheduler one
-            that takes the optimizer and the number of updates. Both are called when training starts.
+        optimizers: An optimizer over all trainable parameters of both models, and a scheduler that counts PPO updates.
+            Either may be a function, called when training starts. The optimizer's function takes the list of
+            `(name, parameter)`, with names like `policy.lm_head.weight` and `value_model.score.weight`; the
+            scheduler's function takes the optimizer and the number of updates.
         callbacks: Trainer callbacks.
-        peft_config: Adds an adapter to the policy; the reference is then the policy without it.
-        reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async, or their names:
-            see `rlhf_ppo.rewards.resolve.resolve_reward`. Also objects that score a whole batch by its token ids: see
-            `rlhf_ppo.rewards.scorer.RewardSource`.
-        reward_processing_classes: The tokenizer of each reward model that reads other tokens than the policy's; None
-            takes the one saved beside the model if its tokens differ.
-        value_peft_config: Adds an adapter to the value model, which is trained with the head instead of all weights.
-            With `args.share_base_model` None copies the policy's.
-        kl_controller: Sets the coefficient of the KL penalty after each update; None keeps `args.kl_coef`, or moves
-            it towards `args.kl_target`.
-        engine: Generates the responses, in place of the engine that `args.generation_engine` names.
-        policy_loss: A function `(logprobs, experience, args) -> PolicyLoss`, see the method of that name; None takes
-            the one that `args.policy_loss` names.
-        ptx_dataset: Rows with `text`, `prompt` and `completion`, or `messages`, as `SFTTrainer` takes them, that the
-            policy learns from besides, with `args.ptx_coef`.
+        peft_config: Adds an adapter to the policy. The reference is then the policy without the adapter.
+        reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async, or their names
+            (see `rlhf_ppo.rewards.resolve.resolve_reward`); or objects that score the token ids of a whole batch (see
+            `rlhf_ppo.rewards.scorer.RewardSource`).
+        reward_processing_classes: The tokenizer of each reward model that does not use the policy's tokens. None loads
+            the tokenizer saved beside the reward model if its tokens differ.
+        value_peft_config: Adds an adapter to the value model; only adapter and head are trained. With
+            `args.share_base_model`, None copies the policy's configuration.
+        kl_controller: Sets the coefficient of the KL penalty after each update. None keeps `args.kl_coef`, or adapts
+            it to `args.kl_target`.
+        engine: Generates the responses instead of the engine named by `args.generation_engine`.
+        policy_loss: A function `(logprobs, experience, args) -> PolicyLoss`; see the method `policy_loss`. None uses
+            the loss named by `args.policy_loss`.
+        ptx_dataset: Rows in `SFTTrainer`'s formats (`text`; `prompt` and `completion`; or `messages`) for an added
+            language-modeling loss, weighted by `args.ptx_coef`.
 
     Raises:
-        TypeError: An argument is of the wrong kind.
-        ValueError: The arguments cannot work together; found here, before any training.
+        TypeError: An argument has the wrong type.
+        ValueError: Arguments are incompatible. The check runs before any training.
     """
 
     _tag_names = ("rlhf_ppo", "ppo")
@@ -165,7 +166,7 @@ class PPOTrainer(TrainerBase):
         rewards = load_reward_models(args, reward_model, reward_processing_classes, processing_class)
         given = (args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
         models = construction.assemble_models(*given, construction.needs_reference(args, functions, kl_controller))
-        self._hold(models, construction.make_kl_controller(args, kl_controller))
+        self._set_models(models, construction.make_kl_controller(args, kl_controller))
         data = self._preparation.both(train_dataset, eval_dataset)  # drops long prompts
         self.sizes = run.sizes = args.fill_derived(num_processes(args), num_rows(data["train_dataset"]))
         use_one_device(args)
@@ -185,7 +186,7 @@ class PPOTrainer(TrainerBase):
         seen = (run, self.scorer, self.train_dataset, self.eval_dataset, collate, self.reference is not None)
         self._check_columns = check_all_data(*seen, bool(callbacks), own_loop)
 
-    def _hold(self, models: Models, kl_controller: KLController) -> None:
+    def _set_models(self, models: Models, kl_controller: KLController) -> None:
         run, args = self._run, self._run.args
         run.vocabulary, run.longest_sequence = models.vocabulary(run.tokenizer, run.tokens), models.longest_sequence
         self.kl_controller, self.score_moments, self._warmup = kl_controller, RunningMoments(), CriticWarmup(run)
@@ -219,20 +220,20 @@ class PPOTrainer(TrainerBase):
 
     @property
     def reward_model(self) -> nn.Module | None:
-        """The first reward model, under the name that TRL has for it."""
+        """The first reward model (TRL's attribute)."""
         return next(iter(self.reward_models), None)
 
     def register_stateful(self, name: str, part: Stateful) -> None:
-        """Make the state of an object part of every checkpoint, and of exact resume.
+        """Save an object's state in every checkpoint and restore it on resume.
 
         Args:
-            name: What it is called in checkpoints.
-            part: Anything with `state_dict` and `load_state_dict`, whose state is the same on every rank: that of the
-                main process is saved, and given to all. A run that starts anew starts from the state it has now.
+            name: Key of the state in checkpoints.
+            part: An object with `state_dict` and `load_state_dict`. Its state must be the same on all ranks: the main
+                process saves it, and all ranks load it. A new run starts from the object's current state.
 
         Raises:
-            TypeError: The part lacks a method.
-            ValueError: Another part has that name.
+            TypeError: The object lacks a method.
+            ValueError: The name is taken.
         """
         self._run.stateful.register(name, part)
 
@@ -246,23 +247,24 @@ class PPOTrainer(TrainerBase):
     ) -> TrainOutput:
         """Run PPO.
 
-        SIGTERM, SIGINT and SIGHUP end the run with a checkpoint: sampling, rewards, evaluations and the learning of
-        one mini-batch are given up, a save is finished. A second signal ends the process at once.
+        SIGTERM, SIGINT and SIGHUP end the run with a checkpoint. They interrupt sampling, rewards, evaluations and the
+        current mini-batch, but not a save. A checkpoint in the middle of an update holds the rollout; the resumed run
+        repeats the interrupted mini-batch. A second signal ends the process at once.
 
         Args:
-            resume_from_checkpoint: A checkpoint's directory; True for the run's newest complete one; None for
-                `args.resume_from_checkpoint`.
+            resume_from_checkpoint: A checkpoint directory; True for the newest complete checkpoint of `output_dir`;
+                None for `args.resume_from_checkpoint`.
             trial: The trial of a hyperparameter search.
-            ignore_keys_for_eval: Accepted as Trainer does; evaluation has no model outputs to ignore.
+            ignore_keys_for_eval: Ignored; for compatibility with Trainer.
 
         Returns:
             Number of updates, mean loss and speed.
 
         Raises:
-            ValueError: The checkpoint is incomplete, or of another model; or `output_dir` holds another run's.
+            ValueError: The checkpoint is incomplete or belongs to another model, or `output_dir` holds another run.
             RuntimeError: Another process trains in `output_dir`.
-            RunStopped: A signal has ended the run; a `SystemExit` with the code 143 (SIGTERM), 130 (SIGINT) or
-                129 (SIGHUP).
+            RunStopped: A signal ended the run. This is a `SystemExit` with code 143 (SIGTERM), 130 (SIGINT) or 129
+                (SIGHUP).
         """
         if self._is_stepped:
             raise ValueError("train_dataset=None: pass the prompts to train on, or call step() with responses")
@@ -278,36 +280,35 @@ class PPOTrainer(TrainerBase):
         response_masks: Sequence[Tensor] | None = None,
         sampling_logprobs: Sequence[Tensor] | None = None,
     ) -> dict[str, float]:
-        """Take one update on responses that were sampled elsewhere, for a loop of one's own.
+        """Run one PPO update on responses that you sampled in your own loop.
 
-        Each call is an update of `train`, with its logs, checkpoints, events and schedule; a trainer for it needs no
-        data set and no rewards, but `total_episodes` or `max_steps`. The first call sets the run up, or goes on
-        from `args.resume_from_checkpoint`, after which `state.global_step` counts the updates that are done; the last
-        one ends it. A signal ends the run with a checkpoint: at once while a call lasts, between two calls at the next
-        one. An update that it cuts short is finished by the resumed run's first call, from the checkpoint, before that
-        call's own responses are learned from.
+        Each call is a full update, with logs, checkpoints, events and schedule. The trainer needs no data set and no
+        rewards, but it needs `total_episodes` or `max_steps`. The first call starts the run, or resumes it from
+        `args.resume_from_checkpoint`; `state.global_step` then counts the completed updates. The last call ends the
+        run. A signal ends the run with a checkpoint: during a call at once, between two calls at the next call. If it
+        interrupts an update, the first call of the resumed run finishes that update before its own.
 
         Args:
             queries: Token ids of this rank's `per_device_train_batch_size * gradient_accumulation_steps` prompts, long
                 `(C_i,)` each.
-            responses: Token ids that the policy gave to them, the stop token included, long `(T_i,)` each.
-            scores: What each response is worth, `(B,)`; NaN for one that is not to be learned from.
-            response_masks: Which tokens of each response the policy wrote, bool `(T_i,)` each; the others (of a tool,
-                for example) are context. None: all.
-            sampling_logprobs: Log-probabilities of each response's tokens in the distribution that they were drawn
-                from, after temperature, `top_k`, `top_p` and `min_p`, nats, `(T_i,)` each; those of tokens that the
-                policy did not write are ignored. They are used as those of an engine: `importance_sampling_correction`
-                weights each token by them. None: no correction.
+            responses: Token ids of the policy's responses, including the stop token, long `(T_i,)` each.
+            scores: Score of each response, `(B,)`; NaN excludes a response from learning.
+            response_masks: True on the tokens that the policy wrote, bool `(T_i,)` each; all other tokens, like a
+                tool's, are context. None: the policy wrote all tokens.
+            sampling_logprobs: Log-probability of each response token in the distribution it was sampled from, after
+                temperature, `top_k`, `top_p` and `min_p`, nats, `(T_i,)` each. Values of tokens that the policy did
+                not write are ignored. With `importance_sampling_correction` they give the importance weights, like an
+                engine's log-probabilities. None: no correction.
 
         Returns:
             The update's metrics.
 
         Raises:
-            TypeError: Something is no tensor of integer ids, no truth values, or no number; nothing has changed.
-            ValueError: The rows are not those of an update, too long for the models, or hold an id that a model lacks;
-                a score is infinite; or a log-probability is not finite or above 0. Nothing has changed.
+            TypeError: A value is no tensor of integer ids, no bool mask, or no number. Nothing has changed.
+            ValueError: The number of rows is not that of an update, a row is too long for the models, an id is not in
+                a vocabulary, a score is infinite, or a log-probability is above 0 or not finite. Nothing has changed.
             RuntimeError: The run has had all its updates, or `close` has ended it.
-            RunStopped: A signal has ended the run.
+            RunStopped: A signal ended the run.
         """
         given = (self._run, queries, responses, scores, response_masks, sampling_logprobs)
         rows, found = given_responses(*given)
@@ -319,30 +320,29 @@ class PPOTrainer(TrainerBase):
         return self._driver.step(collect)
 
     def close(self) -> None:
-        """End the run that `step` has begun, before its last update.
+        """End a run of `step` before its last update.
 
-        Writes a checkpoint unless `save_strategy="no"` or one of the latest update exists, logs the updates since the
-        last log, fires `on_train_end`, frees `output_dir` and handles signals as before. With several processes all of
-        them call it. `with PPOTrainer(...) as trainer:` calls it at the end of the block, also after an error (of one
-        of several processes: then `output_dir` is freed, and nothing written).
+        Writes a checkpoint (unless `save_strategy="no"`, or the latest update has one), logs the updates since the
+        last log, fires `on_train_end`, releases `output_dir` and restores the signal handlers. All processes must call
+        it. `with PPOTrainer(...) as trainer:` calls it at the end of the block, also after an error. If one of several
+        processes fails, it only releases `output_dir`.
 
-        Call it as often as you like: it does nothing where no run is open, that is before the first `step`, after the
-        last update, and after `train`, which closes its own run. After it `save_model`, `evaluate` and
-        `generate_completions` work as after `train`, `train` begins another run, and `step` is an error: to continue
-        the run, make a new trainer with `resume_from_checkpoint=True`.
+        Without an open run it does nothing, so you may call it twice. Afterwards `save_model`, `evaluate` and
+        `generate_completions` work as after `train`, `train` starts another run, and `step` raises an error. To
+        continue the run, create a new trainer with `resume_from_checkpoint=True`.
 
         Raises:
-            DivergenceError: A weight is not finite; `output_dir` is freed nevertheless.
-            RunStopped: A signal has come since the last update; the run has ended with a checkpoint.
+            DivergenceError: A weight is not finite. `output_dir` is released nevertheless.
+            RunStopped: A signal arrived after the last update; the run ended with a checkpoint.
         """
         self._driver.close(saves=True)
 
     def __enter__(self) -> Self:
-        """Return the trainer, whose `step` loop `close` ends with the block."""
+        """Return the trainer; the end of the block calls `close`."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Call `close`; an error of one of several processes only frees `output_dir`, since the others do not save."""
+        """Call `close`; after an error of one of several processes only release `output_dir`."""
         self._driver.close(saves=kind is None or self.accelerator.num_processes == 1)
 
     def _inner_training_loop(
@@ -372,9 +372,9 @@ class PPOTrainer(TrainerBase):
         return self._finish_run()
 
     def _prompts(self, epoch: int) -> Iterator[Prompts]:
-        """Yield this rank's prompts for each update of a pass, from where a checkpoint was written on.
+        """Yield this rank's prompts for each update of an epoch, after the batches that a resumed run has done.
 
-        Each stands there `args.num_generations` times, next to each other.
+        Each prompt is repeated `args.num_generations` times in adjacent rows.
         """
         run, loop, num_batches = self._run, self._run.loop, self._run.loop.num_skipped
         loop.epoch = epoch
@@ -403,9 +403,9 @@ class PPOTrainer(TrainerBase):
         return run.guard.checked_experience(self.estimate_advantages(rollout))
 
     def _end_update(self) -> None:
-        """Move the KL coefficient and the reference, count the update, and report."""
-        mean_kl = self._run.metrics.get("objective/kl")  # an overridden step may give none
-        if mean_kl is not None and not self._warmup.is_active:  # which says nothing of what the coefficient does
+        """Update the KL coefficient and the reference, count the update; log, evaluate and save if due."""
+        mean_kl = self._run.metrics.get("objective/kl")  # an overridden step may log none
+        if mean_kl is not None and not self._warmup.is_active:  # in warm-up the policy, and so the KL, is constant
             self.kl_controller.update(mean_kl, self.sizes.batch_size)
             check_coefficient(self.kl_controller)  # before it is saved
         if self.reference is not None:
@@ -418,17 +418,17 @@ class PPOTrainer(TrainerBase):
 
     @torch.no_grad()
     def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
-        """Generate a response to each prompt, score it, and evaluate all models on it.
+        """Sample a response to each prompt, score it, and compute log-probabilities and values.
 
-        Slow rewards (async functions, endpoints) are asked before the models run and heard after.
+        Slow rewards (async functions, endpoints) run while the models compute.
 
         Args:
             model: The prepared `PolicyAndValue`.
             prompts: This rank's prompts.
 
         Returns:
-            The rollout. Its log-probabilities come from the forward pass that the optimizer steps use, so that the
-            importance ratio starts at 1.
+            The rollout. Its `logprobs`, the old log-probabilities, come from the same forward pass as the optimizer
+            steps, not from the engine. The first importance ratio is therefore 1.
         """
         run = self._run
         model.eval()
@@ -438,9 +438,9 @@ class PPOTrainer(TrainerBase):
         return self._evaluate_responses(model, responses, prompts)
 
     def _evaluate_responses(self, model: nn.Module, responses: Responses, prompts: Prompts) -> Rollout:
-        """Score responses, and compute their log-probabilities and values."""
+        """Start slow rewards, compute log-probabilities and values, and collect the scores."""
         run = self._run
-        with run.streams.rewards.in_use():  # slow rewards draw while the models, which do not, are evaluated
+        with run.streams.rewards.in_use():  # rewards have their own random numbers; the forward passes draw none
             with run.timer.phase("score"):
                 batch = ScoringBatch.of(responses, prompts, self.tokens.ended(responses))
                 self.scorer.start(batch)
@@ -451,7 +451,7 @@ class PPOTrainer(TrainerBase):
     def _score_rollout(
         self, model: nn.Module, responses: Responses, ended: Tensor, score: Callable[[], Scores]
     ) -> Rollout:
-        """Compute log-probabilities and values of responses, then take their scores."""
+        """Compute old log-probabilities, values and reference log-probabilities, then collect the scores."""
         run = self._run
         with run.timer.phase("evaluate"):
             output = policy_and_value_outputs(run, model, responses)
@@ -461,15 +461,17 @@ class PPOTrainer(TrainerBase):
         return rollout_of(responses, ended, output, ref_logprobs, scores)
 
     def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
-        """Sample a response to each prompt and truncate it after the stop token or string.
+        """Sample a response to each prompt and truncate it after the stop token or stop string.
+
+        A response that has neither keeps all its tokens and counts as not ended (`Rollout.stopped`).
 
         Args:
             policy: The unwrapped policy.
             prompts: `B` prompts.
-            config: How to sample.
+            config: Sampling parameters.
 
         Returns:
-            `B` responses behind their prompts.
+            `B` prompts with their responses.
 
         Raises:
             NonFiniteLogitsError: The policy's logits are NaN or infinite.
@@ -480,14 +482,14 @@ class PPOTrainer(TrainerBase):
         return join_responses(prompts, ids, self.tokens.stop, self.tokens.pad, self.tokens.stop_strings, logprobs)
 
     def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:
-        """Score truncated responses with every reward source.
+        """Score truncated responses with all reward sources.
 
         Args:
-            responses: `B` responses behind their prompts.
-            prompts: The same rows' prompts, with the data set's other columns.
+            responses: `B` prompts with their responses.
+            prompts: The prompts of the same rows, with the other columns of the data set.
 
         Returns:
-            Weighted sums and each source's scores.
+            The weighted sums, and the scores of each source.
         """
         with raise_on_all_ranks(self.accelerator), self._run.streams.rewards.in_use():
             scores = self.scorer(ScoringBatch.of(responses, prompts, self.tokens.ended(responses)))
@@ -497,14 +499,14 @@ class PPOTrainer(TrainerBase):
     # ---- Advantages ----
 
     def estimate_advantages(self, rollout: Rollout) -> Experience:
-        """Turn a rollout into what is learned from: `shape_rewards`, then `compute_advantages`, then whitening.
+        """Compute rewards, advantages and returns of a rollout, and whiten the advantages.
 
         Args:
             rollout: This rank's rollout.
 
         Returns:
-            The experience; advantages are whitened over the real tokens of all ranks. Responses that no reward scored
-            are masked out.
+            The experience that the losses read. Advantages have mean 0 and variance 1 over `loss_mask` on all ranks;
+            `loss_mask` leaves out padding, tokens of tools, and responses without a score.
         """
         args, run, mask = self.args, self._run, rollout.loss_mask
         if args.score_scaling or args.score_normalization:
@@ -513,7 +515,7 @@ class PPOTrainer(TrainerBase):
         if args.whiten_rewards:
             rewards = masked_whiten(shaped, mask, shift_mean=False, reduce_sum=run.sum_over_ranks)
         advantages, returns = self.compute_advantages(rollout, rewards)
-        if self._warmup.maybe_end(rollout, returns):  # warm-up has other returns
+        if self._warmup.maybe_end(rollout, returns):  # returns of warm-up use lambda 1
             advantages, returns = self.compute_advantages(rollout, rewards)
         whitened = masked_whiten(advantages, mask, reduce_sum=run.sum_over_ranks)
         weights = rollout.importance_weights(args.importance_sampling_clip_max)
@@ -523,9 +525,11 @@ class PPOTrainer(TrainerBase):
         return Experience.of(rollout, whitened, returns, weights, positive_responses(scores, args))
 
     def shape_rewards(self, rollout: Rollout) -> Tensor:
-        """Give each token its reward: its KL penalty, its own reward, and at the last real token the response's score.
+        """Compute each token's reward: minus its KL penalty, plus its token reward, plus the score at the last token.
 
-            r_t = -coef KL_t + token_score_t + score [t is the response's last real token]
+            r_t = -coef KL_t + token_score_t + score [t is the last token that the policy wrote]
+
+        Override this method to add a reward or a penalty, for example on length.
 
         Args:
             rollout: `B` responses of this rank.
@@ -535,14 +539,15 @@ class PPOTrainer(TrainerBase):
         """
         scores, token_scores = shape_scores(rollout, self.args, self._score_unit)
         kl = masked_kl(rollout, self.args.kl_estimator)
-        return token_rewards(kl, scores, rollout.response_mask, self.kl_controller.coef, token_scores)[1]
+        _, rewards = token_rewards(kl, scores, rollout.response_mask, self.kl_controller.coef, token_scores)
+        return rewards
 
     def compute_advantages(self, rollout: Rollout, rewards: Tensor) -> tuple[Tensor, Tensor]:
-        """Say how much better each token was than expected, and what the value model is to expect: GAE.
+        """Compute advantages and returns with GAE.
 
         Args:
             rollout: `B` responses of this rank.
-            rewards: What `shape_rewards` gave, whitened with `whiten_rewards`, `(B, T)`.
+            rewards: Rewards from `shape_rewards`, whitened if `whiten_rewards` is set, `(B, T)`.
 
         Returns:
             Advantages before whitening, and returns, float32 `(B, T)` each, in the reward's unit, 0 outside
@@ -557,16 +562,17 @@ class PPOTrainer(TrainerBase):
     # ---- Learning ----
 
     def learn(self, model: nn.Module, experience: Experience) -> float | Tensor:
-        """Take `num_ppo_epochs * num_mini_batches` optimizer steps, reshuffling in every epoch.
+        """Take `num_ppo_epochs * num_mini_batches` optimizer steps, with new mini-batches in every epoch.
 
-        A signal ends this between two micro-batches; a resumed run takes the steps that are left.
+        A signal interrupts learning between two micro-batches; the resumed run takes the remaining steps.
 
         Args:
             model: The prepared `PolicyAndValue`.
-            experience: This rank's experience; a resumed run goes on with the one that it was learning from.
+            experience: This rank's experience. A run that resumes in the middle of an update uses the experience of
+                the checkpoint instead.
 
         Returns:
-            Gradient norm of the last step taken, before clipping.
+            Gradient norm of the last step, before clipping.
         """
         run = self._run
         model.train()
@@ -581,17 +587,18 @@ class PPOTrainer(TrainerBase):
         return learned.grad_norm
 
     def update(self, model: nn.Module, minibatch: Experience, statistics: UpdateStatistics) -> float | Tensor:
-        """Take one optimizer step on a mini-batch, accumulating over micro-batches.
+        """Take one optimizer step on a mini-batch, with gradients accumulated over micro-batches.
 
-        Every micro-batch is divided by the mini-batch's real tokens on all ranks, so how it is cut changes nothing.
+        The loss of every micro-batch is a sum over its tokens, divided by the tokens of the whole mini-batch on all
+        ranks. The gradient is the same for any number and size of micro-batches.
 
         Args:
             model: The prepared `PolicyAndValue`.
             minibatch: This rank's share of the mini-batch.
-            statistics: Takes the figures of each micro-batch.
+            statistics: Collects the metrics of each micro-batch.
 
         Returns:
-            Gradient norm before clipping; 0 for a mini-batch in which no response has a score: it takes no step.
+            Gradient norm before clipping; 0 if no response of the mini-batch has a score, which takes no step.
         """
         run = self._run
         num_tokens = float(run.sum_over_ranks(minibatch.loss_mask.sum()))
@@ -612,10 +619,11 @@ class PPOTrainer(TrainerBase):
         return grad_norm
 
     def _backward(self, model: nn.Module, part: Experience, num_tokens: float) -> tuple[Tensor, Losses]:
-        """Add a micro-batch's gradients to the parameters'; return its loss and the figures of each token.
+        """Run the backward pass of a micro-batch; return its loss, and model outputs and losses of each token.
 
-        Where nothing wraps the models each has a backward pass of its own: the policy's activations are gone before
-        the value model's are there. What replaces `compute_loss` has one for both.
+        On one process policy and value model have separate backward passes, so that only one model's activations are
+        in memory. Several processes, `torch_compile`, and an overridden `compute_loss` use `compute_loss` and one
+        backward pass.
         """
         if self._warmup.is_active and not self._has_own_loss:
             return self._critic_only_backward(model, part, num_tokens)
@@ -634,7 +642,7 @@ class PPOTrainer(TrainerBase):
     def _value_backward(
         self, model: nn.Module, part: Experience, num_tokens: float
     ) -> tuple[Tensor, ResponseValues, ValueLoss]:
-        """Add the gradients of the value loss to the parameters'."""
+        """Run the forward and backward pass of the value loss."""
         with self._forward_context():
             output = model(*part.batch, only="value_model", places=part.places)
             value = self.value_loss(output.values, part)
@@ -644,7 +652,7 @@ class PPOTrainer(TrainerBase):
         return backward(self.accelerator, term), output, value
 
     def _critic_only_backward(self, model: nn.Module, part: Experience, num_tokens: float) -> tuple[Tensor, Losses]:
-        """Like `_backward`, without a forward pass of the policy: it is where it sampled."""
+        """Like `_backward`, without the policy: in warm-up its log-probabilities are those of the rollout."""
         loss, of_values, value = self._value_backward(model, part, num_tokens)
         as_sampled = ResponseLogprobs(part.logprobs, torch.full_like(part.logprobs, torch.nan))
         return loss, (output_of(as_sampled, of_values), no_policy_loss(part.logprobs), value)
@@ -667,15 +675,15 @@ class PPOTrainer(TrainerBase):
     ) -> Any:
         """Compute `policy loss + vf_coef * value loss` of a micro-batch, from `policy_loss` and `value_loss`.
 
-        Where nothing wraps the models and this method is not overridden, training takes the two terms' backward
-        passes one after the other instead, which needs less memory. To change a term, override that term. In critic
-        warm-up the loss is the value term alone.
+        To change a term, override `policy_loss` or `value_loss`. On one process without `torch_compile` training
+        computes the two terms one after the other to save memory, and calls this method only if you override it. In critic warm-up the loss is
+        the value term.
 
         Args:
             model: The `PolicyAndValue`.
             inputs: The micro-batch.
             return_outputs: Whether to return the per-token parts too.
-            num_items_in_batch: Real tokens to divide by; the micro-batch's own when None.
+            num_items_in_batch: Number of tokens to divide by; None: the tokens of the micro-batch.
 
         Returns:
             The loss, a scalar; with `return_outputs` also `(PolicyAndValueOutput, PolicyLoss, ValueLoss)`.
@@ -684,21 +692,21 @@ class PPOTrainer(TrainerBase):
         output = PolicyAndValueOutput(*model(*inputs.batch, places=inputs.places))
         policy, value = self.policy_loss(output.logprobs, inputs), self.value_loss(output.values, inputs)
         policy_share = policy_term(policy, output, inputs, num_tokens, self.args)
-        if self._warmup.is_active:  # a gradient of 0, for engines that wait for one
+        if self._warmup.is_active:  # a gradient of 0, because DDP and DeepSpeed wait for every gradient
             policy_share = 0.0 * policy_share
         loss = policy_share + value_term(value, inputs, num_tokens, self.args)
         return (loss, (output, policy, value)) if return_outputs else loss
 
     def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:
-        """Compute the policy's loss of each token: that of `args.policy_loss`.
+        """Compute the policy loss of each token: PPO's clipped loss, or the loss of `args.policy_loss`.
 
         Args:
-            logprobs: Log-probabilities of the response tokens now, nats, `(B, T)`.
+            logprobs: Current log-probabilities of the response tokens, nats, `(B, T)`.
             experience: The micro-batch.
 
         Returns:
-            Per-token figures `(B, T)`, of which the mean of `loss` over the mini-batch's real tokens is minimised.
-            `figures` are logged by their names.
+            Losses of the tokens, `(B, T)`. Training minimizes the mean of `loss` over the mini-batch's tokens, and
+            logs each entry of `figures` by its name.
         """
         if self._policy_loss is not None:
             return self._policy_loss(logprobs, experience, self.args)
@@ -706,14 +714,14 @@ class PPOTrainer(TrainerBase):
         return clipped_policy_loss(logprobs, experience.logprobs, experience.advantages, *clips)
 
     def value_loss(self, values: Tensor, experience: Experience) -> ValueLoss:
-        """Compute the value model's loss of each token: the clipped squared error, before `vf_coef`.
+        """Compute the value loss of each token: the clipped squared error, before `vf_coef`.
 
         Args:
-            values: Value estimates of the response tokens now, `(B, T)`.
+            values: Current value estimates of the response tokens, `(B, T)`.
             experience: The micro-batch.
 
         Returns:
-            Per-token figures `(B, T)`, of which `vf_coef` times the mean of `loss` is minimised. `figures` are logged
-            by their names.
+            Losses of the tokens, `(B, T)`. Training minimizes `vf_coef` times the mean of `loss` over
+            `experience.loss_mask`, and logs each entry of `figures` by its name.
         """
         return clipped_value_loss(values, experience.values, experience.returns, self.args.cliprange_value)
