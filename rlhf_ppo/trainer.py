@@ -676,8 +676,8 @@ class PPOTrainer(TrainerBase):
         """Compute `policy loss + vf_coef * value loss` of a micro-batch, from `policy_loss` and `value_loss`.
 
         To change a term, override `policy_loss` or `value_loss`. On one process without `torch_compile` training
-        computes the two terms one after the other to save memory, and calls this method only if you override it. In critic warm-up the loss is
-        the value term.
+        computes the two terms one after the other to save memory; it calls this method only if you override it. In
+        critic warm-up the loss is the value term.
 
         Args:
             model: The `PolicyAndValue`.
