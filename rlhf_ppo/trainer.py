@@ -430,9 +430,8 @@ class PPOTrainer(TrainerBase):
             The rollout. Its `logprobs`, the old log-probabilities, come from the same forward pass as the optimizer
             steps, not from the engine. The first importance ratio is therefore 1.
         """
-        run = self._run
         model.eval()
-        with run.timer.phase("generate"):
+        with self._run.timer.phase("generate"):
             how = (self.generate_responses, self._engine.reads_sharded)
             responses, prompts = self._rollouts.respond(model, prompts, *how)
         return self._evaluate_responses(model, responses, prompts)
