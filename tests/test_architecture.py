@@ -25,7 +25,7 @@ FLOORS = (
     {"terminal"},
     {"config", "data", "processes"},
     {"models"},
-    {"checkpoints", "estimate", "evaluation", "generation", "reporting", "rewards"},
+    {"checkpoints", "environments", "estimate", "evaluation", "generation", "reporting", "rewards"},
     {"pipeline", "training"},
     {"trainer_base"},
     {"compat", "trainer"},

@@ -1,23 +1,21 @@
 """Python reward functions with the calling convention of TRL's `GRPOTrainer`.
 
-The file reads from a call to its details: the function as a reward source, its arguments, its errors, the metrics and
-columns that it logs, and the threads and event loop that it runs in.
+The file reads from a call to its details: the function as a reward source, its arguments, its errors, and the metrics
+and columns that it logs. `processes/waiting.py` has the threads and the event loop that it runs in.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import functools
 import inspect
 import itertools
-import threading
 import types
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -29,12 +27,12 @@ from rlhf_ppo.data.prompts import is_conversation
 from rlhf_ppo.data.rollout import sent
 from rlhf_ppo.processes.distributed import any_rank
 from rlhf_ppo.processes.signals import Stopped, can_be_ctrl_c, interruptible
+from rlhf_ppo.processes.waiting import abandon_event_loop, in_daemon_thread, run_on_event_loop, with_timeout
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.reward_model import answers_of
 from rlhf_ppo.rewards.scorer import Refuse, ScoringBatch, WrongRewardError, check_scores, refuse_by_raising, short_repr
 from rlhf_ppo.terminal.text import visible
 
-T = TypeVar("T")
 LogMetric = Callable[[str, float], None]
 LogExtra = Callable[[str, list[Any]], None]
 
@@ -119,7 +117,7 @@ class RewardFunction:
                 returned = _call(self.function, arguments, len(batch))
             else:
                 running = in_daemon_thread(_call, self.function, arguments, len(batch))
-                returned = with_timeout(running, self.timeout, self._timeout_message(batch)).result()
+                returned = with_timeout(running, self.timeout, self._timeout_error(batch)).result()
         return self._checked(returned, batch)
 
     def submit(self, batch: ScoringBatch) -> Future[Tensor]:
@@ -132,7 +130,7 @@ class RewardFunction:
             return failed
         scores = run_on_event_loop(self._score_async(batch, arguments))
         # The late function may block the loop, so the next one gets another loop.
-        return with_timeout(scores, self.timeout, self._timeout_message(batch), on_timeout=abandon_event_loop)
+        return with_timeout(scores, self.timeout, self._timeout_error(batch), on_timeout=abandon_event_loop)
 
     async def _score_async(self, batch: ScoringBatch, arguments: Mapping[str, Any]) -> Tensor:
         with naming(self.name, len(batch)):
@@ -153,11 +151,11 @@ class RewardFunction:
             scores = functional.pad(scores, (0, mask.shape[1] - scores.shape[1]))
         return sent(scores, mask.device)
 
-    def _timeout_message(self, batch: ScoringBatch) -> str:
-        return (
+    def _timeout_error(self, batch: ScoringBatch) -> RewardTimeoutError:
+        return RewardTimeoutError(
             f"the reward function {self.name!r}, given the rows 0 to {len(batch) - 1}, has not returned within "
             f"reward_timeout={self.timeout} seconds. Nothing can stop a thread: what it does goes on until the "
-            "program ends, which does not wait for it. Mend the function or raise reward_timeout, and go on with "
+            "program ends, which does not wait for it. Fix the function or raise reward_timeout, then continue with "
             "resume_from_checkpoint=True"
         )
 
@@ -483,114 +481,3 @@ class CheckedLog:
 
 def discard(*_: Any) -> None:
     """Accept and ignore a metric or a column."""
-
-
-# Threads and the event loop. All are daemon threads: a program can end while a reward function still runs.
-
-
-def in_daemon_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-    """Call a function in a new daemon thread, with the caller's context variables and CUDA device, without gradients.
-
-    Returns:
-        A future of the function's result or error.
-    """
-    future: Future[T] = Future()
-    context = contextvars.copy_context()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def run() -> None:
-        if device is not None:
-            torch.cuda.set_device(device)
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            with torch.no_grad():
-                result = context.run(function, *args, **kwargs)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name=f"rlhf_ppo-{getattr(function, '__name__', 'call')}", daemon=True).start()
-    return future
-
-
-def with_timeout(
-    future: Future[T], seconds: float | None, message: str, on_timeout: Callable[[], object] | None = None
-) -> Future[T]:
-    """Limit the time until a future has its result, even if its thread or event loop is blocked.
-
-    Args:
-        future: The future.
-        seconds: Seconds from now; None: no limit.
-        message: Message of the error.
-        on_timeout: Called when the time is up, before waiting threads get the error.
-
-    Returns:
-        A future that raises a `RewardTimeoutError` when the time is up; `future` is then cancelled.
-    """
-    if seconds is None:
-        return future
-    limited: Future[T] = Future()
-
-    def copy_outcome(done: Future[T]) -> None:
-        with contextlib.suppress(InvalidStateError):  # the time was up, or the caller cancelled
-            if done.cancelled():
-                limited.cancel()
-            elif (error := done.exception()) is not None:
-                limited.set_exception(error)
-            else:
-                limited.set_result(done.result())
-
-    def expire() -> None:
-        if on_timeout is not None:
-            on_timeout()
-        with contextlib.suppress(InvalidStateError):  # the result came in the meantime
-            limited.set_exception(RewardTimeoutError(message))
-
-    timer = threading.Timer(seconds, expire)
-    timer.daemon = True
-    timer.start()
-    limited.add_done_callback(lambda _: (timer.cancel(), future.cancel()))
-    future.add_done_callback(copy_outcome)
-    return limited
-
-
-class _DaemonThreads(ThreadPoolExecutor):
-    """Daemon threads for `asyncio.to_thread`, whose own threads would keep the program from ending."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._free = threading.BoundedSemaphore(self._max_workers)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Start a call; calls beyond the pool's size wait."""
-
-        def when_free() -> T:
-            with self._free:
-                return fn(*args, **kwargs)
-
-        return in_daemon_thread(when_free)
-
-
-def run_on_event_loop(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine on the loop that all async functions share, so that the clients they keep stay usable."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
-
-
-def abandon_event_loop() -> None:
-    """Leave a blocked loop; the next coroutine gets a new one."""
-    _event_loop.cache_clear()
-
-
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    loop.set_default_executor(_DaemonThreads())
-
-    def run() -> None:
-        torch.set_grad_enabled(False)  # per thread; a context manager would leak between interleaved coroutines
-        loop.run_forever()
-
-    threading.Thread(target=run, name="rlhf_ppo-rewards", daemon=True).start()
-    return loop

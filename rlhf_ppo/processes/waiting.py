@@ -1,0 +1,160 @@
+"""Waits with time limits: daemon threads, and the event loop that all async functions share.
+
+Reward functions, tools and environments are code of the user. All threads here are daemon threads: a program can end
+while such code still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+T = TypeVar("T")
+
+SECONDS_UNTIL_BLOCKED = 0.2
+"""An event loop that does not turn for as long counts as blocked."""
+
+_threads: WeakKeyDictionary[asyncio.AbstractEventLoop, int] = WeakKeyDictionary()
+"""The thread of each event loop."""
+
+
+def in_daemon_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+    """Call a function in a new daemon thread, with the caller's context variables and CUDA device, without gradients.
+
+    Returns:
+        A future of the function's result or error.
+    """
+    future: Future[T] = Future()
+    context = contextvars.copy_context()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            with torch.no_grad():
+                result = context.run(function, *args, **kwargs)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=f"rlhf_ppo-{getattr(function, '__name__', 'call')}", daemon=True).start()
+    return future
+
+
+def with_timeout(
+    future: Future[T], seconds: float | None, error: Exception, on_timeout: Callable[[], object] | None = None
+) -> Future[T]:
+    """Limit the time until a future has its result, even if its thread or event loop is blocked.
+
+    Args:
+        future: The future.
+        seconds: Seconds from now; None: no limit.
+        error: Raised when the time is up.
+        on_timeout: Called when the time is up, before waiting threads get the error.
+
+    Returns:
+        A future that raises `error` when the time is up; `future` is then cancelled.
+    """
+    if seconds is None:
+        return future
+    limited: Future[T] = Future()
+
+    def copy_outcome(done: Future[T]) -> None:
+        with contextlib.suppress(InvalidStateError):  # the time was up, or the caller cancelled
+            if done.cancelled():
+                limited.cancel()
+            elif (raised := done.exception()) is not None:
+                limited.set_exception(raised)
+            else:
+                limited.set_result(done.result())
+
+    def expire() -> None:
+        if on_timeout is not None:
+            on_timeout()
+        with contextlib.suppress(InvalidStateError):  # the result came in the meantime
+            limited.set_exception(error)
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    limited.add_done_callback(lambda _: (timer.cancel(), future.cancel()))
+    future.add_done_callback(copy_outcome)
+    return limited
+
+
+class _DaemonThreads(ThreadPoolExecutor):
+    """Daemon threads for `asyncio.to_thread`, whose own threads would keep the program from ending."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free = threading.BoundedSemaphore(self._max_workers)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Start a call; calls beyond the pool's size wait."""
+
+        def when_free() -> T:
+            with self._free:
+                return fn(*args, **kwargs)
+
+        return in_daemon_thread(when_free)
+
+
+def run_on_event_loop(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Run a coroutine on the loop that all async functions share, so that the clients they keep stay usable."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+
+
+def abandon_event_loop() -> None:
+    """Leave a blocked loop; the next coroutine gets a new one."""
+    _event_loop.cache_clear()
+
+
+def abandon_blocked_event_loop() -> None:
+    """Leave the loop only if a coroutine blocks it, and end that coroutine if it runs Python code."""
+    loop, turned = _event_loop(), threading.Event()
+    loop.call_soon_threadsafe(turned.set)
+    if not turned.wait(SECONDS_UNTIL_BLOCKED):
+        abandon_event_loop()
+        thread = _threads.get(loop)
+        if thread is not None:
+            end_thread(thread)
+
+
+def end_thread(identifier: int) -> None:
+    """Raise `SystemExit` in a thread, before its next Python instruction.
+
+    It ends neither a thread that waits in C code nor code that catches `SystemExit`.
+
+    Args:
+        identifier: The thread's `ident`.
+    """
+    error = ctypes.py_object(SystemExit)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(identifier), error)
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(_DaemonThreads())
+
+    def run() -> None:
+        _threads[loop] = threading.get_ident()
+        torch.set_grad_enabled(False)  # per thread; a context manager would leak between interleaved coroutines
+        loop.run_forever()
+
+    threading.Thread(target=run, name="rlhf_ppo-event-loop", daemon=True).start()
+    return loop
