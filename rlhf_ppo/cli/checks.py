@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from transformers.trainer_utils import has_length
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.checkpoints.run import check_start
@@ -64,7 +65,7 @@ def parse(parser: Any, argv: Sequence[str] | None, problems: Problems) -> Any:
 
 def _without_options(words: Sequence[str], message: str) -> list[str]:
     """Return a command line without the options at the start of an error message."""
-    start = re.match(r"there is no option ([\w, -]+?)(;|$)|argument ([\w/-]+):|(\w+)=", message)
+    start = re.match(r"(?:\w+: )?(?:there is no option ([\w, -]+?)(?:;|$)|argument ([\w/-]+):|(\w+)=)", message)
     names = re.split(r", |/", next(filter(None, start.groups()))) if start else []
     wrong = {name.lstrip("-").replace("-", "_") for name in names}
     kept, keeps = [], True
@@ -84,7 +85,6 @@ def check_ppo_options(
     args: PPOConfig,
     model_args: ModelConfig,
     *,
-    where: str = "",
     coming: IsComing = _exists,
 ) -> tuple[Any, Any]:
     """Check data, models and reward functions of `rlhf-ppo train`.
@@ -94,37 +94,38 @@ def check_ppo_options(
         script_args: The options of the script.
         args: The options of the trainer.
         model_args: The options of the models.
-        where: Prefix of the messages.
         coming: Tells which paths an earlier step writes.
 
     Returns:
         The rows to train on and to evaluate on, as far as they were found.
     """
     if not coming(args.output_dir or ""):
-        with problems.collecting(where):
+        with problems.collecting():
             check_start(output_directory(args), args.resume_from_checkpoint, args.overwrite_output_dir)
     trusts, tokenizer = script_args.trust_remote_code, None
     if not coming(args.sft_model_path):
-        with problems.collecting(where):
+        with problems.collecting():
             check_model(args.sft_model_path, "sft_model_path", trusts)
             path, argument = model_args.model_name_or_path, "model_name_or_path"
             tokenizer = load_tokenizer(path or args.sft_model_path, trusts, argument if path else "sft_model_path")
     if has_reward_model(script_args, args) and not coming(args.reward_model_path):
-        with problems.collecting(where):
+        with problems.collecting():
             check_model(args.reward_model_path, "reward_model_path", trusts)
     for name in script_args.reward_funcs or ():
-        with problems.collecting(where):
+        with problems.collecting():
             check_reward_name(name)
     rows = (None, None)
-    with problems.collecting(where):
+    with problems.collecting():
         rows = train_and_eval_rows(script_args, always_evaluates=True)
         for name, dataset in zip(("train_dataset", "eval_dataset"), rows, strict=True):
             if dataset is not None and (first := first_row(dataset)) is not None:
                 prompt_column(first, name)
                 if tokenizer is not None:
                     PromptEncoder(tokenizer, name, None).row(first, 0)
+        if rows[0] is not None and has_length(rows[0]):
+            args.count_sizes(1, len(rows[0]))  # more processes need more prompts
     if script_args.ptx_dataset is not None:
-        with problems.collecting(where):
+        with problems.collecting():
             texts = load_splits(script_args.ptx_dataset, argument="ptx_dataset")
             choose_split(texts, "train", "the split of ptx_dataset")
     return rows
@@ -170,7 +171,6 @@ def check_trl_options(
     args: Any,
     model_args: ModelConfig,
     *,
-    where: str = "",
     coming: IsComing = _exists,
 ) -> tuple[Any, Any]:
     """Check data and model of `rlhf-ppo sft` and `rlhf-ppo reward`.
@@ -181,24 +181,23 @@ def check_trl_options(
         script_args: The options of the script.
         args: The options of TRL's trainer.
         model_args: The options of the model.
-        where: Prefix of the messages.
         coming: Tells which paths an earlier step writes.
 
     Returns:
         The rows to train on and to evaluate on, as far as they were found.
     """
     if not coming(args.output_dir or ""):
-        with problems.collecting(where):
+        with problems.collecting():
             resumed_checkpoint(args)
     path = model_args.model_name_or_path
     if path is None or not coming(path):
-        with problems.collecting(where):
+        with problems.collecting():
             if path is None:
                 raise ValueError("model_name_or_path=None: give the directory or hub name of the model to train")
             check_model(path, "model_name_or_path", args.trust_remote_code)
             load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     rows = (None, None)
-    with problems.collecting(where):
+    with problems.collecting():
         rows = train_and_eval_rows(script_args)
         if command == "reward":
             rows = _with_prompts(rows)
@@ -226,47 +225,41 @@ def _check_first_texts(name: str | None, dataset: Any, alternatives: Sequence[se
 # ---- Judge and steps of a pipeline ----
 
 
-def check_judge_options(
-    problems: Problems, args: JudgeArguments, *, where: str = "", coming: IsComing = _exists
-) -> None:
+def check_judge_options(problems: Problems, args: JudgeArguments, *, coming: IsComing = _exists) -> None:
     """Check data, models and judge of `rlhf-ppo judge`; nothing is asked, run or loaded.
 
     Args:
         problems: Gets the problems.
         args: The options.
-        where: Prefix of the messages.
         coming: Tells which paths an earlier step writes.
     """
-    with problems.collecting(where):
+    with problems.collecting():
         check_judge(args)
     paths = {name: getattr(args, name) for name in ("model", "opponent")}
     if not args.asks_chat_model:
         paths["judge_model"] = args.judge_model
     for argument, path in paths.items():
         if path is not None and not coming(path):
-            with problems.collecting(where):
+            with problems.collecting():
                 check_model(path, argument, args.trust_remote_code)
                 if argument != "judge_model":
                     load_tokenizer(path, args.trust_remote_code, argument)
-    with problems.collecting(where):
+    with problems.collecting():
         check_responses(args, load_rows(args))
 
 
-def check_step_options(
-    problems: Problems, command: str, options: Any, *, where: str = "", coming: IsComing = _exists
-) -> None:
+def check_step_options(problems: Problems, command: str, options: Any, *, coming: IsComing = _exists) -> None:
     """Check the options of a command; see `check_ppo_options`, `check_trl_options` and `check_judge_options`.
 
     Args:
         problems: Gets the problems.
         command: "train", "sft", "reward" or "judge".
         options: The parsed options: `JudgeArguments`, or the three groups of a training command.
-        where: Prefix of the messages, such as the section of a pipeline.
         coming: Tells which paths an earlier step writes.
     """
     if command == "judge":
-        check_judge_options(problems, options, where=where, coming=coming)
+        check_judge_options(problems, options, coming=coming)
     elif command == "train":
-        check_ppo_options(problems, *options, where=where, coming=coming)
+        check_ppo_options(problems, *options, coming=coming)
     else:
-        check_trl_options(problems, command, *options, where=where, coming=coming)
+        check_trl_options(problems, command, *options, coming=coming)

@@ -17,6 +17,7 @@ from rlhf_ppo.cli.arguments import (
 from rlhf_ppo.cli.checks import Problems, check_ppo_options, check_trl_options, parse, train_and_eval_rows
 from rlhf_ppo.cli.errors import program_name, user_errors
 from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
+from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import (
     RewardArguments,
     SFTArguments,
@@ -174,17 +175,20 @@ OPTIONS = {
 
 
 def parse_options(program: str, command: str, argv: Sequence[str], problems: Problems) -> Any:
-    """Parse and check a training command's options; nothing is loaded.
+    """Parse and check the options of a training command or of `judge`; nothing is loaded.
 
     Args:
         program: Start of error messages.
-        command: A key of `OPTIONS`.
+        command: A key of `OPTIONS`, or "judge".
         argv: The options.
         problems: Gets the problems.
 
     Raises:
         SystemExit: The options cannot be parsed.
     """
+    if command == "judge":
+        parser: Any = PPOArgumentParser(JudgeArguments, prog=program)  # pyright: ignore[reportArgumentType]
+        return parse(parser, argv, problems)[0]
     script, config = OPTIONS[command]
     return _parse(program, script, config, argv, problems)
 

@@ -46,7 +46,9 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with code 2."""
+        """Print the message and exit with code 2; raise a `ValueError` with `exit_on_error=False`."""
+        if not self.exit_on_error:
+            raise ValueError(message)
         fail(self.prog, message)
 
 
@@ -103,24 +105,36 @@ class Problems:
 
     def __init__(self) -> None:
         self.messages: list[str] = []
+        self._section = ""
 
     @contextmanager
-    def collecting(self, where: str = "") -> Iterator[None]:
-        """Collect the user error that ends the block; see `user_errors`.
+    def section(self, name: str) -> Iterator[None]:
+        """Begin each message in the block with a name; `fail` ends the block instead of the program.
 
         Args:
-            where: Prefix of the message, such as the section of a pipeline.
+            name: The section of a pipeline's file.
         """
+        self._section = f"{name}: "
+        try:
+            yield
+        except _SectionFailed:
+            pass
+        finally:
+            self._section = ""
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Collect the user error that ends the block; see `user_errors`."""
         try:
             yield
         except USER_ERRORS as error:
             if _is_of_users_module(error) or wants_tracebacks():
                 raise
-            self.add(str(_described(error)), where)
+            self.add(str(_described(error)))
 
-    def add(self, message: str, where: str = "") -> None:
+    def add(self, message: str) -> None:
         """Add a message, unless the list has it already."""
-        message = f"{where}: {message}" if where else message
+        message = self._section + message
         if message not in self.messages:
             self.messages.append(message)
 
@@ -133,8 +147,14 @@ class Problems:
         Raises:
             SystemExit: With code 2.
         """
+        if self._section:
+            raise _SectionFailed
         if self.messages:
             fail(program, *self.messages)
+
+
+class _SectionFailed(Exception):
+    """The checks of a section cannot continue."""
 
 
 def wants_tracebacks() -> bool:

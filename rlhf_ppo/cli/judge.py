@@ -59,14 +59,14 @@ def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> Wi
     Raises:
         SystemExit: An option, the data, a model or the judge is wrong; the message names it.
     """
-    parser: Any = PPOArgumentParser(JudgeArguments, prog=prog)  # pyright: ignore[reportArgumentType]
     from rlhf_ppo.cli.checks import check_judge_options, parse
 
     problems = Problems()
+    parser: Any = PPOArgumentParser(JudgeArguments, prog=prog)  # pyright: ignore[reportArgumentType]
     (args,) = parse(parser, argv, problems)
     check_judge_options(problems, args)
-    problems.fail(parser.prog)
-    with user_errors(parser.prog):
+    problems.fail(prog)
+    with user_errors(prog):
         if not args.dry_run:
             return judge_responses(args)
         make_judge(args)

@@ -6,14 +6,14 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
-from rlhf_ppo.cli.errors import CommandParser, user_errors
+from rlhf_ppo.cli.errors import CommandParser, Problems, user_errors
 from rlhf_ppo.config.redaction import redact_words
 from rlhf_ppo.terminal.text import print_text, visible
 
@@ -45,68 +45,61 @@ def pipeline(argv: Sequence[str] | None = None) -> None:
     with user_errors(PROGRAM):
         read = read_pipeline(args.file)
         plans = planned(read)
-    left = [(step, check_step(step)) for step in read.steps if plans[step.name] != Plan("keep")]
+    problems = check_steps(read, [step for step in read.steps if plans[step.name] != Plan("keep")])
+    problems.fail(PROGRAM)
     if args.dry_run:
         _show(read, plans)
+        print_text("Dry run: no problems found.")
         return
-    _check_what_is_named(left)
     with user_errors(PROGRAM):
         code = run_pipeline(read, start_python)
     if code:
         raise SystemExit(code)
 
 
-def check_step(step: Step) -> Any:
-    """Check a step's options as its command will, so that a mistake in the last one shows before the first has run.
+def check_steps(pipeline: Pipeline, steps: Iterable[Step]) -> Problems:
+    """Check options, data and models of steps as their commands do; each message begins with its section.
+
+    Models that earlier steps write are not looked for. The steps of several seeds differ in nothing to check.
+
+    Args:
+        pipeline: The whole pipeline.
+        steps: The steps to check.
+
+    Returns:
+        The problems of all steps.
+    """
+    problems, written = Problems(), {str(step.output_dir) for step in pipeline.steps}
+    for step in {step.kind: step for step in steps}.values():
+        with problems.section(step.kind):
+            check_step(step, problems, written.__contains__)
+    return problems
+
+
+def check_step(step: Step, problems: Problems, coming: Callable[[str], bool]) -> None:
+    """Check the options, data and models of a step.
 
     Args:
         step: The step.
-
-    Returns:
-        The options that name data or what scores, or None.
-
-    Raises:
-        SystemExit: An option is unknown or wrong; the sentence begins with the section's name.
+        problems: Gets the problems.
+        coming: Tells which paths the pipeline's steps write.
     """
-    program = f"{PROGRAM}: {step.kind}"
     if step.kind == "report":
         from rlhf_ppo.cli.main import report_parser
 
-        report_parser(program).parse_args(step.argv())
-        return None
-    if step.kind == "judge":
-        from rlhf_ppo.cli.arguments import PPOArgumentParser
-        from rlhf_ppo.cli.options import JudgeArguments
+        parser = report_parser()
+        parser.exit_on_error = False
+        with problems.collecting():
+            try:
+                parser.parse_args(step.argv())
+            except argparse.ArgumentError as error:
+                raise ValueError(str(error)) from None
+        return
+    from rlhf_ppo.cli.checks import check_step_options
+    from rlhf_ppo.cli.commands import parse_options
 
-        with user_errors(program):
-            parser: Any = PPOArgumentParser(JudgeArguments, prog=program)  # pyright: ignore[reportArgumentType]
-            (options,) = parser.parse_args_and_config(step.argv())
-    else:
-        from rlhf_ppo.cli.checks import Problems
-        from rlhf_ppo.cli.commands import parse_options
-
-        problems = Problems()
-        options, *_ = parse_options(program, step.command, step.argv(), problems)
-        problems.fail(program)
-    return options
-
-
-def _check_what_is_named(steps: Iterable[tuple[Step, Any]]) -> None:
-    """Look for data, reward functions and the judge's key, as far as nothing is loaded."""
-    from rlhf_ppo.cli.judge import check_judge
-    from rlhf_ppo.data.sources import check_is_there
-    from rlhf_ppo.rewards.resolve import check_reward_name
-
-    for step, options in steps:
-        if options is None:
-            continue
-        with user_errors(f"{PROGRAM}: {step.kind}"):
-            if options.dataset_name:
-                check_is_there(options.dataset_name)
-            for name in getattr(options, "reward_funcs", None) or ():
-                check_reward_name(name)
-            if step.kind == "judge":
-                check_judge(options)
+    options = parse_options(PROGRAM, step.command, step.argv(), problems)
+    check_step_options(problems, step.command, options, coming=coming)
 
 
 def _show(read: Pipeline, plans: Mapping[str, Plan]) -> None:

@@ -128,7 +128,8 @@ def test_paths_that_an_earlier_step_writes_are_not_checked(here):
     words = f"{PPO_QUICK} --sft_model_path runs/sft --reward_model_path runs/reward --dataset_name rows.jsonl"
     options = commands.parse_options("ppo", "train", shlex.split(words), problems)
 
-    check_ppo_options(problems, *options, where="ppo", coming=lambda path: path == "runs/reward")
+    with problems.section("ppo"):
+        check_ppo_options(problems, *options, coming=lambda path: path == "runs/reward")
 
     (message,) = problems.messages
     assert message.startswith("ppo: sft_model_path='runs/sft' could not be loaded")

@@ -15,8 +15,10 @@ import yaml
 from datasets import Dataset, DatasetDict
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from rlhf_ppo.cli.commands import parse_options
+from rlhf_ppo.cli.errors import Problems
 from rlhf_ppo.cli.main import main, write_configs
-from rlhf_ppo.cli.pipeline import check_step, pipeline
+from rlhf_ppo.cli.pipeline import check_steps
 from rlhf_ppo.pipeline.running import run_pipeline
 from rlhf_ppo.pipeline.steps import read_pipeline
 
@@ -46,13 +48,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_dry_run_reads_every_option(name: str, place: Path, capsys: Any) -> None:
-    pipeline(["--dry-run", f"examples/{name}"])
-
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == [
-        step.name for step in read_pipeline(f"examples/{name}").steps
-    ]
+def test_every_option_is_known(name: str, place: Path) -> None:
+    problems = Problems()
+    for step in read_pipeline(f"examples/{name}").steps:
+        if step.kind != "report":
+            parse_options("", step.command, step.argv(), problems)
+    assert problems.messages == []
 
 
 @pytest.mark.parametrize("name", TLDR)
@@ -79,8 +80,7 @@ def toy(name: str, judge: str | None = None) -> list[str]:
         said["judge"]["judge"] = judge
     Path("toy.yaml").write_text(yaml.safe_dump(said))
     read = read_pipeline("toy.yaml")
-    for step in read.steps:
-        check_step(step)
+    assert check_steps(read, read.steps).messages == []
     assert run_pipeline(read, in_this_process) == 0
     assert json.loads((read.output_dir / "results.json").read_text())["seeds"][0]["seed"] == 0
     return list(json.loads((read.output_dir / "pipeline.json").read_text()))

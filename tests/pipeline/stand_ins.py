@@ -123,7 +123,7 @@ def ingredients(options: dict[str, str]) -> str:
     made_of: dict[str, Any] = {}
     for name, value in sorted(options.items()):
         path = Path(value, "model.safetensors") if Path(value).is_dir() else Path(value)
-        made_of[name] = [value, path.read_text() if path.is_file() else None]
+        made_of[name] = [value, path.read_text(errors="replace") if path.is_file() else None]
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
 
 

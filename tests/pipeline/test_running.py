@@ -18,6 +18,7 @@ from rlhf_ppo.checkpoints.complete import newest_trl_checkpoint
 from rlhf_ppo.cli.pipeline import pipeline as command
 from rlhf_ppo.pipeline.running import run_pipeline, start_python
 from rlhf_ppo.pipeline.steps import Pipeline, read_pipeline
+from tests.conftest import make_tokenizer, tiny_policy
 from tests.pipeline.stand_ins import Steps
 
 TEXT = """
@@ -41,6 +42,20 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pipel
         return read_pipeline("run.yaml")
 
     return make
+
+
+ROW = '{"text": "w4", "prompt": "w4 w5", "chosen": " w4", "rejected": " w7"}\n'
+
+
+@pytest.fixture
+def real(read: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pipeline]:
+    """Data and a model that the checks before the first step accept."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("cache").absolute())
+    for name in ("texts", "pairs", "prompts"):
+        Path(f"{name}.jsonl").write_text(ROW * 600)
+    tiny_policy().save_pretrained("base")
+    make_tokenizer().save_pretrained("base")
+    return read
 
 
 def failing(step: str) -> Callable[[str, str], None]:
@@ -198,41 +213,76 @@ def test_launched_are_the_training_steps_alone(read: Callable[..., Pipeline]) ->
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("ppo: {", "ppo: {kl_coeff: 1, ", "pipeline: ppo: error: "),
-        ("ppo: {", "ppo: {learning_rate: -1, ", "learning_rate=-1.0"),
-        ("sft: {", "sft: {max_lenght: 1, ", "pipeline: sft: error: "),
-        ("judge: length", "judge: length, judge_model: m", "give one of them"),
-        ("prompts.jsonl, judge", "promts.jsonl, judge", "dataset_name='promts.jsonl': there is no such file"),
-        ("ppo: {dataset_name: p", "ppo: {dataset_name: ./", "dataset_name='./rompts.jsonl': there is no such file"),
-        ("ppo: {", "report: {outptu: x}\nppo: {", "pipeline: report: error: unrecognized arguments: --outptu"),
-        ("ppo: {", "ppo: {reward_funcs: [lenght], ", "pipeline: ppo: error: reward_funcs holds 'lenght'"),
+        ("ppo: {", "ppo: {kl_coeff: 1, ", "ppo: there is no option --kl_coeff"),
+        ("ppo: {", "ppo: {learning_rate: -1, ", "ppo: learning_rate=-1.0"),
+        ("sft: {", "sft: {max_lenght: 1, ", "sft: there is no option --max_lenght"),
+        ("sft: {", "sft: {config: none.yaml, ", "sft: --config 'none.yaml' cannot be read"),
         (
-            "ppo: {",
-            "ppo: {reward_funcs: 'f.py:g', ",
-            "pipeline: ppo: error: reward_funcs holds 'f.py:g', but there is",
+            "judge: length",
+            "judge: length, judge_model: m",
+            "judge: judge_model='m' and judge='length': give one of them",
         ),
-        ("judge: length", "judge: lenght", "pipeline: judge: error: judge holds 'lenght'"),
-        ("judge: length", "judge_model: gpt-4o-mini", "set the environment variable OPENAI_API_KEY"),
-        ("ppo: {dataset_name: prompts.jsonl}", "", "pipeline: judge: error: model=None and model_column=None"),
+        ("prompts.jsonl, judge", "promts.jsonl, judge", "judge: dataset_name='promts.jsonl': there is no such file"),
+        (
+            "ppo: {dataset_name: p",
+            "ppo: {dataset_name: ./",
+            "ppo: dataset_name='./rompts.jsonl': there is no such file",
+        ),
+        ("ppo: {", "report: {outptu: x}\nppo: {", "report: unrecognized arguments: --outptu"),
+        ("ppo: {", "ppo: {reward_funcs: [lenght], ", "ppo: reward_funcs holds 'lenght'"),
+        ("ppo: {", "ppo: {reward_funcs: 'f.py:g', ", "ppo: reward_funcs holds 'f.py:g', but there is"),
+        ("ppo: {", "ppo: {gradient_accumulation_steps: 1000, ", "ppo: the training set has 540 prompts, fewer than"),
+        ("judge: length", "judge: lenght", "judge: judge holds 'lenght'"),
+        ("judge: length", "judge_model: gpt-4o-mini", "judge: the judge 'gpt-4o-mini' is asked at"),
+        ("ppo: {dataset_name: prompts.jsonl}", "", "judge: model=None and model_column=None"),
+        ("pairs.jsonl", "bare.jsonl", "reward: the data set has the columns ['a']"),
+        ("texts.jsonl", "bare.jsonl", "sft: the data set has the columns ['a']"),
+        ("model_name_or_path: base", "model_name_or_path: bsae", "sft: model_name_or_path='bsae' could not be loaded"),
     ],
 )
-def test_a_mistake_in_the_last_step_is_said_before_the_first_has_run(
-    old: str, new: str, words: str, read: Callable[..., Pipeline], capsys: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_mistake_in_the_last_step_is_reported_before_the_first_has_run(
+    old: str, new: str, words: str, real: Callable[..., Pipeline], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read(TEXT.replace(old, new))
+    Path("bare.jsonl").write_text('{"a": 1}\n')
+    real(TEXT.replace(old, new))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setattr("rlhf_ppo.pipeline.running.start_python", lambda _: pytest.fail("a step was run"))
-    with pytest.raises(SystemExit) as stopped:
+    for options in ([], ["--dry-run"]):
+        with pytest.raises(SystemExit) as stopped:
+            command(["run.yaml", *options])
+
+        (sentence,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+        assert stopped.value.code == 2 and sentence.startswith(f"rlhf-ppo pipeline: error: {words}")
+
+
+def test_the_problems_of_all_sections_are_in_one_list(
+    real: Callable[..., Pipeline], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real(
+        "output_dir: out\nseeds: [0, 1]\n"
+        "sft: {model_name_or_path: none, dataset_name: gone.jsonl, max_lenght: 1}\n"
+        "reward: {dataset_name: texts.jsonl, per_device_train_batch_size: two}\n"
+        "ppo: {dataset_name: lost.jsonl, kl_coef: -1}\n"
+        "judge: {dataset_name: away.jsonl, judge: lenght}\n"
+        "report: {outptu: x}\n"
+    )
+    monkeypatch.setattr("rlhf_ppo.pipeline.running.start_python", lambda _: pytest.fail("a step was run"))
+    with pytest.raises(SystemExit, match="2"):
         command(["run.yaml"])
 
-    (sentence,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
-    assert stopped.value.code == 2 and sentence.startswith("rlhf-ppo pipeline") and words in sentence
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == f"rlhf-ppo pipeline: error: {len(others)} problems:"
+    sections = [line.removeprefix("  - ").partition(": ")[0] for line in others]
+    assert sections == ["sft"] * 3 + ["reward"] + ["ppo"] * 2 + ["judge"] * 2 + ["report"], others
+    assert "max_lenght" in others[0] and "'none' could not" in others[1] and "gone.jsonl" in others[2]
+    assert "per_device_train_batch_size" in others[3]
+    assert "kl_coef=-1" in others[4] and "lost.jsonl" in others[5]
 
 
 def test_a_second_pipeline_in_its_directory_is_refused(
-    read: Callable[..., Pipeline], capsys: Any, monkeypatch: pytest.MonkeyPatch
+    real: Callable[..., Pipeline], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read()
+    real()
 
     def started_again(_: Sequence[str]) -> int:
         monkeypatch.setattr("rlhf_ppo.pipeline.running.start_python", lambda _: pytest.fail("a step was run"))
@@ -251,16 +301,16 @@ def test_a_second_pipeline_in_its_directory_is_refused(
 
 
 def test_a_dry_run_names_the_commands_and_starts_none(
-    read: Callable[..., Pipeline], capsys: Any, monkeypatch: pytest.MonkeyPatch
+    real: Callable[..., Pipeline], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read(TEXT.replace("ppo: {", "ppo: {reward_weights: {reward_model: 2}, "))
+    real(TEXT.replace("ppo: {", "ppo: {reward_weights: {reward_model: 2}, "))
     monkeypatch.setattr("rlhf_ppo.pipeline.running.start_python", lambda _: pytest.fail("a step was run"))
     command(["run.yaml", "--dry-run"])
 
     printed = capsys.readouterr().out
     assert "ppo: rlhf-ppo train --sft_model_path out/sft --reward_model_path out/reward" in printed
     assert """ --reward_weights '{"reward_model": 2}' """ in printed  # for the shell
-    run_pipeline(read(TEXT), Steps())
+    run_pipeline(real(TEXT), Steps())
     Path("out/sft/model.safetensors").unlink()
     capsys.readouterr()
     command(["run.yaml", "--dry-run"])
