@@ -10,7 +10,6 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from transformers import TrainingArguments
 
-from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.processes.signals import RunStopped
 from tests.fuzz import recording
 from tests.fuzz.formulas import Known
-from tests.fuzz.options import OBJECTS, OPTIONS, Configuration, described, draw
+from tests.fuzz.options import Configuration, described, draw
 from tests.fuzz.recording import SignalAt, Snapshots, make, make_stepped, padded, split
 from tests.fuzz.simulation import Simulation
 from tests.runs import assert_identical, end_of_run, history, parameters
@@ -232,35 +229,3 @@ def check_steps(configuration: Configuration, trainer: Any, output_dir: Path) ->
 
 def is_of_both(name: str) -> bool:
     return not name.startswith((*OF_CLOCKS, "rewards/"))
-
-
-# ---- The table of options ----
-
-NOT_DRAWN: dict[str, str] = {
-    "batch_size local_batch_size local_mini_batch_size micro_batch_size mini_batch_size num_total_batches "
-    "world_size": "follow from others",
-    "ds3_gather_for_generation vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port vllm_mode "
-    "vllm_max_model_length vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout "
-    "vllm_tensor_parallel_size": "of engines that this machine has not",
-    "exp_name health_checks health_judge health_thresholds hub_files log_console overwrite_output_dir": (
-        "of what a run writes"
-    ),
-    "dataset_num_proc max_prompt_length total_episodes": "which prompts there are",
-    "model_adapter_name ref_adapter_name reward_head reward_model_path sft_model_path": "which model is read",
-    "preset": "other options under one name",
-}
-"""Options, and why they are not in `OPTIONS`."""
-
-
-def test_each_option_is_drawn_or_said_to_change_no_update() -> None:
-    every = {item.name for item in fields(PPOConfig)}
-    own, drawn = every - {item.name for item in fields(TrainingArguments)}, OPTIONS.keys() - OBJECTS.keys()
-    left_out = {name for names_ in NOT_DRAWN for name in names_.split()}
-    assert own - drawn == left_out and drawn <= every
-
-
-def test_a_seed_draws_each_value_and_the_same_again() -> None:
-    drawn = [draw(3, number) for number in range(200)]
-    for name, values in OPTIONS.items():
-        assert all(any(name in each and each[name] == value for each in drawn) for value in values), name
-    assert drawn == [draw(3, number) for number in range(200)] != [draw(4, number) for number in range(200)]
