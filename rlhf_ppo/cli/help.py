@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -46,129 +48,111 @@ class Page(NamedTuple):
     more: str = "--help-all lists all options. --config FILE reads options from a YAML file."
 
 
-_DRY_RUN = Option("dry_run", False, "Check files, columns and options, list all problems, and exit.")
-_OUTPUT = Option("output_dir", None, "Directory of the model, the logs and the checkpoints.", "DIR")
-_CODE = Option("trust_remote_code", False, "Run Python code of a model's repository.")
-_DATASET = Option("dataset_name", None, "Training data: a file, a directory or a hub name.", "DATA")
-_SPLITS = (
-    Option("dataset_train_split", "train", "Split to train on."),
-    Option("dataset_test_split", "test", "Split to evaluate on, if the data has it."),
-)
-_ADAPTERS = (
-    Option("use_peft", False, "Train LoRA adapters instead of all weights."),
-    Option("lora_r", 16, "Rank of the adapters."),
-    Option("dtype", "float32", "Data type of the loaded weights."),
-    Option("bf16", None, "Compute in bfloat16; on by default where the device supports it.", "BOOL"),
-    Option("gradient_checkpointing", True, "Recompute activations: less memory, more time."),
-)
-_SAVING = (
-    Option("save_steps", 500, "Steps between two checkpoints."),
-    Option("resume_from_checkpoint", None, "Continue a run: True for its newest checkpoint, or a path.", "CHECKPOINT"),
-    Option("seed", 42, "Seed of all random numbers."),
-)
+_DATA = """dataset_train_split = train: Split to train on.
+dataset_test_split = test: Split to evaluate on, if the data has it.
+trust_remote_code = false: Run Python code of a model's repository."""
+
+_MEMORY_AND_OUTPUT = """Memory and precision
+use_peft = false: Train LoRA adapters instead of all weights.
+lora_r = 16: Rank of the adapters.
+dtype = float32: Data type of the loaded weights.
+bf16 BOOL: Compute in bfloat16; on by default where the device supports it.
+gradient_checkpointing = true: Recompute activations: less memory, more time.
+Output
+output_dir DIR: Directory of the model, the logs and the checkpoints.
+report_to TRACKER = none: Trackers: wandb, tensorboard, trackio, ...
+save_steps = 500: Steps between two checkpoints.
+resume_from_checkpoint CHECKPOINT: Continue a run: True for its newest checkpoint, or a path.
+seed = 42: Seed of all random numbers.
+dry_run = false: Check files, columns and options, list all problems, and exit."""
+
+_TRAIN = f"""Models and rewards
+sft_model_path MODEL = EleutherAI/pythia-160m: Policy at the start: a directory or a hub name.
+reward_model_path MODEL = EleutherAI/pythia-160m: Reward model; unused if only reward_funcs are given.
+reward_funcs FUNCTION ...: Reward functions: built-in names, file.py:function or addresses.
+Data
+dataset_name DATA: Prompts: a file, a directory or a hub name, with the column `prompt`.
+{_DATA}
+max_prompt_length N: Drop longer prompts; in tokens.
+Length of the run
+total_episodes N: Number of responses to learn from; by default num_train_epochs decides.
+num_train_epochs = 3.0: Passes over the prompts, without total_episodes.
+per_device_train_batch_size = 8: Episodes per device and micro-batch.
+gradient_accumulation_steps = 1: Micro-batches per update: their product is the rollout's size.
+Responses
+response_length = 53: Maximum length of a response, in tokens.
+temperature = 0.7: Sampling temperature.
+stop_token TOKEN: Token that ends a response; this command uses eos unless stop_token_id is given.
+missing_eos_penalty X: Subtracted from the score of responses that do not end.
+generation_engine = transformers: transformers, continuous or vllm.
+PPO
+learning_rate = 3e-6: Peak learning rate of the policy.
+kl_coef = 0.05: Weight of the KL penalty: higher keeps the policy closer to its start.
+num_ppo_epochs = 4: Passes over each rollout.
+num_mini_batches = 1: Optimizer steps per pass.
+cliprange = 0.2: Clip range of the importance ratio around 1.
+vf_coef = 0.1: Weight of the value loss.
+gamma = 1.0: Discount factor per token.
+lam = 0.95: Lambda of generalized advantage estimation.
+preset NAME: Settings of a published recipe, such as recommended.
+{_MEMORY_AND_OUTPUT}
+logging_steps = 10: Updates between two log lines.
+num_sample_generations = 3: Tables of samples during the run."""
+
+_TRL = f"""Model and data
+model_name_or_path MODEL: Model to train: a directory or a hub name.
+dataset_name DATA: Training data: a file, a directory or a hub name, with COLUMNS.
+{_DATA}
+max_length = 1024: LONGER
+Optimization
+learning_rate = RATE: Peak learning rate.
+num_train_epochs = 3.0: Passes over the data.
+max_steps = -1: Number of optimizer steps; overrides num_train_epochs.
+per_device_train_batch_size = 8: Rows per device and step.
+gradient_accumulation_steps = 1: Batches per optimizer step.
+warmup_steps = 0: Steps, or below 1 the share of steps, with a rising learning rate.
+{_MEMORY_AND_OUTPUT}
+logging_steps = 10: Steps between two log lines.
+eval_strategy = no: When to evaluate: no, steps or epoch."""
+
+_ESTIMATE = """Devices
+num_devices N: Number of devices; by default that of accelerate_config, or 1.
+accelerate_config FILE: Configuration of `accelerate launch`; its engine divides memory.
+device_flops X: FLOP/s of a device, such as 4e14; measured here by default.
+device_bandwidth X: Memory bandwidth of a device in bytes/s; measured here by default.
+device_memory X: Memory of a device in bytes: finds the largest micro-batch that fits."""
+
+_OPTION = re.compile(r"(\w+)(?: ([A-Z]+(?: \.\.\.)?))?(?: = (\S+))?: (.+)")
 
 
-def _trl_page(summary: str, *data: Option, columns: str, rate: str, epochs: float, examples: tuple[str, ...]) -> Page:
-    """Return the page of a command that runs a trainer of TRL."""
-    return Page(
-        summary,
-        {
-            "Model and data": (
-                Option("model_name_or_path", None, "Model to train: a directory or a hub name.", "MODEL"),
-                _DATASET._replace(help=f"Training data: a file, a directory or a hub name, with {columns}."),
-                *_SPLITS,
-                *data,
-                _CODE,
-            ),
-            "Optimization": (
-                Option("learning_rate", float(rate), "Peak learning rate."),
-                Option("num_train_epochs", epochs, "Passes over the data."),
-                Option("max_steps", -1, "Number of optimizer steps; overrides num_train_epochs."),
-                Option("per_device_train_batch_size", 8, "Rows per device and step."),
-                Option("gradient_accumulation_steps", 1, "Batches per optimizer step."),
-                Option("warmup_steps", 0, "Steps, or below 1 the share of steps, with a rising learning rate."),
-            ),
-            "Memory and precision": _ADAPTERS,
-            "Output": (
-                _OUTPUT,
-                Option("logging_steps", 10, "Steps between two log lines."),
-                Option("eval_strategy", "no", "When to evaluate: no, steps or epoch."),
-                Option("report_to", "none", "Trackers: wandb, tensorboard, trackio, ...", "TRACKER"),
-                *_SAVING,
-                _DRY_RUN,
-            ),
-        },
-        examples,
-    )
+def _groups(text: str) -> dict[str, list[Option]]:
+    """Read titles, and options below them, written `name PLACEHOLDER = default: help`."""
+    groups: dict[str, list[Option]] = {}
+    for line in text.split("\n"):
+        if (found := _OPTION.fullmatch(line)) is None:
+            options = groups.setdefault(line, [])
+            continue
+        name, placeholder, default, help = found.groups("")
+        options.append(Option(name, _value(default), help, placeholder))
+    return groups
+
+
+def _value(text: str) -> Any:
+    """Return a default as its type: JSON, or a plain word; "" is None."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text or None
+
+
+def _trl_groups(columns: str, longer: str, rate: str) -> dict[str, list[Option]]:
+    """Return the options of a command that runs a trainer of TRL."""
+    return _groups(_TRL.replace("COLUMNS", columns).replace("LONGER", longer).replace("RATE", rate))
 
 
 TRAIN = Page(
     "Train a policy with PPO against a reward model or reward functions.",
-    {
-        "Models and rewards": (
-            Option(
-                "sft_model_path", "EleutherAI/pythia-160m", "Policy at the start: a directory or a hub name.", "MODEL"
-            ),
-            Option(
-                "reward_model_path",
-                "EleutherAI/pythia-160m",
-                "Reward model; unused if only reward_funcs are given.",
-                "MODEL",
-            ),
-            Option(
-                "reward_funcs",
-                None,
-                "Reward functions: built-in names, file.py:function or addresses.",
-                "FUNCTION ...",
-            ),
-            _CODE,
-        ),
-        "Data": (
-            _DATASET._replace(help="Prompts: a file, a directory or a hub name, with the column `prompt`."),
-            *_SPLITS,
-            Option("max_prompt_length", None, "Drop longer prompts; in tokens.", "N"),
-        ),
-        "Length of the run": (
-            Option(
-                "total_episodes", None, "Number of responses to learn from; by default num_train_epochs decides.", "N"
-            ),
-            Option("num_train_epochs", 3.0, "Passes over the prompts, without total_episodes."),
-            Option("per_device_train_batch_size", 8, "Episodes per device and micro-batch."),
-            Option("gradient_accumulation_steps", 1, "Micro-batches per update: their product is the rollout's size."),
-        ),
-        "Responses": (
-            Option("response_length", 53, "Maximum length of a response, in tokens."),
-            Option("temperature", 0.7, "Sampling temperature."),
-            Option(
-                "stop_token",
-                None,
-                "Token that ends a response; this command uses eos unless stop_token_id is given.",
-                "TOKEN",
-            ),
-            Option("missing_eos_penalty", None, "Subtracted from the score of responses that do not end.", "X"),
-            Option("generation_engine", "transformers", "transformers, continuous or vllm."),
-        ),
-        "PPO": (
-            Option("learning_rate", 3e-6, "Peak learning rate of the policy."),
-            Option("kl_coef", 0.05, "Weight of the KL penalty: higher keeps the policy closer to its start."),
-            Option("num_ppo_epochs", 4, "Passes over each rollout."),
-            Option("num_mini_batches", 1, "Optimizer steps per pass."),
-            Option("cliprange", 0.2, "How far the importance ratio may move from 1."),
-            Option("vf_coef", 0.1, "Weight of the value loss."),
-            Option("gamma", 1.0, "Discount factor per token."),
-            Option("lam", 0.95, "Lambda of generalized advantage estimation."),
-            Option("preset", None, "Settings of a published recipe, such as rloo.", "NAME"),
-        ),
-        "Memory and precision": _ADAPTERS,
-        "Output": (
-            _OUTPUT,
-            Option("logging_steps", 10, "Updates between two log lines."),
-            Option("num_sample_generations", 3, "Tables of samples during the run."),
-            Option("report_to", "none", "Trackers: wandb, tensorboard, trackio, ...", "TRACKER"),
-            *_SAVING,
-            _DRY_RUN,
-        ),
-    },
+    _groups(_TRAIN),
     (
         "rlhf-ppo train --sft_model_path runs/sft --reward_model_path runs/reward --dataset_name prompts.jsonl "
         "--output_dir runs/ppo",
@@ -178,26 +162,23 @@ TRAIN = Page(
     ),
 )
 
-SFT = _trl_page(
+SFT = Page(
     "Train a language model on texts with TRL's SFTTrainer.",
-    Option("max_length", 1024, "Truncate longer texts; in tokens."),
-    Option("packing", False, "Pack several texts into one row."),
-    columns="`text`, `messages`, or `prompt` and `completion`",
-    rate="2e-5",
-    epochs=3.0,
-    examples=(
+    _trl_groups(
+        "`text`, `messages`, or `prompt` and `completion`",
+        "Truncate longer texts; in tokens.\npacking = false: Pack several texts into one row.",
+        "2e-5",
+    ),
+    (
         "rlhf-ppo sft --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name texts.jsonl --output_dir runs/sft",
         "rlhf-ppo sft --config sft.yaml --dry_run",
     ),
 )
 
-REWARD = _trl_page(
+REWARD = Page(
     "Train a reward model on preference pairs with TRL's RewardTrainer.",
-    Option("max_length", 1024, "Drop longer pairs; in tokens."),
-    columns="`chosen`, `rejected` and usually `prompt`",
-    rate="1e-4",
-    epochs=3.0,
-    examples=(
+    _trl_groups("`chosen`, `rejected` and usually `prompt`", "Drop longer pairs; in tokens.", "1e-4"),
+    (
         "rlhf-ppo reward --model_name_or_path runs/sft --dataset_name pairs.jsonl --output_dir runs/reward",
         "rlhf-ppo reward --config reward.yaml --dry_run",
     ),
@@ -205,21 +186,7 @@ REWARD = _trl_page(
 
 ESTIMATE = Page(
     "Estimate memory and time of `rlhf-ppo train` without loading weights.",
-    {
-        "Devices": (
-            Option("num_devices", None, "Number of devices; by default that of accelerate_config, or 1.", "N"),
-            Option(
-                "accelerate_config", None, "Configuration of `accelerate launch`; its engine divides memory.", "FILE"
-            ),
-            Option("device_flops", None, "FLOP/s of a device, such as 4e14; measured here by default.", "X"),
-            Option(
-                "device_bandwidth", None, "Memory bandwidth of a device in bytes/s; measured here by default.", "X"
-            ),
-            Option(
-                "device_memory", None, "Memory of a device in bytes: finds the largest micro-batch that fits.", "X"
-            ),
-        ),
-    },
+    _groups(_ESTIMATE),
     (
         "rlhf-ppo estimate --sft_model_path runs/sft --reward_model_path runs/reward --dataset_name prompts.jsonl "
         "--output_dir runs/ppo --device_memory 8e10",
@@ -301,9 +268,9 @@ def _llm() -> Page:
 
 def page_of(command: str) -> Page | None:
     """Return the short help of a command; None if its parser prints its help."""
-    pages = {"train": lambda: TRAIN, "sft": lambda: SFT, "reward": lambda: REWARD, "estimate": lambda: ESTIMATE}
-    pages |= {"judge": _judge, "eval": _judge, "llm": _llm}
-    return pages[command]() if command in pages else None
+    if command in ("judge", "eval", "llm"):
+        return _llm() if command == "llm" else _judge()
+    return {"train": TRAIN, "sft": SFT, "reward": REWARD, "estimate": ESTIMATE}.get(command)
 
 
 def print_page(command: str, page: Page) -> None:
