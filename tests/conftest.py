@@ -76,7 +76,6 @@ WHOLE_RUNS = {
 }
 # Files of which most tests run commands or several runs from beginning to end.
 LONG_RUNS = {
-    "compat/test_trl_tests.py",
     "data/test_train_data_forms.py",
     "estimate/test_update.py",
     "faults/test_partial_update.py",

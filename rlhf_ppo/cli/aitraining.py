@@ -1,10 +1,10 @@
-"""AITraining's interface: its data columns, its three jobs, `AutoTrainProject`, and `rlhf-ppo llm`."""
+"""AITraining's interface: its data columns, `AutoTrainProject`, and `rlhf-ppo llm`."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 from transformers import Trainer, TrainingArguments
-from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.checkpoints.run import check_start, finished_checkpoints, parse_resume
 from rlhf_ppo.cli.arguments import PPOArgumentParser, PPOScriptArguments
@@ -28,7 +27,7 @@ from rlhf_ppo.cli.training import (
     train_and_save,
 )
 from rlhf_ppo.compat import mapping
-from rlhf_ppo.compat.environments import REWARD_MODEL, make_environment
+from rlhf_ppo.compat.environments import REWARD_MODEL, json_object, make_environment
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
@@ -50,7 +49,7 @@ def load_rows(params: LLMTrainingParams) -> tuple[Any, Any]:
     """Load the rows to train on and those to evaluate on.
 
     Args:
-        params: Gives the data's place, its splits and its columns.
+        params: Gives the data, its splits and its columns.
 
     Returns:
         The two data sets; the second is None without `valid_split`.
@@ -59,13 +58,14 @@ def load_rows(params: LLMTrainingParams) -> tuple[Any, Any]:
         ValueError: There is no such data, split or column.
     """
     splits = load_splits(params.data_path, argument="data_path")
-    train_dataset = choose_split(splits, params.train_split, "train_split")
-    eval_dataset = None if params.valid_split is None else choose_split(splits, params.valid_split, "valid_split")
-    return _prepared(train_dataset, params), None if eval_dataset is None else _prepared(eval_dataset, params)
+    names = {"train_split": params.train_split, "valid_split": params.valid_split}
+    chosen = [None if name is None else choose_split(splits, name, option) for option, name in names.items()]
+    train_dataset, eval_dataset = (None if rows is None else _prepared(rows, params) for rows in chosen)
+    return train_dataset, eval_dataset
 
 
 def fill_update(rows: Any, num_episodes: int) -> Any:
-    """Repeat prompts in order if one update needs more than there are; warns once.
+    """Repeat prompts in order if one update needs more; warn once.
 
     Args:
         rows: The prompts.
@@ -80,7 +80,7 @@ def fill_update(rows: Any, num_episodes: int) -> Any:
     return rows.select([index % len(rows) for index in range(num_episodes)])
 
 
-def settle_warmup(args: TrainingArguments, num_rows: int, num_episodes: int) -> None:
+def remove_short_warmup(args: TrainingArguments, num_rows: int, num_episodes: int) -> None:
     """Remove a warm-up that is shorter than one update, because the first update would have learning rate 0.
 
     Args:
@@ -91,7 +91,7 @@ def settle_warmup(args: TrainingArguments, num_rows: int, num_episodes: int) -> 
     num_updates = args.num_train_epochs * num_rows / num_episodes
     if 0 < args.warmup_steps < 1 and args.warmup_steps * num_updates < 1:
         logger.warning_once(
-            f"--warmup-ratio {args.warmup_steps} of {num_updates:g} updates is less than one: there is no warm-up."
+            f"--warmup-ratio {args.warmup_steps} of {num_updates:g} updates is less than one update: no warm-up."
         )
         args.warmup_steps = 0
 
@@ -100,14 +100,14 @@ def wanted_columns(columns: list[str], params: LLMTrainingParams) -> dict[str, s
     """Map the trainer's column names to those of the data set.
 
     Args:
-        columns: Those of the data set.
-        params: Names them; where it leaves a default, the trainer's own name serves too.
+        columns: Columns of the data set.
+        params: Names them; instead of a default, the trainer's own name is accepted too.
 
     Returns:
-        The trainer's name of each column: the data set's.
+        For the trainer's name of each column that of the data set.
 
     Raises:
-        ValueError: A column is not there.
+        ValueError: A column is missing.
     """
     if params.trainer == "ppo":
         option = "text_column" if params.prompt_text_column is None else "prompt_text_column"
@@ -152,17 +152,20 @@ def _prepared(dataset: Any, params: LLMTrainingParams) -> Any:
     if params.max_samples is not None:
         dataset = dataset.select(range(min(params.max_samples, len(dataset))))
     names = wanted_columns(dataset.column_names, params)
-    others = [column for column in dataset.column_names if column not in names.values()]
-    alone = bool(names) and params.trainer != "ppo"  # TRL would read a `prompt` beside the text as half of a pair
-    taken = [column for column in others if column in names or alone]
-    dataset = dataset.remove_columns(taken)
+    unused = [column for column in dataset.column_names if column not in names.values()]
+    if not names or params.trainer == "ppo":  # otherwise TRL would read a `prompt` beside the text as half of a pair
+        unused = [column for column in unused if column in names]
+    dataset = dataset.remove_columns(unused)
     return dataset.rename_columns({old: new for new, old in names.items() if old != new})
 
 
-# ---- Jobs ----
+# ---- AutoTrainProject ----
 
-JUDGES = {"judge", "preference_model", "human_feedback_fn"}
-"""Where a preference environment's config names its judge; without one it is the reward model."""
+_JUDGES = {"judge", "preference_model", "human_feedback_fn"}
+"""Keys of a preference environment's judge; without one the reward model is the judge."""
+
+_SHOWN = (*mapping.MODEL.values(), "lora_target_modules", "load_in_4bit", "load_in_8bit", "attn_implementation")
+"""Arguments of TRL's `ModelConfig` that the parameters set."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +174,8 @@ class Rewards:
 
     Attributes:
         model: Path of the reward model, or None.
-        functions: The reward functions that score beside it, or alone.
-        settings: What they set in `PPOConfig`.
+        functions: The reward functions.
+        settings: Arguments of `PPOConfig` that they set.
     """
 
     model: str | None
@@ -180,194 +183,26 @@ class Rewards:
     settings: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run, ready to be built.
-
-    Attributes:
-        params: The user's parameters.
-        arguments: Trainer arguments that the parameters set.
-        args: All of the trainer's arguments, checked.
-        model_args: Loading of the models, and the adapter.
-        rewards: Sources of PPO's rewards.
-    """
-
-    params: LLMTrainingParams
-    arguments: dict[str, Any]
-    args: TrainingArguments
-    model_args: ModelConfig
-    rewards: Rewards | None = None
-
-
-def make_job(params: LLMTrainingParams, resume_from_checkpoint: str | bool | None = None) -> Job:
-    """Resolve and check the parameters without loading anything.
-
-    Args:
-        params: The parameters.
-        resume_from_checkpoint: Checkpoint to resume; see `AutoTrainProject`.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: An argument is out of its range, or names no reward or environment.
-    """
-    rewards = None
-    if params.trainer == "ppo":
-        rewards = reward_sources(params)
-        config, arguments = PPOConfig, {**mapping.ppo_arguments(params), **rewards.settings}
-    elif params.trainer == "reward":
-        config, arguments = RewardArguments, mapping.reward_arguments(params)
-    else:
-        config, arguments = SFTArguments, mapping.sft_arguments(params)
-    if resume_from_checkpoint is not None:
-        arguments["resume_from_checkpoint"] = resume_from_checkpoint
-    with mapping.explaining():
-        args: Any = config(**arguments)
-    return Job(params, arguments, args, mapping.model_arguments(params), rewards)
-
-
-def build_trainer(job: Job) -> Trainer:
-    """Load data and models and make the trainer.
-
-    Raises:
-        ValueError: There is no such data, column or model, or they do not fit each other.
-    """
-    if job.params.token is not None:
-        os.environ.setdefault("HF_TOKEN", job.params.token)  # for models and data that need it
-    check_output_dir(job.args.output_dir)
-    args: Any = job.args
-    _check_start(job)
-    train_dataset, eval_dataset = load_rows(job.params)
-    if job.rewards is None:
-        make = reward_trainer if job.params.trainer == "reward" else sft_trainer
-        return make(args, job.model_args, train_dataset, eval_dataset)
-    num_episodes = args.per_device_train_batch_size * args.gradient_accumulation_steps * PartialState().num_processes
-    train_dataset = fill_update(train_dataset, num_episodes)
-    settle_warmup(args, len(train_dataset), num_episodes)
-    return ppo_trainer(
-        PPOScriptArguments(),
-        args,
-        job.model_args,
-        train_dataset,
-        eval_dataset,
-        reward_model=job.rewards.model,
-        ref_model=job.params.model_ref,
-        reward_funcs=job.rewards.functions or None,
-    )
-
-
-def _check_start(job: Job) -> None:
-    """Check that a checkpoint to resume exists, or that the directory holds no other run."""
-    directory = output_directory(job.args)
-    resumed = parse_resume(job.args.resume_from_checkpoint)
-    if resumed is not False:
-        check_start(directory, resumed, overwrite=False)
-    elif isinstance(job.args, PPOConfig) and (found := finished_checkpoints(directory)):
-        raise ValueError(
-            f"project_name={job.params.project_name!r} holds the checkpoints of another run ({found}): go on with it "
-            "by --resume-from-checkpoint True, or choose another project_name"
-        )
-
-
-def run_job(job: Job, trainer: Trainer) -> Trainer:
-    """Train, and save the result in the project's directory.
-
-    Args:
-        job: The job of the trainer.
-        trainer: The result of `build_trainer`.
-
-    Returns:
-        The trainer.
-    """
-    if job.params.padding is not None:
-        tokenizer: Any = trainer.processing_class
-        tokenizer.padding_side = job.params.padding
-    train_and_save(trainer, job.params.data_path, merge=job.params.merge_adapter)
-    return trainer
-
-
-def reward_sources(params: LLMTrainingParams) -> Rewards:
-    """Resolve PPO's reward sources and the `PPOConfig` settings of their environment.
-
-    Raises:
-        ValueError: There is no such reward, or the environment does not know a setting.
-    """
-    model = params.rl_reward_model_path
-    function = None if params.rl_reward_fn is None else _resolved(params.rl_reward_fn)
-    if params.environment is None:
-        functions = [function] if function else [] if model else [resolve_reward("default")]
-        return Rewards(model, functions, {"reward_weights": _with_model(model, params.rl_reward_weights)})
-    config = mapping.json_object("rl_env_config", params.rl_env_config or {})
-    if params.environment == "preference_comparison" and model is not None and not JUDGES & config.keys():
-        config, model = {**config, "preference_model": model}, None
-    environment = make_environment(
-        params.environment, config, reward_weights=params.rl_reward_weights, reward_fn=function
-    )
-    weights = _with_model(model, environment.reward_weights)
-    return Rewards(model, environment.reward_funcs, {**environment.settings, "reward_weights": weights})
-
-
-def print_job(job: Job) -> None:
-    """Print the values that the parameters set, by the names of the trainer's arguments."""
-    table = Table("argument", "value", title=cell(f"{type(job.args).__name__} of {job.args.output_dir}"))
-    for name, value in effective_values(job):
-        table.add_row(name, cell(value))
-    Console().print(table)
-
-
-def effective_values(job: Job) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of every argument that the parameters set."""
-    params = job.params
-    for name in job.arguments:
-        value = getattr(job.args, name)
-        yield name, redacted(getattr(value, "value", value), name)  # enums as they are given
-    for name in (*mapping.MODEL.values(), *_LOADING):
-        yield name, getattr(job.model_args, name)
-    for name in ("data_path", "train_split", "valid_split", "max_samples"):
-        yield name, redacted(getattr(params, name), name)
-    if job.rewards is not None:
-        yield "ref_model", params.model_ref
-        yield "reward_model", job.rewards.model
-        yield "reward_funcs", [function_name(function) for function in job.rewards.functions]
-
-
-_LOADING = ("lora_target_modules", "load_in_4bit", "load_in_8bit", "attn_implementation")
-
-
-def _with_model(model: str | None, given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
-    """Return the weights by name; the reward model counts 1 where they do not name it."""
-    if given is None:
-        return None
-    weights = mapping.json_object("rl_reward_weights", given)
-    return weights if model is None else {REWARD_MODEL: 1.0, **weights}
-
-
-def _resolved(spec: str) -> Callable[..., Any]:
-    """Return the reward function; AITraining's signature, one row at a time, is accepted too."""
-    if spec == "custom":
-        raise ValueError(
-            "--rl-reward-fn custom does not say which: write package.module.function or path/file.py:function, with "
-            "the arguments prompt, generated and full_text, or GRPOTrainer's"
-        )
-    function = resolve_reward(spec)
-    return Custom(function) if "generated" in inspect.signature(function).parameters else function
-
-
-# ---- AutoTrainProject ----
-
-
 class AutoTrainProject:
-    """A training run on this machine; its configuration is checked and printed when it is made.
+    """A training run on this machine; the constructor checks its configuration and prints it.
 
     Args:
         params: The parameters.
         backend: Where to train: only "local".
         process: Accepted as in AITraining; columns always get the names that the trainer reads.
-        resume_from_checkpoint: A checkpoint of the run in the project's directory from which it goes on, True for its
-            newest complete one; None or False starts a new run.
+        resume_from_checkpoint: Checkpoint of the run in the project's directory to continue, True for the newest
+            complete one; None or False starts a new run.
+
+    Attributes:
+        params: The parameters.
+        arguments: Trainer arguments that the parameters set.
+        args: All arguments of the trainer.
+        model_args: Loading of the models, and the adapter.
+        rewards: Sources of PPO's rewards; None for other trainers.
 
     Raises:
         TypeError: `params` are no `LLMTrainingParams`, or an argument has the wrong type.
-        ValueError: There is no such backend, or an argument is out of its range.
+        ValueError: There is no such backend, reward or environment, or an argument is out of its range.
     """
 
     def __init__(
@@ -381,9 +216,16 @@ class AutoTrainProject:
             raise TypeError(f"params must be LLMTrainingParams, got {type(params).__name__}")
         if backend != "local":
             raise ValueError(f"backend={backend!r} is not available here: train on this machine with backend='local'")
-        self.job = make_job(params, resume_from_checkpoint)
+        self.params, self.rewards = params, reward_sources(params) if params.trainer == "ppo" else None
+        config: Any = {"ppo": PPOConfig, "reward": RewardArguments, "sft": SFTArguments}[params.trainer]
+        self.arguments = mapping.arguments_of(params) | (self.rewards.settings if self.rewards else {})
+        if resume_from_checkpoint is not None:
+            self.arguments["resume_from_checkpoint"] = resume_from_checkpoint
+        with mapping.explaining():
+            self.args: Any = config(**self.arguments)
+        self.model_args = mapping.model_arguments(params)
         if PartialState().is_main_process:
-            print_job(self.job)
+            self._print()
 
     def create(self) -> Trainer:
         """Train, and save the result in `./<project_name>`.
@@ -402,12 +244,109 @@ class AutoTrainProject:
         Raises:
             ValueError: There is no such data, column or model, or they do not fit each other.
         """
+        params, args = self.params, self.args
+        if params.token is not None:
+            os.environ.setdefault("HF_TOKEN", params.token)  # for models and data that need it
         with mapping.explaining():
-            return build_trainer(self.job)
+            check_output_dir(args.output_dir)
+            self._check_start()
+            train_dataset, eval_dataset = load_rows(params)
+            if self.rewards is None:
+                make = reward_trainer if params.trainer == "reward" else sft_trainer
+                return make(args, self.model_args, train_dataset, eval_dataset)
+            episodes = args.per_device_train_batch_size * args.gradient_accumulation_steps
+            num_episodes = episodes * PartialState().num_processes
+            train_dataset = fill_update(train_dataset, num_episodes)
+            remove_short_warmup(args, len(train_dataset), num_episodes)
+            return ppo_trainer(
+                PPOScriptArguments(),
+                args,
+                self.model_args,
+                train_dataset,
+                eval_dataset,
+                reward_model=self.rewards.model,
+                ref_model=params.model_ref,
+                reward_funcs=self.rewards.functions or None,
+            )
 
     def train(self, trainer: Trainer) -> Trainer:
         """Train, save the result, and return the trainer that `build` made."""
-        return run_job(self.job, trainer)
+        if self.params.padding is not None:
+            tokenizer: Any = trainer.processing_class
+            tokenizer.padding_side = self.params.padding
+        train_and_save(trainer, self.params.data_path, merge=self.params.merge_adapter)
+        return trainer
+
+    def _check_start(self) -> None:
+        """Check that a checkpoint to resume exists, or that the directory holds no other run."""
+        directory = output_directory(self.args)
+        resumed = parse_resume(self.args.resume_from_checkpoint)
+        if resumed is not False:
+            check_start(directory, resumed, overwrite=False)
+        elif self.params.trainer == "ppo" and (found := finished_checkpoints(directory)):
+            raise ValueError(
+                f"project_name={self.params.project_name!r} holds the checkpoints of another run ({found}): continue "
+                "it with --resume-from-checkpoint True, or choose another project_name"
+            )
+
+    def _print(self) -> None:
+        """Print the values that the parameters set, by the names of the trainer's arguments."""
+        table = Table("argument", "value", title=cell(f"{type(self.args).__name__} of {self.args.output_dir}"))
+        values = {name: getattr(self.args, name) for name in self.arguments}
+        values |= {name: getattr(self.model_args, name) for name in _SHOWN}
+        values |= {
+            name: getattr(self.params, name) for name in ("data_path", "train_split", "valid_split", "max_samples")
+        }
+        if self.rewards is not None:
+            functions = [function_name(function) for function in self.rewards.functions]
+            values |= {
+                "ref_model": self.params.model_ref,
+                "reward_model": self.rewards.model,
+                "reward_funcs": functions,
+            }
+        for name, value in values.items():
+            table.add_row(name, cell(redacted(getattr(value, "value", value), name)))  # enums by their value
+        Console().print(table)
+
+
+def reward_sources(params: LLMTrainingParams) -> Rewards:
+    """Resolve PPO's reward sources and the `PPOConfig` settings of their environment.
+
+    Raises:
+        ValueError: There is no such reward, or the environment does not know a setting.
+    """
+    model = params.rl_reward_model_path
+    function = None if params.rl_reward_fn is None else _resolved(params.rl_reward_fn)
+    if params.environment is None:
+        functions = [function] if function else [] if model else [resolve_reward("default")]
+        return Rewards(model, functions, {"reward_weights": _with_model(model, params.rl_reward_weights)})
+    config = json_object("rl_env_config", params.rl_env_config)
+    if params.environment == "preference_comparison" and model is not None and not _JUDGES & config.keys():
+        config, model = {**config, "preference_model": model}, None
+    environment = make_environment(
+        params.environment, config, reward_weights=params.rl_reward_weights, reward_fn=function
+    )
+    weights = _with_model(model, environment.reward_weights)
+    return Rewards(model, environment.reward_funcs, {**environment.settings, "reward_weights": weights})
+
+
+def _with_model(model: str | None, given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
+    """Return the weights by name; the weight of the reward model is 1 unless they name it."""
+    if given is None:
+        return None
+    weights = json_object("rl_reward_weights", given)
+    return weights if model is None else {REWARD_MODEL: 1.0, **weights}
+
+
+def _resolved(spec: str) -> Callable[..., Any]:
+    """Return a reward function; AITraining's signature, one row at a time, is accepted too."""
+    if spec == "custom":
+        raise ValueError(
+            "--rl-reward-fn custom needs the function: write package.module.function or path/file.py:function, with "
+            "the arguments prompt, generated and full_text, or GRPOTrainer's"
+        )
+    function = resolve_reward(spec)
+    return Custom(function) if "generated" in inspect.signature(function).parameters else function
 
 
 # ---- rlhf-ppo llm ----

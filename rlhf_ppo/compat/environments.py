@@ -28,6 +28,8 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 """Configuration keys of each environment type; `stop_sequences` is AITraining's name for `stop_strings`."""
 
+_NAMES = [*BUILTIN_REWARDS, *TRL_REWARDS]
+
 REWARD_MODEL = "reward_model"
 """Name of the reward model's weight; it is not a reward function."""
 
@@ -73,7 +75,13 @@ def make_environment(
     """
     if env_type not in KEYS:
         raise ValueError(f"env_type={env_type!r} must be one of {list(KEYS)}{_suggest(env_type, KEYS)}")
-    given = _checked_keys(env_type, _json_object("config", config))
+    given = json_object("config", config)
+    if unknown := [key for key in given if key not in KEYS[env_type]]:
+        key = unknown[0]
+        raise ValueError(
+            f"config has {key}={redacted(given[key], key)!r}, which {env_type} does not know; its keys are "
+            f"{list(KEYS[env_type])}{_suggest(key, KEYS[env_type])}"
+        )
     fn = _given_once("reward_fn", given.get("reward_fn"), reward_fn)
     weights = _given_once(
         "reward_weights",
@@ -110,7 +118,7 @@ def _components(
         raise ValueError(
             f"multi_objective: reward_components={redacted(components)!r} must be a dict of rewards by name, such as "
             """{"correctness": {"weight": 1.0}, "brief": {"type": "length_penalty"}}; or give reward_weights by the """
-            f"names of rewards: {[*BUILTIN_REWARDS, *TRL_REWARDS]}"
+            f"names of rewards: {_NAMES}"
         )
     own = {name: spec["weight"] for name, spec in components.items() if isinstance(spec, Mapping) and "weight" in spec}
     rewards = [_component(name, spec) for name, spec in components.items()]
@@ -169,12 +177,10 @@ def _reward(key: str, spec: Any) -> Callable[..., Any]:
             return resolve_reward(spec)
         settings = dict(spec)
         name = settings.pop("type", None)
-        if name not in (*BUILTIN_REWARDS, *TRL_REWARDS):
+        if name not in _NAMES:
             if not isinstance(name, str) or settings:
-                raise ValueError(
-                    f"type={name!r} must be one of {[*BUILTIN_REWARDS, *TRL_REWARDS]}"
-                    f"{_suggest(str(name), [*BUILTIN_REWARDS, *TRL_REWARDS])}; only these take settings"
-                )
+                suggestion = _suggest(str(name), _NAMES)
+                raise ValueError(f"type={name!r} must be one of {_NAMES}{suggestion}; only these take settings")
             return resolve_reward(name)
         if isinstance(settings.get("function"), str):
             settings["function"] = resolve_reward(settings["function"])
@@ -183,17 +189,17 @@ def _reward(key: str, spec: Any) -> Callable[..., Any]:
         raise type(error)(f"config: {key}={redacted(spec)!r}: {error}") from error
 
 
-def _checked_keys(env_type: str, config: dict[str, Any]) -> dict[str, Any]:
-    for key in config:
-        if key not in KEYS[env_type]:
-            raise ValueError(
-                f"config has {key}={redacted(config[key], key)!r}, which {env_type} does not know; its keys are "
-                f"{list(KEYS[env_type])}{_suggest(key, KEYS[env_type])}"
-            )
-    return config
+def json_object(name: str, given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """Return a dict that may be given as JSON text; an empty one for None.
 
+    Args:
+        name: Name of the argument, for error messages.
+        given: The dict or its text.
 
-def _json_object(name: str, given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    Raises:
+        TypeError: It is not an object.
+        ValueError: The text is not JSON.
+    """
     value: Any = given
     if isinstance(given, str):
         try:
@@ -210,7 +216,7 @@ def _json_object(name: str, given: Mapping[str, Any] | str | None) -> dict[str, 
 def _weights(name: str, given: Mapping[str, Any] | str | None) -> dict[str, float] | None:
     if given is None:
         return None
-    weights = _json_object(name, given)
+    weights = json_object(name, given)
     return parse_weights(name, weights) if weights else None
 
 

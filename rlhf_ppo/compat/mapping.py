@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,6 @@ from transformers import TrainingArguments
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.compat.params import LLMTrainingParams
-from rlhf_ppo.config.redaction import redacted
 from rlhf_ppo.terminal.text import visible_logger
 
 logger = visible_logger(__name__)
@@ -75,10 +73,11 @@ OTHERS: dict[str, str] = {
 def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
     """Return the arguments that all three trainers have."""
     evaluates = params.valid_split is not None and params.eval_strategy != "no"
+    default_steps = 1 if params.trainer == "ppo" else 10
     return {
         **_renamed(params, TRAINING),
         "per_device_eval_batch_size": params.batch_size,
-        "logging_steps": _logging_steps(params),
+        "logging_steps": default_steps if params.logging_steps == -1 else params.logging_steps,
         "report_to": _tracker(params.log),
         "eval_strategy": params.eval_strategy if evaluates else "no",
         "load_best_model_at_end": evaluates and params.save_strategy == params.eval_strategy,
@@ -86,6 +85,11 @@ def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
         "fp16": params.mixed_precision == "fp16",
         "hub_model_id": f"{params.username}/{params.project_name}" if params.push_to_hub else None,
     }
+
+
+def arguments_of(params: LLMTrainingParams) -> dict[str, Any]:
+    """Return the arguments of the configuration of `params.trainer`."""
+    return {"ppo": ppo_arguments, "reward": reward_arguments, "sft": sft_arguments}[params.trainer](params)
 
 
 def ppo_arguments(params: LLMTrainingParams) -> dict[str, Any]:
@@ -111,17 +115,14 @@ def reward_arguments(params: LLMTrainingParams) -> dict[str, Any]:
     return {
         **training_arguments(params),
         checkpointing: not params.disable_gradient_checkpointing,
-        "max_length": _max_length(params),
+        "max_length": min(params.block_size if params.block_size > 0 else 1024, params.model_max_length),
         "auto_find_batch_size": params.auto_find_batch_size,
     }
 
 
 def sft_arguments(params: LLMTrainingParams) -> dict[str, Any]:
     """Return the arguments of TRL's `SFTConfig`."""
-    return {
-        **reward_arguments(params),
-        "packing": bool(params.packing),
-    }
+    return {**reward_arguments(params), "packing": bool(params.packing)}
 
 
 def model_arguments(params: LLMTrainingParams) -> ModelConfig:
@@ -158,27 +159,6 @@ def explaining() -> Iterator[None]:
         raise kind(f"{error} ({', '.join(flags)})") from error
 
 
-def json_object(name: str, given: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Return a dict that may be given as JSON text.
-
-    Args:
-        name: Name of the parameter, for error messages.
-        given: The dict or its text.
-
-    Raises:
-        ValueError: It is not a JSON object.
-    """
-    try:
-        value = json.loads(given) if isinstance(given, str) else dict(given)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--{name.replace('_', '-')} {redacted(given)!r} is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"--{name.replace('_', '-')} {redacted(given)!r} must be a JSON object, such as '{{\"name\": 1.0}}'"
-        )
-    return value
-
-
 def _renamed(params: LLMTrainingParams, names: Mapping[str, str]) -> dict[str, Any]:
     return {new: getattr(params, old) for old, new in names.items()}
 
@@ -207,16 +187,6 @@ def _max_prompt_length(params: LLMTrainingParams) -> int | None:
             f"prompts beside --rl-max-new-tokens {params.rl_max_new_tokens}; raise them"
         )
     return min(limits, default=None)
-
-
-def _max_length(params: LLMTrainingParams) -> int:
-    return min(params.block_size if params.block_size > 0 else 1024, params.model_max_length)
-
-
-def _logging_steps(params: LLMTrainingParams) -> int:
-    if params.logging_steps == -1:
-        return 1 if params.trainer == "ppo" else 10
-    return params.logging_steps
 
 
 def _tracker(name: str) -> str:

@@ -1,12 +1,12 @@
 """AITraining's `LLMTrainingParams`: all options of `aitraining llm` with their names and defaults."""
 
 # No postponed annotations: HfArgumentParser reads them.
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
 
 from rlhf_ppo.config.redaction import redacted
-from rlhf_ppo.config.validation import Interval, check_range, check_type
+from rlhf_ppo.config.validation import AtLeastOne, ShareBelowOne, check_ranges, check_type, ranges_of
+from rlhf_ppo.config.validation import option as _option
 
 TRAINERS = ("ppo", "reward", "sft")
 """Supported values of `trainer`."""
@@ -20,19 +20,15 @@ _TRL_DPO = "use TRL's DPOTrainer"
 _DISTILL = "use TRL's GKDTrainer"
 _CONVERT = "write the data set with the columns prompt, text, messages, or prompt, chosen and rejected"
 _LOOP = "subclass PPOTrainer, whose steps are methods"
-_SAMPLE = "PPO prints ten tables of greedy samples; num_sample_generations of `rlhf-ppo train` sets how many"
+_SAMPLE = "PPO prints ten tables of greedy samples; num_sample_generations of `rlhf-ppo train` sets the number"
 _METRICS = "pass reward functions with weight 0, which are logged as rewards/<name>/mean"
 _GENERATE = "load the model with transformers' text-generation pipeline, or compare two models with `rlhf-ppo judge`"
 _WANDB = "set W&B's environment variables: WANDB_API_KEY, WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_ID"
 _COLUMNS = "name the columns with prompt_text_column, text_column and rejected_text_column"
 
 
-def _option(default: Any, help: str, **argparse: Any) -> Any:
-    return field(default=default, metadata={"help": help, **argparse})
-
-
-def _absent(default: Any, instead: str) -> Any:
-    return field(default=default, metadata={"help": _NOT_HERE + instead})
+def _absent(default: Any, alternative: str) -> Any:
+    return _option(default, _NOT_HERE + alternative)
 
 
 @dataclass
@@ -49,43 +45,48 @@ class LLMTrainingParams:
 
     # --- What and where ---
     model: str = _option("google/gemma-3-270m", "Directory or hub name of the model to train.")
-    project_name: str = _option("project-name", "Directory of the result, and the repository's name on the hub.")
+    project_name: str = _option("project-name", "Directory of the result, and name of the repository on the hub.")
     trainer: str = _option("default", "One of ppo, reward, sft.")
     data_path: str = _option("data", "A .jsonl, .json, .csv or .parquet file, a directory, or a hub name.")
     train_split: str = _option("train", "Split to train on.")
-    valid_split: str | None = _option(None, "Split to evaluate on, and to choose the best model by.")
-    max_samples: int | None = _option(None, "Use the first rows only, that many.")
+    valid_split: str | None = _option(None, "Split to evaluate on and to choose the best model.")
+    max_samples: AtLeastOne | None = _option(None, "Number of rows to use, from the first.")
     text_column: str = _option("text", "Column with the text (sft), the prompt (ppo) or the better response (reward).")
     prompt_text_column: str | None = _option(None, "Column with the prompt (ppo, reward).")
     rejected_text_column: str | None = _option(None, "Column with the worse response (reward).")
-    chat_template: str | None = _option(
-        None, "`tokenizer` or `none`: conversations take the tokenizer's own template, texts none."
+    chat_template: Literal["tokenizer", "none"] | None = _option(
+        None, "`tokenizer` or `none`: the tokenizer's own template is applied to conversations, none to texts."
     )
     block_size: int = _option(
-        -1, "Longest text in tokens (sft, reward; -1: 1024); PPO drops prompts longer than half of it (-1: none)."
+        -1,
+        "Maximum length of a text, in tokens (sft, reward; -1: 1024); PPO drops prompts above half of it (-1: none).",
     )
     model_max_length: int = _option(
-        2048, "Longest text, or prompt and response together, in tokens; 2048: what the model can take."
+        2048, "Maximum length of a text, or of prompt and response, in tokens; 2048: the model's own limit."
     )
-    padding: str | None = _option("right", "Padding side of the saved tokenizer; it changes no number.")
+    padding: Literal["left", "right"] | None = _option(
+        "right", "Padding side of the saved tokenizer; changes no number."
+    )
 
     # --- Optimization ---
     lr: float = _option(3e-5, "Learning rate.")
     epochs: int = _option(1, "Passes over the data.")
-    batch_size: int = _option(2, "Rows per device and step.")
-    gradient_accumulation: int = _option(4, "Steps whose gradients are summed; in PPO, part of the rollout's size.")
-    warmup_ratio: float = _option(0.1, "Share of the steps in which the learning rate rises.")
+    batch_size: AtLeastOne = _option(2, "Rows per device and step.")
+    gradient_accumulation: AtLeastOne = _option(
+        4, "Batches per optimizer step; in PPO, a factor of the rollout's size."
+    )
+    warmup_ratio: ShareBelowOne = _option(0.1, "Share of the steps with a rising learning rate.")
     optimizer: str = _option("adamw_torch", "Optimizer, by its name in transformers.")
     scheduler: str = _option("linear", "Learning-rate schedule, by its name in transformers.")
     weight_decay: float = _option(0.0, "Weight decay.")
-    max_grad_norm: float = _option(1.0, "Gradients are clipped to this norm.")
+    max_grad_norm: float = _option(1.0, "Maximum norm of the gradients; larger gradients are scaled down.")
     mixed_precision: Literal["fp16", "bf16"] | None = _option(None, "fp16 or bf16; None computes in 32 bits.")
-    auto_find_batch_size: bool = _option(False, "Halve the batch size when memory runs out (not with ppo).")
+    auto_find_batch_size: bool = _option(False, "Halve the batch size after an out-of-memory error (not with ppo).")
     disable_gradient_checkpointing: bool = _option(False, "Keep activations in memory: faster, more memory.")
     use_flash_attention_2: bool = _option(False, "Short for attn_implementation=flash_attention_2.")
     attn_implementation: str | None = _option(None, "Attention: eager, sdpa, flash_attention_2, ...")
     packing: bool | None = _option(None, "Put several short texts into one row (sft).", nargs="?", const=True)
-    seed: int = _option(42, "Seed of everything random.")
+    seed: int = _option(42, "Seed of all random numbers.")
 
     # --- Adapters ---
     peft: bool = _option(False, "Train LoRA adapters instead of all weights.")
@@ -94,10 +95,12 @@ class LLMTrainingParams:
     merge_adapter: bool = _option(True, "Save the merged model instead of the adapter.")
     lora_r: int = _option(16, "Rank of the adapters.")
     lora_alpha: int = _option(32, "Scale of the adapters, times 1/lora_r.")
-    lora_dropout: float = _option(0.05, "Dropout in the adapters; PPO switches it off.")
+    lora_dropout: float = _option(0.05, "Dropout in the adapters; PPO disables it.")
 
     # --- Logs, checkpoints, hub ---
-    log: str = _option("wandb", "Tracker: wandb, tensorboard, none, ...; wandb is none where it is not installed.")
+    log: str = _option(
+        "wandb", "Tracker: wandb, tensorboard, none, ...; without an installed wandb, wandb means none."
+    )
     logging_steps: int = _option(-1, "Steps between two logs; -1: 1 in PPO, where a step is an update, 10 otherwise.")
     eval_strategy: str = _option("epoch", "When to evaluate on valid_split: epoch, steps or no.")
     save_strategy: str = _option("epoch", "When to save a checkpoint: epoch, steps or no.")
@@ -108,36 +111,36 @@ class LLMTrainingParams:
     token: str | None = _option(None, "Access token of the hub.")
 
     # --- PPO ---
-    model_ref: str | None = _option(None, "Model that the KL penalty compares with; None: the model as it starts.")
+    model_ref: str | None = _option(None, "Reference model of the KL penalty; None: the initial model.")
     rl_gamma: float = _option(0.99, "Discount factor per token.")
     rl_gae_lambda: float = _option(0.95, "Lambda of generalized advantage estimation.")
     rl_kl_coef: float = _option(0.1, "Coefficient of the KL penalty.")
     rl_value_loss_coef: float = _option(1.0, "Weight of the value loss.")
-    rl_clip_range: float = _option(0.2, "How far the importance ratio may leave 1.")
-    rl_value_clip_range: float = _option(0.2, "How far a value may leave the rollout's estimate.")
+    rl_clip_range: float = _option(0.2, "Clip range of the importance ratio around 1.")
+    rl_value_clip_range: float = _option(0.2, "Clip range of a value around the rollout's estimate.")
     rl_reward_model_path: str | None = _option(None, "Reward model; this or model_ref must be given.")
     rl_reward_fn: str | None = _option(
-        None, "A reward's name, package.module.function, file.py:function or an URL; `default` without reward model."
+        None, "A reward's name, package.module.function, file.py:function or a URL; `default` without a reward model."
     )
     rl_multi_objective: bool = _option(False, "Short for rl_env_type=multi_objective.")
-    rl_reward_weights: dict[str, Any] | str | None = _option(  # noqa: RUF009 (a new field object)
-        None, "Weights of the rewards by name, as JSON; reward_model is one."
+    rl_reward_weights: dict[str, Any] | str | None = _option(
+        None, "Weights of the rewards by name, as JSON; reward_model names the reward model."
     )
     rl_env_type: str | None = _option(None, "One of text_generation, multi_objective, preference_comparison.")
-    rl_env_config: dict[str, Any] | str | None = _option(  # noqa: RUF009 (a new field object)
-        None, "Settings of the environment, as JSON."
-    )
+    rl_env_config: dict[str, Any] | str | None = _option(None, "Settings of the environment, as JSON.")
     rl_num_ppo_epochs: int = _option(4, "Passes over each rollout.")
     rl_chunk_size: int = _option(128, "Rows per forward pass in the rollout.")
-    rl_mini_batch_size: int = _option(8, "Episodes per optimizer step and device; at most those of one update.")
+    rl_mini_batch_size: AtLeastOne = _option(
+        8, "Episodes per optimizer step and device; at most the episodes of one update."
+    )
     rl_optimize_device_cache: bool = _option(True, "Empty the accelerator's cache after every update.")
-    rl_max_new_tokens: int = _option(128, "Longest response, in tokens.")
-    rl_top_k: int = _option(50, "Sample from the k most likely tokens; 0: from all.")
+    rl_max_new_tokens: int = _option(128, "Maximum length of a response, in tokens.")
+    rl_top_k: int = _option(50, "Sample from the k most likely tokens; 0: from all tokens.")
     rl_top_p: float = _option(1.0, "Sample from the most likely tokens whose probabilities sum to p.")
     rl_temperature: float = _option(1.0, "Sampling temperature.")
 
-    # --- What AITraining has besides ---
-    add_eos_token: bool = _absent(True, "TRL's trainers end every text with EOS, PPO's prompts never end with it")
+    # --- Not available here ---
+    add_eos_token: bool = _absent(True, "TRL's trainers append EOS to every text; PPO's prompts never end with EOS")
     dpo_beta: float = _absent(0.1, _TRL_DPO)
     max_prompt_length: int = _absent(128, "PPO drops prompts that are longer than half of block_size")
     max_completion_length: int | None = _absent(None, "use rl_max_new_tokens (ppo) or block_size")
@@ -149,7 +152,7 @@ class LLMTrainingParams:
     runtime_mapping: str | None = _absent(None, _COLUMNS)
     map_eos_token: bool = _absent(False, "set eos_token in the tokenizer's directory")
     conversation_extension: int = _absent(1, _CONVERT)
-    apply_chat_template: bool = _absent(True, "give texts instead of conversations, to which no template is applied")
+    apply_chat_template: bool = _absent(True, "pass texts instead of conversations; no template is applied to texts")
     unsloth: bool = _absent(False, "use peft and quantization")
     distributed_backend: str | None = _absent(
         None, "start with `accelerate launch --config_file accelerate_configs/<engine>.yaml -m rlhf_ppo llm ...`"
@@ -173,15 +176,17 @@ class LLMTrainingParams:
     wandb_sweep_id: str | None = _absent(None, _SWEEP)
     wandb_run_id: str | None = _absent(None, _WANDB)
     wandb_token: str | None = _absent(None, _WANDB)
-    wandb_visualizer: bool = _absent(False, "look at the run on W&B's site, or plot it with `rlhf-ppo plot`")
+    wandb_visualizer: bool = _absent(False, "view the run on W&B's site, or plot it with `rlhf-ppo plot`")
     use_enhanced_eval: bool = _absent(False, _METRICS)
     eval_metrics: str | None = _absent("perplexity", _METRICS)
     eval_dataset_path: str | None = _absent(None, "put the rows into a split of data_path and name it in valid_split")
-    eval_batch_size: int = _absent(8, "evaluation takes batch_size rows at a time")
-    eval_save_predictions: bool = _absent(False, "PPO saves the responses that it prints in _samples of the project")
+    eval_batch_size: int = _absent(8, "evaluation uses batch_size")
+    eval_save_predictions: bool = _absent(False, "PPO saves the printed samples in _samples of the project")
     eval_benchmark: str | None = _absent(None, "run EleutherAI's lm-evaluation-harness on the saved model")
     chat_format: str | None = _absent(None, "save the tokenizer with the chat template that you want")
-    token_weights: str | None = _absent(None, "TRL's assistant_only_loss of `rlhf-ppo sft` leaves out other speakers")
+    token_weights: str | None = _absent(
+        None, "`rlhf-ppo sft --assistant_only_loss` learns from the assistant's messages only"
+    )
     custom_loss: str | None = _absent(None, _LOOP)
     custom_loss_weights: str | None = _absent(None, _LOOP)
     custom_metrics: str | None = _absent(None, _METRICS)
@@ -199,7 +204,9 @@ class LLMTrainingParams:
     sample_top_p: float = _absent(1.0, _SAMPLE)
     manual_checkpoint_control: bool = _absent(False, "use save_strategy and save_steps")
     save_state_every_n_steps: int = _absent(0, "use save_strategy=steps and save_steps")
-    load_state_from: str | None = _absent(None, "--resume-from-checkpoint goes on with the run in project_name")
+    load_state_from: str | None = _absent(
+        None, "use --resume-from-checkpoint, which continues the run in project_name"
+    )
     inference_prompts: str | None = _absent(None, _GENERATE)
     inference_max_tokens: int = _absent(256, _GENERATE)
     inference_temperature: float = _absent(1.0, _GENERATE)
@@ -213,10 +220,10 @@ class LLMTrainingParams:
 
     def __post_init__(self) -> None:
         """Check each parameter, then those that require or exclude each other."""
-        self.chat_template = None if self.chat_template == "none" else self.chat_template
         self._check_each()
+        self.chat_template = None if self.chat_template == "none" else self.chat_template
         if self.trainer not in TRAINERS:
-            raise ValueError(f"trainer={self.trainer!r} must be one of {list(TRAINERS)}; TRL has trainers for others")
+            raise ValueError(f"trainer={self.trainer!r} must be one of {list(TRAINERS)}; TRL has other trainers")
         self._check_trainer()
         self._check_adapters_and_hub()
         if self.trainer == "ppo":
@@ -229,18 +236,9 @@ class LLMTrainingParams:
             check_type(option.name, value, hints[option.name], help)
             if option.name in UNAVAILABLE and value != option.default:
                 raise ValueError(f"{_flag(option.name, value)} is not available here: {UNAVAILABLE[option.name]}")
-        for name in ("batch_size", "gradient_accumulation", "rl_mini_batch_size", "max_samples"):
-            check_range(name, getattr(self, name), Interval(1, math.inf), f"--{name.replace('_', '-')}")
-        check_range("warmup_ratio", self.warmup_ratio, Interval(0, 1, open_high=True), "--warmup-ratio")
+        check_ranges(self, ranges_of(LLMTrainingParams))
         if self.block_size < 1 and self.block_size != -1:
             raise ValueError(f"{_flag('block_size', self.block_size)} must be at least 1, or -1")
-        choices = {"chat_template": ("tokenizer", None), "padding": ("left", "right", None)}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{_flag(name, getattr(self, name))} must be one of {list(allowed)}; "
-                    "another chat template is saved with the tokenizer"
-                )
 
     def _check_trainer(self) -> None:
         for option in fields(self):
@@ -254,7 +252,7 @@ class LLMTrainingParams:
     def _check_adapters_and_hub(self) -> None:
         if self.quantization is not None and not self.peft:
             raise ValueError(
-                f"{_flag('quantization', self.quantization)} needs adapters, for quantized weights are not trained; "
+                f"{_flag('quantization', self.quantization)} needs adapters: quantized weights are not trained; "
                 "add --peft"
             )
         if self.push_to_hub and (self.username is None or self.token is None):
@@ -264,13 +262,13 @@ class LLMTrainingParams:
         if self.rl_reward_model_path is None and self.model_ref is None:
             raise ValueError(
                 "rl_reward_model_path=None and model_ref=None: give --rl-reward-model-path, a model trained with "
-                "--trainer reward, or --model-ref, the model to stay close to, with --rl-reward-fn for the reward"
+                "--trainer reward, or --model-ref, the model for the KL penalty, with --rl-reward-fn for the reward"
             )
         if self.rl_env_type is not None and self.rl_env_type not in ENVIRONMENTS:
             raise ValueError(f"{_flag('rl_env_type', self.rl_env_type)} must be one of {list(ENVIRONMENTS)}")
         if self.rl_multi_objective and self.rl_env_type not in ("multi_objective", None):
             raise ValueError(
-                f"--rl-multi-objective contradicts {_flag('rl_env_type', self.rl_env_type)}; leave one of them out"
+                f"--rl-multi-objective contradicts {_flag('rl_env_type', self.rl_env_type)}; leave one out"
             )
         if self.rl_env_config is not None and self.environment is None:
             raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -110,20 +109,20 @@ EFFECTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def parsed(options: str) -> aitraining.Job:
-    """The job that a command line makes."""
+def parsed(options: str) -> AutoTrainProject:
+    """The project of a command line."""
     params = HfArgumentParser(LLMTrainingParams).parse_args_into_dataclasses(shlex.split(options))[0]
-    return aitraining.make_job(params)
+    return AutoTrainProject(params)
 
 
-def seen(job: aitraining.Job) -> dict[str, Any]:
-    """All that PPO's trainer is made of."""
-    assert job.rewards is not None
+def settings(project: AutoTrainProject) -> dict[str, Any]:
+    """All settings of PPO's trainer."""
+    assert project.rewards is not None
     return {
-        **{option.name: getattr(job.args, option.name) for option in fields(PPOConfig)},
-        "functions": [function.__name__ for function in job.rewards.functions],
-        "reward_model": job.rewards.model,
-        "ref_model": job.params.model_ref,
+        **{option.name: getattr(project.args, option.name) for option in fields(PPOConfig)},
+        "functions": [function.__name__ for function in project.rewards.functions],
+        "reward_model": project.rewards.model,
+        "ref_model": project.params.model_ref,
     }
 
 
@@ -136,11 +135,11 @@ def test_no_rl_parameter_is_left_out_of_the_next_test():
 @pytest.mark.parametrize("name", EFFECTS)
 def test_every_rl_option_changes_the_run_and_nothing_else(name, workshop):
     before, after, expected = EFFECTS[name]
-    old, new = seen(parsed(f"{PPO} {before}")), seen(parsed(f"{PPO} {after}"))
+    old, new = settings(parsed(f"{PPO} {before}")), settings(parsed(f"{PPO} {after}"))
 
     assert {key: new[key] for key in new if new[key] != old[key]} == expected
     if name == "rl_env_type":  # the short form says the same; without either there is no environment
-        assert new["functions"] == ["brief"] and seen(parsed(PPO))["functions"] == []
+        assert new["functions"] == ["brief"] and settings(parsed(PPO))["functions"] == []
 
 
 TRAINING_EFFECTS: dict[str, dict[str, Any]] = {
@@ -322,35 +321,6 @@ def test_a_run_goes_on_where_it_stopped(trainer, workshop):
     assert resumed._initial_global_step == first.state.global_step
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--rl-reward-fn custom", "--rl-reward-fn custom does not say which"),
-        ("--rl-reward-fn nonsense", "'nonsense', which names no reward"),
-        ("--rl-reward-weights '{'", "--rl-reward-weights '{' is no JSON"),
-        ("--rl-reward-weights '[1]'", "must be a JSON object"),
-        ("--rl-env-type text_generation --rl-env-config '{'", "--rl-env-config '{' is no JSON"),
-        ("--rl-mini-batch-size 3", r"--rl-mini-batch-size 3 does not divide the 8 episodes.*one of \[1, 2, 4, 8\]"),
-        ("--rl-gae-lambda 1.5", r"lam=1.5 .*\(lam is --rl-gae-lambda\)"),
-        ("--rl-max-new-tokens 0", r"response_length=0 .*\(response_length is --rl-max-new-tokens\)"),
-        ("--lr -1", r"learning_rate=-1.0 .*\(learning_rate is --lr\)"),
-        ("--block-size 1", "--block-size 1 and --model-max-length 2048 leave no room"),
-        ("--use-sweep", "--use-sweep True is not available here: search with PPOTrainer.hyperparameter_search"),
-        ("--rl-gama 1", "there is no option --rl-gama; did you mean --rl-gamma"),
-        ("--backend spaces-a10g", "backend='spaces-a10g' is not available here"),
-        ("--deploy", "--deploy is not available here: serve"),
-        ("--no-train", "--train false leaves nothing to do"),
-    ],
-)
-def test_mistakes_end_the_program_with_one_sentence(options, message, workshop, capsys):
-    with pytest.raises(SystemExit) as ended:
-        llm(shlex.split(f"--train --trainer ppo --log none --model-ref base {options}"))
-
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert re.search(f"^rlhf-ppo llm: error: .*{message}", error, re.MULTILINE)
-
-
 # ---- Documented command lines ----
 
 QUICK_START = """--train --model google/gemma-3-270m --data-path ./prompts.jsonl --project-name ppo-model
@@ -433,19 +403,12 @@ def test_a_documented_command_builds_its_trainer(command, documented_places, bui
 
 
 def test_the_documented_call_without_a_config(documented_places):
-    job = aitraining.make_job(
-        LLMTrainingParams(
-            model="gpt2",
-            data_path="./prompts.jsonl",
-            trainer="ppo",
-            model_ref="gpt2",
-            rl_multi_objective=True,
-            rl_env_type="multi_objective",
-            rl_reward_weights='{"correctness": 1.0, "formatting": 0.1}',
-        )
-    )
+    params = LLMTrainingParams(
+        model="gpt2", data_path="./prompts.jsonl", trainer="ppo", model_ref="gpt2", rl_multi_objective=True,
+        rl_env_type="multi_objective", rl_reward_weights='{"correctness": 1.0, "formatting": 0.1}',
+    )  # fmt: skip
 
-    trainer: Any = aitraining.build_trainer(job)
+    trainer: Any = AutoTrainProject(params).build()
     assert list(trainer.scorer.names) == ["correctness", "formatting"]
     assert trainer.args.reward_weights == {"correctness": 1.0, "formatting": 0.1}
 
@@ -471,7 +434,7 @@ def test_the_built_trainer_has_the_resolved_arguments_and_models(workshop):
     save(tiny_policy(seed=5, max_position_embeddings=256), "other")
     job = parsed(f"{PPO} --model base --data-path prompts.jsonl --model-ref other --max-samples 9")
 
-    trainer: Any = aitraining.build_trainer(job)
+    trainer: Any = job.build()
 
     assert trainer.args is job.args and len(trainer.train_dataset) == 9
     for folder, model in (("base", trainer.policy_model), ("other", trainer.reference.model)):

@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 
 from rlhf_ppo.cli import aitraining
-from rlhf_ppo.cli.aitraining import fill_update, load_rows, settle_warmup, wanted_columns
+from rlhf_ppo.cli.aitraining import fill_update, load_rows, remove_short_warmup, wanted_columns
 from rlhf_ppo.compat.params import LLMTrainingParams
 
 
@@ -133,6 +133,6 @@ def test_fewer_prompts_than_one_update_takes_are_repeated_in_their_order(count, 
 )
 def test_a_warm_up_of_less_than_one_update_is_left_out(share, num_rows, kept, said):
     args = SimpleNamespace(num_train_epochs=1, warmup_steps=share)
-    settle_warmup(args, num_rows, num_episodes=8)  # pyright: ignore[reportArgumentType]
+    remove_short_warmup(args, num_rows, num_episodes=8)  # pyright: ignore[reportArgumentType]
 
     assert args.warmup_steps == (share if kept else 0) and len(said) == (not kept)

@@ -125,8 +125,8 @@ def test_other_trainers_are_refused(trainer):
         ),
         ("sft", {"quantization": "int4"}, "--quantization int4 needs adapters.*add --peft"),
         ("sft", {"push_to_hub": True}, "--push-to-hub needs --username and --token"),
-        ("sft", {"chat_template": "zephyr"}, "--chat-template zephyr must be one of"),
-        ("sft", {"padding": "up"}, "--padding up must be one of"),
+        ("sft", {"chat_template": "zephyr"}, "chat_template='zephyr' must be one of"),
+        ("sft", {"padding": "up"}, "padding='up' must be one of"),
         ("sft", {"mixed_precision": "int8"}, "mixed_precision='int8' must be one of"),
     ],
 )
