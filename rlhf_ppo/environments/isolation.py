@@ -16,6 +16,7 @@ import ctypes
 import gc
 import importlib
 import importlib.util
+import io
 import json
 import operator
 import os
@@ -304,7 +305,7 @@ class ForkServer:
                 'if __name__ == "__main__":'
             )
         self.seconds = seconds
-        hosted = _pickled((list(factories), list(tools)))
+        hosted, modules = _pickled((list(factories), list(tools)))
         ours, theirs = socket.socketpair()
         command = "import sys; from rlhf_ppo.environments.isolation import run_server; run_server(int(sys.argv[1]))"
         with theirs:
@@ -316,7 +317,6 @@ class ForkServer:
             )
         self._socket, self._lock = ours, threading.Lock()
         self.close = weakref.finalize(self, _end_server, ours, self._process)
-        modules = {function.__module__ for function in map(_named, (*factories, *tools))}
         files = {name: path for name in modules if (path := _file_of(name)) is not None}
         main = spawn.get_preparation_data("environments") if "__main__" in modules else None
         start = {"path": sys.path, "main": main, "files": files, "hosted": hosted, "longest": longest}
@@ -368,21 +368,25 @@ def _end_server(connection: socket.socket, process: subprocess.Popen[bytes]) -> 
     process.wait()
 
 
-def _named(function: Any) -> Any:
-    while hasattr(function, "func"):  # functools.partial
-        function = function.func
-    return function if hasattr(function, "__module__") else type(function)
+def _pickled(hosted: Any) -> tuple[bytes, set[str]]:
+    """Pickle factories and tools; return the pickle and the modules of all functions and classes in it."""
+    modules: set[str] = set()
 
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, found: Any) -> Any:
+            modules.add(getattr(found, "__module__", None) or "builtins")
+            return NotImplemented
 
-def _pickled(hosted: Any) -> bytes:
+    written = io.BytesIO()
     try:
-        return pickle.dumps(hosted)
+        Pickler(written).dump(hosted)
     except Exception as error:
         raise ValueError(
             f"tool_isolation='process' runs environments and tools in other processes, but {error}; define factories "
             "and tools at the top level of a module (no lambda, no function within a function), or set "
             "tool_isolation='thread'"
         ) from error
+    return written.getvalue(), modules
 
 
 def _file_of(module: str) -> str | None:

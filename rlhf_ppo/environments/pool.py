@@ -120,7 +120,7 @@ class Episode:
             self.lost = "time" if isinstance(error, TimeUpError) else "killed"
             raise
         if "raised" in reply:
-            failed = {"reset": "reset", "reward": "get_reward"}.get(
+            failed = {"reset": "reset", "reward": "get_reward", "act": "step"}.get(
                 request, "reading turn_rewards, done and truncated"
             )
             error = EpisodeError(f"{self.description}: {failed} failed: {reply['raised']}")

@@ -16,6 +16,8 @@ import types
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from rlhf_ppo.environments.text import AdapterError
+
 Reply = dict[str, Any]
 Answered = dict[str, Any]
 """One answered call: `content`, `failed`, `timed_out`, `seconds`, and `early` if the call failed before it ran."""
@@ -112,8 +114,14 @@ class Host:
         return self.run(self._call_async(calls, seconds))
 
     def act(self, text: str) -> Answered:
-        """Pass a whole message to a text environment; the answer is its observation."""
-        return self._answered(time.perf_counter(), lambda: self._finished(self.environment.respond(text)))
+        """Pass a whole message to a text environment; the answer is its observation.
+
+        Raises:
+            AdapterError: The environment does something that the adapter cannot take.
+        """
+        start = time.perf_counter()
+        reply = self._answered(start, lambda: self._finished(self.environment.respond(text)), AdapterError)
+        return reply | {"failed": reply["failed"] or self.environment.is_invalid}
 
     def read(self) -> None:
         """Do nothing: the reply holds the report."""
@@ -170,9 +178,11 @@ class Host:
     def _finished(self, returned: Any) -> Any:
         return self.run(returned) if inspect.iscoroutine(returned) else returned
 
-    def _answered(self, start: float, call: Callable[[], Any]) -> Answered:
+    def _answered(self, start: float, call: Callable[[], Any], raised: type[Exception] | tuple[()] = ()) -> Answered:
         try:
             content, failed = content_of(call(), self.longest), False
+        except raised:
+            raise
         except BaseException as error:
             content, failed = error_answer(text_of(error), self.longest), True
         return answered(content, time.perf_counter() - start, failed=failed)
