@@ -91,6 +91,13 @@ def test_a_broken_critic_is_named(make_audited: Callable[..., PPOTrainer], kind:
     assert any(sentence in each for each in found.findings), found
 
 
+def test_the_returns_do_not_depend_on_the_critic(make_audited: Callable[..., PPOTrainer]) -> None:
+    critics = (true_values, BROKEN["frozen"][0])
+    found = [make_audited(values, kl_coef=0.0, lam=0.5).audit_critic().figures for values in critics]
+    for name in ("tau_ceiling", "explained_variance_of_both"):
+        assert found[0][name] == found[1][name]
+
+
 def test_the_kl_penalty_behind_a_prefix_is_part_of_its_return(make_audited: Callable[..., PPOTrainer]) -> None:
     """Each token to come costs `kl_coef` times the KL of two known distributions."""
     policy, reference = uniform_policy(), uniform_policy()
