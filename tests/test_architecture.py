@@ -28,11 +28,11 @@ FLOORS = (
     {"checkpoints", "environments", "estimate", "evaluation", "generation", "reporting", "rewards"},
     {"pipeline", "training"},
     {"trainer_base"},
-    {"compat", "trainer"},
+    {"compat", "decoding", "trainer"},
     {"cli", "demo"},
     {"__main__"},
 )
-MAX_MODULES_IN_ROOT = 4
+MAX_MODULES_IN_ROOT = 5
 MAX_CODE_LINES = 400  # in a file, without docstrings, comments and blank lines
 # Trainer finds its overrides on one class only; health checks are one list.
 LONGER = {"rlhf_ppo/trainer_base.py": 668, "rlhf_ppo/reporting/health_checks.py": 414}

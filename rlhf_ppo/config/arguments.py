@@ -315,6 +315,11 @@ class RecipeArguments:
         "PPO updates between two audits of the value model, such as 50: it is compared with Monte Carlo returns of "
         "prefixes of held-out responses (arXiv 2410.01679), 65 responses to each held-out prompt. 0: none.",
     )
+    save_critic: bool = _option(
+        False,
+        "Save the value model too, in the directory critic beside the policy, to load it with "
+        "AutoModelForSequenceClassification: rlhf_ppo.decoding chooses responses with it.",
+    )
 
     # --- Advantages ---
     lam_policy: Share | None = _option(None, "Lambda of the advantages only, such as 0.95. None: lam.")

@@ -45,21 +45,24 @@ from rlhf_ppo.training.learning import InterruptibleLearning
 from rlhf_ppo.training.resuming import RunDirectory
 from rlhf_ppo.training.run_state import RunState
 
+CRITIC_DIR = "critic"
+"""Directory of the value model beside the policy, with `save_critic`."""
+
 
 def save_models(
-    models: PolicyAndValue, directory: str, state_dict: Mapping[str, Any] | None, with_value_model: bool
+    models: PolicyAndValue, directory: str, state_dict: Mapping[str, Any] | None, value_directory: str | None
 ) -> None:
     """Write the models, or their adapters, loadable with `from_pretrained`.
 
     Args:
         models: Both models.
-        directory: The policy's; the value model has one in it.
+        directory: The policy's.
         state_dict: The weights of both, where an engine has gathered them.
-        with_value_model: Whether to write the value model too.
+        value_directory: The value model's, within `directory`; None: it is not written.
     """
     parts = [("policy", models.policy, directory)]
-    if with_value_model:
-        parts.append(("value_model", models.value_model, os.path.join(directory, VALUE_MODEL_DIR)))
+    if value_directory is not None:
+        parts.append(("value_model", models.value_model, os.path.join(directory, value_directory)))
     for prefix, part, part_directory in parts:
         part_state = None if state_dict is None else _with_prefix(state_dict, f"{prefix}.")
         adapters = {"selected_adapters": [active_adapter(part)]} if is_peft_model(part) else {}
@@ -298,15 +301,20 @@ class CheckpointWriter:
 
         Args:
             output_dir: Where to; the run's directory when None.
-            models: Both models; the value model belongs into checkpoints only.
+            models: Both models; checkpoints hold the value model, and with `save_critic` the policy's directory too.
             tokenizer: The tokenizer, or None.
             state_dict: The weights of both, where an engine has gathered them.
         """
         directory = output_directory(self.args) if output_dir is None else output_dir
         if self.args.should_save:
-            save_models(models, directory, state_dict, self.run.is_saving)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(directory)
+            critic = CRITIC_DIR if self.args.save_critic else None
+            save_models(models, directory, state_dict, VALUE_MODEL_DIR if self.run.is_saving else critic)
+            places = (
+                [directory] if self.run.is_saving or critic is None else [directory, os.path.join(directory, critic)]
+            )
+            for place in places:
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(place)
             torch.save(self.run.args_as_given(), os.path.join(directory, "training_args.bin"))
 
     def naming_full_log(self) -> AbstractContextManager[None]:

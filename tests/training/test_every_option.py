@@ -122,6 +122,7 @@ ELSEWHERE: dict[str, str] = {
     "logging_steps": "a run of two updates logs the first and the last",
     "overwrite_output_dir": "of directories with checkpoints",
     "dataloader_drop_last": "False is an error",
+    "save_critic": "it adds files; tests/test_decoding.py",
     "critic_audit_steps": "an error without eval_dataset; tests/evaluation/test_critic_audit.py",
     "critic_warmup_explained_variance": "an error without critic_warmup_steps",
     "reward_head": "an error without a reward model",
