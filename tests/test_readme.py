@@ -208,6 +208,7 @@ OPTIONS_OF_OTHERS = {
     "docs/generation.md": {"logprobs-mode", "max-model-len", "weight-transfer-config"},  # vLLM's server
 }
 ARGUMENTS_OF_OTHERS = {
+    "docs/critic.md": {"answer", "weighted"},  # of rlhf_ppo.decoding.best_of_n
     "docs/from-old-trl.md": {"kl_penalty"},
     "docs/models.md": {"bias", "is_decoder"},  # of PEFT's LoraConfig; of encoders' configurations
     "docs/usage.md": {"pruner"},  # of Optuna's study
@@ -254,6 +255,7 @@ def test_metrics_page_lists_exactly_what_a_run_logs(make_trainer):
         positive_nll_threshold=-1.0,
         kl_target=6.0,
         critic_warmup_steps=1,
+        critic_audit_steps=1,
         score_scaling=True,
         policy_loss="cispo",
     )

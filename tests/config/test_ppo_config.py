@@ -49,6 +49,7 @@ CASES = [
     Case("ref_adapter_name", None, "reference", "reference", (3,)),
     Case("overwrite_output_dir", False, "true", True, ("yes", None)),
     Case("share_base_model", False, "true", True, ("yes", None)),
+    Case("save_critic", False, "true", True, ("yes", None)),
     Case("offload_frozen", False, "true", True, ("yes", None)),
     Case("dataset_num_proc", None, "2", 2, (*COUNT, 1025)),
     Case("max_prompt_length", None, "512", 512, COUNT),
