@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -45,6 +45,7 @@ from rlhf_ppo.trainer_base import TrainerBase
 from rlhf_ppo.training import checks, construction
 from rlhf_ppo.training.construction import ModelOrPath, Models
 from rlhf_ppo.training.datasets import PromptPreparation, batches_of_pass, check_all_data
+from rlhf_ppo.training.episodes import EpisodeRollouts
 from rlhf_ppo.training.external_loop import ExternalScores, given_responses
 from rlhf_ppo.training.learning import (
     CriticWarmup,
@@ -117,6 +118,12 @@ class PPOTrainer(TrainerBase):
             the loss named by `args.policy_loss`.
         ptx_dataset: Rows in `SFTTrainer`'s formats (`text`; `prompt` and `completion`; or `messages`) for an added
             language-modeling loss, weighted by `args.ptx_coef`.
+        tools: Functions, sync or async, with type hints and Google docstrings, that the policy may call.
+        rollout_func: A function of prompts and trainer that makes whole rollouts, as for `GRPOTrainer`.
+        environment_factory: A function without arguments that makes an environment, or a dict of such functions, of
+            which the column `environment` names one. As for `GRPOTrainer`, an environment has `reset(**row)` and
+            methods that the policy may call as tools. It may have `get_reward`, `turn_rewards` and `done`, and make
+            its own tasks without `train_dataset`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -147,16 +154,25 @@ class PPOTrainer(TrainerBase):
         engine: GenerationEngine | None = None,
         policy_loss: PolicyLossFunction | None = None,
         ptx_dataset: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: Callable[..., Any] | None = None,
+        environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     ) -> None:
         checks.check_subclass(self, PPOTrainer)
         self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
-        self._is_stepped = all(given is None for given in (reward_funcs, reward_model, train_dataset, eval_dataset))
+        of_agents = (tools, environment_factory, rollout_func)
+        given = (reward_funcs, reward_model, train_dataset, eval_dataset, *of_agents)
+        self._is_stepped = all(each is None for each in given)
         functions = [ExternalScores()] if self._is_stepped else resolve_rewards(reward_funcs)
         checks.check_arguments(args)
+        self._episodes = episodes = EpisodeRollouts.of(args, *of_agents)
+        functions += [] if episodes is None else episodes.checked_rewards(bool(functions or reward_model))
         checks.check_models(reward_model, bool(functions), model=model, ref_model=ref_model, value_model=value_model)
         data = (NoPrompts() if self._is_stepped else train_dataset, eval_dataset)
         processing_class, train_dataset, eval_dataset = construction.load_inputs(model, processing_class, *data)
-        checks.check_datasets(args, train_dataset, eval_dataset)
+        if episodes is not None:
+            train_dataset = episodes.prepare(processing_class, train_dataset)
+        checks.check_datasets(args, train_dataset, eval_dataset, needs_prompts=episodes is None)
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
         checks.check_others(data_collator, callbacks, optimizers, kl_controller, engine, **adapters)
         self._policy_loss = resolve_policy_loss(args.policy_loss if policy_loss is None else policy_loss)
@@ -184,7 +200,8 @@ class PPOTrainer(TrainerBase):
         collate = data_collator and self._get_collator_with_removed_columns(data_collator, "checking")
         own_loop = type(self).evaluation_loop is not PPOTrainer.evaluation_loop
         seen = (run, self.scorer, self.train_dataset, self.eval_dataset, collate, self.reference is not None)
-        self._check_columns = check_all_data(*seen, bool(callbacks), own_loop)
+        added = () if episodes is None else episodes.columns
+        self._check_columns = check_all_data(*seen, bool(callbacks), own_loop, added)
 
     def _set_models(self, models: Models, kl_controller: KLController) -> None:
         run, args = self._run, self._run.args
@@ -194,8 +211,10 @@ class PPOTrainer(TrainerBase):
         run.stateful = StatefulParts(kl_controller=kl_controller, critic_warmup=self._warmup, **moments)
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [each.model for each in models.rewards]
-        reads_columns = bool(run.reward_funcs) or models.read_other_tokens
-        how = (run.tokenizer, args, run.vocabulary, run.longest_sequence, reads_columns)
+        episodes = self._episodes
+        reads_columns = bool(run.reward_funcs) or models.read_other_tokens or episodes is not None
+        encoder = None if episodes is None else episodes.encoder
+        how = (run.tokenizer, args, run.vocabulary, run.longest_sequence, reads_columns, encoder)
         self._preparation = PromptPreparation(*how)
 
     def _make_parts(self, models: Models, engine: GenerationEngine | None, ptx_dataset: Any) -> None:
@@ -208,6 +227,8 @@ class PPOTrainer(TrainerBase):
         given = (args, models.policy, self.accelerator, run.tokenizer, tokens.stop, tokens.stop_strings)
         rows = (lambda: self._estimate.generation_rows, self.sizes.local_batch_size)
         self._engine = make_engine(*given, baselines.kinds, *rows) if engine is None else engine
+        if self._episodes is not None:
+            self._rollouts.play = self._episodes.player(self, run, self._engine, baselines.kinds)
         self._preparation = self._preparation.within(self._engine, self.train_dataset, self.eval_dataset)
         self._rollouts.longest_sequence = self._preparation.longest_sequence
         checks.check_ptx(args, ptx_dataset)
@@ -215,6 +236,7 @@ class PPOTrainer(TrainerBase):
         surroundings = (self.accelerator, lambda: self.state, run.logged, run.guard.refuse)
         self.scorer = construction.make_scorer(args, models.rewards, run.reward_funcs, run.tokenizer, *surroundings)
         is_given = {"has_engine": engine is not None, "has_evaluation": self.eval_dataset is not None}
+        is_given["has_episodes"] = self._episodes is not None
         others = (models, self._policy_loss, self.kl_controller)
         checks.warn_of_odd_options(run, *others, is_stepped=self._is_stepped, **is_given)
 

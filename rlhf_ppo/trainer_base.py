@@ -595,7 +595,7 @@ class TrainerBase(Trainer):
         if isinstance(eval_dataset, str):
             check_is_name(eval_dataset, self.eval_dataset)
         elif eval_dataset is not None:
-            check_datasets(self.args, self.train_dataset, eval_dataset)
+            check_datasets(self.args, self.train_dataset, eval_dataset, self._preparation.encoder is None)
             eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
         return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
 
@@ -708,8 +708,10 @@ class TrainerBase(Trainer):
             ValueError: There are no held-out prompts, a number is too small, or `whiten_rewards` is set.
         """
         check_audit(self.args, num_prefixes, num_continuations)
+        if self._rollouts.play is not None:
+            raise ValueError("an audit continues prefixes of responses, which episodes with an environment have not")
         if eval_dataset is not None:
-            check_datasets(self.args, self.train_dataset, eval_dataset)
+            check_datasets(self.args, self.train_dataset, eval_dataset, self._preparation.encoder is None)
             eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
         elif self.eval_dataset is None:
             raise ValueError("eval_dataset=None: an audit needs held-out prompts; pass eval_dataset")

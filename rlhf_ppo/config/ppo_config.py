@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import torch
 from transformers import TrainingArguments
 
+from rlhf_ppo.config.agents import AgentArguments, parse_template_kwargs
 from rlhf_ppo.config.arguments import (
     EngineArguments,
     LoggingArguments,
@@ -79,7 +80,13 @@ logger = visible_logger(__name__)
 
 @dataclass(repr=False)  # RedactsSecrets' own hides tokens
 class PPOConfig(
-    RedactsSecrets, PresetArguments, LoggingArguments, RecipeArguments, EngineArguments, TrainingArguments
+    RedactsSecrets,
+    PresetArguments,
+    LoggingArguments,
+    RecipeArguments,
+    AgentArguments,
+    EngineArguments,
+    TrainingArguments,
 ):
     """Arguments of `PPOTrainer`: those of `transformers.TrainingArguments` and PPO's own.
 
@@ -316,6 +323,7 @@ class PPOConfig(
         self.reward_weights = parse_weights("reward_weights", self.reward_weights)
         self.stop_strings = parse_strings("stop_strings", self.stop_strings)
         self.health_thresholds = parse_thresholds(self.health_thresholds)
+        self.chat_template_kwargs = parse_template_kwargs(self.chat_template_kwargs)
         helps = {field.name: str(field.metadata.get("help", "")) for field in fields(self)}
         for name, annotation in _checked_annotations().items():
             setattr(self, name, python_number(getattr(self, name)))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from rlhf_ppo.config.agents import EPISODE_OPTIONS
 from rlhf_ppo.config.ppo_config import PPOConfig
 from rlhf_ppo.config.presets import PRESETS
 from rlhf_ppo.config.redaction import redacted
@@ -26,6 +27,7 @@ class RunContext:
         has_frozen: There are frozen models with weights of their own.
         gathers_weights: DeepSpeed ZeRO-3 shards the policy.
         has_16_bits: Something is computed or stored in 16 bits.
+        has_episodes: There are tools or environments.
     """
 
     is_stepped: bool = False
@@ -38,6 +40,7 @@ class RunContext:
     has_frozen: bool = True
     gathers_weights: bool = False
     has_16_bits: bool = False
+    has_episodes: bool = False
 
 
 _VLLM = tuple(name for name in PPOConfig.__dataclass_fields__ if name.startswith("vllm_"))
@@ -103,6 +106,10 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, RunContext], bool], st
      "there is no eval_dataset to judge", "pass eval_dataset"),
     (("hub_files",), lambda args, _: not args.push_to_hub,
      "push_to_hub is False, so training uploads nothing", "set push_to_hub=True, or call push_to_hub() yourself"),
+    (EPISODE_OPTIONS, lambda _, run: not run.has_episodes,
+     "there are no tools and no environments", "pass tools or environment_factory"),
+    (("tool_memory_limit",), lambda args, _: args.tool_isolation == "thread",
+     "threads have no memory of their own", "set tool_isolation='process'"),
     (("exp_name",), lambda args, _: args.user_value("run_name") is not None,
      "run_name is set", "leave run_name None"),
 )

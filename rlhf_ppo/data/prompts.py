@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
 
 import datasets
@@ -74,12 +75,18 @@ class PromptEncoder:
         name: What error messages call the data set.
         vocab_size: Number of ids that all models embed, or None.
         vocab_of: The model that embeds no more, for error messages.
+        template_kwargs: Further arguments of the chat template, or None.
     """
 
     tokenizer: PreTrainedTokenizerBase
     name: str
     vocab_size: int | None
     vocab_of: str = "the policy"
+    template_kwargs: Mapping[str, Any] | None = None
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raise a `ValueError` if no column holds prompts."""
+        prompt_column(columns, self.name)
 
     def row(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the whole row with its prompt's `input_ids`, without `attention_mask`."""
@@ -133,7 +140,11 @@ class PromptEncoder:
         prefilled = given[-1].get("role") == "assistant"
         try:
             encoded = self.tokenizer.apply_chat_template(
-                given, add_generation_prompt=not prefilled, continue_final_message=prefilled, return_dict=True
+                given,
+                add_generation_prompt=not prefilled,
+                continue_final_message=prefilled,
+                return_dict=True,
+                **(self.template_kwargs or {}),
             )
         except Exception as error:
             raise ValueError(f"row {index} of {self.name}: the chat template rejects it: {error}") from error
@@ -342,6 +353,7 @@ def prepare_prompts(
     name: str,
     vocab_size: int | None = None,
     vocab_of: str = "the policy",
+    encode: PromptEncoder | None = None,
 ) -> Any:
     """Tokenize every prompt once, check every row, and drop the prompts that are too long.
 
@@ -357,6 +369,7 @@ def prepare_prompts(
         name: What error messages call the data set, for example `train_dataset`.
         vocab_size: Number of ids that all models embed; None leaves the upper bound of ids unchecked.
         vocab_of: The model that embeds no more, for error messages.
+        encode: Tokenizes a row; None makes a `PromptEncoder`.
 
     Returns:
         A data set of the same kind (a list for a torch map-style data set) whose rows have `input_ids: list[int]`.
@@ -369,7 +382,7 @@ def prepare_prompts(
             which there is no chat template; names the row, counted from 0. `input_ids` that end in EOS are one warning
             with their number.
     """
-    encode = PromptEncoder(tokenizer, name, vocab_size, vocab_of)
+    encode = PromptEncoder(tokenizer, name, vocab_size, vocab_of) if encode is None else encode
     fits = _LengthFilter(name, max_prompt_length, eos_id(tokenizer))
     if isinstance(dataset, datasets.Dataset):
         return _prepare_dataset(dataset, encode, fits, num_proc)
@@ -377,7 +390,7 @@ def prepare_prompts(
         return _prepare_stream(dataset, encode, fits)
     if isinstance(dataset, torch.utils.data.IterableDataset):
         return _PromptStream(dataset, encode, fits)
-    check_rows(dataset, name)
+    check_rows(dataset, name, encode.check_columns)
     rows = [encode.row(dataset[index], index) for index in range(len(dataset))]
     kept = [row for row in rows if fits(row["input_ids"])]
     fits.report(len(rows), len(kept))
@@ -385,12 +398,13 @@ def prepare_prompts(
     return kept
 
 
-def check_rows(dataset: Any, name: str) -> None:
+def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]], object] | None = None) -> None:
     """Check that something is a data set of rows, by its type and its first row; a stream's is not read.
 
     Args:
         dataset: What the user passed.
         name: What error messages call it.
+        check_columns: Checks the columns of a `datasets.Dataset`; None: one of them holds prompts.
 
     Raises:
         TypeError: It is no data set, or its first row is no dict.
@@ -405,7 +419,7 @@ def check_rows(dataset: Any, name: str) -> None:
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows")
     if isinstance(dataset, datasets.Dataset):
-        prompt_column(dataset.column_names, name)
+        (check_columns or partial(prompt_column, name=name))(dataset.column_names)
     else:
         try:
             first = dataset[0]
@@ -558,7 +572,7 @@ def _prepare_dataset(
     dataset: datasets.Dataset, encode: PromptEncoder, fits: _LengthFilter, num_proc: int | None
 ) -> datasets.Dataset:
     if len(dataset) > 0:
-        prompt_column(dataset.column_names, encode.name)
+        encode.check_columns(dataset.column_names)
     with PartialState().local_main_process_first(), hide_data_bars(len(dataset)):
         prompts = dataset.map(
             encode,
@@ -582,7 +596,7 @@ def _prepare_stream(
     dataset: datasets.IterableDataset, encode: PromptEncoder, fits: _LengthFilter
 ) -> datasets.IterableDataset:
     columns = dataset.column_names or list(next(iter(dataset), {}))
-    prompt_column(columns, encode.name)
+    encode.check_columns(columns)
     masks = [column for column in columns if column == "attention_mask"]
     return dataset.map(encode, with_indices=True, remove_columns=masks).filter(
         fits.streamed, input_columns="input_ids"

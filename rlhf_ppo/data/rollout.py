@@ -176,6 +176,7 @@ class Responses:
         response_mask: True on the response's tokens that the policy wrote, the stop token included, bool `(B, T)`.
         sampling_logprobs: Log-probabilities that the generation engine drew the response tokens with, nats, float32
             `(B, T)`, 0 outside the mask; None if it does not say them.
+        ended: Whether the response ended by itself, bool `(B,)`, where it is known; None: its last token tells.
         on_host: Copies of both masks on the host, where batches are cut; made and checked where they are not given,
             or are copies of other masks.
 
@@ -188,6 +189,7 @@ class Responses:
     attention_mask: Tensor
     response_mask: Tensor
     sampling_logprobs: Tensor | None = field(default=None, kw_only=True)
+    ended: Tensor | None = field(default=None, kw_only=True)
     on_host: HostMasks | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
@@ -199,6 +201,9 @@ class Responses:
             )
         if self.sampling_logprobs is not None:
             check_shape("sampling_logprobs", self.sampling_logprobs, tuple(self.response_mask.shape))
+        if self.ended is not None:
+            check_bool(ended=self.ended)
+            check_shape("ended", self.ended, (len(self),))
         self._copy_masks()
 
     def _copy_masks(self) -> None:

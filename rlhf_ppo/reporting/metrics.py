@@ -378,6 +378,11 @@ class PhaseTimer:
             self.running = ""
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def move(self, seconds: float, phase: str, to: str) -> None:
+        """Count seconds of a phase as those of another."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) - seconds
+        self.seconds[to] = self.seconds.get(to, 0.0) + seconds
+
     def drain(self) -> dict[str, float]:
         """Return `time/<phase>` in seconds, and reset."""
         result = {f"time/{name}": seconds for name, seconds in self.seconds.items()}

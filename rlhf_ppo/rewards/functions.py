@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, TrainerState
 
+from rlhf_ppo.data.conversation import EPISODE_COLUMN
 from rlhf_ppo.data.prompts import is_conversation
 from rlhf_ppo.data.rollout import sent
 from rlhf_ppo.processes.distributed import any_rank
@@ -41,7 +42,7 @@ RESERVED_ARGUMENTS = (
     "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "policy_answers"
 )  # fmt: skip
 # Columns that GRPO passes under other names, or not at all.
-_NOT_PASSED = ("prompt", "completion", "completion_ids", "input_ids", "attention_mask")
+_NOT_PASSED = ("prompt", "completion", "completion_ids", "input_ids", "attention_mask", EPISODE_COLUMN)
 
 
 class RewardTimeoutError(TimeoutError):
@@ -59,8 +60,10 @@ class RewardFunction:
     otherwise both are texts, without special tokens. `completion_ids` are the ids of the whole response, including the
     stop token and the tokens of tools and environments; rewards of tokens that the policy did not write are not paid.
     The other columns of the data set are passed as lists, with `trainer_state`, `log_extra(column, values)` and
-    `log_metric(name, value)`. A function without `**kwargs` gets only the arguments that it names. If it names
-    `policy_answers`, it gets the rows as `Answer`s, with the tokens that a reward model reads.
+    `log_metric(name, value)`. With tools or environments `completions` are whole conversations, with the calls and the
+    answers, and `environments` are the environments, one for each row. A function without `**kwargs` gets only the
+    arguments that it names. If it names `policy_answers`, it gets the rows as `Answer`s, with the tokens that a reward
+    model reads.
 
     Args:
         function: The function, sync or async: a function, `functools.partial` or callable object.
@@ -182,6 +185,8 @@ class RewardFunction:
             "log_extra": log.log_extra,
             "log_metric": log.log_metric,
         }
+        if records := batch.columns.get(EPISODE_COLUMN):
+            offered |= _of_episodes(records, offered["completions"])
         if "policy_answers" in named_parameters(self.function):
             offered.setdefault("policy_answers", answers_of(batch, self.tokenizer))
         return accepted_arguments(self.function, offered, self.name)
@@ -198,6 +203,17 @@ class RewardFunction:
             accepted_arguments(self.function, offered, self.name)
         except ValueError as error:
             raise ValueError(f"{dataset}: {error}") from error
+
+
+def _of_episodes(records: Sequence[Any], completions: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments that episodes of several turns add: whole conversations, and the environments."""
+    whole = [
+        completion if isinstance(completion, str) else [dict(message) for message in record.messages]
+        for record, completion in zip(records, completions, strict=True)
+    ]
+    environments = [record.episode.environment for record in records]
+    given = any(environment is not None for environment in environments)
+    return {"completions": whole} | ({"environments": environments} if given else {})
 
 
 def _call(function: Callable[..., Any], arguments: Mapping[str, Any], num_rows: int) -> Any:

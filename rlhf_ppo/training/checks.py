@@ -37,7 +37,16 @@ from rlhf_ppo.training.run_state import RunState, SpecialTokens
 KEPT = frozenset(
     {
         *("kl_controller", "policy_model", "reference", "reward_models", "score_moments", "scorer", "sizes", "tokens"),
-        *("value_model", "_as_given", "_check_columns", "_checkpoints", "_directory", "_driver", "_engine"),
+        *(
+            "value_model",
+            "_as_given",
+            "_check_columns",
+            "_checkpoints",
+            "_directory",
+            "_driver",
+            "_engine",
+            "_episodes",
+        ),
         *("_estimate", "_final_metrics", "_is_stepped", "_learning", "_optimization", "_policy_loss"),
         *("_preparation", "_printed", "_ptx", "_rollout_metrics", "_rollouts", "_run", "_stop", "_warmup"),
     }
@@ -193,8 +202,14 @@ def check_is_name(name: str, datasets: Any) -> None:
         raise ValueError(f"eval_dataset={name!r} is none of {names}")
 
 
-def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any) -> None:
+def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs_prompts: bool = True) -> None:
     """Check the kinds of the data sets, their first rows, and that there is something to evaluate on.
+
+    Args:
+        args: The arguments.
+        train_dataset: The training set.
+        eval_dataset: The evaluation set, several by name, or None.
+        needs_prompts: Whether a column holds prompts; environments need none.
 
     Raises:
         TypeError: One is no data set, or its rows are no dicts.
@@ -209,7 +224,8 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any) -> No
         )
     if args.critic_audit_steps > 0:
         check_audit(args)
-    check_rows(train_dataset, "train_dataset")
+    columns: Any = None if needs_prompts else list
+    check_rows(train_dataset, "train_dataset", columns)
     _check_lengths_column(args, train_dataset)
     if eval_dataset is None:
         wanted = (
@@ -225,9 +241,9 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any) -> No
         if others := [name for name in eval_dataset if not isinstance(name, str)]:
             raise TypeError(f"eval_dataset has a data set of the name {others[0]!r}: names must be texts")
         for name, dataset in eval_dataset.items():
-            check_rows(dataset, f"eval_dataset[{name!r}]")
+            check_rows(dataset, f"eval_dataset[{name!r}]", columns)
     else:
-        check_rows(eval_dataset, "eval_dataset")
+        check_rows(eval_dataset, "eval_dataset", columns)
 
 
 def check_ptx(args: PPOConfig, ptx_dataset: Any) -> None:
@@ -319,7 +335,7 @@ def warn_of_odd_options(run: RunState, models: Any, policy_loss: Any, kl_control
         models: The trainer's `Models`.
         policy_loss: The policy loss in place of PPO's own, or None.
         kl_controller: The KL controller.
-        **given: `is_stepped`, `has_engine` and `has_evaluation` of `RunContext`.
+        **given: `is_stepped`, `has_engine`, `has_evaluation` and `has_episodes` of `RunContext`.
     """
     args, dtypes = run.args, {parameter.dtype for parameter in models.policy.parameters()}
     of_name = POLICY_LOSSES.get(args.policy_loss)

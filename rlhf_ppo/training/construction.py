@@ -521,4 +521,9 @@ def make_scorer(
         for function in functions
     ]
     weights = parse_weights("reward_weights", args.reward_weights)
+    own = [source.name for source in wrapped if getattr(source, "is_of_environment", False)]  # weight 1 if not given
+    if isinstance(weights, dict):
+        weights = dict.fromkeys(own, 1.0) | weights
+    elif weights is not None and len(weights) == len(models) + len(wrapped) - len(own):
+        weights = [*weights, *[1.0] * len(own)]
     return Scorer([*models, *wrapped], weights, refuse)

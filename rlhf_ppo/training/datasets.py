@@ -21,6 +21,7 @@ from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.prompts import (
     PROMPT_COLUMNS,
     PositionLimit,
+    PromptEncoder,
     check_lengths,
     longest_prompt,
     num_rows,
@@ -124,6 +125,7 @@ def check_all_data(
     has_reference: bool,
     has_callbacks: bool,
     is_evaluated_otherwise: bool,
+    added: Sequence[str] = (),
 ) -> ColumnCheck:
     """Check that what reads the data's columns, and what compares models by a metric, will find it.
 
@@ -136,12 +138,13 @@ def check_all_data(
         has_reference: Whether there is a reference, and so a KL.
         has_callbacks: Whether callbacks were given, which may log metrics.
         is_evaluated_otherwise: Whether an overridden evaluation may give other metrics.
+        added: Columns that the rollout adds.
 
     Returns:
         The check of columns, for data sets that come later.
     """
     check_data(run.reward_funcs, collate, run.sizes.local_batch_size, train_dataset, eval_dataset)
-    check = ColumnCheck(scorer.sources, is_off=collate is not None)
+    check = ColumnCheck(scorer.sources, is_off=collate is not None, added=added)
     check(eval_dataset=eval_dataset)
     if not is_evaluated_otherwise:
         given = (run.args, scorer.names, run.reward_funcs, eval_dataset, has_reference)
@@ -182,10 +185,12 @@ class ColumnCheck:
     Attributes:
         sources: The reward sources.
         is_off: Whether columns may come from elsewhere.
+        added: Columns that the rollout adds.
     """
 
     sources: Mapping[str, RewardSource]
     is_off: bool
+    added: Sequence[str] = ()
 
     def __call__(self, **datasets: Any) -> None:
         """Check data sets, given by their arguments' names.
@@ -194,7 +199,7 @@ class ColumnCheck:
             ValueError: A column is missing.
         """
         if not self.is_off:
-            check_columns(self.sources.values(), OPPONENT_COLUMNS.values(), **datasets)
+            check_columns(self.sources.values(), [*OPPONENT_COLUMNS.values(), *self.added], **datasets)
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,7 @@ class PromptPreparation:
         limit: Longest sequence that the models, and an engine that has started, can place; None if there is no limit.
         columns_are_read: Whether a reward reads columns beside the prompts; they are left out where none does, so
             that they are not copied along.
+        encoder: Makes what tokenizes the rows of a data set of that name; None: the prompts alone.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -215,6 +221,7 @@ class PromptPreparation:
     vocabulary: Vocabulary
     limit: PositionLimit | None
     columns_are_read: bool = True
+    encoder: Callable[[str, Vocabulary], PromptEncoder] | None = None
 
     def both(self, train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
         """Prepare the data sets of a trainer, by their arguments' names; an evaluation set may be None."""
@@ -242,14 +249,15 @@ class PromptPreparation:
             used = {*PROMPT_COLUMNS, "attention_mask", args.length_column_name}
             prompt_column(dataset.column_names, name)
             dataset = dataset.select_columns([column for column in dataset.column_names if column in used])
+        given = (self.tokenizer, name, self.vocabulary.size, self.vocabulary.limited_by)
+        plain = PromptEncoder(*given, args.chat_template_kwargs)  # pyright: ignore[reportArgumentType]  parsed
         rows: Any = prepare_prompts(
             dataset,
             self.tokenizer,
             max_prompt_length=args.max_prompt_length,
             num_proc=args.dataset_num_proc,
             name=name,
-            vocab_size=self.vocabulary.size,
-            vocab_of=self.vocabulary.limited_by,
+            encode=plain if self.encoder is None else self.encoder(name, self.vocabulary),
         )
         self._check_lengths(rows)
         return rows

@@ -63,6 +63,9 @@ T = TypeVar("T")
 Generate = Callable[..., Responses]
 """`PPOTrainer.generate_responses`: takes a language model, prompts and a `GenerationConfig`."""
 
+Play = Callable[[nn.Module, Prompts, "GenerationConfig"], tuple[Responses, Prompts]]
+"""Takes the same, and returns the prompts too, which the episodes have changed."""
+
 
 class Sampler:
     """Samples responses of the policy, and of the baselines that reward functions compare with.
@@ -74,7 +77,10 @@ class Sampler:
 
     Attributes:
         longest_sequence: The longest prompt with its response that models and engine can place; None: no limit.
+        play: Plays episodes of several turns in place of single responses, or None.
     """
+
+    play: Play | None = None
 
     def __init__(self, run: RunState, baselines: BaselineCompletions, reference: Reference | None) -> None:
         self.run, self.baselines, self.reference = run, baselines, reference
@@ -101,6 +107,8 @@ class Sampler:
             The responses, and the prompts with the baselines' responses as columns.
         """
         reference = self.reference
+        if (play := self.play) is not None:
+            return self._on_policy(model, prompts, partial(self._playing, play), reads_sharded, config)
 
         def respond_as(kind: str) -> Responses:
             if kind == "self" or reference is None:
@@ -120,12 +128,28 @@ class Sampler:
         config: GenerationConfig | None = None,
     ) -> Responses:
         """Sample a response of one model to each prompt; arguments as in `respond`."""
+        return self._on_policy(model, prompts, generate, reads_sharded, config)
+
+    def _on_policy(
+        self,
+        model: nn.Module,
+        prompts: Prompts,
+        generate: Callable[[nn.Module, Prompts, GenerationConfig], T],
+        reads_sharded: bool,
+        config: GenerationConfig | None,
+    ) -> T:
         run = self.run
         how = config or sampling_config(run.args, run.tokens.stop, run.vocabulary.never_sampled)
         if reads_sharded:
             return generate(run.unwrapped(model).policy, prompts, how)
         gather = run.args.ds3_gather_for_generation
         return on_whole_policy(model, run.accelerator, gather, lambda whole: generate(whole, prompts, how))
+
+    def _playing(
+        self, play: Play, policy: nn.Module, prompts: Prompts, config: GenerationConfig
+    ) -> tuple[Responses, Prompts]:
+        with self.sampling(policy, "policy"):
+            return play(policy, prompts, config)
 
     @contextmanager
     def sampling(self, policy: nn.Module, role: str) -> Iterator[None]:
@@ -358,7 +382,7 @@ def apart_from_training(run: RunState, model: Any) -> Iterator[nn.Module]:
         model: The prepared `PolicyAndValue`, or the plain one before training.
     """
     args = run.args
-    run.is_evaluating = True
+    run.is_evaluating, run.num_apart = True, 0
     try:
         with (
             isolated_rng(args.seed),

@@ -102,6 +102,7 @@ class RunState:
         fingerprint: What the run is made of, for checkpoints.
         latest_prompts: This rank's prompts of the latest update, each once; None before it.
         is_evaluating: Whether an evaluation runs now.
+        num_apart: Batches of episodes that this evaluation has played.
         is_saving: Whether a checkpoint is being written.
     """
 
@@ -131,6 +132,7 @@ class RunState:
     fingerprint: dict[str, Any] = field(default_factory=dict)
     latest_prompts: Prompts | None = None
     is_evaluating: bool = False
+    num_apart: int = 0
     is_saving: bool = False
     _overridden: dict[str, Any] = field(default_factory=dict)
 
@@ -207,7 +209,7 @@ class SpecialTokens:
 
     def ended(self, responses: Responses) -> Tensor:
         """Tell which responses ended by themselves, bool `(B,)`: the one notion of it that everything goes by."""
-        return ended(responses, self.end, self.stop_strings)
+        return responses.ended if responses.ended is not None else ended(responses, self.end, self.stop_strings)
 
 
 def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:

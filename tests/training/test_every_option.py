@@ -92,6 +92,11 @@ IDLE_ALONE: dict[str, Any] = {
     "num_sample_generations": 3,
     "health_judge": "eval_kl",
     "hub_files": ["completions/*"],
+    "max_tool_calling_iterations": 2,
+    "tool_timeout": 5.0,
+    "tool_isolation": "process",
+    "tool_memory_limit": 100,
+    "max_tool_response_length": 50,
     "vllm_mode": "server",
     "vllm_server_base_url": "http://localhost:1",
     "vllm_server_host": "here",
@@ -125,6 +130,7 @@ ELSEWHERE: dict[str, str] = {
     "save_critic": "it adds files; tests/test_decoding.py",
     "critic_audit_steps": "an error without eval_dataset; tests/evaluation/test_critic_audit.py",
     "critic_warmup_explained_variance": "an error without critic_warmup_steps",
+    "chat_template_kwargs": "the prompts are texts",
     "reward_head": "an error without a reward model",
     "ptx_coef": "an error without ptx_dataset",
     "generation_engine": "other engines have tests of their own",
@@ -194,6 +200,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"offload_frozen": True}, {"has_frozen": False}, "no frozen model"),
     ({"reward_timeout": 5.0}, {"has_functions": False}, "there are no reward functions"),
     ({"health_judge": "x", "health_checks": False}, {"has_evaluation": True}, "health_checks is False"),
+    ({"tool_memory_limit": 9}, {"has_episodes": True}, "threads have no memory of their own"),
     ({"exp_name": "mine", "run_name": "other"}, {}, "run_name is set"),
 ]
 

@@ -1,0 +1,311 @@
+"""Tokens of conversations with tools and environments: prompts, answers between two turns, and parsed turns.
+
+The convention is that of TRL's `GRPOTrainer`: no turn of the policy is decoded and tokenized again. The tokens of an
+answer are the difference that it makes to a conversation that the chat template renders.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate.utils import compare_versions
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_ppo.data.prompts import PromptEncoder, ids_of, is_conversation
+
+EPISODE_COLUMN = "<episode>"
+"""Column of a rollout's prompts that holds what is known of each row's episode; reward functions do not get it."""
+
+EMPTY_PROMPT = [{"role": "user", "content": ""}]
+"""The prompt of a row without the column `prompt`."""
+
+NEEDS = {"trl": "1.16", "transformers": "5.13"}
+"""Lowest versions that tools and environments need, above the package's own."""
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Messages
+
+
+def check_versions() -> None:
+    """Raise a `ValueError` where TRL or transformers is too old for tools and environments."""
+    for name, lowest in NEEDS.items():
+        if compare_versions(name, "<", lowest):
+            raise ValueError(
+                f"tools and environment_factory need {name} {lowest} or newer: `pip install -U {name}`, or leave both "
+                "None"
+            )
+
+
+class Conversations:
+    """Renders prompts and answers with a tokenizer's chat template, or without one, and parses the policy's turns.
+
+    Args:
+        tokenizer: The policy's tokenizer. It stays as it is.
+        has_tools: Whether the policy may call tools, which needs a template that shows calls and answers.
+        settings: Further arguments of the chat template.
+
+    Raises:
+        ValueError: The template cannot render calls and their answers, or the responses of its format cannot be
+            parsed.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, has_tools: bool, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        self.tokenizer, self.settings, self.template = tokenizer, dict(settings or {}), None
+        if has_tools:
+            self._prepare_tools(tokenizer)
+
+    def _prepare_tools(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        check_versions()
+        from trl.chat_template_utils import (
+            add_response_schema,
+            get_training_chat_template,
+            is_chat_template_prefix_preserving,
+            supports_tool_calling,
+        )
+
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                "tools need a chat template, and processing_class has none: set processing_class.chat_template, or "
+                "wrap the environment in text_environment, where each message of the policy is an action"
+            )
+        if not supports_tool_calling(tokenizer):
+            raise ValueError(
+                "tools need a chat template that renders user, assistant with tool_calls, and tool; that of "
+                "processing_class does not: set processing_class.chat_template to one that does"
+            )
+        self.tokenizer = copy.deepcopy(tokenizer)
+        known = any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
+        if not known:
+            try:
+                add_response_schema(self.tokenizer)
+            except ValueError as error:
+                raise ValueError(
+                    "tools need a way to parse calls, and the chat template of processing_class is not known: set "
+                    f"processing_class.response_template ({error})"
+                ) from error
+        if not is_chat_template_prefix_preserving(tokenizer):
+            try:
+                self.template = get_training_chat_template(tokenizer)
+            except ValueError as error:
+                raise ValueError(
+                    "tools need a chat template that renders the beginning of a conversation alike whatever follows; "
+                    f"set processing_class.chat_template to one that does ({error})"
+                ) from error
+
+    def default_prompt(self) -> Prompt:
+        """Return the prompt of a row that has none."""
+        return "" if self.tokenizer.chat_template is None else EMPTY_PROMPT
+
+    def prompt_ids(self, prompt: Prompt, schemas: Sequence[Any] | None) -> list[int]:
+        """Return the tokens of a prompt, with the opening of the policy's turn.
+
+        Args:
+            prompt: A text or a conversation.
+            schemas: The tools that the template shows, or None.
+        """
+        if isinstance(prompt, str):
+            return self.text_ids(prompt, is_first=True) if prompt else []
+        given = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+        return self._rendered(given, add_generation_prompt=True, tools=schemas)
+
+    def text_ids(self, text: str, is_first: bool = False) -> list[int]:
+        """Return the tokens of a text that no template surrounds.
+
+        Args:
+            text: The text.
+            is_first: Whether it begins the sequence: then the tokenizer may put BOS before it.
+        """
+        encoded = ids_of(self.tokenizer(text, add_special_tokens=is_first))
+        eos = self.tokenizer.eos_token_id
+        return list(encoded[:-1]) if is_first and eos is not None and list(encoded[-1:]) == [eos] else list(encoded)
+
+    def _rendered(self, messages: Messages, **how: Any) -> list[int]:
+        encoded: Any = self.tokenizer.apply_chat_template(
+            [list(messages)], chat_template=self.template, tokenize=True, return_dict=True, **how, **self.settings
+        )
+        return list(ids_of(encoded)[0])
+
+    def parse(self, ids: list[int], before: list[int], schemas: Sequence[Any] | None) -> dict[str, Any]:
+        """Return a turn as a message, with `tool_calls` where it has some; what cannot be parsed is plain text.
+
+        Args:
+            ids: The turn.
+            before: All tokens before it.
+            schemas: The tools that the policy may call, or None.
+        """
+        if not any(getattr(self.tokenizer, name, None) for name in ("response_template", "response_schema")):
+            return {"role": "assistant", "content": self.text_of(ids)}
+        from trl.chat_template_utils import parse_response
+
+        tools = None if schemas is None else list(schemas)
+        return parse_response(self.tokenizer, ids, prefix=before, tools=tools)
+
+    def text_of(self, ids: list[int]) -> str:
+        """Return a turn's text, without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    # ---- Answers ----
+
+    def answer_ids(self, answers: Messages) -> list[int]:
+        """Return the tokens between two turns: the answers, and the opening of the policy's next turn.
+
+        Args:
+            answers: Messages of tools, or of the user where a text environment speaks.
+
+        Raises:
+            ValueError: The template does not preserve the tokens before the answers.
+        """
+        before: list[dict[str, Any]] = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": ""}]
+        if answers[0]["role"] == "tool":  # some templates take the header from the name in the call
+            function = {"name": answers[0]["name"], "arguments": {}}
+            before[1]["tool_calls"] = [{"type": "function", "function": function}]
+        else:
+            before[1]["content"] = "dummy"
+        start = self._rendered(before, add_generation_prompt=False)
+        eos = self.tokenizer.eos_token_id
+        ends = [place for place, token in enumerate(start) if token == eos]
+        start = start[: ends[-1] + 1] if ends else start
+        whole = self._with_answers(before, answers)
+        if whole[: len(start)] != start:
+            raise ValueError(
+                "the chat template of processing_class renders a conversation's beginning otherwise once an answer "
+                "follows: set processing_class.chat_template to one that preserves it"
+            )
+        return whole[len(start) :]
+
+    def _with_answers(self, before: Messages, answers: Messages) -> list[int]:
+        texts = [_text_of_content(answer["content"]) for answer in answers]
+        if not any(self._added.search(text) for text in texts):
+            return self._rendered([*before, *answers], add_generation_prompt=True)
+        marks = [f"answer-{number}-5f0c2d" for number in range(len(answers))]
+        marked = [{**answer, "content": mark} for answer, mark in zip(answers, marks, strict=True)]
+        rendered = str(
+            self.tokenizer.apply_chat_template(
+                [*before, *marked],
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self.settings,
+            )
+        )
+        ids: list[int] = []
+        for mark, text in zip(marks, texts, strict=True):
+            around, rendered = rendered.split(mark, 1)
+            ids += self.text_ids(around) + self._defused(text)
+        return ids + self.text_ids(rendered)
+
+    def _defused(self, text: str) -> list[int]:
+        """Tokenize a text in which no special token is read as one: each is cut behind its first character."""
+        ids: list[int] = []
+        start = 0
+        for found in self._added.finditer(text):
+            ids += self.text_ids(text[start : found.start() + 1])
+            start = found.start() + 1
+        return ids + self.text_ids(text[start:])
+
+    @functools.cached_property
+    def _added(self) -> re.Pattern[str]:
+        """Finds tokens that were added to the vocabulary, which a text must not smuggle in."""
+        added = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, added)) if added else r"(?!)")
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        return max(len(token) for token in self.tokenizer.get_vocab())
+
+    def cannot_fit(self, answers: Messages, room: int) -> bool:
+        """Tell without tokenizing whether answers need more than `room` tokens."""
+        characters = sum(len(_text_of_content(answer["content"])) for answer in answers)
+        return characters > room * self._longest_token
+
+
+def _text_of_content(content: Any) -> str:
+    """Return the text of a message's content.
+
+    Raises:
+        ValueError: It holds something other than text.
+    """
+    if isinstance(content, str):
+        return content
+    blocks = [part for part in content if isinstance(part, Mapping) and "type" in part]
+    if not blocks:
+        return str(content)
+    if others := [part["type"] for part in blocks if part["type"] != "text"]:
+        raise ValueError(f"an answer holds a content block of type {others[0]!r}: only text reaches the policy")
+    return "".join(str(part.get("text", "")) for part in blocks)
+
+
+def with_observation(prompt: Prompt, observation: Any) -> Prompt:
+    """Append what `reset` returned to a prompt's last message, as it is, in a new prompt.
+
+    Args:
+        prompt: A text or a conversation.
+        observation: A text, a list of content blocks, or None.
+    """
+    if observation is None:
+        return prompt
+    if isinstance(prompt, str):
+        return prompt + _text_of_content(observation)
+    content = prompt[-1]["content"]
+    if isinstance(observation, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
+
+
+@dataclass(frozen=True)
+class EpisodeEncoder(PromptEncoder):
+    """Tokenizes a prompt as far as it is known before `reset`; the rollout tokenizes it again.
+
+    Attributes:
+        conversations: Renders the prompts.
+        schemas: The tools of each environment by its name; those of None where no column chooses.
+        is_mixed: Whether the column `environment` chooses.
+        needs_chat: Names of the environments whose prompts must be conversations.
+    """
+
+    conversations: Conversations = field(kw_only=True)
+    schemas: Mapping[str | None, list[dict[str, Any]] | None] = field(kw_only=True)
+    is_mixed: bool = field(kw_only=True)
+    needs_chat: frozenset[str | None] = field(kw_only=True)
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Check that no column holds token ids, to which no observation can be appended.
+
+        Raises:
+            ValueError: One does.
+        """
+        if "input_ids" in columns:
+            raise ValueError(
+                f"{self.name} has the column input_ids, but tools and environments write into the prompt: give it as "
+                "the column `prompt`"
+            )
+
+    def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """Return `input_ids`."""
+        self.check_columns(list(row))
+        name = row.get("environment") if self.is_mixed else None
+        if name not in self.schemas:
+            fix = f"write one of {list(self.schemas)} into the column `environment`, or add it to environment_factory"
+            self._fail(index, f"has environment={name!r}, which environment_factory does not have", fix)
+        prompt = row["prompt"] if row.get("prompt") is not None else self.conversations.default_prompt()
+        if name in self.needs_chat and not is_conversation(prompt):
+            fix = "give it as a list of messages {'role': ..., 'content': ...}"
+            self._fail(index, f"has a prompt that is no conversation ({prompt!r:.60}), which tools need", fix)
+        if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
+            fix = "set tokenizer.chat_template, or give the prompt as text"
+            self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
+        ids = self.conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a place for the observation
+        outside = max(ids)
+        if self.vocab_size is not None and outside >= self.vocab_size:
+            fix = "use the policy's own tokenizer, or resize_token_embeddings to the tokenizer's length"
+            self._fail(index, f"holds the token id {outside}, outside {self.vocab_of}'s {self.vocab_size} ids", fix)
+        return {"input_ids": ids}

@@ -1,0 +1,415 @@
+"""Episodes: the turns of a policy, and between them what tools and environments answer.
+
+`EpisodePlayer` runs all episodes of a batch side by side, in rounds. A round samples one turn of each running episode,
+lets tools and environments answer, and appends the answers' tokens. No turn is tokenized again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, Prompt, with_observation
+from rlhf_ppo.data.prompts import PositionLimit, Prompts, is_conversation, left_padded
+from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.environments.calls import Round, answer_calls, answer_texts
+from rlhf_ppo.environments.pool import Episode
+from rlhf_ppo.generation.protocol import Sampled
+from rlhf_ppo.generation.stopping import StopStrings
+
+Sample = Callable[[Prompts, int], Sampled]
+"""Samples at most so many tokens behind each prompt."""
+
+CUTS = ("length", "calls", "time", "environment")
+"""What may cut an episode: `response_length`, `max_tool_calling_iterations`, `tool_timeout`, or the environment."""
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """What ends turns and episodes.
+
+    Attributes:
+        response_length: Most tokens behind the prompt, those of answers included.
+        max_rounds: Most rounds of calls; None: any number.
+        stops: Tokens that end a turn.
+        stop_strings: Texts that end a turn too, or None.
+        longest_sequence: Most tokens that the models can place, or None.
+        pad: Fills shorter rows.
+    """
+
+    response_length: int
+    max_rounds: int | None
+    stops: tuple[int, ...]
+    stop_strings: StopStrings | None
+    longest_sequence: PositionLimit | None
+    pad: int
+
+
+@dataclass
+class EpisodeRecord:
+    """One episode, while it is played and after.
+
+    Attributes:
+        episode: Its environment and tools.
+        prompt: The prompt with the text of `reset`.
+        prompt_ids: The prompt's tokens.
+        room: Most tokens behind the prompt.
+        ids: Tokens behind the prompt.
+        written: Which of them the policy wrote.
+        logprobs: The engine's log-probabilities of them, nats, 0 on the others.
+        messages: Turns and answers as messages.
+        turn_ends: For each turn the number of tokens up to its end.
+        turn_rewards: For each turn the environment's reward of it.
+        rounds: How often tools or the environment have answered.
+        calls: For each answered call its tool's name, whether it failed, and its seconds.
+        ended: Whether it ended by itself.
+        cut: What cut it, one of `CUTS`, or empty.
+    """
+
+    episode: Episode
+    prompt: Prompt
+    prompt_ids: list[int]
+    room: int
+    ids: list[int] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    turn_ends: list[int] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    rounds: int = 0
+    calls: list[tuple[str, bool, float]] = field(default_factory=list)
+    ended: bool = False
+    cut: str = ""
+
+    @property
+    def left(self) -> int:
+        """Tokens that still fit."""
+        return self.room - len(self.ids)
+
+    @property
+    def turn_start(self) -> int:
+        """Where the turn that is being sampled begins: behind the last answer."""
+        gaps = (place for place in range(len(self.ids), 0, -1) if not self.written[place - 1])
+        return next(gaps, 0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing follows."""
+        return self.ended or bool(self.cut)
+
+    def extend(self, ids: Sequence[int], written: bool, logprobs: Sequence[float] | None = None) -> None:
+        """Append tokens that the policy wrote, or others."""
+        self.ids += ids
+        self.written += [written] * len(ids)
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+
+
+@dataclass
+class EpisodePlayer:
+    """Plays the episodes of a batch.
+
+    Attributes:
+        sample: Samples the turns.
+        conversations: Renders prompts and answers.
+        limits: What ends turns and episodes.
+        in_step: Takes the number of this rank's running episodes, and returns the most of any rank, where all ranks
+            must sample the same number of rows in each round; None where they need not.
+        seconds: Time that tools and environments took.
+    """
+
+    sample: Sample
+    conversations: Conversations
+    limits: EpisodeLimits
+    in_step: Callable[[int], int] | None = None
+    seconds: float = 0.0
+
+    def play(self, prompts: Prompts, episodes: Sequence[Episode]) -> tuple[Responses, Prompts]:
+        """Play a batch's episodes to their ends.
+
+        Args:
+            prompts: `B` rows; their ids are not read, since the text of `reset` is part of the prompt.
+            episodes: Their environments, which have been reset.
+
+        Returns:
+            The responses, with gaps where the policy did not write, and the prompts that they follow. The column
+            `prompt` has the texts of `reset`; `EPISODE_COLUMN` has an `EpisodeRecord` for each row.
+        """
+        given = prompts.columns.get("prompt", [None] * len(prompts))
+        records = [self._begun(episode, prompt) for episode, prompt in zip(episodes, given, strict=True)]
+        device, running = prompts.input_ids.device, records
+        while self._most_running(running):
+            self._take_turns(running, device)
+            running = [record for record in self._answered(running) if not record.is_over]
+        ids = left_padded([record.prompt_ids for record in records], self.limits.pad).to(device)
+        mask = left_padded([[1] * len(record.prompt_ids) for record in records], 0).bool().to(device)
+        columns = prompts.columns | {"prompt": [record.prompt for record in records], EPISODE_COLUMN: records}
+        played = Prompts(ids, mask, columns)
+        return responses_of(played, records, self.limits.pad, self._knows_logprobs), played
+
+    _knows_logprobs: bool = True
+
+    def _begun(self, episode: Episode, prompt: Prompt | None) -> EpisodeRecord:
+        prompt = self.conversations.default_prompt() if prompt is None else prompt
+        whole = with_observation(prompt, episode.observation)
+        if isinstance(prompt, str):  # each text is tokenized alone, so that a word does not run into the next
+            ids = self.conversations.prompt_ids(prompt, None)
+            if isinstance(episode.observation, str) and episode.observation:
+                ids = ids + self.conversations.text_ids(episode.observation, is_first=not ids)
+        else:
+            ids = self.conversations.prompt_ids(whole, episode.kind.schemas)
+        if not ids:
+            raise ValueError(
+                f"{episode.kind.description} gave no text for row {episode.row}, whose prompt is empty: return a text "
+                "from reset, or give the row a prompt"
+            )
+        room, limit = self.limits.response_length, self.limits.longest_sequence
+        if limit is not None:
+            room = min(room, limit.tokens - len(ids))
+            if room < 1:
+                raise ValueError(
+                    f"the prompt of row {episode.row} takes {len(ids)} tokens with the text of reset of "
+                    f"{episode.kind.description}, but {limit.reason}: shorten the text, or {limit.remedy}"
+                )
+        return EpisodeRecord(episode, whole, ids, room)
+
+    def _most_running(self, running: Sequence[EpisodeRecord]) -> int:
+        return len(running) if self.in_step is None else self.in_step(len(running))
+
+    # ---- Turns ----
+
+    def _take_turns(self, running: Sequence[EpisodeRecord], device: torch.device) -> None:
+        """Sample the next turn of each running episode, and append its tokens."""
+        rows = [record.prompt_ids + record.ids for record in running]
+        most, limit = max((record.left for record in running), default=1), self.limits.longest_sequence
+        if limit is not None:  # of one call; a longer turn is continued in the next
+            most = min(most, limit.tokens - max((len(row) for row in rows), default=1))
+        filling = [[self.limits.pad]] * (0 if self.in_step is None else self._filling(len(rows)))
+        mask = left_padded([[1] * len(row) for row in [*rows, *filling]], 0).bool().to(device)
+        contexts = Prompts(left_padded([*rows, *filling], self.limits.pad).to(device), mask, {})
+        sampled = self.sample(contexts, most)
+        ids = sampled.ids.tolist()
+        self._knows_logprobs = self._knows_logprobs and sampled.logprobs is not None
+        logprobs = None if sampled.logprobs is None else sampled.logprobs.tolist()
+        lengths = [len(row) for row in ids] if sampled.lengths is None else sampled.lengths.tolist()
+        for row, record in enumerate(running):
+            turn = self._cut(ids[row][: int(lengths[row])], record)
+            record.extend(turn, True, None if logprobs is None else logprobs[row][: len(turn)])
+
+    def _filling(self, num_rows: int) -> int:
+        assert self.in_step is not None
+        return self.in_step(num_rows) - num_rows
+
+    def _cut(self, ids: list[int], record: EpisodeRecord) -> list[int]:
+        """Cut what was sampled behind a stop token or stop string, and at the episode's length."""
+        ends = [place + 1 for place, token in enumerate(ids) if token in self.limits.stops]
+        ids = ids[: min([*ends[:1], record.left])]
+        if self.limits.stop_strings is not None:
+            before = record.ids[record.turn_start :]
+            end = self.limits.stop_strings.end(before + ids)
+            ids = ids if end is None else ids[: end - len(before)]
+        return ids
+
+    def _has_stopped(self, record: EpisodeRecord) -> bool:
+        """Tell whether the policy has ended its turn itself."""
+        strings = self.limits.stop_strings
+        if record.ids[-1] in self.limits.stops:
+            return True
+        return strings is not None and strings.is_completed(record.ids[record.turn_start :])
+
+    # ---- Answers ----
+
+    def _answered(self, running: Sequence[EpisodeRecord]) -> list[EpisodeRecord]:
+        """Let tools and environments answer the turns that are over, and return the episodes."""
+        calling: list[tuple[EpisodeRecord, list[dict[str, Any]]]] = []
+        acting: list[tuple[EpisodeRecord, str]] = []
+        for record in running:
+            stopped = self._has_stopped(record)
+            if not stopped and record.left > 0:
+                continue  # the turn goes on
+            turn = record.ids[record.turn_start :]
+            record.turn_ends.append(len(record.ids))
+            record.turn_rewards.append(0.0)
+            if record.episode.kind.is_text:
+                text = self.conversations.text_of(turn)
+                record.messages.append({"role": "assistant", "content": text})
+                if not stopped:
+                    record.cut = "length"
+                elif self._may_act(record):
+                    acting.append((record, text))
+                continue
+            before = record.prompt_ids + record.ids[: record.turn_start]
+            message = self.conversations.parse(turn, before, record.episode.kind.schemas)
+            record.messages.append(message)
+            if not (calls := message.get("tool_calls")):
+                record.ended, record.cut = stopped, "" if stopped else "length"
+            elif self._may_act(record):
+                calling.append((record, calls))
+        self._ask(calling, acting)
+        return list(running)
+
+    def _may_act(self, record: EpisodeRecord) -> bool:
+        if self.limits.max_rounds is not None and record.rounds >= self.limits.max_rounds:
+            record.cut = "calls"
+        return not record.cut
+
+    def _ask(
+        self, calling: list[tuple[EpisodeRecord, list[dict[str, Any]]]], acting: list[tuple[EpisodeRecord, str]]
+    ) -> None:
+        start = time.perf_counter()
+        called = [record.episode for record, _ in calling]
+        answers = answer_calls(called, [calls for _, calls in calling]) if calling else []
+        texts = answer_texts([record.episode for record, _ in acting], [text for _, text in acting]) if acting else []
+        self.seconds += time.perf_counter() - start
+        for (record, _), given in zip([*calling, *acting], [*answers, *texts], strict=True):
+            self._take(record, given)
+
+    def _take(self, record: EpisodeRecord, given: Round) -> None:
+        """Pay the turn, and append the answers unless the episode is over or they do not fit."""
+        record.rounds += 1
+        record.turn_rewards[-1] += given.turn_reward
+        record.calls += [(answer.name, answer.failed, answer.seconds) for answer in given.answers]
+        messages = [answer.message for answer in given.answers]
+        if record.episode.kind.is_text:
+            messages = [{"role": "user", "content": given.observation}] if given.observation else []
+        if given.done:
+            record.messages += messages
+            record.ended = True
+            return
+        if given.lost or given.truncated:
+            record.cut = "time" if given.lost == "time" else "environment"
+        ids = self._answer_ids(record, messages, is_last=bool(record.cut))
+        if ids is None:
+            record.cut = record.cut or "length"
+            return
+        record.messages += messages
+        record.extend(ids, False)
+        if record.left == 0 and not record.cut:
+            record.cut = "length"
+
+    def _answer_ids(self, record: EpisodeRecord, messages: list[dict[str, Any]], is_last: bool) -> list[int] | None:
+        """Return the tokens between two turns, or None where they do not fit."""
+        if self.conversations.cannot_fit(messages, record.left):
+            return None
+        if is_conversation(record.prompt):
+            ids = self.conversations.answer_ids(messages) if messages else []
+        else:
+            ids = [token for message in messages for token in self.conversations.text_ids(str(message["content"]))]
+        if not ids and not is_last:
+            raise ValueError(
+                f"{record.episode.kind.description} answered row {record.episode.row} with a text of no tokens: "
+                "between two turns stands at least one"
+            )
+        return ids if len(ids) <= record.left else None
+
+
+def responses_of(prompts: Prompts, records: Sequence[EpisodeRecord], pad: int, has_logprobs: bool) -> Responses:
+    """Stack episodes behind their prompts, with their masks.
+
+    Args:
+        prompts: The prompts.
+        records: The episodes.
+        pad: Fills shorter ones.
+        has_logprobs: Whether the engine has told all log-probabilities.
+    """
+    device, width = prompts.input_ids.device, max(len(record.ids) for record in records)
+
+    def stacked(rows: Sequence[Sequence[Any]], value: Any, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype).to(device)
+
+    real = stacked([[True] * len(record.ids) for record in records], False, torch.bool)
+    logprobs = stacked([record.logprobs for record in records], 0.0, torch.float32) if has_logprobs else None
+    return Responses(
+        torch.cat((prompts.input_ids, stacked([record.ids for record in records], pad, torch.long)), dim=1),
+        torch.cat((prompts.attention_mask, real), dim=1),
+        stacked([record.written for record in records], False, torch.bool),
+        sampling_logprobs=logprobs,
+        ended=torch.tensor([record.ended for record in records], device=device),
+    )
+
+
+# ---- rollout_func ----
+
+
+def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: int) -> tuple[Responses, Prompts]:
+    """Check what a `rollout_func` returned, and stack it.
+
+    Args:
+        returned: A dict with `prompt_ids`, `completion_ids`, `logprobs` (or None), optionally `env_mask`, and columns.
+        num_rows: How many rows it was given.
+        prompts: Their prompts.
+        pad: Fills shorter rows.
+
+    Raises:
+        TypeError: It is no dict.
+        ValueError: A key is missing, or something has another number of rows or tokens.
+    """
+    needed = ("prompt_ids", "completion_ids", "logprobs")
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"rollout_func returned a {type(returned).__name__}: return a dict with {list(needed)}")
+    if missing := [key for key in needed if key not in returned]:
+        raise ValueError(f"rollout_func must return keys {missing} in its output dict.")
+    own = {key: returned[key] for key in (*needed, "env_mask") if returned.get(key) is not None}
+    rows = {key: [_plain_row(row) for row in values] for key, values in own.items()}
+    for key, values in rows.items():
+        if len(values) != num_rows:
+            raise ValueError(f"rollout_func returned {len(values)} rows of {key} for {num_rows} prompts")
+        for row, (ids, found) in enumerate(zip(rows["completion_ids"], values, strict=True)):
+            if key != "prompt_ids" and len(found) != len(ids):
+                raise ValueError(
+                    f"rollout_func returned {len(found)} values of {key} for the {len(ids)} tokens of row {row}"
+                )
+            if not found:
+                raise ValueError(f"rollout_func returned no tokens in {key} of row {row}: each row needs one")
+    masks = rows.get("env_mask", [[1] * len(ids) for ids in rows["completion_ids"]])
+    extra = {key: value for key, value in returned.items() if key not in (*needed, "env_mask")}
+    columns = prompts.columns | {
+        key: list(value) if isinstance(value, list) and len(value) == num_rows else [value] * num_rows
+        for key, value in extra.items()
+    }
+    device = prompts.input_ids.device
+    ids = left_padded(rows["prompt_ids"], pad).to(device)
+    mask = left_padded([[1] * len(row) for row in rows["prompt_ids"]], 0).bool().to(device)
+    given = Prompts(ids, mask, columns)
+    logprobs = rows.get("logprobs", [[0.0] * len(row) for row in masks])
+    records = [
+        _Given(ids, [bool(value) for value in written], of_row)
+        for ids, written, of_row in zip(rows["completion_ids"], masks, logprobs, strict=True)
+    ]
+    responses = responses_of(given, records, pad, "logprobs" in rows)  # pyright: ignore[reportArgumentType]
+    return replace(responses, ended=None), given
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A row of a `rollout_func`, as `responses_of` reads it."""
+
+    ids: list[int]
+    written: list[bool]
+    logprobs: list[float]
+    ended: bool = False
+
+
+def _plain_row(row: Any) -> list[Any]:
+    values = row.tolist() if isinstance(row, Tensor) else list(row)
+    return [value[0] if isinstance(value, list | tuple) else value for value in values]
+
+
+def stop_ids(policy: nn.Module, stop: int | None) -> tuple[int, ...]:
+    """Return the tokens that end a turn: the stop token, and those that the model's own configuration names beside it.
+
+    Some models end a turn that calls a tool with another token than their EOS.
+
+    Args:
+        policy: The language model.
+        stop: The stop token, or None.
+    """
+    if stop is None:
+        return ()
+    own = getattr(getattr(policy, "generation_config", None), "eos_token_id", None)
+    more = [] if own is None else [own] if isinstance(own, int) else list(own)
+    return tuple(dict.fromkeys([stop, *more]))

@@ -1,0 +1,289 @@
+"""Tools and environments of a trainer: their checks, their prompts, their rollouts and their metrics."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, EpisodeEncoder, check_versions
+from rlhf_ppo.data.prompts import PromptEncoder, Prompts
+from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.environments.pool import Environments
+from rlhf_ppo.generation.episodes import (
+    CUTS,
+    EpisodeLimits,
+    EpisodePlayer,
+    EpisodeRecord,
+    responses_of_function,
+    stop_ids,
+)
+from rlhf_ppo.generation.protocol import GenerationEngine, Sampled, prompt_rows, sample_with
+from rlhf_ppo.generation.sampling import changed
+from rlhf_ppo.models.capabilities import Vocabulary
+from rlhf_ppo.models.unwrapping import gathers_in_passes
+from rlhf_ppo.processes.distributed import derive_seed, num_processes
+from rlhf_ppo.rewards.environments import rewards_of
+from rlhf_ppo.rewards.scorer import RewardSource
+from rlhf_ppo.training.rollouts import Play
+from rlhf_ppo.training.run_state import RunState
+
+
+class EpisodeRollouts:
+    """Rollouts of several turns, with tools and environments.
+
+    Args:
+        args: The arguments.
+        tools: Functions that the policy may call, or None.
+        environment_factory: Makes environments: a function, or a dict of functions by name, or None.
+        rollout_func: Makes whole rollouts instead, or None.
+
+    Attributes:
+        rewards: Rewards of the environments.
+
+    Raises:
+        TypeError: Something cannot be called.
+        ValueError: The arguments exclude each other, or an environment or a tool cannot be used.
+    """
+
+    def __init__(
+        self,
+        args: PPOConfig,
+        tools: Sequence[Callable[..., Any]] | None,
+        environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
+        rollout_func: Callable[..., Any] | None,
+    ) -> None:
+        self.args, self.rollout_func = args, rollout_func
+        if args.critic_audit_steps > 0:
+            raise ValueError(
+                f"critic_audit_steps={args.critic_audit_steps} continues prefixes of responses, which episodes with "
+                "tools or environments have not: set it to 0"
+            )
+        if rollout_func is not None:
+            _check_rollout_func(rollout_func, tools, environment_factory)
+        else:
+            check_versions()
+        self.environments = Environments(
+            dict(environment_factory) if isinstance(environment_factory, Mapping) else environment_factory,
+            tools or (),
+            timeout=args.tool_timeout,
+            isolation=args.tool_isolation,
+            memory_limit=args.tool_memory_limit,
+            max_response_length=args.max_tool_response_length,
+        )
+        self.has_environments = environment_factory is not None
+        kinds = self.environments.kinds.values() if self.has_environments else ()
+        self.rewards: list[RewardSource] = rewards_of(kinds)
+        self.conversations: Conversations | None = None
+
+    @classmethod
+    def of(cls, args: PPOConfig, tools: Any, environment_factory: Any, rollout_func: Any) -> EpisodeRollouts | None:
+        """Return the rollouts that the trainer's arguments ask for; None where nothing is given."""
+        given = (tools or None, environment_factory, rollout_func)
+        return None if all(each is None for each in given) else cls(args, *given)
+
+    # ---- Construction ----
+
+    def checked_rewards(self, has_others: bool) -> list[Any]:
+        """Return the environments' rewards; check that something scores.
+
+        Raises:
+            ValueError: Nothing does.
+        """
+        if not self.rewards and not has_others:
+            raise ValueError(
+                "No reward source: pass reward_funcs or a reward_model, or an environment_factory whose environment "
+                "defines get_reward or turn_rewards"
+            )
+        return list(self.rewards)
+
+    def _prompts(self, train_dataset: Any) -> Any:
+        """Return the training set, or rows without a question where an environment makes its own tasks.
+
+        Raises:
+            ValueError: There is no data set, and no environment that makes tasks, or no length of the run.
+        """
+        if train_dataset is not None:
+            return train_dataset
+        args = self.args
+        if not self.has_environments:
+            raise ValueError("train_dataset=None: pass prompts, or an environment_factory that makes tasks")
+        if self.environments.is_mixed:
+            raise ValueError(
+                "train_dataset=None, but environment_factory is a dict: pass rows with the column `environment`, which "
+                "chooses one of them, or a single factory"
+            )
+        if args.user_value("max_steps") is None and args.user_value("total_episodes") is None:
+            raise ValueError(
+                "train_dataset=None has no length: set max_steps, or total_episodes, to the length of the run"
+            )
+        num_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_processes(args)
+        assert self.conversations is not None
+        return [{"prompt": self.conversations.default_prompt()}] * (num_rows // args.num_generations)
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, train_dataset: Any) -> Any:
+        """Check that the tokenizer's template can show tools, and that something ends a turn.
+
+        Returns:
+            The training set.
+
+        Raises:
+            ValueError: It cannot, nothing does, or there is neither a data set nor an environment that makes tasks.
+        """
+        args = self.args
+        kinds = self.environments.kinds.values()
+        has_tools = self.rollout_func is None and any(kind.tools for kind in kinds)
+        given: Any = args.chat_template_kwargs
+        self.conversations = Conversations(tokenizer, has_tools, given)
+        stops = (args.stop_token, args.stop_token_id, args.stop_strings)
+        if self.rollout_func is None and not any(stop is not None for stop in stops):
+            raise ValueError(
+                "stop_token=None: nothing ends a turn; set stop_token='eos', stop_token_id or stop_strings"
+            )
+        return self._prompts(train_dataset)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that the rollout adds for reward functions."""
+        return ("environments",) if self.has_environments else ()
+
+    @property
+    def encoder(self) -> Callable[[str, Vocabulary], PromptEncoder] | None:
+        """What makes the encoder of a data set's rows; None where `rollout_func` gets the prompts as they are."""
+        return self._encoder if self.rollout_func is None else None
+
+    def _encoder(self, name: str, vocabulary: Vocabulary) -> PromptEncoder:
+        kinds, conversations = self.environments.kinds, self.conversations
+        assert conversations is not None
+        return EpisodeEncoder(
+            conversations.tokenizer,
+            name,
+            vocabulary.size,
+            vocabulary.limited_by,
+            conversations=conversations,
+            schemas={key: kind.schemas for key, kind in kinds.items()},
+            is_mixed=self.environments.is_mixed,
+            needs_chat=frozenset(key for key, kind in kinds.items() if kind.tools),
+        )
+
+    # ---- Rollouts ----
+
+    def player(self, trainer: Any, run: RunState, engine: GenerationEngine, opponents: Sequence[str]) -> Play:
+        """Return what makes the rollouts.
+
+        Args:
+            trainer: The trainer, which a `rollout_func` gets.
+            run: The run.
+            engine: Samples the turns.
+            opponents: Kinds of the policies that reward functions compare with.
+
+        Raises:
+            ValueError: A reward function compares with another policy, which has no episodes.
+        """
+        if opponents:
+            raise ValueError(
+                f"reward_funcs compare with {list(opponents)}, but an opponent plays no episodes: leave out such "
+                "rewards, or tools, environment_factory and rollout_func"
+            )
+        run.logged.is_used = True
+        if self.rollout_func is None:
+            return partial(self._play, run, engine)
+        return partial(self._roll_out, trainer, run)
+
+    def _play(
+        self, run: RunState, engine: GenerationEngine, policy: nn.Module, prompts: Prompts, config: GenerationConfig
+    ) -> tuple[Responses, Prompts]:
+        """Play an episode for each prompt.
+
+        Args:
+            run: The run.
+            engine: Samples the turns.
+            policy: The unwrapped policy.
+            prompts: `B` rows.
+            config: How tokens are chosen.
+
+        Returns:
+            The responses, and the prompts that they follow.
+        """
+        stops = (run.tokens.stop,) if run.tokens.stop is not None else ()
+        if self.args.stop_token == "eos" and any(kind.tools for kind in self.environments.kinds.values()):
+            stops = stop_ids(policy, run.tokens.stop)
+
+        def sample(contexts: Prompts, most: int) -> Sampled:
+            how = changed(config, max_new_tokens=most, eos_token_id=list(stops) or None)
+            return sample_with(engine, policy, contexts, how, run.tokens.stop_strings)
+
+        given = (self.args.response_length, self.args.max_tool_calling_iterations, stops, run.tokens.stop_strings)
+        limits = EpisodeLimits(*given, run.longest_sequence, run.tokens.pad)
+        in_step = partial(_most_of_ranks, run) if self._needs_step(run, policy) else None
+        assert self.conversations is not None
+        player = EpisodePlayer(sample, self.conversations, limits, in_step)
+        self.environments.release()
+        columns = prompts.columns
+        rows = [{name: copy.copy(values[row]) for name, values in columns.items()} for row in range(len(prompts))]
+        responses, played = player.play(prompts, self.environments.start(rows, self._seeds(run, len(rows))))
+        self._log(run, played.columns[EPISODE_COLUMN], player.seconds)
+        return responses, played
+
+    def _needs_step(self, run: RunState, policy: nn.Module) -> bool:
+        is_shared = self.args.generation_engine == "vllm" or gathers_in_passes(policy)
+        return run.accelerator.num_processes > 1 and is_shared
+
+    def _seeds(self, run: RunState, num_rows: int) -> list[int]:
+        """Return each row's seed: the same for all responses to a prompt, and at each evaluation."""
+        seed, rank = self.args.seed, self.args.process_index
+        if run.is_evaluating:
+            run.num_apart += 1
+            return [derive_seed("evaluated environment", seed, rank, run.num_apart, row) for row in range(num_rows)]
+        copies, update = self.args.num_generations, run.state.global_step
+        return [derive_seed("environment", seed, rank, update, row // copies) for row in range(num_rows)]
+
+    def _log(self, run: RunState, records: Sequence[EpisodeRecord], seconds: float) -> None:
+        """Log what the episodes of all ranks were like."""
+        names = sorted({name for kind in self.environments.kinds.values() for name in kind.tools})
+        calls = [call for record in records for call in record.calls]
+        turns = sum(len(record.turn_ends) for record in records)
+        of_others = sum(record.written.count(False) for record in records)
+        cuts = [sum(record.cut == cut for record in records) for cut in CUTS]
+        by_tool = [sum(called == name for called, _, _ in calls) for name in names]
+        failed, waited = sum(failed for _, failed, _ in calls), sum(took for _, _, took in calls)
+        own = [len(records), len(calls), failed, waited, turns, of_others, *cuts, *by_tool]
+        summed = run.sum_over_ranks(torch.tensor(own, dtype=torch.float32, device=self.args.device)).tolist()
+        num, called, failures, latency, turns, others, *more = summed
+        run.timer.move(seconds, "generate", "environment")
+        logged = {"episode/turns_mean": turns / num, "environment/tokens_mean": others / num}
+        logged |= {f"episode/cut_by_{cut}_frac": more[place] / num for place, cut in enumerate(CUTS)}
+        if names:
+            logged |= {"tools/call_frequency": called / num, "tools/failure_frequency": failures / max(called, 1)}
+            logged |= {"tools/latency_s": latency / max(called, 1)}
+            logged |= {f"tools/{name}/calls": more[len(CUTS) + place] / num for place, name in enumerate(names)}
+        for name, value in logged.items():
+            run.logged.log_metric(name, value)
+
+    def _roll_out(self, trainer: Any, run: RunState, *given: Any) -> tuple[Responses, Prompts]:
+        """Let `rollout_func` make the responses to the prompts, the second of what `Play` takes."""
+        prompts: Prompts = given[1]
+        assert self.rollout_func is not None
+        asked = prompts.columns.get("prompt")
+        if asked is None:
+            asked = run.tokenizer.batch_decode(prompt_rows(prompts), skip_special_tokens=True)
+        returned = self.rollout_func(copy.deepcopy(list(asked)), trainer)
+        return responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
+
+
+def _most_of_ranks(run: RunState, number: int) -> int:
+    return int(run.gather(torch.tensor([number], device=run.args.device)).max())
+
+
+def _check_rollout_func(rollout_func: Any, tools: Any, environment_factory: Any) -> None:
+    if not callable(rollout_func):
+        raise TypeError(f"rollout_func={rollout_func!r:.60} cannot be called; pass a function of (prompts, trainer)")
+    for name, value in {"tools": tools, "environment_factory": environment_factory}.items():
+        if value:
+            raise ValueError(f"rollout_func makes whole rollouts, but {name} is given too: leave one of them None")
