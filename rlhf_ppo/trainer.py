@@ -160,18 +160,16 @@ class PPOTrainer(TrainerBase):
     ) -> None:
         checks.check_subclass(self, PPOTrainer)
         self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
-        of_agents = (tools, environment_factory, rollout_func)
-        given = (reward_funcs, reward_model, train_dataset, eval_dataset, *of_agents)
-        self._is_stepped = all(each is None for each in given)
-        functions = [ExternalScores()] if self._is_stepped else resolve_rewards(reward_funcs)
         checks.check_arguments(args)
-        self._episodes = episodes = EpisodeRollouts.of(args, *of_agents)
+        self._episodes = episodes = EpisodeRollouts.of(args, tools, environment_factory, rollout_func)
+        of_run = (episodes, reward_funcs, reward_model, train_dataset, eval_dataset)
+        self._is_stepped = all(each is None for each in of_run)
+        functions = [ExternalScores()] if self._is_stepped else resolve_rewards(reward_funcs)
         functions += [] if episodes is None else episodes.checked_rewards(bool(functions or reward_model))
         checks.check_models(reward_model, bool(functions), model=model, ref_model=ref_model, value_model=value_model)
         data = (NoPrompts() if self._is_stepped else train_dataset, eval_dataset)
         processing_class, train_dataset, eval_dataset = construction.load_inputs(model, processing_class, *data)
-        if episodes is not None:
-            train_dataset = episodes.prepare(processing_class, train_dataset)
+        train_dataset = train_dataset if episodes is None else episodes.prepare(processing_class, train_dataset)
         checks.check_datasets(args, train_dataset, eval_dataset, needs_prompts=episodes is None)
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
         checks.check_others(data_collator, callbacks, optimizers, kl_controller, engine, **adapters)
@@ -185,23 +183,22 @@ class PPOTrainer(TrainerBase):
         self._set_models(models, construction.make_kl_controller(args, kl_controller))
         data = self._preparation.both(train_dataset, eval_dataset)  # drops long prompts
         self.sizes = run.sizes = args.fill_derived(num_processes(args), num_rows(data["train_dataset"]))
+        data |= {"args": args, "processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers}
         use_one_device(args)
         with hide_library_warnings(), configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
-            super().__init__(
-                model=PolicyAndValue(models.policy, models.value_model, args.temperature),
-                args=args,
-                data_collator=PromptCollator(tokens.pad) if data_collator is None else data_collator,
-                **data,
-                processing_class=processing_class,
-                callbacks=callbacks,
-                optimizers=optimizers,
-            )
+            both = PolicyAndValue(models.policy, models.value_model, args.temperature)
+            collate = PromptCollator(tokens.pad) if data_collator is None else data_collator
+            super().__init__(model=both, data_collator=collate, **data)
         self._make_parts(models, engine, ptx_dataset)
+        self._check_data(data_collator, bool(callbacks))
+
+    def _check_data(self, data_collator: Callable[..., Any] | None, has_callbacks: bool) -> None:
+        run, episodes = self._run, self._episodes
         collate = data_collator and self._get_collator_with_removed_columns(data_collator, "checking")
         own_loop = type(self).evaluation_loop is not PPOTrainer.evaluation_loop
         seen = (run, self.scorer, self.train_dataset, self.eval_dataset, collate, self.reference is not None)
         added = () if episodes is None else episodes.columns
-        self._check_columns = check_all_data(*seen, bool(callbacks), own_loop, added)
+        self._check_columns = check_all_data(*seen, has_callbacks, own_loop, added)
 
     def _set_models(self, models: Models, kl_controller: KLController) -> None:
         run, args = self._run, self._run.args

@@ -707,9 +707,7 @@ class TrainerBase(Trainer):
         Raises:
             ValueError: There are no held-out prompts, a number is too small, or `whiten_rewards` is set.
         """
-        check_audit(self.args, num_prefixes, num_continuations)
-        if self._rollouts.play is not None:
-            raise ValueError("an audit continues prefixes of responses, which episodes with an environment have not")
+        check_audit(self.args, num_prefixes, num_continuations, self._rollouts.play is not None)
         if eval_dataset is not None:
             check_datasets(self.args, self.train_dataset, eval_dataset, self._preparation.encoder is None)
             eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")

@@ -37,7 +37,7 @@ class AgentArguments:
     max_tool_response_length: AtLeastOne | None = _option(
         None, "Characters of a tool's answer; a longer one is shortened, with a mark. None: no limit."
     )
-    chat_template_kwargs: dict[str, Any] | str | None = _option(  # noqa: RUF009 (a new field object)
+    chat_template_kwargs: dict[str, Any] | str | None = _option(
         None,
         "Further arguments of the chat template, a dict or its JSON text, such as '{\"enable_thinking\": false}'.",
     )

@@ -127,8 +127,9 @@ class Conversations:
         return list(encoded[:-1]) if is_first and eos is not None and list(encoded[-1:]) == [eos] else list(encoded)
 
     def _rendered(self, messages: Messages, **how: Any) -> list[int]:
+        conversations: list[Any] = [list(messages)]
         encoded: Any = self.tokenizer.apply_chat_template(
-            [list(messages)], chat_template=self.template, tokenize=True, return_dict=True, **how, **self.settings
+            conversations, chat_template=self.template, tokenize=True, return_dict=True, **how, **self.settings
         )
         return list(ids_of(encoded)[0])
 
@@ -186,15 +187,9 @@ class Conversations:
             return self._rendered([*before, *answers], add_generation_prompt=True)
         marks = [f"answer-{number}-5f0c2d" for number in range(len(answers))]
         marked = [{**answer, "content": mark} for answer, mark in zip(answers, marks, strict=True)]
-        rendered = str(
-            self.tokenizer.apply_chat_template(
-                [*before, *marked],
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=True,
-                **self.settings,
-            )
-        )
+        conversation: list[Any] = [*before, *marked]
+        how = {"chat_template": self.template, "tokenize": False, "add_generation_prompt": True} | self.settings
+        rendered = str(self.tokenizer.apply_chat_template(conversation, **how))
         ids: list[int] = []
         for mark, text in zip(marks, texts, strict=True):
             around, rendered = rendered.split(mark, 1)
@@ -213,12 +208,14 @@ class Conversations:
     @functools.cached_property
     def _added(self) -> re.Pattern[str]:
         """Finds tokens that were added to the vocabulary, which a text must not smuggle in."""
-        added = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
+        tokenizer: Any = self.tokenizer
+        added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, added)) if added else r"(?!)")
 
     @functools.cached_property
     def _longest_token(self) -> int:
-        return max(len(token) for token in self.tokenizer.get_vocab())
+        tokenizer: Any = self.tokenizer
+        return max(map(len, tokenizer.get_vocab()))
 
     def cannot_fit(self, answers: Messages, room: int) -> bool:
         """Tell without tokenizing whether answers need more than `room` tokens."""
@@ -253,12 +250,13 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
         return prompt
     if isinstance(prompt, str):
         return prompt + _text_of_content(observation)
-    content = prompt[-1]["content"]
+    content: Any = prompt[-1]["content"]
     if isinstance(observation, list) and isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if isinstance(observation, str) and isinstance(content, list):
         observation = [{"type": "text", "text": observation}]
-    return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
+    both: Any = content + observation
+    return [*prompt[:-1], {**prompt[-1], "content": both}]
 
 
 @dataclass(frozen=True)

@@ -444,8 +444,15 @@ def prefixes_of(columns: Tensor) -> AuditedPrefixes:
     return AuditedPrefixes(*(each[scored] for each in arrays))
 
 
-def check_audit(args: PPOConfig, num_prefixes: int = 4, num_continuations: int = 16) -> None:
-    """Raise a `ValueError` if a number is too small, or the value model's unit is not the reward's."""
+def check_audit(
+    args: PPOConfig, num_prefixes: int = 4, num_continuations: int = 16, has_episodes: bool = False
+) -> None:
+    """Raise a `ValueError` if a number is too small, the unit of values is not the reward's, or environments play."""
+    if has_episodes:
+        raise ValueError(
+            "an audit continues prefixes of responses, which tools and environments cannot: leave out "
+            f"critic_audit_steps={args.critic_audit_steps} and audit_critic()"
+        )
     if num_prefixes < 2:
         raise ValueError(f"num_prefixes={num_prefixes} ranks nothing; use at least 2 prefixes of each response")
     if num_continuations < 4:

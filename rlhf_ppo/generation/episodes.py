@@ -147,8 +147,8 @@ class EpisodePlayer:
             running = [record for record in self._answered(running) if not record.is_over]
         ids = left_padded([record.prompt_ids for record in records], self.limits.pad).to(device)
         mask = left_padded([[1] * len(record.prompt_ids) for record in records], 0).bool().to(device)
-        columns = prompts.columns | {"prompt": [record.prompt for record in records], EPISODE_COLUMN: records}
-        played = Prompts(ids, mask, columns)
+        own = {"prompt": [record.prompt for record in records], EPISODE_COLUMN: records}
+        played = Prompts(ids, mask, dict(prompts.columns) | own)
         return responses_of(played, records, self.limits.pad, self._knows_logprobs), played
 
     _knows_logprobs: bool = True
@@ -367,7 +367,7 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
                 raise ValueError(f"rollout_func returned no tokens in {key} of row {row}: each row needs one")
     masks = rows.get("env_mask", [[1] * len(ids) for ids in rows["completion_ids"]])
     extra = {key: value for key, value in returned.items() if key not in (*needed, "env_mask")}
-    columns = prompts.columns | {
+    columns = dict(prompts.columns) | {
         key: list(value) if isinstance(value, list) and len(value) == num_rows else [value] * num_rows
         for key, value in extra.items()
     }

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, EpisodeEncoder, check_versions
 from rlhf_ppo.data.prompts import PromptEncoder, Prompts
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.environments.pool import Environments
+from rlhf_ppo.evaluation.critic_audit import check_audit
 from rlhf_ppo.generation.episodes import (
     CUTS,
     EpisodeLimits,
@@ -61,10 +62,7 @@ class EpisodeRollouts:
     ) -> None:
         self.args, self.rollout_func = args, rollout_func
         if args.critic_audit_steps > 0:
-            raise ValueError(
-                f"critic_audit_steps={args.critic_audit_steps} continues prefixes of responses, which episodes with "
-                "tools or environments have not: set it to 0"
-            )
+            check_audit(args, has_episodes=True)
         if rollout_func is not None:
             _check_rollout_func(rollout_func, tools, environment_factory)
         else:
@@ -116,8 +114,8 @@ class EpisodeRollouts:
             raise ValueError("train_dataset=None: pass prompts, or an environment_factory that makes tasks")
         if self.environments.is_mixed:
             raise ValueError(
-                "train_dataset=None, but environment_factory is a dict: pass rows with the column `environment`, which "
-                "chooses one of them, or a single factory"
+                "train_dataset=None, but environment_factory is a dict: pass rows with the column `environment` that "
+                "names one of them, or a single factory"
             )
         if args.user_value("max_steps") is None and args.user_value("total_episodes") is None:
             raise ValueError(
@@ -174,7 +172,7 @@ class EpisodeRollouts:
 
     # ---- Rollouts ----
 
-    def player(self, trainer: Any, run: RunState, engine: GenerationEngine, opponents: Sequence[str]) -> Play:
+    def player(self, trainer: Trainer, run: RunState, engine: GenerationEngine, opponents: Sequence[str]) -> Play:
         """Return what makes the rollouts.
 
         Args:
@@ -266,7 +264,7 @@ class EpisodeRollouts:
         for name, value in logged.items():
             run.logged.log_metric(name, value)
 
-    def _roll_out(self, trainer: Any, run: RunState, *given: Any) -> tuple[Responses, Prompts]:
+    def _roll_out(self, trainer: Trainer, run: RunState, *given: Any) -> tuple[Responses, Prompts]:
         """Let `rollout_func` make the responses to the prompts, the second of what `Play` takes."""
         prompts: Prompts = given[1]
         assert self.rollout_func is not None
