@@ -6,7 +6,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,12 +24,12 @@ from rlhf_ppo.config.hints import CONFIG_HINTS, reject_removed
 from rlhf_ppo.config.inherited import check_keys, is_logged_in_to_wandb
 from rlhf_ppo.config.presets import PRESETS, RemembersNames, preset_options
 from rlhf_ppo.config.redaction import redact_in_place
-from rlhf_ppo.config.validation import UniqueKeys, check_json_file
+from rlhf_ppo.config.validation import UniqueKeys, check_json_file, option
 from rlhf_ppo.terminal.text import visible_logger
 
 
 class PPOArgumentParser(CommandParser, TrlParser):
-    """A `TrlParser` that names the replacement of each option that `TrainingArguments` no longer has.
+    """A `TrlParser` whose errors name the replacement of removed, foreign and misspelled options.
 
     ```python
     script_args, training_args, model_args = PPOArgumentParser(
@@ -38,8 +38,8 @@ class PPOArgumentParser(CommandParser, TrlParser):
     ```
 
     Raises:
-        TypeError: The command line or the YAML file holds such an option.
-        ValueError: The YAML file is none, or an option is unknown.
+        TypeError: The command line or the YAML file holds an option that `TrainingArguments` no longer has.
+        ValueError: The YAML file cannot be read, or an option is unknown.
     """
 
     _of_config: Collection[str] = ()
@@ -51,7 +51,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse; an error explains unknown options."""
         parsed, unknown = super().parse_known_args(args, namespace)
-        redact_in_place(sys.argv)  # which trackers write into files
+        redact_in_place(sys.argv)  # trackers write it into files
         options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
         reject_removed(option.lstrip("-").replace("-", "_") for option in options)
         if options:
@@ -89,7 +89,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
         """Parse the command line, over the values of the YAML file after `--config`."""
         words = [part for word in (sys.argv[1:] if args is None else args) for part in _apart(word)]
         if words.count("--config") > 1:
-            self.error("argument --config: given twice; one file holds all")
+            self.error("argument --config: given twice; use one file for all options")
         if "--config" in words:
             position = words.index("--config")
             if position + 1 == len(words):
@@ -98,14 +98,14 @@ class PPOArgumentParser(CommandParser, TrlParser):
         parsed = super().parse_args_and_config(words)
         for each in parsed:
             if isinstance(each, RemembersNames):
-                each.set_given(self._given)  # the parser passes every option
+                each.set_given(self._given)  # the parser passes all options to the constructor
         return parsed
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
         """Take defaults from the YAML file; an error explains unknown options."""
         names = [name.replace("-", "_") for name in kwargs]  # as on the command line
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"the key {', '.join(twice)} stands twice in --config")
+            raise ValueError(f"the key {', '.join(twice)} is repeated in --config")
         kwargs = dict(zip(names, kwargs.values(), strict=True))
         reject_removed(kwargs)
         self._of_config = {*kwargs}
@@ -132,13 +132,13 @@ class PPOArgumentParser(CommandParser, TrlParser):
 
 
 def check_yaml(path: str) -> None:
-    """Check that a file holds options as YAML: `name: value`, each name once.
+    """Check that a YAML file holds options, `name: value`, each name once.
 
     Args:
         path: The file after `--config`.
 
     Raises:
-        ValueError: It cannot be read, is no YAML or no mapping, or a key stands twice.
+        ValueError: It cannot be read, is not a YAML mapping, or a key is repeated.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -163,34 +163,25 @@ def _apart(word: str) -> list[str]:
 class DryRunScriptArguments(ScriptArguments):
     """TRL's `ScriptArguments`, and a dry run."""
 
-    dry_run: bool = field(
-        default=False, metadata={"help": "Check files, columns and options, list all problems, and exit."}
-    )
+    dry_run: bool = option(False, "Check files, columns and options, list all problems, and exit.")
 
 
 @dataclass
 class PPOScriptArguments(DryRunScriptArguments):
-    """Also reward functions, pretraining texts, and an option that TRL's `ModelConfig` no longer has."""
+    """Options of `rlhf-ppo train` besides those of `PPOConfig` and `ModelConfig`."""
 
-    reward_funcs: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Reward functions: names of built-in ones, package.module.function, file.py:function or "
-            "addresses, each with settings behind it, such as 'keyword(keywords=[\"yes\"])'. The reward model then "
-            "scores beside them only if reward_model_path is given."
-        },
+    reward_funcs: list[str] | None = option(
+        None,
+        "Reward functions: built-in names, package.module.function, file.py:function or addresses, with optional "
+        "settings, such as 'keyword(keywords=[\"yes\"])'. With them, a reward model scores only if reward_model_path "
+        "is given.",
     )
-    ptx_dataset: str | None = field(
-        default=None,
-        metadata={
-            "help": "With ptx_coef: texts that the policy learns from besides, with the columns of SFT; a file, a "
-            "directory or a name on the hub, of which the split train is read."
-        },
+    ptx_dataset: str | None = option(
+        None,
+        "With ptx_coef: additional texts for the policy to learn from, with the columns of SFT; the split train of a "
+        "file, a directory or a hub name.",
     )
-    trust_remote_code: bool = field(
-        default=False,
-        metadata={"help": "Run the Python code that a model's repository brings along. Only for code you have read."},
-    )
+    trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
 
 
 # ---- Quantization ----
@@ -210,8 +201,8 @@ def quantization_options(model_args: ModelConfig) -> dict[str, Any]:
         return {}
     if not torch.cuda.is_available():
         raise ValueError(
-            f"{asked[0]}=True quantizes with bitsandbytes, which needs a CUDA GPU, and torch finds none here: leave "
-            f"--{asked[0]} out (with --use_peft --dtype bfloat16 the frozen weights take 16 bits), or use a GPU"
+            f"{asked[0]}=True quantizes with bitsandbytes, which needs a CUDA GPU, and torch finds none: leave "
+            f"--{asked[0]} out (with --use_peft --dtype bfloat16 the frozen weights have 16 bits), or use a GPU"
         )
     if find_spec("bitsandbytes") is None:
         raise ValueError(f"{asked[0]}=True needs bitsandbytes, which is not installed: pip install bitsandbytes")
@@ -234,10 +225,10 @@ def check_columns(dataset: Any, alternatives: list[set[str]]) -> None:
 
     Args:
         dataset: The rows; the columns of a stream may be unknown.
-        alternatives: Sets of columns, one of which must be there.
+        alternatives: Sets of columns; the data set must have all columns of one set.
 
     Raises:
-        ValueError: None of them is.
+        ValueError: It has none of the sets, or a column holds numbers.
     """
     columns = dataset.column_names
     if columns is not None and not any(needed <= {*columns} for needed in alternatives):
@@ -253,8 +244,8 @@ def check_columns(dataset: Any, alternatives: list[set[str]]) -> None:
 logger = visible_logger(__name__)
 
 
-def settle_trackers(args: TrainingArguments) -> None:
-    """Make W&B record offline into `./wandb` without a login, instead of asking for one; warns once.
+def prepare_trackers(args: TrainingArguments) -> None:
+    """Let W&B record offline into `./wandb` if nobody is logged in, instead of asking for a login; warn once.
 
     Args:
         args: Gives `report_to`.
@@ -268,7 +259,7 @@ def settle_trackers(args: TrainingArguments) -> None:
         settings: Any = wandb.setup().settings
         settings.mode = "offline"
         logger.warning_once(
-            "report_to=['wandb'], but nobody is logged in to W&B here: the run is recorded in ./wandb and not "
-            "uploaded. Log in with `wandb login`, upload it later with `wandb sync`, or report to none."
+            "report_to=['wandb'], but nobody is logged in to W&B: the run is recorded in ./wandb, not uploaded. Log "
+            "in with `wandb login`, upload it later with `wandb sync`, or report to none."
         )
     check_keys(args)

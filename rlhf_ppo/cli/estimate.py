@@ -88,10 +88,10 @@ class Devices:
     """The devices of a run.
 
     Attributes:
-        count: How many.
-        engine: What divides memory between them, for the reader.
-        sharding: What it divides.
-        of_node: How many of one node.
+        count: Number of devices.
+        engine: Name of the engine that divides memory between them.
+        sharding: Parts of memory that it divides.
+        of_node: Number of devices of one node.
     """
 
     count: int
@@ -101,7 +101,7 @@ class Devices:
 
 
 def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
-    """Read number and engine off the options; `--deepspeed` and `--fsdp` count where there is no accelerate file.
+    """Return the devices of the options; without an accelerate file, `--deepspeed` and `--fsdp` name the engine.
 
     Raises:
         ValueError: The accelerate configuration cannot be read.
@@ -136,12 +136,12 @@ def models_without_weights(
         Policy and value model in training mode, and the frozen models, the reference first.
 
     Raises:
-        ValueError: There is no such model, or it would be quantized, or share its base.
+        ValueError: There is no such model, or it is quantized, or shares its base.
     """
     if args.share_base_model:
         raise ValueError(
-            "share_base_model=True cannot be estimated without weights: leave it out here; the line at the start of "
-            "the run counts the base once"
+            "share_base_model=True cannot be estimated without weights: leave it out here; the estimate at the start "
+            "of the run counts the base once"
         )
     settings = loading_settings(script_args.trust_remote_code, model_args)
     peft_config = get_peft_config(model_args)
@@ -194,15 +194,15 @@ def _without_weights(auto: Any, path: str, argument: str, device: torch.device, 
 
 
 def prompts_of(args: PPOConfig, policy: nn.Module, load: Callable[[], tuple[Any, Any]]) -> tuple[int, int | None]:
-    """Return the length of a prompt in tokens and the number of prompts, None where it is not needed.
+    """Return the length of a prompt in tokens and the number of prompts, None if it is not needed.
 
     Args:
-        args: With `max_prompt_length` prompts have that length; else the mean of the data set's.
+        args: Prompts have the length `max_prompt_length` if it is set, otherwise the mean length of the data set.
         policy: The policy.
-        load: Loads its tokenizer and the data set; it is called only if something of them is needed.
+        load: Loads its tokenizer and the data set; called only if one of them is needed.
 
     Raises:
-        ValueError: The data set is wrong, or a stream whose prompts' lengths are not known.
+        ValueError: The data set is wrong, or a stream without known lengths.
     """
     if args.max_prompt_length is not None and (args.max_steps > 0 or args.total_episodes is not None):
         return args.max_prompt_length, None
@@ -211,7 +211,7 @@ def prompts_of(args: PPOConfig, policy: nn.Module, load: Callable[[], tuple[Any,
     rows = preparation.prepared(dataset, "train_dataset")
     if not has_length(rows):
         raise ValueError(
-            "dataset_streaming=True: neither number nor length of the prompts is known; give max_prompt_length, and "
+            "dataset_streaming=True: number and length of the prompts are unknown; set max_prompt_length, and "
             "max_steps or total_episodes"
         )
     return args.max_prompt_length or mean_prompt_length(rows), len(rows)
@@ -232,12 +232,12 @@ def show(
     Args:
         estimate: The estimate of one device.
         args: The arguments.
-        sizes: What follows from them.
+        sizes: Sizes that follow from them.
         devices: The devices.
         prompt_length: Tokens of a prompt.
-        rates: FLOP/s and bytes/s of a device; None is measured here.
-        dtype: What matrices are multiplied in.
-        memory: Bytes of a device, None if that is not known.
+        rates: FLOP/s and bytes/s of a device; None: measured on this machine.
+        dtype: The type of matrix products.
+        memory: Bytes of a device; None: unknown.
     """
     devices_text = f"{devices.count} device{'s' * (devices.count > 1)}" + f", {devices.engine}" * bool(devices.engine)
     table = Table(

@@ -47,11 +47,11 @@ from rlhf_ppo.terminal.text import cell, print_text
 
 
 def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> WinRate | None:
-    """Let two models, or a model and the data set, answer the same prompts, and print the share that the model wins.
+    """Compare the responses of two models, or of a model and the data set, and print the model's win rate.
 
     Args:
         argv: The options of `JudgeArguments`. None takes the program's own.
-        prog: What errors begin with.
+        prog: Start of error messages.
 
     Returns:
         The verdicts.
@@ -83,11 +83,11 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     """Generate missing responses, ask the judge, and print and save the verdicts.
 
     Args:
-        args: What is compared.
+        args: The options.
 
     Raises:
-        ConnectionError: A judge behind an address cannot be asked.
-        OSError, ValueError: The data, a model or the judge is wrong, or it gave no verdict at all.
+        ConnectionError: The server of a judge does not answer.
+        OSError, ValueError: The data, a model or the judge is wrong, or there is no verdict at all.
     """
     folder = _folder(args.output_dir)
     chosen = make_judge(args)
@@ -129,13 +129,13 @@ def _again(path: Path) -> str:
 
 
 def add_verdicts(table: pd.DataFrame, compared: Sequence[Compared], is_scoring: bool) -> WinRate:
-    """Put verdicts into a table, and count them.
+    """Add verdicts to a table, and count them.
 
     Args:
-        table: `model` and `opponent`; gets `verdict`, and `verdict_first` and `verdict_second`, where the model's
-            response was asked about first and second, each from -1 (the opponent's is better) to 1.
-        compared: What the judge said.
-        is_scoring: Whether the judge scores each response by itself, so that their order cannot matter.
+        table: `model` and `opponent`; gets `verdict`, and `verdict_first` and `verdict_second`, with the model's
+            response in the first and second place, each from -1 (the opponent's is better) to 1.
+        compared: The judge's verdicts.
+        is_scoring: Whether the judge scores each response separately, so that the order has no effect.
     """
     orders = [
         (None if first is None else 1 - 2 * first, None if second is None else 2 * second - 1)
@@ -162,13 +162,13 @@ def _folder(output_dir: str) -> Path:
 
 
 def make_judge(args: JudgeArguments) -> Any:
-    """Return the judge after a first call, so that errors show before any generation.
+    """Return the judge after a test call, so that errors occur before any generation.
 
     Args:
-        args: Which judge.
+        args: Name the judge.
 
     Raises:
-        ConnectionError: A chat model cannot be asked.
+        ConnectionError: The server of a chat model does not answer.
         ValueError: There is no such judge.
     """
     if args.asks_chat_model:
@@ -184,10 +184,10 @@ def make_judge(args: JudgeArguments) -> Any:
 
 
 def check_judge(args: JudgeArguments) -> None:
-    """Check the judge as far as nothing is asked, run or loaded.
+    """Check the judge's options without calling or loading it.
 
     Args:
-        args: Which judge.
+        args: Name the judge.
 
     Raises:
         OSError, ValueError: There is no such judge, or no key for it.
@@ -209,7 +209,7 @@ def _refuse_language_model(path: str, trust_remote_code: bool) -> None:
     try:
         architectures = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).architectures or []
     except (OSError, ValueError):
-        return  # which loading the model will say better
+        return  # loading the model raises a better error
     if any(name.endswith("ForCausalLM") for name in architectures):
         raise ValueError(
             f"judge_model={path!r} is a language model, not a reward model; serve it (`transformers serve`, `vllm "
@@ -258,14 +258,10 @@ def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], 
     prompts = rows["prompt"] if "prompt" in rows.column_names else [None] * len(rows)
     named = {name: path for name in ("model", "opponent") if (path := getattr(args, name)) is not None}
     trusts = args.trust_remote_code
-    tokenizers = {name: load_tokenizer(path, trusts, name) for name, path in named.items()}  # of both before either
-    if args.model is not None:
-        ours = _respond(args, rows, args.model, tokenizers["model"], "model")
-    else:
-        ours = given_answers(prompts, rows[args.model_column])
-    if args.opponent is not None:
-        return ours, _respond(args, rows, args.opponent, tokenizers["opponent"], "opponent")
-    return ours, given_answers(prompts, rows[args.opponent_column], ours)
+    tokenizers = {name: load_tokenizer(path, trusts, name) for name, path in named.items()}  # before any generation
+    answers = {name: _respond(args, rows, path, tokenizers[name], name) for name, path in named.items()}
+    ours = answers.get("model") or given_answers(prompts, rows[args.model_column])
+    return ours, answers.get("opponent") or given_answers(prompts, rows[args.opponent_column], ours)
 
 
 def check_responses(args: JudgeArguments, rows: Any) -> None:
@@ -281,11 +277,7 @@ def check_responses(args: JudgeArguments, rows: Any) -> None:
 
 
 def _check_texts(dataset: str, column: str, values: Sequence[Any], content: type) -> None:
-    """Check that values are texts, or messages with a content of this type.
-
-    Raises:
-        ValueError: One is something else.
-    """
+    """Raise a `ValueError` unless values are texts, or messages with a content of this type."""
     for value in values:
         is_messages = is_conversation(value) and all(
             isinstance(each, dict) and each.get("content") is not None and isinstance(each["content"], content)
@@ -316,10 +308,10 @@ def compare(judge: Any, rows: Any, ours: Sequence[Answer | None], theirs: Sequen
     """Judge pairs of answers to the same prompts, each in both orders.
 
     Args:
-        judge: What `rlhf_ppo.rewards.judges.as_judge` takes.
+        judge: A judge, see `rlhf_ppo.rewards.judges.as_judge`.
         rows: The prompts, with the columns that a reward function reads.
         ours: The model's answers; None if missing.
-        theirs: The opponent's, likewise.
+        theirs: The opponent's answers; None if missing.
 
     Returns:
         The verdicts in both orders.
@@ -333,7 +325,7 @@ def show(table: pd.DataFrame, num_rows: int) -> None:
 
     Args:
         table: `prompt`, `model`, `opponent` and `verdict`.
-        num_rows: How many.
+        num_rows: Number of pairs.
     """
     if num_rows == 0:
         return
@@ -366,7 +358,7 @@ def keep_verdict(folder: Path, args: JudgeArguments, judged: Path) -> Verdict:
 
 
 def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:
-    """Write the win rate beside the table that it is of; null where nothing was judged.
+    """Write the win rate beside its table; null if nothing was judged.
 
     Args:
         found: The win rate.
@@ -374,6 +366,6 @@ def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:
         judged: The table.
     """
     rate, interval = (found.rate, found.interval()) if found.judged else (None, None)
-    said = {"win_rate": rate, "interval": interval, **dataclasses.asdict(found)}
+    written = {"win_rate": rate, "interval": interval, **dataclasses.asdict(found)}
     options = {key: redacted(value, key) for key, value in dataclasses.asdict(args).items() if value is not None}
-    write_json(win_rate_beside(judged), {**said, "options": options})
+    write_json(win_rate_beside(judged), {**written, "options": options})

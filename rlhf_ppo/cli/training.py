@@ -34,7 +34,7 @@ from trl.trainer.utils import get_peft_config
 from rlhf_ppo.checkpoints.complete import newest_trl_checkpoint
 from rlhf_ppo.checkpoints.files import DiskFullError, explaining_full_disk, remove_links
 from rlhf_ppo.checkpoints.run import check_start, parse_resume
-from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, quantization_options, settle_trackers
+from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, prepare_trackers, quantization_options
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import logging_interval
@@ -65,35 +65,34 @@ from rlhf_ppo.training.publishing import upload_directory
 # TrlParser reads the annotations, so they are not postponed.
 
 
-@dataclass(repr=False)
-class SFTArguments(RemembersNames, RedactsSecrets, SFTConfig):
-    """TRL's `SFTConfig`, whose `bf16` is on where the device can do it, as that of `PPOConfig`."""
+class _DefaultBf16(RemembersNames, RedactsSecrets):
+    """Base of TRL's configurations with the default of `bf16` of `PPOConfig`: on if the device supports it."""
 
     def __post_init__(self) -> None:
-        """Settle `bf16`, which TRL switches on everywhere."""
-        self.bf16 = default_bf16(self) if self.bf16 is None else self.bf16
+        """Set `bf16`, which TRL switches on everywhere."""
+        args: Any = self
+        args.bf16 = default_bf16(args) if args.bf16 is None else args.bf16
         with hide_library_warnings():
-            super().__post_init__()
+            super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(repr=False)
-class RewardArguments(RemembersNames, RedactsSecrets, RewardConfig):
-    """TRL's `RewardConfig`, whose `bf16` is on where the device can do it, as that of `PPOConfig`."""
+class SFTArguments(_DefaultBf16, SFTConfig):
+    """TRL's `SFTConfig` with the `bf16` of `PPOConfig`."""
 
-    def __post_init__(self) -> None:
-        """Settle `bf16`, which TRL switches on everywhere."""
-        self.bf16 = default_bf16(self) if self.bf16 is None else self.bf16
-        with hide_library_warnings():
-            super().__post_init__()
+
+@dataclass(repr=False)
+class RewardArguments(_DefaultBf16, RewardConfig):
+    """TRL's `RewardConfig` with the `bf16` of `PPOConfig`."""
 
 
 # ---- TRL's trainers: checkpoint at a signal, resume from the newest complete one ----
 
 
 def resumed_checkpoint(args: Any) -> str | None:
-    """Return the checkpoint that training continues from, None for a new run.
+    """Return the checkpoint from which training continues, None for a new run.
 
-    `resume_from_checkpoint=True` chooses the newest complete one, where Trainer would take one that a kill cut off.
+    `resume_from_checkpoint=True` chooses the newest complete checkpoint; Trainer would also choose an incomplete one.
 
     Args:
         args: The arguments.
@@ -128,16 +127,16 @@ def ending_with_checkpoint(trainer: Trainer) -> Iterator[None]:
     signals = _EndsTraining(trainer)
     trainer.add_callback(signals)
     directory = str(trainer.args.output_dir)
+
+    def newest() -> str | None:
+        found = newest_trl_checkpoint(directory)
+        return None if found is None else str(found)
+
     try:
-        with signals.listening(), explaining_full_disk(directory, lambda: _newest(directory)):
+        with signals.listening(), explaining_full_disk(directory, newest):
             yield
     finally:
         trainer.remove_callback(signals)
-
-
-def _newest(directory: str) -> str | None:
-    newest = newest_trl_checkpoint(directory)
-    return None if newest is None else str(newest)
 
 
 class _EndsTraining(StopOnSignal):
@@ -179,14 +178,14 @@ class _EndsTraining(StopOnSignal):
         if trainer.is_world_process_zero():
             say(
                 f"{signal.Signals(number).name}: the run has ended after step {done} of {of}, with the checkpoint "
-                f"{checkpoint}; resume_from_checkpoint=True (--resume_from_checkpoint True) goes on from it."
+                f"{checkpoint}; continue with resume_from_checkpoint=True (--resume_from_checkpoint True)."
             )
         raise RunStopped(number, checkpoint)
 
 
 # ---- Making the trainers ----
 
-dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error, where a library would ask on stdin about a model's code
+dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error instead of a question on stdin about a model's code
 
 logger = visible_logger(__name__)
 
@@ -216,7 +215,7 @@ def ppo_trainer(
         ref_model: Path of the reference; None compares with the policy as it starts.
         reward_funcs: As `PPOTrainer` takes them.
     """
-    settle_trackers(args)
+    prepare_trackers(args)
     settings = loading_settings(script_args.trust_remote_code, model_args)
     peft_config = get_peft_config(model_args)
     ref_argument = "sft_model_path" if ref_model is None else "ref_model"
@@ -266,7 +265,7 @@ def has_reward_model(script_args: PPOScriptArguments, args: PPOConfig) -> bool:
 
 
 def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:
-    """Load the reward model and, where it cannot become the value model as it is loaded, that too.
+    """Load the reward model, and a separate value model if the loaded reward model cannot become it.
 
     Returns:
         Arguments of `ppo_trainer`.
@@ -294,27 +293,18 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
     return models
 
 
-@hide_data_bars()
-@hide_model_bars(unless_terminal=True)
 def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
-    """Make TRL's trainer of a reward model from pairs of a better and a worse response.
+    """Make TRL's trainer of a reward model from preference pairs.
 
     Args:
         args: The arguments.
-        model_args: The model that gets a scalar head, and its adapter.
-        train_dataset: Rows with `chosen` and `rejected`, and `prompt` unless they begin with it.
-        eval_dataset: Such rows for evaluation, or None.
+        model_args: The model, which gets a scalar head, and its adapter.
+        train_dataset: Rows with `chosen` and `rejected`, and `prompt` unless both begin with it.
+        eval_dataset: Rows for evaluation, or None.
     """
     from trl.trainer.reward_trainer import RewardTrainer
 
-    path = _with_loading_settings(args, model_args)
-    check_columns(train_dataset, text_columns("reward", args))
-    tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
-    peft_config = get_peft_config(model_args)
-    with hide_library_warnings(), _reading_weights(path):
-        set_seed(args.seed)  # which the new head follows
-        trainer = RewardTrainer(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
-    return _in_lines(trainer)
+    return _trl_trainer(RewardTrainer, "reward", args, model_args, train_dataset, eval_dataset)
 
 
 def measure_accuracy(trainer: Trainer) -> RewardAccuracy | None:
@@ -345,28 +335,45 @@ def measure_accuracy(trainer: Trainer) -> RewardAccuracy | None:
     return found
 
 
-@hide_data_bars()
-@hide_model_bars(unless_terminal=True)
 def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
-    """Make TRL's trainer of a language model that imitates texts.
+    """Make TRL's trainer of a language model from texts.
 
     Args:
         args: The arguments.
         model_args: The model, and its adapter.
         train_dataset: Rows with a text, with `prompt` and `completion`, or with `messages`.
-        eval_dataset: Such rows for evaluation, or None.
+        eval_dataset: Rows for evaluation, or None.
     """
     from trl.trainer.sft_trainer import SFTTrainer
 
-    path = _with_loading_settings(args, model_args)
-    check_columns(train_dataset, text_columns("sft", args))
+    return _trl_trainer(SFTTrainer, "sft", args, model_args, *map(_without_lone_prompt, (train_dataset, eval_dataset)))
+
+
+@hide_data_bars()
+@hide_model_bars(unless_terminal=True)
+def _trl_trainer(
+    trainer_class: Any, command: str, args: Any, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any
+) -> Trainer:
+    path = model_args.model_name_or_path
+    if path is None:
+        raise ValueError("model_name_or_path=None: give the directory or hub name of the model to train")
+    check_model(path, "model_name_or_path", args.trust_remote_code)
+    args.model_init_kwargs = loading_settings(args.trust_remote_code, model_args) | (args.model_init_kwargs or {})
+    check_columns(train_dataset, text_columns(command, args))
     tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     peft_config = get_peft_config(model_args)
-    rows, held_out = (_without_lone_prompt(dataset) for dataset in (train_dataset, eval_dataset))
-    with hide_library_warnings(), _reading_weights(path):
-        set_seed(args.seed)  # which a new adapter follows
-        trainer = SFTTrainer(path, args, None, rows, held_out, tokenizer, peft_config=peft_config)
-    return _in_lines(trainer)
+    try:
+        with hide_library_warnings():
+            set_seed(args.seed)  # determines a new head or adapter
+            trainer = trainer_class(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
+    except SafetensorError as error:
+        raise ValueError(
+            f"model_name_or_path={path!r} could not be loaded: its weights are damaged ({error})"
+        ) from error
+    args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
+    use_console(trainer, "line")
+    trainer.add_callback(_LogsShortRuns())
+    return trainer
 
 
 def text_columns(command: str, args: Any) -> list[set[str]]:
@@ -381,16 +388,8 @@ def text_columns(command: str, args: Any) -> list[set[str]]:
     return [{args.dataset_text_field}, {"messages"}, {"prompt", "completion"}, {"input_ids"}]
 
 
-def _in_lines(trainer: Trainer) -> Trainer:
-    """Print a TRL trainer's logs as lines, and pin memory only for a device."""
-    trainer.args.dataloader_pin_memory = trainer.args.dataloader_pin_memory and trainer.args.device.type != "cpu"
-    use_console(trainer, "line")
-    trainer.add_callback(_LogsShortRuns())
-    return trainer
-
-
 class _LogsShortRuns(TrainerCallback):
-    """Logs a short run 20 times, as PPO is, if `logging_steps` was not given."""
+    """Logs a short run 20 times, as PPO does, if `logging_steps` was not given."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the interval of the logs."""
@@ -418,15 +417,15 @@ class _Begun(TrainerCallback):
 
 @contextmanager
 def running(program: str, trainer: Trainer) -> Iterator[None]:
-    """Turn external errors of a run into one sentence: rejected options, a server without an answer.
+    """Turn external errors of a run into one sentence and exit code 2.
 
-    Also a full disk, too little memory, numbers that are not finite, a wrong result of a reward function, and Ctrl-C
-    outside of PPO's training, which handles it itself. Other errors during training keep their traceback, also those
-    that a user's reward function raises.
+    These are: rejected options, a server without an answer, a full disk, too little memory, numbers that are not
+    finite, a wrong result of a reward function, and Ctrl-C outside of PPO's training (which handles it). Other errors
+    during training keep their traceback, also errors that a user's reward function raises.
 
     Args:
-        program: What the sentence begins with.
-        trainer: What is about to train.
+        program: Start of the sentence.
+        trainer: The trainer.
 
     Raises:
         SystemExit: With code 2 after such an error, 130 after Ctrl-C.
@@ -436,7 +435,7 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say(f"{program}: ended by SIGINT; what was written before is in {trainer.args.output_dir}")
+        say(f"{program}: ended by SIGINT; earlier output is in {trainer.args.output_dir}")
         raise SystemExit(130) from None
     except (ConnectionError, DiskFullError, DivergenceError, RewardTimeoutError, WrongRewardError) as error:
         if wants_tracebacks():
@@ -459,9 +458,9 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
 def train_and_save(
     trainer: Trainer, dataset_name: str | None, *, merge: bool = False, show_samples: bool = False
 ) -> None:
-    """Train, save the model with its tokenizer, log and card, upload it if asked to, and say in one line where all is.
+    """Train, save the model with its tokenizer, log and card, upload it if requested, and print the directory.
 
-    A signal ends TRL's trainers with a checkpoint, as it does PPO.
+    A signal ends TRL's trainers with a checkpoint, as in PPO.
 
     Args:
         trainer: The trainer.
@@ -471,7 +470,7 @@ def train_and_save(
     """
     args: Any = trainer.args
     dataset_name = redacted(dataset_name)  # for model cards
-    settle_trackers(args)
+    prepare_trackers(args)
     if isinstance(trainer, PPOTrainer):
         trainer.dataset_name = dataset_name
     with nullcontext() if isinstance(trainer, PPOTrainer) else ending_with_checkpoint(trainer):
@@ -513,11 +512,11 @@ def _merge_and_upload(trainer: Trainer, dataset_name: str | None, merge: bool) -
 
 
 def merge_adapter(directory: str, trust_remote_code: bool = False) -> None:
-    """Replace the adapter in a directory by the model that it makes of its base, in the base's own precision.
+    """Replace the adapter in a directory by its base with the adapter merged, in the base's precision.
 
     Args:
-        directory: What `save_model` wrote.
-        trust_remote_code: Whether to run code that comes with the base.
+        directory: Output of `save_model`.
+        trust_remote_code: Whether to run code of the base's repository.
     """
     from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftConfig
 
@@ -537,18 +536,18 @@ def merge_adapter(directory: str, trust_remote_code: bool = False) -> None:
 def policy_tokenizer(
     script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig
 ) -> PreTrainedTokenizerBase:
-    """Load the policy's tokenizer, from `model_name_or_path` where that is given."""
+    """Load the policy's tokenizer, from `model_name_or_path` if it is given."""
     path = model_args.model_name_or_path
     argument = "model_name_or_path" if path else "sft_model_path"
     return load_tokenizer(path or args.sft_model_path, script_args.trust_remote_code, argument)
 
 
 def load_tokenizer(path: str, trust_remote_code: bool, argument: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that pads on the left, with EOS where it has no PAD.
+    """Load a tokenizer that pads on the left; without a PAD token, EOS is its PAD.
 
     Args:
         path: A directory, or a hub name.
-        trust_remote_code: Whether to run code that comes with it.
+        trust_remote_code: Whether to run code of its repository.
         argument: The option that gave the path, for the error message.
 
     Raises:
@@ -559,12 +558,11 @@ def load_tokenizer(path: str, trust_remote_code: bool, argument: str) -> PreTrai
     except (OSError, ValueError, TypeError, KeyError) as error:
         if wants_code(error):
             raise ValueError(f"{argument}={path!r} {CODE_IS_RUN_IF}") from error
-        what = f"has no tokenizer that can be read: {error}" if os.path.isdir(path) else (
-            "is neither a directory with a tokenizer nor a model that the hub gave"
-        )  # fmt: skip
-        raise ValueError(f"{argument}={path!r} {what}; save one there with tokenizer.save_pretrained") from error
+        found = "is neither a directory with a tokenizer nor a model that the hub gave"
+        found = f"has no tokenizer that can be read: {error}" if os.path.isdir(path) else found
+        raise ValueError(f"{argument}={path!r} {found}; save one there with tokenizer.save_pretrained") from error
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # a new token would lie outside the models' vocabularies
+        tokenizer.pad_token = tokenizer.eos_token  # a new token would be outside the models' vocabularies
     return tokenizer
 
 
@@ -589,22 +587,3 @@ def check_model(path: str, argument: str, trust_remote_code: bool) -> None:
     if is_adapter_directory(path):
         return
     load_pretrained(AutoConfig, path, argument, trust_remote_code=trust_remote_code)
-
-
-@contextmanager
-def _reading_weights(path: str) -> Iterator[None]:
-    try:
-        yield
-    except SafetensorError as error:
-        raise ValueError(
-            f"model_name_or_path={path!r} could not be loaded: its weights are damaged ({error})"
-        ) from error
-
-
-def _with_loading_settings(args: Any, model_args: ModelConfig) -> str:
-    if model_args.model_name_or_path is None:
-        raise ValueError("model_name_or_path=None: give the directory or hub name of the model to train")
-    check_model(model_args.model_name_or_path, "model_name_or_path", args.trust_remote_code)
-    given = args.model_init_kwargs or {}
-    args.model_init_kwargs = {**loading_settings(args.trust_remote_code, model_args), **given}
-    return model_args.model_name_or_path

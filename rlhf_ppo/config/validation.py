@@ -125,7 +125,7 @@ def check_range(name: str, value: float | None, interval: Interval, meaning: str
 
 
 def told(value: Any) -> str:
-    """Return how a message shows a value; Python itself writes no integer of more than 4300 digits."""
+    """Return the representation of a value for messages; Python cannot print integers of more than 4300 digits."""
     is_huge = isinstance(value, int) and abs(value) >= 10**40
     return "a whole number of more than 40 digits" if is_huge else repr(value)
 
@@ -189,14 +189,14 @@ def parse_weights(name: str, value: Any) -> Any:
     Args:
         name: Name of the argument.
         value: `[1.0, 0.5]`, `{"first": 1.0}`, the JSON text of either, a list that holds only such a text, or a list
-            of numbers written as text. Anything else comes back as it is, for `check_type` to judge.
+            of numbers written as text. Any other value is returned unchanged, for `check_type`.
 
     Returns:
-        A list or a dict where the text could be read.
+        A list or a dict.
 
     Raises:
-        TypeError: A weight is no number.
-        ValueError: The text is neither, or there is no weight, or one is out of range.
+        TypeError: A weight is not a number.
+        ValueError: The text cannot be read, there is no weight, or a weight is out of range.
     """
     given = value
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
@@ -219,7 +219,7 @@ def parse_weights(name: str, value: Any) -> Any:
 
 
 def _weight(name: str, given: Any) -> float:
-    weight, meaning = python_number(given), "the factor of a reward in the score; 0 for one that is only to be logged"
+    weight, meaning = python_number(given), "the factor of a reward in the score; 0 for a reward that is only logged"
     check_type(name, weight, float, meaning)
     check_range(name, weight, WEIGHTS, meaning)
     return weight
@@ -237,7 +237,7 @@ def parse_strings(name: str, value: Any) -> Any:
         A list.
 
     Raises:
-        ValueError: There is no text, or one is empty or has U+FFFD, which decoders write for an incomplete character.
+        ValueError: There is no text, or a text is empty or has U+FFFD, the decoders' mark of an incomplete character.
     """
     given = value
     texts = [value] if isinstance(value, str) else value
@@ -280,7 +280,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     keys = [key for key, _ in pairs]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        raise ValueError(f"the key {', '.join(twice)} stands twice in the JSON object")
+        raise ValueError(f"the key {', '.join(twice)} is repeated in the JSON object")
     return dict(pairs)
 
 
@@ -313,7 +313,7 @@ class UniqueKeys(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
         twice = sorted({str(key) for key in keys if keys.count(key) > 1})
         if twice:
-            raise ValueError(f"the key {', '.join(twice)} stands twice")
+            raise ValueError(f"the key {', '.join(twice)} is repeated")
         return super().construct_mapping(node, deep)
 
 

@@ -1,4 +1,4 @@
-"""What a forward pass costs, counted on tensors without storage: nothing is computed, nothing allocated."""
+"""Costs of a forward pass, counted on tensors without storage: nothing is computed or allocated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PassCost:
     """Costs of one forward pass of a model's backbone, without its head.
 
     Attributes:
-        saved_bytes: What autograd keeps for the backward pass, parameters left out.
+        saved_bytes: Bytes that autograd keeps for the backward pass, without parameters.
         flops: Floating-point operations, two per multiply-add.
     """
 
@@ -45,14 +45,14 @@ def count_pass(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     stored: torch.dtype | None = None,
 ) -> PassCost:
-    """Count what a forward pass over `rows` full rows keeps and computes, in the model's present mode.
+    """Count memory and arithmetic of a forward pass over `rows` full rows, in the model's current mode.
 
     Args:
         model: A transformers model, or a `PeftModel` around one; activation checkpointing counts as it is set.
         rows: Number of rows.
         length: Tokens of each.
         autocast: Makes the context of the pass.
-        stored: The type that an engine will give the floating-point parameters, or None for their own.
+        stored: The engine's type of floating-point parameters; None: their own.
     """
     body = backbone(model)
     saved: dict[int, int] = {}
@@ -85,7 +85,7 @@ def count_cache_bytes(
 ) -> int:
     """Count the key-value cache of `rows` full rows, under autocast in its type; arguments: those of `count_pass`."""
     body, device = backbone(model), next(model.parameters()).device.type
-    # Where activations are recomputed, training makes no cache.
+    # With recomputed activations, training mode makes no cache.
     with in_eval_mode(body), FakeTensorMode(allow_non_fake_inputs=True), autocast():
         output = _run(body, _state_without_storage(body, stored), rows, length, use_cache=True)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -99,7 +99,7 @@ def _run(body: nn.Module, state: dict[str, Tensor], rows: int, length: int, use_
 
 
 def cast_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """Count what autocast keeps beside a model's trained linear layers: their weights in a 16-bit type."""
+    """Count autocast's 16-bit copies of the weights of a model's trained linear layers."""
     return sum(
         num_elements(module.weight) * dtype.itemsize
         for module in model.modules()
@@ -123,11 +123,11 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
-    """Count what each device holds of a sharded model in a pass: all outside its blocks, a block and the next one.
+    """Count the gathered parameters of a sharded model in a pass: all outside its blocks, a block and the next one.
 
     Args:
         model: The model.
-        dtype: The type that parameters are gathered in, or None for their own.
+        dtype: The type of gathered parameters; None: their own.
     """
     blocks = [stored_bytes(block.parameters(), dtype) for block in _blocks(model)]
     return stored_bytes(model.parameters(), dtype) - sum(blocks) + 2 * max(blocks, default=0)
@@ -137,8 +137,8 @@ def stored_bytes(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None =
     """Return the bytes of parameters, each counted once.
 
     Args:
-        parameters: The parameters, also those that ZeRO-3 has taken apart.
-        dtype: The type that floating-point ones are stored in, or None for their own.
+        parameters: The parameters, also sharded by ZeRO-3.
+        dtype: The stored type of floating-point parameters; None: their own.
     """
     return sum(num_elements(value) * _type_in(value, dtype).itemsize for value in set(parameters))
 
@@ -153,16 +153,16 @@ def _state_without_storage(body: nn.Module, stored: torch.dtype | None) -> dict[
 
 
 def num_elements(parameter: Tensor) -> int:
-    """Return how many numbers a parameter has, also one that ZeRO-3 has taken apart."""
+    """Return the number of elements of a parameter, also if ZeRO-3 has sharded it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def copy_without_storage(model: nn.Module, kept: Iterable[Tensor]) -> nn.Module:
-    """Copy a model for counting, before an engine takes it apart: its tensors have shapes, types and a device only.
+    """Copy a model for counting, before an engine shards it: its tensors have shapes, types and a device only.
 
     Args:
         model: The model.
-        kept: Parameters that it may share with another model; the copy has the very same ones.
+        kept: Parameters that it may share with another model; the copy shares them too.
     """
     own = {id(value): value for value in kept}
     with FakeTensorMode():

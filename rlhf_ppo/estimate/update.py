@@ -232,7 +232,7 @@ def estimate_update(
         frozen: Reference and reward models that have weights of their own, the reference first.
         workload: The shape of the update.
         optimizer_bytes: Bytes of optimizer state for each trained parameter, see `optimizer_bytes_per_parameter`.
-        sharding: What is spread over processes.
+        sharding: Memory that processes share.
         autocast: Makes the context of the passes.
         offloads: Whether frozen models are on the device one at a time.
     """

@@ -21,9 +21,9 @@ CASES = {
 RUN = """
 import json, os, sys
 from transformers import TrainingArguments
-from rlhf_ppo.cli.arguments import settle_trackers
+from rlhf_ppo.cli.arguments import prepare_trackers
 from rlhf_ppo.config.inherited import check_keys
-from rlhf_ppo.cli.arguments import settle_trackers
+from rlhf_ppo.cli.arguments import prepare_trackers
 from rlhf_ppo.config.inherited import check_keys
 
 def run():
@@ -32,8 +32,8 @@ def run():
         check_keys(args)
     except ValueError as error:  # what a trainer made in Python says
         print(error, flush=True)
-    settle_trackers(args)
-    settle_trackers(args)
+    prepare_trackers(args)
+    prepare_trackers(args)
     import wandb
     run = wandb.init(project="here") if wandb.setup().settings.mode != "online" else None
     print("offline" if run is not None and run.offline else wandb.setup().settings.mode, flush=True)
@@ -68,5 +68,5 @@ def test_where_nobody_is_logged_in_the_run_is_recorded_here(tmp_path):
         said, warned = (place / "stdout").read_text(), (place / "stderr").read_text()
         assert mode in said.splitlines(), (case, said, warned)
         assert said.count(refused) == is_told, case
-        assert warned.count("nobody is logged in to W&B here") == is_told, case
+        assert warned.count("nobody is logged in to W&B: the run") == is_told, case
         assert (place / "wandb").exists() is (mode == "offline"), case

@@ -107,7 +107,7 @@ def test_a_signal_ends_training_with_a_checkpoint_that_continues_exactly(
             line for line in capfd.readouterr().err.splitlines() if line.startswith(signal.Signals(number).name)
         ]
         assert "the run ends with a checkpoint after the current step" in first
-        assert f"after step {done} of 6, with the checkpoint out/checkpoint-{done}; resume_from" in last
+        assert f"after step {done} of 6, with the checkpoint out/checkpoint-{done}; continue with resume_from" in last
         train(command, "--resume_from_checkpoint", "True")
         assert model() == undisturbed
         assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)

@@ -65,7 +65,7 @@ def test_odd_numbers_of_a_json_text(argument: str, text: str) -> None:
 
 def test_a_key_that_stands_twice() -> None:
     for argument in ("reward_weights", "health_thresholds"):
-        with pytest.raises(ValueError, match=f"^{argument}.*the key kl stands twice"):
+        with pytest.raises(ValueError, match=f"^{argument}.*the key kl is repeated"):
             config(**{argument: '{"kl": 1, "kl": 2}'})
 
 

@@ -165,7 +165,7 @@ def test_a_command_ends_with_a_line_and_no_final_model(number: signal.Signals, s
         assert process.exitcode == 128 + number and "Traceback" not in ended[-1], ended[-1]
         assert not (output_dir / "model.safetensors").exists()
     assert f"checkpoint {tmp_path}/hangs/checkpoint-0; resume_from_checkpoint=True (--resume_from" in ended[0]
-    assert [f"rlhf-ppo train: ended by SIGINT; what was written before is in {tmp_path}/saves" in ended[-1]] == [
+    assert [f"rlhf-ppo train: ended by SIGINT; earlier output is in {tmp_path}/saves" in ended[-1]] == [
         number == signal.SIGINT
     ]
 
