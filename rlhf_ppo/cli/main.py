@@ -200,7 +200,7 @@ def demo(argv: Sequence[str] | None = None, program: str = "rlhf-ppo demo") -> N
         output_dir.mkdir(parents=True, exist_ok=True)
 
     warnings.simplefilter("ignore", FutureWarning)  # between libraries
-    if not run_demo(output_dir).verdicts.clear:
+    if not run_demo(output_dir).is_clear:
         sys.exit(1)
 
 

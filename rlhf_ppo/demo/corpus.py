@@ -9,6 +9,8 @@ from string import Formatter
 
 from datasets import Dataset
 
+from rlhf_ppo.evaluation.win_rate import WinRate
+
 
 def _scale(*words: str) -> dict[str, int]:
     """Return each word's pleasantness, from delightful (2) to dreadful (-2)."""
@@ -196,39 +198,6 @@ def openings(num_openings: int, seed: int) -> Dataset:
 # ---- Judge ----
 
 
-@dataclass(frozen=True)
-class Verdicts:
-    """Comparison of two policies' stories on the same openings.
-
-    Attributes:
-        wins: Number of openings where the first policy's story is the better one.
-        losses: Number of openings where the second's is.
-        ties: Number of openings where neither is.
-    """
-
-    wins: int
-    losses: int
-    ties: int
-
-    @property
-    def win_rate(self) -> float:
-        """Share of openings won, a tie counting half: `(wins + ties / 2) / n`."""
-        return (self.wins + self.ties / 2) / (self.wins + self.losses + self.ties)
-
-    @property
-    def tie_rate(self) -> float:
-        """Share of openings where neither story is better."""
-        return self.ties / (self.wins + self.losses + self.ties)
-
-    @property
-    def clear(self) -> bool:
-        """Whether the win rate is above one half by more than three standard errors.
-
-        Under the hypothesis that both are equally good, `wins - losses` has variance `wins + losses`.
-        """
-        return self.wins - self.losses > 3 * (self.wins + self.losses) ** 0.5
-
-
 def pleasantness(response: str, hero: str) -> float:
     """Read a response and measure how pleasant the story is.
 
@@ -259,7 +228,7 @@ def _read_sentence(sentence: str, hero: str) -> tuple[str | None, int]:
     return None, 0
 
 
-def compare(responses: Sequence[str], others: Sequence[str], heroes: Sequence[str]) -> Verdicts:
+def compare(responses: Sequence[str], others: Sequence[str], heroes: Sequence[str]) -> WinRate:
     """Judge two policies' responses to the same openings.
 
     Args:
@@ -270,8 +239,7 @@ def compare(responses: Sequence[str], others: Sequence[str], heroes: Sequence[st
     Returns:
         The numbers of wins, losses and ties of `responses`.
     """
-    outcomes = [_better(a, b, hero) for a, b, hero in zip(responses, others, heroes, strict=True)]
-    return Verdicts(wins=outcomes.count(1), losses=outcomes.count(-1), ties=outcomes.count(0))
+    return WinRate.of([_better(a, b, hero) for a, b, hero in zip(responses, others, heroes, strict=True)])
 
 
 def _better(response: str, other: str, hero: str) -> int:

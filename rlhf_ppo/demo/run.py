@@ -31,7 +31,8 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import eos_id, pad_id
-from rlhf_ppo.demo.corpus import Verdicts, compare, openings, pleasantness, preference_pairs, stories
+from rlhf_ppo.demo.corpus import compare, openings, pleasantness, preference_pairs, stories
+from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.generation.protocol import generating
 from rlhf_ppo.reporting.plots import plot_metrics
 from rlhf_ppo.terminal.console import hide_library_warnings, hide_model_bars
@@ -320,7 +321,15 @@ class DemoResult:
     reward_accuracy: float
     before: dict[str, float]
     after: dict[str, float]
-    verdicts: Verdicts
+    verdicts: WinRate
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether PPO's win rate is above one half by more than three standard errors.
+
+        If both are equally good, `wins - losses` has variance `wins + losses`.
+        """
+        return self.verdicts.wins - self.verdicts.losses > 3 * (self.verdicts.wins + self.verdicts.losses) ** 0.5
 
 
 def run_demo(output_dir: Path, size: DemoSize | None = None, console: Console | None = None) -> DemoResult:
@@ -359,5 +368,5 @@ def run_demo(output_dir: Path, size: DemoSize | None = None, console: Console | 
     console.print(stories_table(prompts, heroes, sft_stories, ppo_stories))
     console.print(metrics_table(before, after))
     console.print(cell(f"Curves: {output_dir / 'curves.png'}"))
-    console.print(f"Judge prefers PPO over SFT: {verdicts.win_rate:.2%} (ties {verdicts.tie_rate:.2%})")
+    console.print(f"Judge prefers PPO over SFT: {verdicts.rate:.2%} (ties {verdicts.ties / verdicts.judged:.2%})")
     return DemoResult(accuracy, before, after, verdicts)

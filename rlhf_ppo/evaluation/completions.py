@@ -30,32 +30,6 @@ NUM_PRINTED, NUM_LINES = 2, 3
 """Rows of a table in the terminal, and lines of a text; files and reports have all of them."""
 
 
-def completions_table(
-    queries: Sequence[str],
-    responses: Sequence[str],
-    scores: Sequence[float],
-    by_source: Mapping[str, Sequence[float]],
-) -> pd.DataFrame:
-    """Make a table of samples.
-
-    Args:
-        queries: The prompts' texts.
-        responses: The responses' texts.
-        scores: The total score of each response.
-        by_source: Each reward source's scores, NaN: no score.
-
-    Returns:
-        The columns `query`, `model response`, `score`, and, with several reward sources, one per source (called
-        `<name> reward` if the source has one of the first three names).
-    """
-    numbers = {"score": scores}
-    if len(by_source) > 1:
-        taken = ("query", "model response", "score")
-        numbers |= {f"{name} reward" if name in taken else name: values for name, values in by_source.items()}
-    table: dict[str, list[Any]] = {"query": list(queries), "model response": list(responses)}
-    return pd.DataFrame(table | {name: [float(value) for value in values] for name, values in numbers.items()})
-
-
 def sample_rows(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Prompts,
@@ -97,16 +71,22 @@ def table_of(rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> pd.Da
     Args:
         rows: The rows.
         sources: Names of the reward sources, in order.
+
+    Returns:
+        The columns `query`, `model response`, `score`, with several reward sources one per source (called
+        `<name> reward` if the source has one of the first three names), and those of `extra`.
     """
-    table = completions_table(
-        [row["query"] for row in rows],
-        [row["response"] for row in rows],
-        [row["score"] for row in rows],
-        {name: [row["by_source"][name] for row in rows] for name in sources},
-    )
-    for column in dict.fromkeys(column for row in rows for column in row["extra"]):
-        table[column] = [row["extra"].get(column) for row in rows]
-    return table
+    columns = {
+        "query": [row["query"] for row in rows],
+        "model response": [row["response"] for row in rows],
+        "score": [row["score"] for row in rows],
+    }
+    of_sources = {
+        f"{name} reward" if name in columns else name: [row["by_source"][name] for row in rows]
+        for name in (sources if len(sources) > 1 else ())
+    }
+    extra = {name: [row["extra"].get(name) for row in rows] for row in rows for name in row["extra"]}
+    return pd.DataFrame(columns | of_sources | extra)
 
 
 def is_due(update: int, num_updates: int, num_tables: int) -> bool:
@@ -202,7 +182,7 @@ def _to_wandb(df: pd.DataFrame, trainer: Trainer) -> None:
     if wandb.run is not None:
         wandb.log(
             {
-                "completions": wandb.Table(dataframe=_mapped(df, _visible)),
+                "completions": wandb.Table(dataframe=_mapped(df, visible)),
                 "train/global_step": trainer.state.global_step,
             }
         )
@@ -222,7 +202,7 @@ def _to_trackio(df: pd.DataFrame, trainer: Trainer) -> None:
     if trackio.context_vars.current_run.get() is not None:  # pyright: ignore[reportPrivateImportUsage]
         trackio.log(
             {
-                "completions": trackio.Table(dataframe=_mapped(df, _markdown_text)),
+                "completions": trackio.Table(dataframe=_mapped(df, markdown)),
                 "train/global_step": trainer.state.global_step,
             }
         )
@@ -245,17 +225,9 @@ _REPORTS: dict[str, Callable[[pd.DataFrame, Trainer], None]] = {
 }
 
 
-def _mapped(df: pd.DataFrame, show: Callable[[Any], Any]) -> pd.DataFrame:
-    """Apply a function to each cell and each column name."""
-    return df.map(show).rename(columns=show)
-
-
-def _visible(value: Any) -> Any:
-    return visible(value) if isinstance(value, str) else value
-
-
-def _markdown_text(value: Any) -> Any:
-    return markdown(value) if isinstance(value, str) else value
+def _mapped(df: pd.DataFrame, show: Callable[[str], Any]) -> pd.DataFrame:
+    """Apply a function to each text and each column name."""
+    return df.map(lambda value: show(value) if isinstance(value, str) else value).rename(columns=show)
 
 
 def _markdown(df: pd.DataFrame) -> str:

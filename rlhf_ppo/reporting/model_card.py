@@ -32,41 +32,7 @@ _HYPERPARAMETERS = (
 ).split()
 _RESULTS = ("objective/", "rewards/", "policy/", "loss/", "val/", "response/", "eval_")
 _BOOKKEEPING = ("_runtime", "_per_second")
-_CITATIONS = """\
-```bibtex
-@article{schulman2017proximal,
-  title   = {Proximal Policy Optimization Algorithms},
-  author  = {Schulman, John and Wolski, Filip and Dhariwal, Prafulla and Radford, Alec and Klimov, Oleg},
-  year    = {2017},
-  journal = {arXiv preprint arXiv:1707.06347}
-}
-@article{huang2024nplus,
-  title   = {The N+ Implementation Details of {RLHF} with {PPO}: A Case Study on {TL;DR} Summarization},
-  author  = {Huang, Shengyi and Noukhovitch, Michael and Hosseini, Arian and Rasul, Kashif and Wang, Weixun and
-             Tunstall, Lewis},
-  year    = {2024},
-  journal = {arXiv preprint arXiv:2403.17031}
-}
-@article{ziegler2019finetuning,
-  title   = {Fine-Tuning Language Models from Human Preferences},
-  author  = {Ziegler, Daniel M. and Stiennon, Nisan and Wu, Jeffrey and Brown, Tom B. and Radford, Alec and
-             Amodei, Dario and Christiano, Paul and Irving, Geoffrey},
-  year    = {2019},
-  journal = {arXiv preprint arXiv:1909.08593}
-}
-@software{trl,
-  title   = {{TRL: Transformers Reinforcement Learning}},
-  author  = {von Werra, Leandro and Belkada, Younes and Tunstall, Lewis and Beeching, Edward and Thrush, Tristan and
-             Lambert, Nathan and Huang, Shengyi and Rasul, Kashif and Gallouédec, Quentin},
-  license = {Apache-2.0},
-  url     = {https://github.com/huggingface/trl},
-  year    = {2020}
-}
-@software{rlhf_ppo,
-  title   = {{rlhf_ppo: PPO for language models as a transformers.Trainer}},
-  version = {VERSION}
-}
-```"""
+_TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 
 
 def model_card(
@@ -116,19 +82,20 @@ def model_card(
         pipeline_tag="text-generation",
         tags=["generated_from_trainer", *TAGS, *(visible(tag, one_line=True) for tag in tags)],
     )
-    sections = [
-        f"---\n{data.to_yaml()}\n---",
-        f"# {_line(model_name)}",
-        _summary(base_model, dataset),
-        "## Rewards\n\n" + ("\n".join(f"- {code_span(_last_part(name))}" for name in reward_sources) or "None named."),
-        "## Final metrics\n\n" + _table("metric", {name: f"{value:.4g}" for name, value in metrics.items()}),
-        *([f"## Curves\n\n![Curves of the training]({curves})"] if curves else []),
-        *([_judged(judgements)] if judgements else []),
-        f"{_AFTER_JUDGED}\n\n" + _table("hyper-parameter", hyperparameters),
-        "## Versions\n\n" + _table("package", versions),
-        "## Citations\n\n" + _CITATIONS.replace("VERSION", versions.get("rlhf_ppo", "")),
-    ]
-    return ModelCard("\n\n".join(sections) + "\n", ignore_metadata_errors=True)
+    return ModelCard.from_template(
+        data,
+        _TEMPLATE,
+        title=_line(model_name),
+        start=f"from {code_span(_last_part(base_model))} " if base_model else "",
+        prompts=f"on the prompts of {code_span(_last_part(dataset))} " if dataset else "",
+        rewards="\n".join(f"- {code_span(_last_part(name))}" for name in reward_sources) or "None named.",
+        metrics=_table("metric", {name: f"{value:.4g}" for name, value in metrics.items()}),
+        curves=curves,
+        judged=_judged(judgements) if judgements else "",
+        hyperparameters=_table("hyper-parameter", hyperparameters),
+        versions=_table("package", versions),
+        version=versions.get("rlhf_ppo", ""),
+    )
 
 
 def with_judgements(card: str, judgements: Sequence[Judgement]) -> str:
@@ -190,26 +157,14 @@ def _is_result(name: str) -> bool:
     return name.startswith(_RESULTS) and not name.endswith(_BOOKKEEPING)
 
 
-def _summary(base_model: str | None, dataset: str | None) -> str:
-    start = f"from {code_span(_last_part(base_model))} " if base_model else ""
-    prompts = f"on the prompts of {code_span(_last_part(dataset))} " if dataset else ""
-    return (
-        f"A language model trained {start}with PPO ([Schulman et al., 2017](https://arxiv.org/abs/1707.06347)) "
-        f"{prompts}by rlhf_ppo."
-    )
-
-
 def _judged(judgements: Sequence[Judgement]) -> str:
-    return f"{_JUDGED}\n\n" + "\n".join(f"- {_shown(judgement)}" for judgement in judgements)
-
-
-def _shown(judgement: Judgement) -> str:
-    low, high = judgement.interval
-    opponent, judge = code_span(_last_part(judgement.opponent)), code_span(_last_part(judgement.judge))
-    return (
-        f"Win rate {judgement.win_rate:.2%} (95% interval {low:.2%} to {high:.2%}) against {opponent} on "
-        f"{judgement.num_prompts} prompts, each judged in both orders by {judge}"
-    )
+    lines = [
+        f"- Win rate {each.win_rate:.2%} (95% interval {each.interval[0]:.2%} to {each.interval[1]:.2%}) against "
+        f"{code_span(_last_part(each.opponent))} on {each.num_prompts} prompts, each judged in both orders by "
+        f"{code_span(_last_part(each.judge))}"
+        for each in judgements
+    ]
+    return "\n".join([f"{_JUDGED}\n", *lines])
 
 
 def _table(header: str, rows: Mapping[str, Any]) -> str:
@@ -278,6 +233,8 @@ def save_run_card(
         language: The language in the card's metadata.
     """
     output_dir = Path(str(args.output_dir))
+    if with_curves:
+        _draw(log, output_dir / CURVES)
     card = model_card(
         model_name=title or Path(args.hub_model_id or output_dir.absolute()).name,
         base_model=finetuned_from or model_origin(policy),
@@ -286,14 +243,14 @@ def save_run_card(
         hyperparameters=hyperparameters(args),
         metrics=metrics,
         versions=installed_versions(),
-        curves=_curves(log, output_dir, with_curves),
+        curves=CURVES if (output_dir / CURVES).exists() else None,
         judgements=found_judgements(output_dir),
         tags=[tags] if isinstance(tags, str) else list(tags or []),
         library_name="peft" if is_peft_model(policy) else "transformers",
         license=license,
         language=language,
     )
-    write_text(output_dir / CARD, str(card))
+    write_text(output_dir / CARD, f"{card}\n")
 
 
 def show_judgements(output_dir: str | Path) -> Path | None:
@@ -313,12 +270,6 @@ def show_judgements(output_dir: str | Path) -> Path | None:
         return None
     write_text(path, judged)
     return path
-
-
-def _curves(log: Sequence[Any], output_dir: Path, drawn_again: bool) -> str | None:
-    if drawn_again:
-        _draw(log, output_dir / CURVES)
-    return CURVES if (output_dir / CURVES).exists() else None
 
 
 def _draw(log: Sequence[Any], path: Path) -> None:

@@ -184,13 +184,12 @@ def test_demo_exits_with_1_unless_the_judge_is_clear(monkeypatch, tmp_path):
     seen = []
 
     class Result:
-        class verdicts:
-            clear = False
+        is_clear = False
 
     monkeypatch.setattr("rlhf_ppo.demo.run.run_demo", lambda directory: seen.append(directory) or Result)
     with pytest.raises(SystemExit) as ended:
         demo([str(tmp_path)])
-    Result.verdicts.clear = True
+    Result.is_clear = True
     demo([str(tmp_path)])
 
     assert ended.value.code == 1 and seen == [tmp_path, tmp_path]

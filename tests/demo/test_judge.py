@@ -5,7 +5,9 @@ import random
 
 import pytest
 
-from rlhf_ppo.demo.corpus import Verdicts, compare, draw_continuation, draw_opening, pleasantness
+from rlhf_ppo.demo.corpus import compare, draw_continuation, draw_opening, pleasantness
+from rlhf_ppo.demo.run import DemoResult
+from rlhf_ppo.evaluation.win_rate import WinRate
 
 
 def test_reads_every_story_of_the_grammar_with_its_true_pleasantness():
@@ -63,24 +65,11 @@ GOOD, DULL, BROKEN = " She won the hat.", " She moved the hat.", " won won won w
 def test_compare_counts_from_the_first_policys_side():
     first = [GOOD, DULL, GOOD, BROKEN, BROKEN, GOOD]
     second = [DULL, GOOD, GOOD, DULL, BROKEN, BROKEN]
-    assert compare(first, second, ["She"] * 6) == Verdicts(wins=2, losses=2, ties=2)
-    assert compare(second, first, ["She"] * 6) == Verdicts(wins=2, losses=2, ties=2)
-    assert compare([GOOD, GOOD], [DULL, BROKEN], ["She"] * 2) == Verdicts(wins=2, losses=0, ties=0)
-
-
-def test_a_broken_response_loses_to_the_saddest_story():
-    assert compare([BROKEN], [" She ruined the hat."], ["She"]) == Verdicts(wins=0, losses=1, ties=0)
-
-
-def test_compare_needs_a_response_for_every_opening():
+    assert compare(first, second, ["She"] * 6) == WinRate(2, 2, 2, 0)
+    assert compare(second, first, ["She"] * 6) == WinRate(2, 2, 2, 0)
+    assert compare([BROKEN], [" She ruined the hat."], ["She"]) == WinRate(0, 1, 0, 0)
     with pytest.raises(ValueError):
         compare([GOOD], [GOOD, DULL], ["She", "She"])
-
-
-def test_win_rate_counts_a_tie_as_half():
-    verdicts = Verdicts(wins=5, losses=2, ties=3)
-    assert verdicts.win_rate == 0.65
-    assert verdicts.tie_rate == 0.3
 
 
 @pytest.mark.parametrize(
@@ -89,4 +78,4 @@ def test_win_rate_counts_a_tie_as_half():
 )
 def test_clear_means_three_standard_errors(wins, losses, clear):
     """wins - losses against 3 sqrt(wins + losses): 30 against 30, 32 against 30, 9 against 9, 10 against 9.49."""
-    assert Verdicts(wins, losses, ties=50).clear is clear
+    assert DemoResult(0.5, {}, {}, WinRate(wins, losses, 50, 0)).is_clear is clear

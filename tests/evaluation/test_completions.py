@@ -13,20 +13,25 @@ import pytest
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from rlhf_ppo.evaluation.completions import completions_table, is_due, print_table, report_table
+from rlhf_ppo.evaluation.completions import is_due, print_table, report_table, table_of
 
 NAN = float("nan")
-SAMPLES: dict[str, Any] = {
-    "queries": ["[INST] Tell me | a story [/INST]", "<b>Hi</b>"],
-    "responses": ["Once upon\na *time*</s>", "[bold]Hello[/bold] | _a_ `b` [c](d) #e \\|"],
-    "scores": [1.25, -0.5],
-    "by_source": {"reward_model": [1.25, 0.5], "brevity": [NAN, -1.0]},
-}
+QUERIES = ["[INST] Tell me | a story [/INST]", "<b>Hi</b>"]
+RESPONSES = ["Once upon\na *time*</s>", "[bold]Hello[/bold] | _a_ `b` [c](d) #e \\|"]
+
+
+def samples(queries: list[str], responses: list[str], scores: list[float], **by_source: list[float]) -> pd.DataFrame:
+    rows = [
+        {"query": query, "response": response, "score": score, "extra": {}}
+        | {"by_source": {name: values[row] for name, values in by_source.items()}}
+        for row, (query, response, score) in enumerate(zip(queries, responses, scores, strict=True))
+    ]
+    return table_of(rows, list(by_source))
 
 
 @pytest.fixture
 def table() -> pd.DataFrame:
-    return completions_table(**SAMPLES)
+    return samples(QUERIES, RESPONSES, [1.25, -0.5], reward_model=[1.25, 0.5], brevity=[NAN, -1.0])
 
 
 def make_trainer(*trackers: str, callbacks: list[Any] | None = None) -> Any:
@@ -39,18 +44,14 @@ def make_trainer(*trackers: str, callbacks: list[Any] | None = None) -> Any:
 
 def test_columns_with_one_and_with_several_rewards(table: pd.DataFrame) -> None:
     assert list(table.columns) == ["query", "model response", "score", "reward_model", "brevity"]
-    assert table["query"].tolist() == SAMPLES["queries"]
-    assert table["model response"].tolist() == SAMPLES["responses"]
+    assert table["query"].tolist() == QUERIES and table["model response"].tolist() == RESPONSES
     assert table["score"].tolist() == [1.25, -0.5] and table["reward_model"].tolist() == [1.25, 0.5]
     assert table["brevity"].isna().tolist() == [True, False]
-    alone = completions_table(["q"], ["r"], [1.0], {"reward_model": [1.0]})
+    alone = samples(["q"], ["r"], [1.0], reward_model=[1.0])
     assert list(alone.columns) == ["query", "model response", "score"]
-
-
-def test_a_reward_called_like_a_column_gets_its_own() -> None:
-    table = completions_table(["q"], ["r"], [3.0], {"score": [1.0], "query": [2.0]})
-    assert list(table.columns) == ["query", "model response", "score", "score reward", "query reward"]
-    assert table.iloc[0].tolist() == ["q", "r", 3.0, 1.0, 2.0]
+    like_columns = samples(["q"], ["r"], [3.0], score=[1.0], query=[2.0])
+    assert list(like_columns.columns) == ["query", "model response", "score", "score reward", "query reward"]
+    assert like_columns.iloc[0].tolist() == ["q", "r", 3.0, 1.0, 2.0]
 
 
 def test_the_terminal_shows_texts_as_they_are(table: pd.DataFrame, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +74,7 @@ def test_as_many_tables_are_due_as_are_asked_for_evenly_over_any_run() -> None:
 
 def test_the_terminal_shows_the_first_rows(capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"query{index}" for index in range(9)]
-    table = completions_table(names, ["r"] * 9, [0.0] * 9, {})
+    table = samples(names, ["r"] * 9, [0.0] * 9)
     for shown, options in ((2, {}), (5, {"num_rows": 5}), (9, {"num_rows": 20})):
         print_table(table, **options)
         printed = capsys.readouterr().out
@@ -85,7 +86,7 @@ def test_the_terminal_cuts_texts_to_three_lines(
     width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    print_table(completions_table(["short"], ["word " * 100], [0.5], {}))
+    print_table(samples(["short"], ["word " * 100], [0.5]))
 
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= width
