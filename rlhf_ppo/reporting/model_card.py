@@ -47,9 +47,7 @@ def model_card(
     curves: str | None = None,
     judgements: Sequence[Judgement] = (),
     tags: Iterable[str] = (),
-    library_name: str = "transformers",
-    license: str | None = None,
-    language: str | None = None,
+    **metadata: Any,
 ) -> ModelCard:
     """Make the card of a policy; `card.save(path)` writes it.
 
@@ -64,9 +62,7 @@ def model_card(
         curves: File name of the run's curves, in the card's directory.
         judgements: Win rates, see `found_judgements`.
         tags: Tags in addition to `TAGS`.
-        library_name: The library that loads the model: `"transformers"`, or `"peft"` for an adapter.
-        license: The licence in the card's metadata.
-        language: The language in the card's metadata.
+        **metadata: `library_name` (default `"transformers"`), `license` and `language` of the card.
 
     Returns:
         The card, with names escaped. Only the last part of local paths is shown, and the metadata that the hub links
@@ -75,12 +71,10 @@ def model_card(
     data = ModelCardData(
         base_model=_hub_id(base_model),
         datasets=_hub_id(dataset),
-        library_name=library_name,
-        license=license,
-        language=language,
         model_name=visible(model_name, one_line=True),
         pipeline_tag="text-generation",
         tags=["generated_from_trainer", *TAGS, *(visible(tag, one_line=True) for tag in tags)],
+        **{"library_name": "transformers", **metadata},
     )
     return ModelCard.from_template(
         data,

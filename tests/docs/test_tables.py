@@ -51,22 +51,3 @@ def mistakes(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_tables_are_whole(page: Path) -> None:
     assert mistakes(page.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ("| a | b |\n|---|---|\n| 1 | 2 |\n\n| 3 | 4 |", "line 5 has no header"),
-        ("| a | b |\n|---|---|\n| 1 |", "line 3 has 1 cells, its header 2"),
-        ("| a | b |\n|---|---|\n| `x|y` |", "line 3 has a | in code"),
-        ("| a | b |\n|---|---|\n| $|x|$ | 2 |", "line 3 has 4 cells"),
-        ("| a | b |\n|---|---|\n| 1 | 2", "line 3 does not end in |"),
-        ("| a | b |\n|---|\n| 1 | 2 |", "line 2 has 1 cells"),
-    ],
-)
-def test_what_breaks_a_table_is_found(rows: str, words: str) -> None:
-    assert any(words in found for found in mistakes(rows))
-
-
-def test_code_is_no_table() -> None:
-    assert mistakes("```\n| a |\n```\n\n| a | `x\\|y` |\n|---|:-:|\n| 1 | 2 |\n") == []

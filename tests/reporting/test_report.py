@@ -234,9 +234,6 @@ def test_health_checks_say_when_they_fired_and_what_they_said(runs: list[Path], 
     assert entropy == {"check": "entropy", "first": 3, "last": 4, "fired": 2, "logs": 4, "said": said}
     assert ratio == {"check": "ratio", "first": None, "last": None, "fired": 0, "logs": 4, "said": []}
     assert (win_rate["check"], win_rate["fired"], win_rate["logs"]) == ("win_rate", 0, 1)
-    settings = runs[0] / "ppo_settings.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "health": {}}))  # of a version before
-    assert page_of(runs, tmp_path).data["runs"][0]["health"][0] == {**entropy, "said": []}
 
 
 def test_samples_and_responses_are_those_of_the_files(runs: list[Path], tmp_path: Path) -> None:
@@ -411,21 +408,6 @@ def test_the_work_of_a_report_grows_as_the_log_does(tmp_path: Path, monkeypatch:
         assert third - second < 2.2 * (second - first)
 
 
-def test_a_run_that_goes_on_and_one_of_an_earlier_version(tmp_path: Path) -> None:
-    """The first has written half a line, has an old state beside it, and no tables yet; the second a state alone."""
-    going, old = make_run(tmp_path / "going"), tmp_path / "old"
-    with open(going / "log_history.jsonl", "a") as file:
-        file.write('{"step": 5, "objec')
-    (going / "trainer_state.json").write_text(json.dumps({"log_history": log_of(7)[:1]}))
-    old.mkdir()
-    (old / "trainer_state.json").write_text(json.dumps({"log_history": log_of(1)}))
-    data = page_of([going, old], tmp_path).data
-    assert [group["label"] for group in data["groups"]] == ["going", "old"]
-    curves = next(metric["curves"] for metric in data["metrics"] if metric["key"] == "objective/scores")
-    assert [curve["mean"] for curve in curves] == [[seed + step / 3 for step in UPDATES] for seed in (0, 1)]
-    assert data["runs"][1]["responses"] == [] and data["runs"][1]["samples"] == []
-
-
 def test_what_a_run_writes_makes_a_report(
     make_trainer: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -505,112 +487,49 @@ def test_a_run_of_another_process_is_in_use_until_that_process_ends(tmp_path: Pa
 
 # ---- Mistakes ----
 
-
-def nothing_there(run: Path) -> None:
-    (run / "log_history.jsonl").unlink()
-
-
-def nothing_logged(run: Path) -> None:
-    (run / "log_history.jsonl").write_text("")
+LOG, TABLE, JUDGED = "log_history.jsonl", "completions/completions_00003.parquet", "judged/judged.parquet"
+OF_A_NEWER_VERSION = json.dumps(
+    {"arguments": {}, "versions": {}, "made_of": {}, "health": {"thresholds": {"of_tomorrow": 1.0}, "run": {}}}
+)
 
 
-def of_another_trainer(run: Path) -> None:
-    (run / "log_history.jsonl").write_text('{"loss": 1.0, "grad_norm": 2.0, "step": 1}\n')
-
-
-def damaged_line(run: Path) -> None:
-    lines = (run / "log_history.jsonl").read_text().splitlines()
-    (run / "log_history.jsonl").write_text("\n".join([*lines[:2], lines[2][:20], *lines[3:]]) + "\n")
-
-
-def cut_state(run: Path) -> None:
-    (run / "trainer_state.json").write_text('{"log_history": [{"ste')
-
-
-def damaged_completions(run: Path) -> None:
-    path = run / "completions" / "completions_00003.parquet"
-    path.write_bytes(path.read_bytes()[:-9])
-
-
-def other_columns(run: Path) -> None:
-    table = pa.table({"prompt": ["a"]}, metadata={b"rlhf_ppo_run": f"run of {run.absolute()}".encode()})
-    pq.write_table(
-        table.replace_schema_metadata(pq.read_schema(run / "completions/completions_00003.parquet").metadata),
-        run / "completions/completions_00003.parquet",
-    )
-
-
-def damaged_table(run: Path) -> None:
-    (run / "_samples" / "update-00002.csv").write_text("query,score\na,b\n")
-
-
-def damaged_settings(run: Path) -> None:
-    (run / "ppo_settings.json").write_text('{"arguments": [')
-
-
-def newer_settings(run: Path) -> None:
-    path = run / "ppo_settings.json"
-    said = json.loads(path.read_text()) if path.exists() else {"arguments": {}}
-    path.write_text(json.dumps({**said, "health": {"thresholds": {"of_tomorrow": 1.0}, "run": {}}}))
+def foreign_table(run: Path) -> bytes:
+    """Return a table with the metadata of the run's own, and other columns."""
+    pq.write_table(pa.table({"prompt": ["a"]}, metadata=pq.read_schema(run / TABLE).metadata), run / "foreign")
+    return (run / "foreign").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("file", "content", "says"),
     [
-        (nothing_there, "one holds no run: there is no trainer_state.json or log_history.jsonl; pass the output_dir"),
-        (nothing_logged, "one has logged nothing yet"),
-        (of_another_trainer, "one is no run of PPO: its log has loss, grad_norm, step and nothing of objective/; `r"),
-        (damaged_line, "log_history.jsonl is damaged: line 3 is no entry of a log"),
-        (cut_state, "trainer_state.json is no trainer_state.json that Trainer wrote"),
-        (damaged_completions, "completions_00003.parquet is damaged"),
-        (other_columns, "completions_00003.parquet has no column 'step': it was not written by rlhf_ppo"),
-        (damaged_table, "update-00002.csv is damaged"),
-        (damaged_settings, "one cannot be read: its ppo_settings.json is cut off or no JSON"),
-        (newer_settings, "one has a ppo_settings.json that is damaged, or of a newer rlhf_ppo: TypeError("),
+        (LOG, None, "one holds no run: there is no trainer_state.json or log_history.jsonl; pass the output_dir"),
+        (LOG, "", "one has logged nothing yet"),
+        (LOG, '{"loss": 1.0, "step": 1}\n', "one is no run of PPO: its log has loss, step and nothing of objective/"),
+        (LOG, '{"step": 1, "objective/kl": 0}\n{"st\n', "log_history.jsonl is damaged: line 2 is no entry of a log"),
+        ("trainer_state.json", '{"log_history": [{"ste', "trainer_state.json is no trainer_state.json that Trainer"),
+        (TABLE, lambda run: (run / TABLE).read_bytes()[:-9], "completions_00003.parquet is damaged"),
+        (TABLE, foreign_table, "completions_00003.parquet has no column 'step': it was not written by rlhf_ppo"),
+        ("_samples/update-00002.csv", "query,score\na,b\n", "update-00002.csv is damaged"),
+        ("ppo_settings.json", '{"arguments": [', "one cannot be read: its ppo_settings.json is cut off or no JSON"),
+        ("ppo_settings.json", OF_A_NEWER_VERSION, "ppo_settings.json that is damaged, or of a newer rlhf_ppo: Type"),
+        (JUDGED, lambda run: (run / JUDGED).read_bytes()[:-9], "judged.parquet cannot be read: "),
+        (JUDGED, foreign_table, "was not written by `rlhf-ppo judge`: it has no model, opponent, verdict"),
+        (JUDGED, None, "judged has no judged.parquet, which `rlhf-ppo judge --output_dir` writes there"),
+        ("judged/win_rate.json", None, "judged.parquet has no win rate: it has no win_rate.json"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_one_sentence(
-    damage: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, content: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "one")
-    damage(run)
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", str(run), "--output", str(tmp_path / "r.html")])
-    [sentence] = capsys.readouterr().err.splitlines()
-    assert sentence.startswith("rlhf-ppo report: error: ") and says in sentence
-    assert not (tmp_path / "r.html").exists()
-
-
-def damaged_verdicts(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-9])
-
-
-def no_win_rate(path: Path) -> None:
-    (path.parent / "win_rate.json").unlink()
-
-
-def of_another_program(path: Path) -> None:
-    pd.DataFrame({"prompt": ["a"]}).to_parquet(path)
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (damaged_verdicts, "judged.parquet cannot be read: "),
-        (no_win_rate, "judged.parquet has no win rate: it has no win_rate.json"),
-        (of_another_program, "was not written by `rlhf-ppo judge`: it has no model, opponent, verdict"),
-        (Path.unlink, "judged has no judged.parquet, which `rlhf-ppo judge --output_dir` writes there"),
-    ],
-)
-def test_verdicts_that_cannot_be_read_are_one_sentence(
-    damage: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path / "one")
-    damage(judge_run(run / "judged"))
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", str(run), "--judged", str(run / "judged"), "--output", str(tmp_path / "r.html")])
-    [sentence] = capsys.readouterr().err.splitlines()
-    assert says in sentence and not (tmp_path / "r.html").exists()
+    judge_run(run / "judged")
+    if callable(content):
+        (run / file).write_bytes(content(run))
+    elif content is None:
+        (run / file).unlink()
+    else:
+        (run / file).write_text(content)
+    assert says in sentence_of([str(run), "--judged", str(run / "judged")], tmp_path, capsys)
 
 
 def test_other_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -621,11 +540,16 @@ def test_other_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
         ([run, "--output", str(tmp_path)], "is a directory; name a file in it"),
         ([], "the following arguments are required: RUN"),
     ):
-        with pytest.raises(SystemExit, match="2"):
-            main(["report", *words])
-        [sentence] = capsys.readouterr().err.splitlines()
-        assert says in sentence
-    assert not list(tmp_path.parent.glob("*.tmp"))
+        assert says in sentence_of(words, tmp_path, capsys)
+
+
+def sentence_of(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the one line with which the command ends, without a report."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", "--output", str(tmp_path / "r.html"), *words])
+    [sentence] = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("rlhf-ppo report: error: ") and not (tmp_path / "r.html").exists()
+    return sentence
 
 
 # ---- In a browser ----
