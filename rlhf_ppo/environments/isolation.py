@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
@@ -111,7 +111,8 @@ class ThreadSeat:
         with self._lock:
             self._thread = threading.get_ident()
         process = os.getpid()
-        reply = self.host.perform(request, *arguments)
+        with _keeping_outputs():
+            reply = self.host.perform(request, *arguments)
         if os.getpid() != process:  # the tool forked: this is the copy
             os._exit(0)
         with self._lock:
@@ -144,6 +145,24 @@ class ThreadSeat:
                 self._outcome.set_exception(GivenUpError())
 
     close = give_up
+
+
+@contextlib.contextmanager
+def _keeping_outputs() -> Iterator[None]:
+    """Open stdout and stderr again if the block closes them."""
+    copies: dict[int, int] = {}
+    for output in (1, 2):
+        with contextlib.suppress(OSError):
+            copies[output] = os.dup(output)
+    try:
+        yield
+    finally:
+        for output, copied in copies.items():
+            try:
+                os.fstat(output)
+            except OSError:
+                os.dup2(copied, output)
+            os.close(copied)
 
 
 class ProcessSeat:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 Render = Callable[[Any, Any], str]
 Actions = Mapping[str, Any] | Callable[[str], Any]
@@ -223,7 +223,13 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _is_step_result(value: Any) -> bool:
+class _StepResult(Protocol):
+    observation: Any
+    reward: Any
+    done: Any
+
+
+def _is_step_result(value: Any) -> TypeGuard[_StepResult]:
     return all(hasattr(value, name) for name in ("observation", "reward", "done"))
 
 
