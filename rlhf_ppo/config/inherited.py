@@ -29,13 +29,13 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torc
 from rlhf_ppo.config.validation import Interval, check_json_file
 from rlhf_ppo.terminal.text import visible_logger
 
-_NO_METRICS = "evaluation scores sampled responses, it computes no predictions; use reward_funcs to measure more"
+_NO_METRICS = "evaluation scores sampled responses and computes no predictions; use reward_funcs to measure more"
 
 REJECTED: dict[str, tuple[object, str]] = {
     "label_smoothing_factor": (0.0, "PPO's loss has no labels; leave it at 0"),
     "neftune_noise_alpha": (
         None,
-        "noise in the embeddings would keep the importance ratio away from 1 at the first pass; use temperature to "
+        "noise in the embeddings would move the importance ratio away from 1 in the first pass; use temperature to "
         "explore",
     ),
     "auto_find_batch_size": (
@@ -45,7 +45,7 @@ REJECTED: dict[str, tuple[object, str]] = {
     ),
     "use_liger_kernel": (
         False,
-        "its fused loss needs labels; log-probabilities are already computed without holding all logits",
+        "its fused loss needs labels; log-probabilities are already computed without storing all logits",
     ),
     "liger_kernel_config": (None, "use_liger_kernel is not available; leave it unset"),
     "bf16_full_eval": (False, "evaluation samples from the policy as training does; use bf16"),
@@ -131,7 +131,7 @@ def _unsupported(args: TrainingArguments) -> Iterator[tuple[str, str]]:
 _POSITIVE = Interval(0, math.inf, open_low=True)
 _NOT_NEGATIVE = Interval(0, math.inf)
 _AT_LEAST_ONE = Interval(1, math.inf)
-_SEED = Interval(0, 2**32 - 1)  # NumPy takes no other
+_SEED = Interval(0, 2**32 - 1)  # as NumPy requires
 
 INHERITED_RANGES: dict[str, Interval] = {
     **dict.fromkeys(("num_train_epochs", "ddp_timeout"), _POSITIVE),
@@ -157,13 +157,13 @@ _ALSO: dict[str, Any] = {
     "fsdp": bool | list[str],
     "debug": types.NoneType,
 }
-"""Types that `TrainingArguments` accepts beyond its annotations."""
+"""Types that `TrainingArguments` accepts in addition to its annotations."""
 
 _INSTEAD: dict[str, Any] = {
     "include_num_input_tokens_seen": Literal["all", "non_padding", "no"] | bool,
     "torch_compile_mode": Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None,
 }
-"""Strings that it accepts where its annotation is any string."""
+"""Values that it accepts where its annotation allows any string."""
 
 _FILES = ("accelerator_config", "fsdp_config")
 
@@ -213,20 +213,19 @@ def check_inherited(args: TrainingArguments) -> None:
 
 def _problems(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     if args.max_steps == 0:
-        yield "max_steps", "must be at least 1; -1 leaves the length of the run to total_episodes or num_train_epochs"
+        yield "max_steps", "must be at least 1; with -1, total_episodes or num_train_epochs sets the length of the run"
     if args.save_strategy == "steps" and args.save_steps <= 0:
         yield "save_steps", "must be greater than 0; save_strategy='no' saves nothing"
     for which in ("logging", "eval"):
         if getattr(args, f"{which}_strategy") == "steps" and getattr(args, f"{which}_steps") == 0:
-            yield f"{which}_steps", f"must be greater than 0; {which}_strategy='no' leaves it out"
+            yield f"{which}_steps", f"must be greater than 0; {which}_strategy='no' disables it"
     if args.output_dir is not None and not os.fspath(args.output_dir).strip():
         yield "output_dir", "names no directory"
     if args.output_dir is not None and os.path.expanduser(args.output_dir).startswith("~"):
-        yield "output_dir", "names nobody who has a home directory here"
+        yield "output_dir", "names a user without a home directory on this machine"
     yield from _trackers(args)
-    yield from _names_of_nothing(args)
-    yield from _needing_evaluation(args)
-    yield from _needing_workers(args)
+    yield from _unknown_names(args)
+    yield from _missing_requirements(args)
 
 
 def _trackers(args: TrainingArguments) -> Iterator[tuple[str, str]]:
@@ -235,16 +234,16 @@ def _trackers(args: TrainingArguments) -> Iterator[tuple[str, str]]:
         yield "report_to", f"must be 'none', 'all' or some of {[*INTEGRATION_TO_CALLBACK]}"
     for name, missing in ((name, missing_package(name)) for name in trackers):
         if missing is not None:
-            yield "report_to", f"has {name!r}, which is not here: {missing}"
+            yield "report_to", f"has {name!r}, which is not installed: {missing}"
 
 
-def _names_of_nothing(args: TrainingArguments) -> Iterator[tuple[str, str]]:
+def _unknown_names(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     if args.ddp_backend in ("nccl", "gloo") and not {"RANK", "LOCAL_RANK"} & os.environ.keys():
         yield "ddp_backend", "needs a run of several processes: start it with `accelerate launch`, or leave it None"
     if args.push_to_hub and args.hub_model_id is not None and not _is_repository(args.hub_model_id):
         yield "hub_model_id", "must be 'name' or 'organization/name', of letters, digits, '-', '_' and '.'"
     if args.metric_for_best_model == "":
-        yield "metric_for_best_model", "names no metric; leave it None for 'score'"
+        yield "metric_for_best_model", "names no metric; None means 'score'"
     if args.torch_compile_backend is not None and args.torch_compile_backend not in _compile_backends():
         yield "torch_compile_backend", f"must be one of {_compile_backends()}"
     debug = args.debug.split() if isinstance(args.debug, str) else args.debug or []
@@ -281,32 +280,27 @@ def _as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _needing_evaluation(args: TrainingArguments) -> Iterator[tuple[str, str]]:
-    compared = {
-        "load_best_model_at_end": bool(args.load_best_model_at_end),
-        "save_strategy": args.save_strategy == "best",
-        "lr_scheduler_type": args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
-    }
-    for name in (name for name, compares in compared.items() if compares and args.eval_strategy == "no"):
-        yield name, "compares evaluations, but eval_strategy='no'; set eval_strategy to 'steps' or 'epoch'"
-
-
-def _needing_workers(args: TrainingArguments) -> Iterator[tuple[str, str]]:
-    given = {
-        "dataloader_prefetch_factor": args.dataloader_prefetch_factor is not None,
-        "dataloader_persistent_workers": bool(args.dataloader_persistent_workers),
-        # since transformers 5.16
-        "dataloader_multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None) is not None,
-    }
-    for name in (name for name, is_given in given.items() if is_given and args.dataloader_num_workers == 0):
-        yield name, "needs worker processes; set dataloader_num_workers to 1 or more"
+def _missing_requirements(args: TrainingArguments) -> Iterator[tuple[str, str]]:
+    evaluation = "compares evaluations, but eval_strategy='no'; set eval_strategy to 'steps' or 'epoch'"
+    workers = "needs worker processes; set dataloader_num_workers to 1 or more"
+    if args.eval_strategy == "no":
+        if args.load_best_model_at_end:
+            yield "load_best_model_at_end", evaluation
+        if args.save_strategy == "best":
+            yield "save_strategy", evaluation
+        if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+            yield "lr_scheduler_type", evaluation
+    if args.dataloader_num_workers == 0:
+        for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):  # the last since 5.16
+            if getattr(args, f"dataloader_{name}", None) not in (None, False):
+                yield f"dataloader_{name}", workers
 
 
 logger = visible_logger(__name__)
 
 
 def default_bf16(args: TrainingArguments) -> bool:
-    """Return whether a run whose `bf16` is not set uses bf16; if the device cannot, rank 0 warns once.
+    """Return whether a run without a given `bf16` uses bf16; rank 0 warns once if the device does not support it.
 
     Args:
         args: Gives `fp16` and `use_cpu`; devices need not be set up yet.

@@ -271,7 +271,7 @@ MISTAKES = [
             ("--model_name_or_path base --output_dir file/out", "output_dir='file/out' cannot be written"),
             ("--model_name_or_path base --resume_from_checkpoint nowhere", "='nowhere' is no complete checkpoint"),
             ("--model_name_or_path base --resume_from_checkpoint True", "'out' holds no complete checkpoint"),
-            ("--model_name_or_path base --report_to mlflow", "report_to=['mlflow'] has 'mlflow', which is not here"),
+            ("--model_name_or_path base --report_to mlflow", "report_to=['mlflow'] has 'mlflow', which is not installed"),
             ("--model_name_or_path base --save_steps -3", "save_steps=-3.0 must be"),
             ("--model_name_or_path base --max_steps -7", "max_steps=-7 must be"),
             ("--model_name_or_path base --weight_decay nan", "weight_decay=nan must be"),

@@ -132,7 +132,7 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a repository without a name": ({"push_to_hub": True, "hub_model_id": ""}, "hub_model_id='' must be 'name'"),
     "a temperature that overflows": ({"temperature": 1e-320}, r"temperature=1e-320 must be in \[0.001, 1000\]"),
     "a seed beyond NumPy's": ({"seed": 2**32}, r"seed=4294967296 must be in \[0, 4294967295\]"),
-    "a home of nobody": ({"output_dir": "~nobody_at_all/run"}, "output_dir='~nobody_at_all/run' names nobody who has"),
+    "a home of nobody": ({"output_dir": "~nobody_at_all/run"}, "output_dir='~nobody_at_all/run' names a user without"),
     "steps that are none": ({"max_steps": 0}, "max_steps=0 must be at least 1; -1"),
     "prefetching nobody": ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor=2 needs worker"),
     "persistent nobody": ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers=True needs worker"),
@@ -177,7 +177,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(
         with pytest.raises(ValueError) as ours:
             PPOConfig(**{**QUIET, "output_dir": str(tmp_path), "report_to": given})
         said = str(ours.value)
-        assert said.startswith(f"report_to={given!r} has {tracker!r}, which is not here: ")
+        assert said.startswith(f"report_to={given!r} has {tracker!r}, which is not installed: ")
         assert needed is not None and needed[needed.lastindex or 0] in said and "report to 'none'" in said
 
 

@@ -301,7 +301,9 @@ def test_a_comet_that_is_absent_or_too_old_is_refused_with_what_to_install(
     is_old: bool, comet: Comet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(integration_utils, "_is_comet_recent_enough" if is_old else "_is_comet_installed", False)
-    with pytest.raises(ValueError, match="has 'comet_ml', which is not here: `pip install -U comet-ml`, or report"):
+    with pytest.raises(
+        ValueError, match="has 'comet_ml', which is not installed: `pip install -U comet-ml`, or report"
+    ):
         PPOConfig(**{**QUIET, "output_dir": str(tmp_path), "report_to": "comet_ml"})
 
 
