@@ -337,7 +337,7 @@ class ForkServer:
         self._socket, self._lock = ours, threading.Lock()
         self.close = weakref.finalize(self, _end_server, ours, self._process)
         files = {name: path for name in modules if (path := _file_of(name)) is not None}
-        main = spawn.get_preparation_data("environments") if "__main__" in modules else None
+        main = _main_script() if "__main__" in modules else None
         start = {"path": sys.path, "main": main, "files": files, "hosted": hosted, "longest": longest}
         self._connection = Connection(os.dup(ours.fileno()))
         try:
@@ -406,6 +406,12 @@ def _pickled(hosted: Any) -> tuple[bytes, set[str]]:
             "tool_isolation='thread'"
         ) from error
     return written.getvalue(), modules
+
+
+def _main_script() -> dict[str, Any]:
+    """Return what `spawn.prepare` needs to import the program's main module."""
+    data = spawn.get_preparation_data("environments")
+    return {key: data[key] for key in ("init_main_from_name", "init_main_from_path", "sys_argv") if key in data}
 
 
 def _file_of(module: str) -> str | None:

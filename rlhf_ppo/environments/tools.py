@@ -130,8 +130,7 @@ class Host:
         """Return the episode's reward.
 
         Raises:
-            TypeError: It is neither None nor a number.
-            ValueError: It is not finite.
+            ValueError: It is neither None nor a finite number.
         """
         value = self._finished(self.environment.get_reward())
         return None if value is None else _number("get_reward returned", value)
@@ -151,8 +150,8 @@ class Host:
         """Return the rewards of turns that were added since the last report, and how the episode stands.
 
         Raises:
-            TypeError: `turn_rewards`, `done` or `truncated` hold other types.
-            ValueError: A reward is not finite, or `turn_rewards` became shorter within an episode.
+            TypeError: `turn_rewards` is no list, or `done` or `truncated` no bool.
+            ValueError: A reward is no finite number, or `turn_rewards` became shorter within an episode.
         """
         listed = self._turn_rewards()
         if len(listed) < self._paid:
@@ -398,10 +397,10 @@ def plain(value: Any, name: str | None = None) -> Any:
 
 def _number(what: str, value: Any) -> float:
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"{what} {type(value).__name__}; use a number or None") from None
-    if isinstance(value, str) or not math.isfinite(number):
+        number = math.nan
+    if not math.isfinite(number):
         raise ValueError(f"{what} {value!r:.60}; use a finite number or None")
     return number
 

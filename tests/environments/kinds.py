@@ -11,6 +11,7 @@ class Counter:
         self.turn_rewards: list[float | None] = []
         self.done = False
         self.log: list[Any] = []
+        self.thing = {"holds": object()}
 
     def reset(self, seed: int | None = None, **row: Any) -> str:
         self.turn_rewards.clear()
@@ -85,3 +86,74 @@ async def later(text: str) -> str:
     """
     await asyncio.sleep(0.01)
     return text
+
+
+class Derived(Counter):
+    """Inherits all tools."""
+
+    flag = "no tool"
+
+    @classmethod
+    def built(cls) -> None:
+        """No function of the class."""
+
+
+class Plain:
+    """No tools, no reward; shows its columns."""
+
+    def reset(self, **row: Any) -> str:
+        if row.get("spoil"):
+            row["prompt"][0]["content"] = "spoiled"
+            row["prompt"].clear()
+        return str(row)
+
+
+class Base:
+    """Counts its resets."""
+
+    def __init__(self) -> None:
+        self.resets = 0
+
+    def reset(self) -> str:
+        self.resets += 1
+        return f"reset {self.resets}"
+
+
+class Broken:
+    """Reports nonsense when told to."""
+
+    def reset(self, observation: Any = None, reward: Any = 1.0) -> Any:
+        self.turn_rewards: Any = [1.0, 2.0]
+        self.done: Any = False
+        self.reward, self.fault = reward, "none"
+        return observation
+
+    def do(self, fault: str) -> str:
+        """Break.
+
+        Args:
+            fault: The fault.
+        """
+        self.fault = fault
+        faults: dict[str, Any] = {"text": ["much"], "nan": [float("nan")]}
+        self.turn_rewards = self.turn_rewards + faults.get(fault, [])
+        if fault == "object":
+            self.turn_rewards = 5
+        if fault == "shorter":
+            self.turn_rewards = [1.0]
+        if fault == "done":
+            self.done = "yes"
+        return "done"
+
+    def blocks(self) -> list[Any]:
+        """Return a list."""
+        return [{"type": "text", "text": "a\ud800"}, 1, 2.5j, ("b",)]
+
+    def get_reward(self) -> Any:
+        return self.reward
+
+    @property
+    def truncated(self) -> bool:
+        if self.fault == "property":
+            raise KeyError("mine")
+        return False
