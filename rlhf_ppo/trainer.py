@@ -298,6 +298,7 @@ class PPOTrainer(TrainerBase):
         scores: Sequence[float] | Sequence[Tensor] | Tensor,
         response_masks: Sequence[Tensor] | None = None,
         sampling_logprobs: Sequence[Tensor] | None = None,
+        ended: Sequence[bool] | Tensor | None = None,
     ) -> dict[str, float]:
         """Run one PPO update on responses that you sampled in your own loop.
 
@@ -311,13 +312,16 @@ class PPOTrainer(TrainerBase):
             queries: Token ids of this rank's `per_device_train_batch_size * gradient_accumulation_steps` prompts, long
                 `(C_i,)` each.
             responses: Token ids of the policy's responses, including the stop token, long `(T_i,)` each.
-            scores: Score of each response, `(B,)`; NaN excludes a response from learning.
+            scores: Score of each response, `(B,)`, or a reward for each of its tokens, `(T_i,)` each; NaN excludes a
+                response from learning.
             response_masks: True on the tokens that the policy wrote, bool `(T_i,)` each; all other tokens, like a
                 tool's, are context. None: the policy wrote all tokens.
             sampling_logprobs: Log-probability of each response token in the distribution it was sampled from, after
                 temperature, `top_k`, `top_p` and `min_p`, nats, `(T_i,)` each. Values of tokens that the policy did
                 not write are ignored. With `importance_sampling_correction` they give the importance weights, like an
                 engine's log-probabilities. None: no correction.
+            ended: Whether each response ended by itself, bool `(B,)`; False where a limit cut it. None: a response
+                ended if its last turn holds the stop token or a stop string.
 
         Returns:
             The update's metrics.
@@ -329,7 +333,7 @@ class PPOTrainer(TrainerBase):
             RuntimeError: The run has had all its updates, or `close` has ended it.
             RunStopped: A signal ended the run.
         """
-        given = (self._run, queries, responses, scores, response_masks, sampling_logprobs)
+        given = (self._run, queries, responses, scores, response_masks, sampling_logprobs, ended)
         rows, found = given_responses(*given)
 
         def collect(model: nn.Module) -> Rollout:

@@ -36,7 +36,7 @@ MAX_MODULES_IN_ROOT = 5
 MAX_CODE_LINES = 400  # in a file, without docstrings, comments and blank lines
 # Trainer finds its overrides on one class only; health checks are one list.
 LONGER = {
-    "rlhf_ppo/trainer.py": 412,  # all arguments of its constructor, and the algorithm
+    "rlhf_ppo/trainer.py": 413,  # all arguments of its constructor, and the algorithm
     "rlhf_ppo/trainer_base.py": 668,
     "rlhf_ppo/reporting/health_checks.py": 414,
 }

@@ -358,6 +358,7 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
     for key, values in rows.items():
         if len(values) != num_rows:
             raise ValueError(f"rollout_func returned {len(values)} rows of {key} for {num_rows} prompts")
+    for key, values in rows.items():
         for row, (ids, found) in enumerate(zip(rows["completion_ids"], values, strict=True)):
             if key != "prompt_ids" and len(found) != len(ids):
                 raise ValueError(

@@ -125,7 +125,7 @@ def check_all_data(
     has_reference: bool,
     has_callbacks: bool,
     is_evaluated_otherwise: bool,
-    added: Sequence[str] = (),
+    added: Sequence[str] | None = (),
 ) -> ColumnCheck:
     """Check that what reads the data's columns, and what compares models by a metric, will find it.
 
@@ -138,13 +138,13 @@ def check_all_data(
         has_reference: Whether there is a reference, and so a KL.
         has_callbacks: Whether callbacks were given, which may log metrics.
         is_evaluated_otherwise: Whether an overridden evaluation may give other metrics.
-        added: Columns that the rollout adds.
+        added: Columns that the rollout adds; None if they are not known.
 
     Returns:
         The check of columns, for data sets that come later.
     """
     check_data(run.reward_funcs, collate, run.sizes.local_batch_size, train_dataset, eval_dataset)
-    check = ColumnCheck(scorer.sources, is_off=collate is not None, added=added)
+    check = ColumnCheck(scorer.sources, is_off=collate is not None or added is None, added=added or ())
     check(eval_dataset=eval_dataset)
     if not is_evaluated_otherwise:
         given = (run.args, scorer.names, run.reward_funcs, eval_dataset, has_reference)

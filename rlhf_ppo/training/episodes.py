@@ -147,8 +147,10 @@ class EpisodeRollouts:
         return self._prompts(train_dataset)
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns that the rollout adds for reward functions."""
+    def columns(self) -> tuple[str, ...] | None:
+        """Columns that the rollout adds for reward functions; None where `rollout_func` may add any."""
+        if self.rollout_func is not None:
+            return None
         return ("environments",) if self.has_environments else ()
 
     @property

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -184,6 +184,7 @@ def given_responses(
     scores: Sequence[float] | Sequence[Tensor] | Tensor,
     response_masks: Sequence[Tensor] | None,
     sampling_logprobs: Sequence[Tensor] | None,
+    ended: Sequence[bool] | Tensor | None = None,
 ) -> tuple[Responses, Scores]:
     """Check and pad what a caller of `PPOTrainer.step` gives.
 
@@ -197,6 +198,11 @@ def given_responses(
     check_lengths(rows.context_length, rows.responses.shape[1], run.longest_sequence)
     if sampling_logprobs is not None:
         rows = replace(rows, sampling_logprobs=padded_logprobs(sampling_logprobs, rows))
+    if ended is not None:
+        rows = replace(rows, ended=truths("ended", ended, num_rows).to(device))
+    if are_of_tokens(scores):
+        values, per_token = token_scores_of(scores, rows)
+        return rows, Scores(values, per_token, {ExternalScores.name: values + per_token.sum(dim=1)})
     values = scores_of(scores, num_rows, device)
     per_token = torch.zeros_like(rows.response_mask, dtype=torch.float32)
     return rows, Scores(values, per_token, {ExternalScores.name: values})
@@ -346,6 +352,61 @@ def padded_logprobs(given: Sequence[Tensor], rows: Responses) -> Tensor:
                 "probability that the engine drew the token with, which is finite and at most 0"
             )
     return padded.to(rows.response_mask.device)
+
+
+def are_of_tokens(scores: object) -> TypeGuard[Sequence[Tensor]]:
+    """Tell whether scores are rewards of tokens: a list of tensors, of which one has several numbers."""
+    is_list = isinstance(scores, list | tuple) and all(isinstance(row, Tensor) and row.dim() == 1 for row in scores)
+    return is_list and any(len(row) > 1 for row in scores)
+
+
+def token_scores_of(scores: Sequence[Tensor], rows: Responses) -> tuple[Tensor, Tensor]:
+    """Pad the rewards of tokens.
+
+    Args:
+        scores: For each response a number for each of its tokens, `(T_i,)`; those of tokens that the policy did not
+            write are not paid. All NaN on the policy's tokens: nothing is learned from the response.
+        rows: The padded responses.
+
+    Returns:
+        0, or NaN where a response has no rewards, `(B,)`; and the rewards, float32 `(B, T)`.
+
+    Raises:
+        ValueError: There are more or fewer than responses or tokens, or one cannot be paid.
+    """
+    if len(scores) != len(rows):
+        raise ValueError(f"scores has {len(scores)} values for the {len(rows)} responses")
+    padded, values = torch.zeros(rows.response_mask.shape), torch.zeros(len(rows))
+    lengths = rows.episode_mask.sum(dim=1).tolist()
+    for row, (given, length, written) in enumerate(zip(scores, lengths, rows.response_mask.cpu(), strict=True)):
+        if len(given) != length:
+            raise ValueError(f"scores[{row}] has {len(given)} values for the {length} tokens of the response")
+        padded[row, :length] = given.detach().float().cpu()
+        padded[row].masked_fill_(~written, 0.0)
+        if padded[row][written].isnan().all():
+            padded[row], values[row] = 0.0, math.nan
+        elif wrong := (~(padded[row].abs() <= MAX_SCORE)).nonzero().flatten().tolist():
+            token = wrong[0]
+            raise ValueError(
+                f"scores[{row}][{token}]={float(padded[row, token]):g} must lie between {-MAX_SCORE:g} and "
+                f"{MAX_SCORE:g}; pass a smaller number, or NaN for all tokens to learn nothing from the response"
+            )
+    return values.to(rows.response_mask.device), padded.to(rows.response_mask.device)
+
+
+def truths(name: str, given: Sequence[bool] | Tensor, num_rows: int) -> Tensor:
+    """Return one truth value for each response, bool `(B,)`.
+
+    Raises:
+        TypeError: Something is no truth value.
+        ValueError: There are more or fewer than `num_rows`.
+    """
+    if (found := _length(name, given)) != num_rows:
+        raise ValueError(f"{name} has {found} values for the {num_rows} responses")
+    values = given.tolist() if isinstance(given, Tensor) else list(given)
+    if others := [value for value in values if not isinstance(value, bool)]:
+        raise TypeError(f"{name} holds {others[0]!r:.60}; it must hold only True and False")
+    return torch.tensor(values, dtype=torch.bool)
 
 
 def scores_of(scores: Sequence[float] | Sequence[Tensor] | Tensor, num_rows: int, device: torch.device) -> Tensor:

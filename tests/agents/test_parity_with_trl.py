@@ -1,4 +1,4 @@
-"""The same environment, tools and script under TRL's `GRPOTrainer` and here: equal tokens, masks, messages and calls."""
+"""The same environment, tools and script under TRL's `GRPOTrainer` and here: equal tokens, masks, messages, calls."""
 
 from __future__ import annotations
 

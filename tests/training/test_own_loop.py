@@ -563,3 +563,35 @@ def test_prompts_without_rewards_are_an_error(make_stepper: Steps) -> None:
 def test_it_has_to_know_how_long_it_is(make_stepper: Steps) -> None:
     with pytest.raises(ValueError, match="max_steps or total_episodes must be set"):
         make_stepper(total_episodes=None)
+
+
+def test_rewards_of_tokens_and_ended_are_taken_as_they_are(make_stepper: Steps) -> None:
+    class Kept(PPOTrainer):
+        def estimate_advantages(self, rollout: Rollout) -> Any:
+            self.kept = rollout
+            return super().estimate_advantages(rollout)
+
+    trainer: Any = make_stepper(Kept, missing_eos_penalty=None, missing_eos_score=-3.0, kl_coef=0.0)
+    queries, responses, _ = rows(0)
+    paid = [torch.tensor([0.5, 9.0, -1.0]), torch.tensor([2.0])]
+    masks = [torch.tensor([True, False, True]), torch.tensor([True])]
+    trainer.step(queries, responses, paid, masks, ended=[False, True])
+
+    assert trainer.kept.token_scores.tolist() == [[0.5, 0.0, -1.0], [2.0, 0.0, 0.0]]
+    assert trainer.kept.scores.tolist() == [0.0, 0.0] and trainer.kept.stopped.tolist() == [False, True]
+    assert trainer.shape_rewards(trainer.kept).tolist() == [[0.5, 0.0, -4.0], [2.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("scores", "ended", "message"),
+    [
+        ([torch.ones(2), torch.ones(1)], None, r"scores\[0\] has 2 values for the 3 tokens"),
+        ([torch.tensor([1.0, float("nan"), 1.0]), torch.ones(1)], None, r"scores\[0\]\[1\]=nan must lie between"),
+        (torch.zeros(2), [True], "ended has 1 values for the 2 responses"),
+        (torch.zeros(2), [1, 0], "ended holds 1; it must hold only True and False"),
+    ],
+)
+def test_rewards_of_tokens_and_ended_are_checked(make_stepper: Steps, scores: Any, ended: Any, message: str) -> None:
+    queries, responses, _ = rows(0)
+    with pytest.raises((TypeError, ValueError), match=message):
+        make_stepper().step(queries, responses, scores, ended=ended)
