@@ -1,4 +1,4 @@
-"""GAE against its recursion, its definition as a sum, and its two closed forms."""
+"""GAE against its definition as a sum, and its bits against the recursion in float32."""
 
 import numpy as np
 import pytest
@@ -53,44 +53,15 @@ def assert_matches(result, advantages, values, mask):
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.5, 0.9), (1.0, 1.0), (0.0, 0.7)])
+@pytest.mark.parametrize(
+    ("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.5, 0.9), (1.0, 1.0), (0.8, 1.0), (0.8, 0.0), (0.0, 0.7)]
+)
 @pytest.mark.parametrize("cut", [False, True])
 def test_gae_equals_its_definition_as_a_sum(seed, gamma, lam, cut):
     rewards, values, mask, bootstrap = episode(seed)
     result = run(rewards, values, mask, gamma, lam, bootstrap if cut else None)
     expected = oracle_sum(rewards, values, mask, gamma, lam, bootstrap if cut else np.zeros(4))
     assert_matches(result, expected, values, mask)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_lam_1_gives_monte_carlo_returns(seed):
-    rewards, values, mask, bootstrap = episode(seed)
-    _, returns = run(rewards, values, mask, gamma=0.8, lam=1.0, bootstrap=bootstrap)
-    for i in range(4):
-        following = bootstrap[i]
-        for t in reversed(np.flatnonzero(mask[i])):
-            following = rewards[i, t] + 0.8 * following
-            assert returns[i, t] == pytest.approx(following, abs=1e-5)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_lam_0_gives_one_step_td_errors(seed):
-    rewards, values, mask, bootstrap = episode(seed)
-    advantages, _ = run(rewards, values, mask, gamma=0.8, lam=0.0, bootstrap=bootstrap)
-    for i in range(4):
-        real = np.flatnonzero(mask[i])
-        expected = td_errors(rewards[i, real], values[i, real], 0.8, bootstrap[i])
-        np.testing.assert_allclose(advantages[i, real], expected, atol=1e-5)
-
-
-def test_exact_values_have_no_advantage():
-    """A value model that already knows the discounted future is told nothing new, whatever lam."""
-    rewards = np.array([[1.0, 0.0, 2.0]])
-    values = np.array([[1.5, 1.0, 2.0]])  # gamma 0.5: 2; 0 + 1; 1 + 0.5
-    for lam in (0.0, 0.5, 1.0):
-        advantages, returns = run(rewards, values, np.ones((1, 3), dtype=bool), gamma=0.5, lam=lam)
-        np.testing.assert_allclose(advantages, 0.0, atol=1e-7)
-        np.testing.assert_allclose(returns, values, atol=1e-7)
 
 
 def test_a_cut_response_goes_on_with_its_bootstrap_value():
@@ -100,14 +71,6 @@ def test_a_cut_response_goes_on_with_its_bootstrap_value():
     # Row 0: d2 = -1, d1 = 0.5 - 1 = -0.5, A1 = -0.5 - 0.25. Row 1: 0.5 * 4 - 1.
     assert advantages.tolist() == [[-0.75, -1.0], [1.0, 0.0]]
     assert returns.tolist() == [[0.25, 0.0], [2.0, 0.0]]
-
-
-def test_one_token_is_its_reward_minus_its_value():
-    advantages, returns = run(
-        np.array([[3.0, np.nan]]), np.array([[1.0, np.inf]]), np.array([[True, False]]), 1.0, 0.95
-    )
-    assert advantages.tolist() == [[2.0, 0.0]]
-    assert returns.tolist() == [[3.0, 0.0]]
 
 
 @pytest.mark.parametrize("seed", range(5))

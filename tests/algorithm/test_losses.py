@@ -77,15 +77,6 @@ def test_value_loss_equals_the_oracle(seed, cliprange):
     assert not clipped.all()
 
 
-def test_the_four_corners_of_the_policy_clip():
-    # rho 1.5 or 0.5, cliprange 0.2: a good token gains nothing past 1.2, a bad one nothing below 0.8; both still
-    # pay in full for having moved the wrong way.
-    logprobs = torch.tensor([1.5, 0.5, 1.5, 0.5]).log()
-    result = clipped_policy_loss(logprobs, torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, -1.0]), 0.2)
-    torch.testing.assert_close(result.loss, torch.tensor([-1.2, -0.5, 1.5, 0.8]))
-    assert result.clipped.tolist() == [True, False, False, True]
-
-
 def test_an_unmoved_policy_has_ratio_1_is_not_clipped_and_follows_the_advantage():
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     result = clipped_policy_loss(logprobs, logprobs.detach().clone(), torch.tensor([2.0, -3.0]), 0.2)
@@ -100,12 +91,6 @@ def test_an_unmoved_policy_has_ratio_1_is_not_clipped_and_follows_the_advantage(
 def test_a_token_without_advantage_is_not_counted_as_clipped():
     result = clipped_policy_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.0]), 0.2)
     assert result.clipped.tolist() == [False]
-
-
-def test_values_within_the_clip_range_have_the_plain_squared_error():
-    result = clipped_value_loss(torch.tensor([0.1, -0.1]), torch.zeros(2), torch.tensor([1.0, 1.0]), 0.2)
-    torch.testing.assert_close(result.loss, torch.tensor([0.405, 0.605]))
-    assert result.clipped.tolist() == [False, False]
 
 
 def test_an_infinite_value_clip_range_turns_clipping_off():

@@ -79,15 +79,6 @@ def test_no_penalty_leaves_the_scores():
     assert scores.tolist() == [1.0, -2.0]
 
 
-def test_only_responses_without_the_stop_token_are_replaced():
-    scores, stopped = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([True, False, False])
-    assert replace_missing_eos(scores, stopped, -1.0).tolist() == [1.0, -1.0, -1.0]
-    assert replace_missing_eos(scores, stopped, 0.0).tolist() == [1.0, 0.0, 0.0]
-    assert scores.tolist() == [1.0, -2.0, 0.5]  # the caller's scores are left alone
-    unchanged = replace_missing_eos(scores.bfloat16(), stopped, None)
-    assert unchanged.dtype == torch.float32 and unchanged.tolist() == [1.0, -2.0, 0.5]
-
-
 def oracle_token_rewards(kl, scores, mask, kl_coef, token_scores):
     """Walk every response to its last real token and pay there."""
     non_score, rewards = np.zeros(mask.shape), np.zeros(mask.shape)
@@ -118,15 +109,6 @@ def test_rewards_equal_the_loop(seed, holes):
         for result, oracle in zip(token_rewards(*tensors, 0.3, per_token), expected, strict=True):
             assert result.dtype == torch.float32
             np.testing.assert_allclose(result.numpy(), oracle, atol=1e-6)
-
-
-def test_score_is_paid_at_the_last_real_token_of_any_raggedness():
-    """Full, short and one-token responses side by side; the predecessor paid some of them a token late."""
-    mask = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
-    kl = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, NAN], [1.0, INF, -INF]])
-    non_score, rewards = token_rewards(kl, torch.tensor([10.0, 20.0, 30.0]), mask, kl_coef=0.5)
-    assert non_score.tolist() == [[-0.5, -1.0, -1.5], [-0.5, -1.0, 0.0], [-0.5, 0.0, 0.0]]
-    assert rewards.tolist() == [[-0.5, -1.0, 8.5], [-0.5, 19.0, 0.0], [29.5, 0.0, 0.0]]
 
 
 def test_an_empty_response_is_an_error_that_names_its_row():

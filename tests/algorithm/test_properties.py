@@ -171,28 +171,6 @@ def test_the_spread_over_ranks_does_not_matter(batch, data):
         torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 
-@examples
-@given(batches(min_rows=2), st.randoms())
-def test_the_order_of_rows_does_not_matter(batch, random):
-    order = list(range(len(batch.mask)))
-    random.shuffle(order)
-    shuffled = Batch(*(x[order] for x in batch))
-    for result, expected in zip(advantages_and_returns(shuffled), advantages_and_returns(batch), strict=True):
-        assert_close(result, expected[order])
-
-
-@examples
-@given(batches(min_rows=2))
-def test_whitening_gives_mean_0_and_variance_1_or_keeps_the_mean(batch):
-    if batch.mask.sum() < 3:
-        return
-    values = batch.values.double().numpy()[batch.mask.numpy()]
-    for shift_mean, expected in ((True, 0.0), (False, values.mean())):
-        whitened = masked_whiten(batch.values, batch.mask, shift_mean).double().numpy()[batch.mask.numpy()]
-        np.testing.assert_allclose(whitened.mean(), expected, atol=1e-4)
-        np.testing.assert_allclose(whitened.var(ddof=1), 1.0, atol=1e-3)
-
-
 single = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 

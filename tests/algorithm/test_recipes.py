@@ -175,12 +175,6 @@ def test_returns_are_those_that_others_publish(gamma: float, lam: float, returns
     assert_allclose(of_rows[1][1], gae(rewards, values, mask, gamma, 0.0)[1][1])
 
 
-def test_lambda_0_gives_one_step_errors() -> None:
-    mask = torch.ones(1, 3, dtype=torch.bool)
-    advantages, _ = gae(torch.tensor([[0.0, 0.0, 5.0]]), torch.tensor([[1.0, 2.0, 3.0]]), mask, 1.0, 0.0)
-    assert_allclose(advantages, [[1.0, 1.0, 2.0]])
-
-
 def test_a_longer_response_has_a_larger_lambda() -> None:
     mask = torch.zeros(4, 100, dtype=torch.bool)
     for row, length in enumerate((100, 40, 20, 5)):
@@ -225,12 +219,6 @@ def test_the_coefficient_stays_positive_and_finite_and_moves_towards_the_target(
             assert controller.coef <= max(before, sys.float_info.min)
         elif math.isnan(kl):
             assert controller.coef == before
-
-
-def test_a_kl_that_is_nan_leaves_the_coefficient() -> None:
-    controller = AdaptiveKLController(0.1, target=6.0, horizon=100)
-    controller.update(math.nan, 64)
-    assert controller.coef == 0.1
 
 
 @pytest.mark.parametrize("kl", [100.0, 0.0])

@@ -55,7 +55,7 @@ def layers(*kinds: str) -> dict[str, Any]:
 LINEAR_AND_FULL = layers("linear_attention", "full_attention")
 SLIDING_AND_FULL = layers("sliding_attention", "full_attention")
 CHANGES: dict[str, dict[str, Any]] = {
-    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "bailing_hybrid": LINEAR_AND_FULL,
     "bamba": {"attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 4},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
@@ -64,13 +64,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24,
                                  "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4},
                "mm_tokens_per_image": 4},
-    "gemma3n_text": {
-        **SLIDING_AND_FULL,
-        "num_kv_shared_layers": 0,
-        "vocab_size_per_layer_input": 48,
-        "hidden_size_per_layer_input": 4,
-        "laurel_rank": 4,
-    },
+    "gemma3n_text": {**SLIDING_AND_FULL, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 48,
+                     "hidden_size_per_layer_input": 4, "laurel_rank": 4},
     "gemma4_text": {**SLIDING_AND_FULL, "vocab_size_per_layer_input": 48, "hidden_size_per_layer_input": 4},
     "gemma4_unified": {"vision_config": None, "audio_config": None},
     "gemma4_unified_text": SLIDING_AND_FULL,
@@ -143,7 +138,7 @@ def tiny_model(family: str, kind: Any = AutoModelForCausalLM, seed: int = 0, **c
     torch.manual_seed(seed)
     config = tiny_config(family, **changes)
     if kind is AutoModelForSequenceClassification:
-        config.num_labels = 1
+        config.num_labels = changes.get("num_labels", 1)
     return kind.from_config(config).eval()
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.testing import assert_allclose
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
@@ -35,43 +35,16 @@ from rlhf_ppo.models.unwrapping import output_layer
 from tests import oracles
 from tests.conftest import needs_continuous, tiny_policy, tiny_scorer
 from tests.generation.test_dropping import greedy
+from tests.models.architectures import tiny_model
 from tests.oracles import Llama
 from tests.runs import QUICK, history, parameters, record_rollouts
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "num_labels": 1,
-}
-CAUSAL: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4},
-    "gpt_neox": {},
-    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16},
-    "bloom": {"n_layer": 2, "n_head": 4},
-    "gemma2": {"head_dim": 4},
-    "qwen2": {},
-    "mistral": {},
-    "phi3": {},
-}
-POOLING: dict[str, dict[str, Any]] = {
-    "bert": {},
-    "roberta": {"max_position_embeddings": 66},
-    "distilbert": {"dim": 16},
-}
+CAUSAL = ["llama", "gpt2", "gpt_neox", "opt", "bloom", "gemma2", "qwen2", "mistral", "phi3"]
+POOLING = ["bert", "roberta", "distilbert"]
 
 
-def tiny_classifier(model_type: str, auto_class: Any = AutoModelForSequenceClassification, **overrides: Any) -> Any:
-    values = {**SIZES, **CAUSAL.get(model_type, POOLING.get(model_type, {})), **overrides}
-    torch.manual_seed(0)
-    return auto_class.from_config(AutoConfig.for_model(model_type, **values)).eval()
+def tiny_classifier(family: str, kind: Any = AutoModelForSequenceClassification, **changes: Any) -> Any:
+    return tiny_model(family, kind, **changes)
 
 
 def ragged_batch() -> tuple[Tensor, Tensor]:
@@ -187,7 +160,7 @@ def test_two_labels_are_an_error_that_names_argument_and_number(argument: str) -
 def test_a_language_model_is_no_scalar_model() -> None:
     with pytest.raises(ValueError, match="reward_model is a LlamaForCausalLM, a language model without a scalar head"):
         check_one_label(tiny_policy(), "reward_model")
-    one_label = tiny_classifier("gpt2", AutoModelForCausalLM)
+    one_label = tiny_classifier("gpt2", AutoModelForCausalLM, num_labels=1)
     with pytest.raises(ValueError, match="GPT2LMHeadModel"):
         check_one_label(one_label, "value_model")
 

@@ -14,70 +14,34 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.models import logprobs
 from rlhf_ppo.models.logprobs import check_logits, response_logprobs, token_logprobs
 from rlhf_ppo.models.packing import hidden_states
 from tests.conftest import count_w4, tiny_policy, tiny_scorer
+from tests.models import architectures
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
-FALCON = {
-    "new_decoder_architecture": False,
-    "multi_query": True,
-    "alibi": False,
-    "num_kv_heads": 1,
-    "ffn_hidden_size": 24,
-}
-
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    "gpt_neox": {},
-    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 8},
-    "bloom": {"n_layer": 2, "n_head": 4},
-    "falcon": FALCON,
-    "falcon-alibi": {**FALCON, "model_type": "falcon", "alibi": True},
-    "gemma": {"head_dim": 4},
-    "gemma2": {"head_dim": 4, "final_logit_softcapping": 2.0, "sliding_window": 4},
+SCALED: dict[str, dict[str, Any]] = {
+    "gemma2": {"final_logit_softcapping": 2.0},
     "cohere": {"logit_scale": 0.3},
     "granite": {"logits_scaling": 2.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
-    "qwen2": {},
-    "qwen3": {"head_dim": 4},
-    "mistral": {"sliding_window": 4},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "phi": {},
-    "phi3": {},
-    "olmo2": {},
-    "stablelm": {},
-    "smollm3": {},
 }
-"""What differs from `SIZES`; the key is the model type unless the values name another."""
+"""Architectures that change the logits after the head, and how."""
+PLAIN = "llama gpt2 gpt_neox bloom falcon gemma qwen2 qwen3 mistral mixtral phi phi3 olmo2 stablelm smollm3".split()
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in PLAIN},
+    **SCALED,
+    "llama tied": {"tie_word_embeddings": True},
+    "falcon alibi": {"alibi": True},
+    "opt": {"word_embed_proj_dim": 8},
+}
+"""Changes of a tiny configuration by name, which begins with the family."""
 
-SCALED = ("gemma2", "cohere", "granite")
-"""Those that change the logits behind the head."""
 
-
-def tiny_model(name: str, seed: int = 0) -> Any:
+def tiny_model(name: str) -> Any:
     """A random model whose biases and norms are random too, in eval mode."""
-    values = {**SIZES, "model_type": name, **ARCHITECTURES[name]}
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    model = architectures.tiny_model(name.split()[0], **ARCHITECTURES[name])
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
@@ -299,22 +263,14 @@ def test_logits_of_the_last_chunk_are_kept_and_the_others_recomputed(monkeypatch
     assert states.grad is not None and states.grad.any()
 
 
-def test_without_gradient_nothing_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_sees_each_real_response_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = tiny_policy(), ragged_batch()
-    calls: list[int] = []
-    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    rows: list[int] = []
+    model.lm_head.register_forward_hook(lambda _, inputs, output: rows.append(len(output)))
     monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", 4 * 32)
     with torch.no_grad():
         response_logprobs(model, *batch, 1.0)
-    assert len(calls) == 3  # 11 tokens, 4 at a time
-
-
-def test_the_head_sees_real_response_tokens_only() -> None:
-    model, batch = tiny_policy(), ragged_batch()
-    shapes: list[tuple[int, ...]] = []
-    model.lm_head.register_forward_hook(lambda _, inputs, output: shapes.append(tuple(output.shape)))
-    response_logprobs(model, *batch, 1.0)
-    assert shapes == [(11, 32)]
+    assert rows == [4, 4, 3]
 
 
 def test_hidden_states_keep_the_models_dtype_and_logprobs_are_float32() -> None:

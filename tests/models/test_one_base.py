@@ -93,16 +93,6 @@ def test_it_still_is_one_copy_after_training_and_nobody_has_changed_it(make_shar
 # ---- The same numbers ----
 
 
-@pytest.mark.parametrize("policy", [lambda: {"peft_config": lora()}, lambda: {"model": trained_adapter()}])
-def test_kl_is_0_and_the_ratio_1_at_the_first_step(make_shared: MakeTrainer, policy: Any):
-    trainer = make_shared(**policy(), learning_rate=0.05, response_length=8)
-    trainer.train()
-
-    assert first(trainer, "objective/kl") == 0.0
-    assert abs(first(trainer, "val/ratio") - 1.0) < 1e-6
-    assert any(entry.get("objective/kl", 0.0) != 0.0 for entry in trainer.state.log_history[1:])
-
-
 @pytest.mark.parametrize(
     "checkpointing",
     [None, {"use_reentrant": False}, {"use_reentrant": True}],

@@ -78,28 +78,6 @@ class FirstPass(TrainerCallback):
 # ---- A new adapter ----
 
 
-def test_only_the_adapter_and_the_value_model_train(make_trainer: MakeTrainer):
-    trainer = make_trainer(peft_config=lora(), **QUICK)
-    policy, value_model = weights(trainer.policy_model), weights(trainer.value_model)
-
-    trainer.train()
-
-    adapter = {name for name in policy if ".lora_" in name}
-    assert len(adapter) == 8 and changed(policy, trainer.policy_model) == adapter
-    assert changed(value_model, trainer.value_model) >= {"score.weight", "model.layers.0.mlp.up_proj.weight"}
-
-
-def test_the_reference_is_the_policy_without_its_adapter(make_trainer: MakeTrainer):
-    initial = logits(tiny_policy())
-    trainer = make_trainer(peft_config=lora(), **QUICK)
-    trainer.train()
-
-    assert trainer.reference.model is None  # no copy of the weights
-    assert not torch.allclose(logits(trainer.policy_model), initial, atol=1e-4)
-    with trainer.policy_model.disable_adapter():
-        assert torch.equal(logits(trainer.policy_model), initial)
-
-
 @pytest.mark.parametrize("handed_over", ["new adapter", "trained adapter"])
 def test_kl_is_0_and_the_ratio_1_at_the_start(make_trainer: MakeTrainer, handed_over: str):
     given = {"peft_config": lora()} if handed_over == "new adapter" else {"model": trained_adapter()}
@@ -211,18 +189,6 @@ def test_modules_to_save_train_whole_and_leave_the_reference_alone(make_trainer:
 
 
 # ---- An adapter that is already trained ----
-
-
-def test_the_copy_of_a_trained_adapter_never_changes(make_trainer: MakeTrainer):
-    trainer = make_trainer(model=trained_adapter(), **QUICK)
-    before, start = weights(trainer.policy_model), logits(trained_adapter())
-
-    trainer.train()
-
-    moved = changed(before, trainer.policy_model)
-    assert moved and all(".lora_" in name and ".default." in name for name in moved)
-    trainer.policy_model.set_adapter("ref")
-    assert torch.equal(logits(trainer.policy_model), start)
 
 
 def test_the_copy_is_not_saved(make_trainer: MakeTrainer, tmp_path: Path):

@@ -164,28 +164,6 @@ def test_the_policy_is_itself_again_after_an_error_inside() -> None:
         assert torch.equal(logprobs(policy), before)
 
 
-@pytest.mark.parametrize(
-    ("policy", "ref_model", "name", "message"),
-    [
-        (trained_adapter, None, "missing", "'missing' is no adapter of the policy, which has .'default'."),
-        (tiny_policy, None, "missing", r"'missing' is no adapter of the policy, which has \[\]"),
-        (trained_adapter, tiny_policy, "default", "ref_adapter_name='default' and ref_model are both given"),
-    ],
-)
-def test_errors_name_the_argument(
-    policy: Callable[[], Any], ref_model: Callable[[], Any] | None, name: str, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_reference(policy(), ref_model() if ref_model else None, name, adapter_is_new=False, temperature=1.0)
-
-
-def test_an_adapter_that_has_the_copys_name_is_an_error() -> None:
-    policy = trained_adapter()
-    policy.add_adapter(INITIAL_ADAPTER, lora())
-    with pytest.raises(ValueError, match="already has an adapter 'ref'"):
-        make_reference(policy, None, None, adapter_is_new=False, temperature=1.0)
-
-
 # ---- In training ----
 
 
@@ -219,18 +197,6 @@ def test_kl_starts_at_zero_and_the_reference_stays_while_the_policy_moves(
     assert len(later) == 2 and all(abs(kl) > 1e-3 for kl in later)
     assert torch.equal(reference_logprobs(trainer.reference, trainer.policy_model), before)
     assert (logprobs(trainer.policy_model) - before).abs().max() > 0.01
-
-
-def test_a_named_reference_adapter_stays_and_counts(make_trainer: Callable[..., PPOTrainer]) -> None:
-    policy = trained_adapter()
-    policy.add_adapter("sft", lora(init_lora_weights=False))
-    policy.set_adapter("sft")
-    before = logprobs(policy)
-    policy.set_adapter("default")
-    trainer = train(make_trainer, model=policy, model_adapter_name="default", ref_adapter_name="sft")
-    assert abs(kl_of_updates(trainer)[0]) > 1e-2
-    assert torch.equal(reference_logprobs(trainer.reference, trainer.policy_model), before)
-    assert policy.active_adapter == "default"
 
 
 # ---- Where the policy is its own reference ----

@@ -38,12 +38,6 @@ def score(name: str, *texts: str, columns: dict[str, list[Any]] | None = None, *
     return builtin_reward(name, **settings)(prompts=prompts, completions=list(texts), **columns or {})
 
 
-def test_the_documented_names_exist() -> None:
-    assert list(BUILTIN_REWARDS) == [
-        *["default", "length_penalty", "length", "correctness", "formatting", "keyword", "custom"]
-    ]
-
-
 def test_length_penalty_is_a_hundredth_per_word_beyond_fifty() -> None:
     assert score("length_penalty", "a b", " ".join(["w"] * 50), WORDS_60, "") == pytest.approx([0, 0, -0.1, 0])
     assert score("length_penalty", "a b  c\nd", max_words=1, penalty=0.5) == [-1.5]

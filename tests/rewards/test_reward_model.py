@@ -5,69 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.rewards import RewardModel, ScoringBatch
+from tests.models.architectures import tiny_model
 
 EOS = 1
 
 
-def llama(**overrides: Any) -> PreTrainedModel:
-    return LlamaForSequenceClassification(
-        LlamaConfig(
-            vocab_size=20,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_labels=1,
-            initializer_range=0.5,
-            pad_token_id=EOS,
-            **overrides,
-        )
-    )
-
-
-def gpt2() -> PreTrainedModel:
-    return GPT2ForSequenceClassification(
-        GPT2Config(
-            vocab_size=20,
-            n_positions=32,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            num_labels=1,
-            initializer_range=0.5,
-            pad_token_id=EOS,
-            bos_token_id=EOS,
-            eos_token_id=EOS,
-        )
-    )
-
-
-def bert() -> PreTrainedModel:
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=20,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=32,
-            num_labels=1,
-            initializer_range=0.5,
-            pad_token_id=0,
-        )
-    )
+def scorer(family: str = "llama") -> PreTrainedModel:
+    return tiny_model(family, AutoModelForSequenceClassification, pad_token_id=0 if family == "bert" else EOS)
 
 
 # Prompt and response of each row: EOS within the prompt, as stop token, as the whole response, or absent.
@@ -99,12 +47,11 @@ def by_hand(model: PreTrainedModel) -> list[float]:
     return scores
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, bert])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("rows_per_pass", [1, 2, 4, 64])
 @pytest.mark.parametrize(("pad", "left", "right"), [(EOS, 0, 0), (0, 0, 0), (EOS, 2, 3), (99, 1, 1)])
-def test_scores_equal_the_model_run_by_hand(make: Any, rows_per_pass: int, pad: int, left: int, right: int) -> None:
-    torch.manual_seed(0)
-    model = make().eval()
+def test_scores_equal_the_model_run_by_hand(family: str, rows_per_pass: int, pad: int, left: int, right: int) -> None:
+    model = scorer(family)
     expected = by_hand(model)
     assert max(expected) - min(expected) > 0.1
     scores = RewardModel(FrozenScorer(model), rows_per_pass)(make_batch(pad, left, right))
@@ -113,8 +60,7 @@ def test_scores_equal_the_model_run_by_hand(make: Any, rows_per_pass: int, pad: 
 
 
 def test_passes_have_the_rows_asked_for_without_padding_and_run_in_the_context() -> None:
-    torch.manual_seed(0)
-    model, shapes, entered = llama().eval(), [], []
+    model, shapes, entered = scorer(), [], []
 
     @contextmanager
     def context() -> Any:
@@ -130,8 +76,7 @@ def test_passes_have_the_rows_asked_for_without_padding_and_run_in_the_context()
 
 
 def test_a_model_in_low_precision_scores_in_float32_within_its_context() -> None:
-    torch.manual_seed(0)
-    model = llama().eval()
+    model = scorer()
     source = RewardModel(FrozenScorer(model), 2, lambda: torch.autocast("cpu", torch.bfloat16))
     scores, expected = source(make_batch()), by_hand(model)
     assert scores.dtype == torch.float32
@@ -139,8 +84,7 @@ def test_a_model_in_low_precision_scores_in_float32_within_its_context() -> None
 
 
 def test_a_score_that_is_not_finite_is_an_error_naming_the_row() -> None:
-    torch.manual_seed(0)
-    model = llama().eval()
+    model = scorer()
     with torch.no_grad():
         model.get_input_embeddings().weight[19] = float("nan")  # only row 3 has this token
     with pytest.raises(ValueError, match="reward model's score of row 3 is nan"):
@@ -149,8 +93,4 @@ def test_a_score_that_is_not_finite_is_an_error_naming_the_row() -> None:
 
 def test_rows_per_pass_must_be_positive() -> None:
     with pytest.raises(ValueError, match="rows_per_pass=0"):
-        RewardModel(FrozenScorer(llama()), 0)
-
-
-def test_its_name() -> None:
-    assert RewardModel(FrozenScorer(llama()), 1).name == "reward_model"
+        RewardModel(FrozenScorer(scorer()), 0)

@@ -121,12 +121,8 @@ def test_no_source_is_an_error() -> None:
 def test_sources_of_one_name_are_told_apart_and_keep_their_weights() -> None:
     sources = [Fixed("f", [1.0]), Fixed("f_2", [10.0]), Fixed("f", [100.0]), Fixed("f", [1000.0])]
     scores = Scorer(sources, [1.0, 2.0, 3.0, 4.0])(make_batch(rows=1))
-    assert {name: float(score) for name, score in scores.by_source.items()} == {
-        "f": 1.0,
-        "f_2": 10.0,
-        "f_3": 100.0,
-        "f_4": 1000.0,
-    }
+    by_source = {name: float(score) for name, score in scores.by_source.items()}
+    assert by_source == {"f": 1.0, "f_2": 10.0, "f_3": 100.0, "f_4": 1000.0}
     assert float(scores.total) == 1 + 20 + 300 + 4000
 
 
