@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from rlhf_ppo.models.heads import Float32Linear
-from rlhf_ppo.models.unwrapping import backbone, in_eval_mode, no_split_modules
+from rlhf_ppo.models.unwrapping import autocast_dtype, backbone, in_eval_mode, no_split_modules
 
 _CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
@@ -88,7 +88,7 @@ def count_cache_bytes(
     # With recomputed activations, training mode makes no cache.
     with in_eval_mode(body), FakeTensorMode(allow_non_fake_inputs=True), autocast():
         output = _run(body, _state_without_storage(body, stored), rows, length, use_cache=True)
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        dtype = autocast_dtype(device)
     return _cache_bytes(getattr(output, "past_key_values", None), dtype)
 
 

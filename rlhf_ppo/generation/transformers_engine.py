@@ -33,7 +33,7 @@ from rlhf_ppo.generation.sampling import (
     sampling_processors,
 )
 from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
-from rlhf_ppo.models.unwrapping import gathers_in_passes, in_eval_mode, transformers_model
+from rlhf_ppo.models.unwrapping import autocast_dtype, gathers_in_passes, in_eval_mode, transformers_model
 from rlhf_ppo.processes.signals import raise_if_any_rank_stopped, raise_if_stopped
 
 if TYPE_CHECKING:
@@ -133,8 +133,7 @@ def generation_needs(policy: nn.Module) -> GenerationNeeds:
 
 
 def _autocast_dtype(policy: nn.Module) -> torch.dtype | None:
-    device = next(policy.parameters()).device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return autocast_dtype(next(policy.parameters()).device.type)
 
 
 @torch.no_grad()
@@ -436,14 +435,10 @@ def _extended(
 ) -> tuple[Tensor, Tensor]:
     has_some = layer.keys is not None and layer.keys.numel() > 0
     kept = (layer.keys, layer.values) if has_some else (None, None)
-    device = keys.device.type
-    if torch.is_autocast_enabled(device):  # otherwise attention casts all of them again at each token
-        dtypes = (torch.get_autocast_dtype(device),) * 2
-    else:
-        dtypes = keys.dtype, torch.promote_types(keys.dtype, values.dtype)
+    dtype = autocast_dtype(keys.device.type)  # without the cast attention casts all of them again at each token
     return (
-        buffers[0].extended(kept[0], keys.to(dtypes[0])),
-        buffers[1].extended(kept[1], values.to(dtypes[1])),
+        buffers[0].extended(kept[0], keys.to(dtype or keys.dtype)),
+        buffers[1].extended(kept[1], values.to(dtype or torch.promote_types(keys.dtype, values.dtype))),
     )
 
 

@@ -17,6 +17,7 @@ from rlhf_ppo.models.heads import empty_classifier, head_of_scorer, scalar_head
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.unwrapping import (
     active_adapter,
+    autocast_if_stored_in_16_bits,
     backbone,
     in_eval_mode,
     is_managed,
@@ -155,8 +156,7 @@ def probe(model: nn.Module, ids: Tensor) -> Tensor:
         model: A transformers model, or a `PeftModel` around one.
         ids: Token ids, long `(B, L)`.
     """
-    in_16_bits = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
-    with in_eval_mode(model), torch.autocast(ids.device.type, torch.bfloat16, enabled=in_16_bits):
+    with in_eval_mode(model), autocast_if_stored_in_16_bits(model):
         return model(input_ids=ids, use_cache=False).logits
 
 
@@ -280,18 +280,14 @@ def preserve_base(model: nn.Module) -> Iterator[None]:
         for name, weight in model.named_parameters()
         if ".base_layer." in name and weight.is_floating_point() and weight.numel()
     ]
-    before = [_on_host(weight) for weight in below]
+    before = [torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda) for weight in below]
+    for weight, kept in zip(below, before, strict=True):
+        kept.copy_(weight.detach(), non_blocking=True)
     try:
         yield
     finally:
         for weight, kept in zip(below, before, strict=True):
             weight.data.copy_(kept, non_blocking=True)
-
-
-def _on_host(weight: Tensor) -> Tensor:
-    """Copy a weight to the host's memory, without waiting for the device."""
-    copy = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda, requires_grad=False)
-    return copy.copy_(weight.detach(), non_blocking=True)
 
 
 def copy_adapter(source: nn.Module, target: nn.Module) -> None:
@@ -333,10 +329,8 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _states(model: nn.Module, ids: Tensor) -> Tensor:
-    was_training = model.training
-    states = hidden_states(model.eval(), ids, torch.ones_like(ids, dtype=torch.bool))
-    model.train(was_training)
-    return states
+    with in_eval_mode(model):
+        return hidden_states(model, ids, torch.ones_like(ids, dtype=torch.bool))
 
 
 def _name_in(model: nn.Module, part: nn.Module) -> str:

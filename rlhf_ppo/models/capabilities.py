@@ -25,7 +25,9 @@ from rlhf_ppo.models.unwrapping import (
     as_in_learning,
     backbone,
     in_eval_mode,
+    is_in_16_bits,
     is_sharded,
+    probe_rows,
     text_config,
     transformers_model,
 )
@@ -180,7 +182,9 @@ def check_consistent(model: nn.Module, argument: str, args: TrainingArguments | 
         )
         return
     body = backbone(model)
-    ids, mask = probe_rows(model)
+    ids, mask = probe_rows(model, LENGTHS)
+    ids[2, :-1] = ids[1, :-1]
+    ids[2, -1] = (ids[1, -1] + 1) % text_config(model).vocab_size
     recomputing = args is not None and bool(args.gradient_checkpointing)
     how = settings_of(args.gradient_checkpointing_kwargs) if args is not None else None
     with preserve_rng():
@@ -200,16 +204,6 @@ def check_consistent(model: nn.Module, argument: str, args: TrainingArguments | 
     _check(f"{argument} is a {name}", alone, first, second, evaluated)
 
 
-def probe_rows(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return ids and mask `(B, L)` of rows of `LENGTHS` tokens, padded on the right."""
-    device = next(model.parameters()).device
-    width = max(LENGTHS)
-    ids = (torch.arange(len(LENGTHS) * width, device=device).view(-1, width) * 7 + 1) % text_config(model).vocab_size
-    ids[2, :-1] = ids[1, :-1]
-    ids[2, -1] = (ids[1, -1] + 1) % text_config(model).vocab_size
-    return ids, torch.arange(width, device=device) < torch.tensor(LENGTHS, device=device)[:, None]
-
-
 def deviation(states: Tensor, expected: Tensor) -> float:
     """Return the relative difference of states from expected states: `||x - y|| / ||y||`."""
     return float((states - expected).float().norm() / expected.float().norm().clamp(min=1e-30))
@@ -217,8 +211,7 @@ def deviation(states: Tensor, expected: Tensor) -> float:
 
 def rounding(states: Tensor) -> float:
     """Return the deviation that other kernels or batch shapes may cause, which is large in 16 bits."""
-    in_16_bits = states.dtype.itemsize == 2 or torch.is_autocast_enabled(states.device.type)
-    return 0.3 if in_16_bits else 1e-3
+    return 0.3 if is_in_16_bits(states) else 1e-3
 
 
 def _check_gradient(what: str, body: nn.Module, ids: Tensor, mask: Tensor) -> None:

@@ -20,7 +20,7 @@ from rlhf_ppo.models.heads import (
 )
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.unwrapping import is_peft_model, no_split_modules, transformers_model
+from rlhf_ppo.models.unwrapping import is_peft_model, no_split_modules, probe_rows, text_config, transformers_model
 from rlhf_ppo.processes.distributed import get_logger
 
 
@@ -220,13 +220,10 @@ def _models(module: Any) -> list[nn.Module]:
 
 def _probe(module: nn.Module, dtype: torch.dtype) -> Tensor:
     """Return a module's outputs for two short rows as one vector."""
-    weight = next(module.parameters())
-    vocabulary = min(transformers_model(model).config.get_text_config().vocab_size for model in _models(module))
-    width = max(_LENGTHS)
-    ids = (torch.arange(2 * width, device=weight.device).view(2, width) * 7 + 1) % vocabulary
-    mask = torch.arange(width, device=weight.device) >= width - torch.tensor(_LENGTHS, device=weight.device)[:, None]
+    reader = min(_models(module), key=lambda model: text_config(model).vocab_size)
+    ids, mask = probe_rows(reader, _LENGTHS, left=True)
     batch = (ids, mask) if isinstance(module, FrozenScorer) else (ids, mask, mask[:, -2:])
-    with torch.autocast(weight.device.type, dtype):
+    with torch.autocast(ids.device.type, dtype):
         outputs = module(*batch)
     parts = [outputs] if isinstance(outputs, Tensor) else outputs
     return torch.cat([part.nan_to_num().flatten() for part in parts])

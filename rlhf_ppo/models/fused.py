@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhf_ppo.models.unwrapping import autocast_dtype
+
 _BLOCK_ON_CPU, _BLOCK_ELSEWHERE = 2**19, 2**21
 """Logits of a block, tokens x vocabulary: three blocks in float32, of 8 MiB on a GPU, fit into its cache."""
 _ROWS_ON_CPU, _ROWS_ELSEWHERE = 1, 2**13
@@ -85,7 +87,7 @@ def fused_logprobs(
         Log-probabilities and entropies in nats, float32 `(N,)`, both differentiable.
     """
     factors = [tensor for pair in zip(head.states, head.weights, strict=True) for tensor in pair]
-    dtype = torch.float32 if head.in_float32 else _compute_dtype(head.states[0])
+    dtype = torch.float32 if head.in_float32 else autocast_dtype(targets.device.type) or head.states[0].dtype
     how = (scaling, dtype, max_elements, with_entropy)
     with torch.autocast(targets.device.type, enabled=False) if head.in_float32 else nullcontext():
         return _FusedLogprobs.apply(targets, *how, head.bias, *factors)  # pyright: ignore
@@ -328,11 +330,7 @@ class _Gradients:
         counts = [len(logits.columns), len(logits.rows)] * (len(factors) // 2)
         make = torch.empty if logits.rows else torch.zeros
         self.sums = [
-            make(
-                factor.shape,
-                device=factor.device,
-                dtype=_sum_dtype(factor.dtype, logits.dtype, count),
-            )
+            make(factor.shape, device=factor.device, dtype=_sum_dtype(factor.dtype, logits.dtype, count))
             if is_needed and factor is not None
             else None
             for factor, is_needed, count in zip(self.factors, needed, [2, *counts], strict=True)
@@ -431,11 +429,6 @@ def multiplies_into_float32(device: str, dtype: torch.dtype) -> bool:
     except (NotImplementedError, RuntimeError, TypeError):
         return False
     return True
-
-
-def _compute_dtype(states: Tensor) -> torch.dtype:
-    device = states.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
 def _even_slices(length: int, largest: int) -> list[slice]:

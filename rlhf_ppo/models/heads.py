@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_ppo.data.rollout import PackedIndices
-from rlhf_ppo.models.capabilities import probe_rows, rounding
+from rlhf_ppo.models.capabilities import LENGTHS, rounding
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.unwrapping import (
+    autocast_if_stored_in_16_bits,
     backbone,
     in_eval_mode,
     is_sharded,
     output_layer,
     probe_ids,
+    probe_rows,
     text_config,
     transformers_model,
 )
@@ -57,21 +59,18 @@ def check_one_label(model: nn.Module, argument: str) -> None:
         ValueError: It has several labels, or is no sequence-classification model.
     """
     base = transformers_model(model)
-    labels, reward = getattr(base.config, "num_labels", None), argument.startswith("reward_model")
+    labels = getattr(base.config, "num_labels", None)
     if base.get_output_embeddings() is not None and scalar_head(model) is None:
         raise ValueError(
             f"{argument} is a {type(base).__name__}, a language model without a scalar head; load it with "
             "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
         )
     if labels != 1:
+        names = list((base.config.id2label or {}).values())
+        other_fix = f", or take one of its labels {names} with reward_head" * argument.startswith("reward_model")
         raise ValueError(
             f"{argument} has num_labels={labels}; a {argument} gives one number per text: load it with "
-            "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
-            + (
-                f", or take one of its labels {list((base.config.id2label or {}).values())} with reward_head"
-                if reward
-                else ""
-            )
+            f"AutoModelForSequenceClassification.from_pretrained(..., num_labels=1){other_fix}"
         )
 
 
@@ -90,11 +89,10 @@ def reads_last_token(model: nn.Module) -> bool:
         return by_name
     ids = probe_ids(model)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    dtype = next(base.parameters()).dtype
     with in_eval_mode(model), _no_id_is_padding(base):
         ours = last_token_score(model, ids, mask)
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype in (torch.bfloat16, torch.float16)):
-            theirs = base(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()  # its head may be in 32 bits
+        with autocast_if_stored_in_16_bits(base):
+            theirs = base(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()
     if not (ours.isfinite().all() and theirs.isfinite().all()):
         return by_name
     return torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3)
@@ -185,7 +183,7 @@ def check_classifier(model: nn.Module, argument: str) -> None:
         return
     what = f"{argument} is a {type(transformers_model(model)).__name__}"
     score = last_token_score if reads_last_token(model) else pooled_score
-    ids, mask = probe_rows(model)
+    ids, mask = probe_rows(model, LENGTHS)
     with in_eval_mode(model), preserve_rng():
         try:
             beside = score(model, ids, mask)

@@ -322,7 +322,8 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
         ValueError: It cannot be loaded; names the argument and the reason.
     """
     given = f"{argument}={os.fspath(path)!r}"
-    if os.path.isdir(path) and not _has_config(path):
+    configs = [os.path.join(path, name) for name in ("config.json", "adapter_config.json")]
+    if os.path.isdir(path) and not any(map(os.path.isfile, configs)):
         raise ValueError(
             f"{given} is a directory without a model: it has no config.json or adapter_config.json; pass a directory "
             "written by save_pretrained or save_model"
@@ -378,10 +379,6 @@ def _check_has_head(model: nn.Module, missing: Iterable[str], path: str | os.Pat
             f"{argument}={os.fspath(path)!r} is no reward model: {', '.join(missing)} of {type(model).__name__} would "
             "be random; train one with `rlhf-ppo reward`, or save one with AutoModelForSequenceClassification"
         )
-
-
-def _has_config(path: str | os.PathLike[str]) -> bool:
-    return any(os.path.isfile(os.path.join(path, name)) for name in ("config.json", "adapter_config.json"))
 
 
 def _check_transformers_model(model: Any, argument: str) -> None:
@@ -457,7 +454,7 @@ def keep_label(model: nn.Module, label: str) -> nn.Module:
         )
     expected = None if is_sharded(base) else _probe(base)[:, index]
     name, layer = layers[0]
-    _replace(base, name, _row_of(layer, index))
+    base.set_submodule(name, _row_of(layer, index))
     base.config.num_labels = cast(Any, base).num_labels = 1
     if expected is not None and not torch.allclose(_probe(base)[:, 0], expected, 1e-3, 1e-4, equal_nan=True):
         raise ValueError(
@@ -474,11 +471,6 @@ def _row_of(layer: nn.Linear, index: int) -> nn.Linear:
         if layer.bias is not None:
             kept.bias.copy_(layer.bias[index : index + 1])
     return kept.train(layer.training)
-
-
-def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, layer)
 
 
 def _probe(model: nn.Module) -> torch.Tensor:

@@ -21,7 +21,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlhf_ppo.data.rollout import PackedIndices
-from rlhf_ppo.models.unwrapping import backbone, in_eval_mode, is_sharded, transformers_model
+from rlhf_ppo.models.unwrapping import (
+    autocast_dtype,
+    backbone,
+    in_eval_mode,
+    is_in_16_bits,
+    is_sharded,
+    probe_rows,
+    text_config,
+    transformers_model,
+)
 
 PACKS, PROOF = "rows_are_packed", "proof_of_packing"
 """Attributes of a backbone: the attention under which it was seen to pack rows, and a check left to its first pass."""
@@ -171,9 +180,7 @@ def attend_varlen(
     """
     if kwargs.get("dropout") or any(kwargs.get(name) is not None for name in _OTHERS):
         return None
-    device = states[0].device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # autocast casts only for `sdpa`
-        dtype = torch.get_autocast_dtype(device)
+    if (dtype := autocast_dtype(states[0].device.type)) is not None:  # autocast casts only for `sdpa`
         states = states[0].to(dtype), states[1].to(dtype), states[2].to(dtype)
     window = None if sliding_window is None or longest <= sliding_window else sliding_window
     options = _options(states, scaling, window)
@@ -340,12 +347,9 @@ def pack_rows(model: nn.Module) -> None:
 @torch.no_grad()
 def _check_packing(body: Any) -> None:
     """Pack the rows of a backbone from now on, if their states do not depend on the other rows."""
-    device = next(body.parameters()).device
-    vocabulary = body.config.get_text_config().vocab_size
-    mask = torch.arange(max(_LENGTHS), device=device) < torch.tensor(_LENGTHS, device=device)[:, None]
-    ids = (torch.arange(mask.numel(), device=device).view(mask.shape) * 7 + 1) % vocabulary
+    ids, mask = probe_rows(body, _LENGTHS)
     others = ids.clone()
-    others[::2] = (ids[::2] + 1) % vocabulary  # the middle row stays
+    others[::2] = (ids[::2] + 1) % text_config(body).vocab_size  # the middle row stays
     middle = slice(_LENGTHS[0], sum(_LENGTHS[:2]))
     with in_eval_mode(body):
         padded = run_padded(body, ids, mask)
@@ -353,9 +357,8 @@ def _check_packing(body: Any) -> None:
             packed, beside_others = run_packed(body, ids, mask), run_packed(body, others, mask)
         except (RuntimeError, TypeError, ValueError):  # the model refuses, or does not know the arguments
             packed = beside_others = torch.full_like(padded, torch.nan)
-    in_16_bits = padded.dtype.itemsize == 2 or torch.is_autocast_enabled(device.type)
-    leak = 2e-2 if in_16_bits else 1e-4  # the same kernels on as many tokens
-    rounding = 1e-1 if in_16_bits else 1e-2  # other kernels, over many layers
+    # The same kernels on as many tokens, and other kernels, over many layers.
+    leak, rounding = (2e-2, 1e-1) if is_in_16_bits(padded) else (1e-4, 1e-2)
     proven = _are_alike(packed[middle], beside_others[middle], leak) and _are_alike(packed, padded, rounding)
     setattr(body, PACKS, body.config._attn_implementation if proven else "")
     if not proven and body.config._attn_implementation == PACKED:

@@ -350,12 +350,8 @@ class Reference:
             model: The prepared `PolicyAndValue`, which runs with the policy's adapters switched.
             policy: The unwrapped policy.
         """
-        if self.model is not None:
-            with getattr(self.model, "offload", nullcontext)():
-                yield self.model
-        else:
-            with _use_adapter(with_adapters(policy), self.adapter_name):
-                yield functools.partial(model, only="policy", with_entropy=False)
+        with self.generating(model, policy) as module:
+            yield functools.partial(module, only="policy", with_entropy=False) if module is model else module
 
     def is_policy(self, policy: nn.Module) -> bool:
         """Tell whether both are the same modules with the same weights: a forward pass would repeat the policy's.
@@ -367,12 +363,12 @@ class Reference:
     @contextmanager
     def generating(self, model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:
         """Yield the module whose `policy` is the reference, to generate from; the arguments are those of `forward`."""
-        if self.model is not None:
-            with getattr(self.model, "offload", nullcontext)():
-                yield self.model
-        else:
+        if self.model is None:
             with _use_adapter(with_adapters(policy), self.adapter_name):
                 yield model
+        else:
+            with getattr(self.model, "offload", nullcontext)():
+                yield self.model
 
 
 def asks_for_reference(args: PPOConfig) -> bool:
@@ -501,7 +497,7 @@ def _check_stays(reference: Reference, policy: PeftModel) -> None:
 
 def _use_adapter(policy: PeftModel, name: str | None) -> AbstractContextManager[None]:
     """Enable an adapter of the policy, or none, inside a context."""
-    from trl.trainer.utils import use_adapter
+    from trl.trainer.utils import use_adapter  # slow to import
 
     return use_adapter(policy, name)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -112,12 +112,6 @@ def no_split_modules(*models: nn.Module) -> list[str]:
     return sorted({name for model in models for name in transformers_model(model)._no_split_modules or ()})
 
 
-def probe_ids(model: nn.Module) -> Tensor:
-    """Return a tiny valid input for one-off checks of a model, long `(1, 3)`."""
-    device = next(model.parameters()).device
-    return torch.tensor([[1, 2, 3]], device=device) % text_config(model).vocab_size
-
-
 def drop_foreign_padding(model: nn.Module) -> None:
     """Unset a `pad_token_id` outside the model's vocabulary.
 
@@ -131,6 +125,46 @@ def drop_foreign_padding(model: nn.Module) -> None:
     for config in (text_config(model), generation_config):
         if config is not None and (config.pad_token_id or 0) >= text_config(model).vocab_size:
             config.pad_token_id = None
+
+
+# ---- Probes and precision ----
+
+
+def probe_ids(model: nn.Module) -> Tensor:
+    """Return a tiny valid input for one-off checks of a model, long `(1, 3)`."""
+    device = next(model.parameters()).device
+    return torch.tensor([[1, 2, 3]], device=device) % text_config(model).vocab_size
+
+
+def probe_rows(model: nn.Module, lengths: Sequence[int], left: bool = False) -> tuple[Tensor, Tensor]:
+    """Return ids and mask `(B, L)` of padded rows for one-off checks of a model.
+
+    Args:
+        model: The model that reads the ids.
+        lengths: Number of real tokens of each row.
+        left: Pad on the left, otherwise on the right.
+    """
+    device, width = next(model.parameters()).device, max(lengths)
+    ids = torch.arange(len(lengths) * width, device=device).view(-1, width) * 7 + 1
+    mask = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
+    return ids % text_config(model).vocab_size, mask.flip(1) if left else mask
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the type to which autocast casts on a type of device, or None without autocast."""
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else None
+
+
+def is_in_16_bits(states: Tensor) -> bool:
+    """Tell whether states were computed in 16 bits, by their type or under autocast."""
+    return states.dtype.itemsize == 2 or autocast_dtype(states.device.type) is not None
+
+
+def autocast_if_stored_in_16_bits(model: nn.Module) -> torch.autocast:
+    """Return a context in which a model with weights in 16 bits may have a head in 32 bits."""
+    weight = next(model.parameters())
+    return torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype in (torch.bfloat16, torch.float16))
 
 
 # ---- Learning without randomness ----
