@@ -17,11 +17,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    ProgressCallback,
-    Trainer,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
     set_seed,
 )
 from trl.trainer.reward_config import RewardConfig
@@ -35,7 +30,7 @@ from rlhf_ppo.demo.corpus import compare, openings, pleasantness, preference_pai
 from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.generation.protocol import generating
 from rlhf_ppo.reporting.plots import plot_metrics
-from rlhf_ppo.terminal.console import hide_library_warnings, hide_model_bars
+from rlhf_ppo.terminal.console import hide_library_warnings, hide_model_bars, use_console
 from rlhf_ppo.terminal.text import cell
 from rlhf_ppo.trainer import PPOTrainer
 
@@ -91,7 +86,7 @@ def train_language_model(output_dir: Path, size: DemoSize) -> None:
     with hide_library_warnings():
         args = SFTConfig(**settings, num_train_epochs=2, completion_only_loss=False, max_length=None)
         trainer = SFTTrainer(model, args, train_dataset=corpus, processing_class=tokenizer)
-    show_on_bar(trainer, "loss")
+    use_console(trainer, "line")
     trainer.train()
     with hide_model_bars():
         trainer.save_model()
@@ -117,7 +112,7 @@ def train_reward_model(sft_dir: Path, output_dir: Path, size: DemoSize) -> float
             train_dataset=preference_pairs(size.num_pairs, TRAINING_SEED),
             eval_dataset=preference_pairs(size.num_held_out, HELD_OUT_SEED),
         )
-    show_on_bar(trainer, "loss", "accuracy")
+    use_console(trainer, "line")
     trainer.train()
     with hide_model_bars():
         trainer.save_model()
@@ -224,42 +219,6 @@ METRICS = {
     "eval_response_length_mean": "response length, tokens",
     "eval_ended_frac": "share of responses that end",
 }
-
-
-class FiguresOnBar(ProgressCallback):
-    """Trainer's progress bar with the latest figures instead of printed logs.
-
-    Args:
-        keys: The keys of the log to show.
-    """
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        super().__init__()
-        self.keys = keys
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Show the figures."""
-        figures = {key: f"{logs[key]:.2f}" for key in self.keys if logs and key in logs}
-        if self.training_bar is not None and figures:
-            self.training_bar.set_postfix(figures)
-
-
-def show_on_bar(trainer: Trainer, *keys: str) -> None:
-    """Show logged figures on a trainer's progress bar.
-
-    Args:
-        trainer: Any Trainer.
-        keys: The keys of its log.
-    """
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(FiguresOnBar(keys))
 
 
 def metrics_table(before: dict[str, float], after: dict[str, float]) -> Table:

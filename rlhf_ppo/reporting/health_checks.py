@@ -201,16 +201,16 @@ CHECKS: list[Check] = []
 
 def _check(
     name: str,
-    thresholds: tuple[str, ...],
     symptom: str,
     cause: str,
     options: tuple[str, ...],
     reads: Literal["updates", "evaluations", "judgements"] = "updates",
+    thresholds: tuple[str, ...] = (),
 ) -> Callable[[Find], Find]:
-    """Add the decorated function to `CHECKS`."""
+    """Add the decorated function to `CHECKS`; a check without `thresholds` has one with its own name."""
 
     def add(find: Find) -> Find:
-        CHECKS.append(Check(name, thresholds, symptom, cause, options, find, reads))
+        CHECKS.append(Check(name, thresholds or (name,), symptom, cause, options, find, reads))
         return find
 
     return add
@@ -221,11 +221,11 @@ def _check(
 
 @_check(
     "first_ratio",
-    ("first_logratio",),
     "the importance ratio is not 1 before the first optimizer step of an update",
     "the models do not give the same log-probabilities twice: dropout or noise in a model, 16-bit rounding, or an "
     "overridden step that evaluates tokens otherwise than it learns from them",
     ("compute in float32 (bf16=False)", "leave torch_compile off", "leave use_liger_kernel off"),
+    thresholds=("first_logratio",),
 )
 def _first_ratio(history: History, limits: HealthThresholds) -> str | None:
     found = history.last("val/first_logratio", 1)
@@ -238,10 +238,10 @@ def _first_ratio(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "kl",
-    ("kl_per_token", "kl"),
     "the KL to the reference is beyond its budget",
     "the policy has left what the reference says, often for what the reward overrates",
     ("raise kl_coef", "lower learning_rate", "lower num_ppo_epochs", "stop earlier (total_episodes)"),
+    thresholds=("kl_per_token", "kl"),
 )
 def _kl_budget(history: History, limits: HealthThresholds) -> str | None:
     kls = history.last("objective/kl", limits.patience)
@@ -261,7 +261,6 @@ def _kl_budget(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "kl_growth",
-    ("kl_growth",),
     "the KL to the reference rises ever faster",
     "the penalty does not hold the policy: the reward outweighs it, or updates are too large",
     ("raise kl_coef", "lower learning_rate", "bound the reward (score_clip)"),
@@ -284,7 +283,6 @@ def _kl_growth(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "negative_kl",
-    ("negative_kl",),
     "the KL to the reference is far below 0",
     "responses are not sampled from what the log-probabilities say: sampling is narrowed, or the policy makes "
     "ever likelier for the reference what it makes less likely itself",
@@ -302,7 +300,6 @@ def _negative_kl(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "clip_fraction",
-    ("clip_fraction",),
     "much of each update is clipped",
     "updates are so large that the ratio leaves the clip range, where the loss says nothing any more",
     ("lower learning_rate", "lower num_ppo_epochs", "lower num_mini_batches"),
@@ -318,7 +315,6 @@ def _clip_fraction(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "entropy",
-    ("entropy",),
     "the policy has become sure of every token",
     "entropy collapse: one way of answering has driven out all others, so that nothing new is tried",
     ("raise kl_coef", "lower learning_rate", "raise temperature", "lower num_ppo_epochs"),
@@ -335,7 +331,6 @@ def _entropy(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "length_limit",
-    ("length_limit",),
     "responses grow to the limit",
     "the reward likes long responses, or what is cut is not punished",
     ("set missing_eos_penalty", "set missing_eos_score", "raise response_length", "raise kl_coef"),
@@ -352,7 +347,6 @@ def _length_limit(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "length_shrinks",
-    ("length_shrinks",),
     "responses shrink to a few tokens",
     "an early end pays: the score or the KL of further tokens is negative, or the reward likes short responses",
     (
@@ -371,7 +365,6 @@ def _length_shrinks(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "ended",
-    ("ended",),
     "hardly any response has a stop token",
     "response_length is too short for an answer, the model was not trained to end with this stop token, or it has "
     "unlearned it",
@@ -394,10 +387,10 @@ def _ended(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "repeated",
-    ("unique",),
     "most prompts get the same response",
     "mode collapse: one response scores well whatever the prompt",
     ("raise kl_coef", "lower learning_rate", "add a reward that reads the prompt (reward_weights)"),
+    thresholds=("unique",),
 )
 def _repeated(history: History, limits: HealthThresholds) -> str | None:
     found, first = history.last("response/unique_frac", limits.patience), history.first("response/unique_frac")
@@ -411,7 +404,6 @@ def _repeated(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "reward_variance",
-    ("reward_std",),
     "all responses have nearly the same reward",
     "the reward is saturated or too sparse: without differences there is no advantage to learn from",
     (
@@ -421,6 +413,7 @@ def _repeated(history: History, limits: HealthThresholds) -> str | None:
         "raise temperature",
         "stop earlier if it is the best reward (total_episodes)",
     ),
+    thresholds=("reward_std",),
 )
 def _reward_variance(history: History, limits: HealthThresholds) -> str | None:
     if limits.reward_std is None or history.run.num_episodes < 2 or not history.updates:
@@ -437,11 +430,11 @@ def _reward_variance(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "judge",
-    ("judge_falls",),
     "a held-out judge falls while the score rises",
     "over-optimisation: the policy gets better at the reward, not at what it stands for",
     ("raise kl_coef", "keep the best model (load_best_model_at_end)", "stop earlier (total_episodes)"),
     reads="evaluations",
+    thresholds=("judge_falls",),
 )
 def _judge(history: History, limits: HealthThresholds) -> str | None:
     if limits.judge_falls is None or len(history.evaluations) <= limits.judge_falls:
@@ -461,7 +454,6 @@ def _judge(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "reward_accuracy",
-    ("reward_accuracy",),
     "the reward model hardly knows the better response",
     "the reward model has learned little: too few pairs, too few epochs, or pairs whose labels contradict each other",
     ("raise num_train_epochs of `rlhf-ppo reward`", "take another reward_model_path"),
@@ -475,7 +467,6 @@ def _reward_accuracy(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "win_rate",
-    ("win_rate",),
     "the judge prefers the responses of the model that training started from",
     "the policy exploits the reward, or the reward model does not know what the judge prefers",
     ("raise kl_coef", "lower learning_rate", "take a better reward model (reward_model_path)"),
@@ -492,7 +483,6 @@ def _win_rate(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "explained_variance",
-    ("explained_variance",),
     "the values explain the returns worse than a constant would, for long",
     "the value model does not keep up: it learns too slowly, or its targets move too fast",
     ("raise vf_coef", "raise cliprange_value", "raise num_ppo_epochs", "scale the scores (score_scaling)"),
@@ -508,10 +498,10 @@ def _explained_variance(history: History, limits: HealthThresholds) -> str | Non
 
 @_check(
     "critic",
-    ("critic_gain",),
     "an audit finds the values no better than the mean return of the prompt",
     "the value model has not learned to tell good beginnings from bad ones, or it is broken",
     ("raise critic_learning_rate", "raise critic_warmup_steps", "raise num_ppo_epochs"),
+    thresholds=("critic_gain",),
 )
 def _critic(history: History, limits: HealthThresholds) -> str | None:
     gain, low = (history.last(f"critic/gain_over_prompt{end}", 1) for end in ("", "_low"))
@@ -525,7 +515,6 @@ def _critic(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "gradient_spike",
-    ("gradient_spike",),
     "a gradient is many times as large as usual",
     "a mini-batch with an extreme reward or ratio; it is clipped to max_grad_norm, but says that more may come",
     ("bound the reward (score_clip)", "lower learning_rate", "lower max_grad_norm"),
@@ -541,7 +530,6 @@ def _gradient_spike(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "no_gradient",
-    ("no_gradient",),
     "there is no gradient",
     "all advantages are 0, all tokens are clipped, or nothing is trainable",
     (

@@ -22,27 +22,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.cli.test_judge import chat, longer
 from tests.conftest import tiny_policy
-from tests.examples.test_ppo_example import PYTHIA, REWARD, SENTIMENT, SFT, prompts, pythia, save
+from tests.examples.test_ppo_example import PYTHIA, REWARD, SFT, prompts, pythia, save
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-PPO = r"""
-python examples/ppo.py \
-    --dataset_name trl-internal-testing/descriptiveness-sentiment-trl-style \
-    --dataset_train_split descriptiveness \
-    --learning_rate 3e-6 \
-    --num_ppo_epochs 1 \
-    --num_mini_batches 1 \
-    --output_dir models/minimal/ppo \
-    --per_device_train_batch_size 64 \
-    --gradient_accumulation_steps 1 \
-    --total_episodes 10000 \
-    --model_name_or_path EleutherAI/pythia-1b-deduped \
-    --sft_model_path EleutherAI/pythia-1b-deduped \
-    --reward_model_path EleutherAI/pythia-1b-deduped \
-    --missing_eos_penalty 1.0
-"""
 TLDR = r"""
 accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml \
     examples/ppo_tldr.py \
@@ -127,17 +111,6 @@ def shell(command: str, folder: Path, **variables: str) -> str:
 
 def updates(folder: Path) -> int:
     return json.loads((folder / "trainer_state.json").read_text())["global_step"]
-
-
-def test_trls_command(place):
-    save(pythia(), place / PYTHIA)
-    DatasetDict({"descriptiveness": prompts(150)}).save_to_disk(place / SENTIMENT)
-
-    printed = shell(PPO, place)
-
-    assert updates(place / "models/minimal/ppo") == 1
-    AutoModelForCausalLM.from_pretrained(place / "models/minimal/ppo")
-    assert "model response" in printed and "its score head is random" in printed
 
 
 @pytest.mark.distributed

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
@@ -142,52 +142,19 @@ def test_the_judge_is_heard_at_each_evaluation(caplog: pytest.LogCaptureFixture)
     }
 
 
-class Rising:
-    """A reward that rises, and a gold one that falls, from call to call."""
-
-    def __init__(self, sign: int) -> None:
-        self.sign, self.calls, self.__name__ = sign, 0, "paid" if sign > 0 else "gold"
-
-    def __call__(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        self.calls += 1
-        return [self.sign * (self.calls + index / 10) for index, _ in enumerate(completion_ids)]
-
-
-def test_an_evaluation_after_the_last_log_is_heard(
-    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    tracker = Tracker()
-    trainer = make_trainer(
-        **QUICK,
-        reward_funcs=[Rising(1), Rising(-1)],
-        reward_weights=[1.0, 0.0],
-        eval_dataset=Dataset.from_list([{"prompt": "w1 w2"}] * 2),
-        eval_strategy="steps",
-        eval_steps=3,
-        eval_on_start=True,
-        health_judge="eval_rewards/gold/mean",
-        health_thresholds={"judge_falls": 1},
-        callbacks=[tracker],
-    )
-    trainer.train()
-    first, last = (log for log in trainer.state.log_history if "eval_runtime" in log)
-    assert (first["health/judge"], last["step"], last["health/judge"]) == (0.0, 3, 1.0)
-    assert [log["health/judge"] for log in tracker.logs if "eval_runtime" in log] == [0.0, 1.0]
-    assert said(caplog).count("Health (judge)") == 1
-    assert "health/judge" not in trainer.evaluate()  # it is beside the run
-
-
 def test_by_default_the_first_of_several_evaluation_sets_is_the_judge(
     make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class HeldOut(Rising):
-        def __call__(self, prompts: list[str], **columns: Any) -> list[float]:
-            scores = super().__call__(prompts=prompts, **columns)
-            return [-score for score in scores] if "w3" in prompts[0] else scores
+    calls = itertools.count()
+
+    def reward(prompts: list[str], **columns: Any) -> list[float]:
+        """Rise from call to call, and fall on the prompts of the set "hard"."""
+        score = next(calls) * (-1.0 if "w3" in prompts[0] else 1.0)
+        return [score + index / 10 for index in range(len(prompts))]
 
     trainer = make_trainer(
         **QUICK,
-        reward_funcs=[HeldOut(1)],
+        reward_funcs=[reward],
         eval_dataset={"hard": [{"prompt": "w3"}] * 2, "easy": [{"prompt": "w1"}] * 2},
         eval_strategy="steps",
         eval_steps=3,
@@ -197,6 +164,7 @@ def test_by_default_the_first_of_several_evaluation_sets_is_the_judge(
     trainer.train()
     checked = [log["health/judge"] for log in trainer.state.log_history if "eval_hard_score" in log]
     assert checked == [0.0, 1.0] and "eval_hard_score has fallen" in caplog.text
+    assert "health/judge" not in trainer.evaluate()  # training has ended
 
 
 class FakeState:

@@ -36,16 +36,6 @@ def saved(tmp_path):
     return write_and_load
 
 
-def test_metadata_survives_the_file(saved):
-    data = saved(tags=["tiny"], license="apache-2.0", language="en").data
-
-    assert data.base_model == "EleutherAI/pythia-160m"
-    assert data.datasets == "trl-lib/tldr"
-    assert data.tags == ["generated_from_trainer", "rlhf_ppo", "ppo", "tiny"]
-    assert (data.library_name, data.license, data.language) == ("transformers", "apache-2.0", "en")
-    assert data.model_name == "tldr-ppo"
-
-
 def test_the_text_names_everything_that_made_the_model(saved):
     text = saved().text
 

@@ -1,6 +1,6 @@
 """Trackers: what is in their files after a run, by their own readers, is what the run's log and sample tables say.
 
-W&B and TensorBoard are always tried; Trackio and Comet where they are installed (`pip install trackio comet-ml`).
+W&B and TensorBoard are always tried, Trackio where it is installed.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import html
 import importlib.util
 import json
 import math
+import re
 import struct
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -28,8 +28,7 @@ from rlhf_ppo.config.inherited import check_keys
 from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
-OPTIONAL = ("trackio", "comet_ml")
-TRACKERS = ["wandb", "tensorboard", *(name for name in OPTIONAL if importlib.util.find_spec(name) is not None)]
+TRACKERS = ["wandb", "tensorboard", *(["trackio"] if importlib.util.find_spec("trackio") is not None else [])]
 PROMPTS = Dataset.from_list(prompt_rows(5, seed=9))
 WITHOUT_STEPS = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
 """What W&B and Trackio do not get as a metric of a step, by Trainer's callbacks."""
@@ -47,13 +46,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     place = tmp_path_factory.mktemp("tracked")
     settings = {
         "WANDB_DIR": place, "WANDB_SILENT": "true", "TENSORBOARD_LOGGING_DIR": place / "tensorboard",
-        "TRACKIO_DIR": place / "trackio", "COMET_START_ONLINE": "0", "COMET_OFFLINE_DIRECTORY": place / "comet",
-        "COMET_LOGGING_CONSOLE": "CRITICAL",
+        "TRACKIO_DIR": place / "trackio",
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, str(value))
-        patch.delenv("COMET_API_KEY", raising=False)
         patch.chdir(place)
         given: dict[str, Any] = {
             **QUIET, **QUICK, "output_dir": "run", "report_to": TRACKERS, "exp_name": "experiment", "seed": 3,
@@ -66,21 +63,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         )  # fmt: skip
         trainer.train()
         trainer.save_state()
-        _end_of_wandb_and_comet()
+        wandb = importlib.import_module("wandb")
+        wandb.finish()
+        wandb.teardown()  # else its service may still be writing the file
         history = json.loads((place / "run" / "trainer_state.json").read_text())["log_history"]
         samples = {int(file.stem[-5:]): pd.read_csv(file) for file in (place / "run" / "_samples").iterdir()}
         yield SimpleNamespace(place=place, history=history, samples=samples, trainer=trainer)
-
-
-def _end_of_wandb_and_comet() -> None:
-    import wandb
-
-    wandb.finish()
-    wandb.teardown()  # else its service may still be writing the file
-    if "comet_ml" in TRACKERS:
-        import comet_ml  # pyright: ignore[reportMissingImports]
-
-        comet_ml.get_running_experiment().end()
 
 
 class Read(SimpleNamespace):
@@ -162,23 +150,8 @@ def read_trackio(place: Path) -> Read:
     return Read(metrics=metrics, tables=tables)
 
 
-def read_comet(place: Path) -> Read:
-    [archive] = (place / "comet").glob("*.zip")
-    metrics, tables = dict[int, dict[str, float]](), dict[int, Any]()
-    with zipfile.ZipFile(archive) as packed:
-        for message in map(json.loads, packed.read("messages.json").splitlines()):
-            told = message["payload"]
-            if message["type"] == "metric_msg" and not told["metric"]["metricName"].startswith("sys."):
-                one = told["metric"]
-                metrics.setdefault(one["step"], {})[one["metricName"]] = one["metricValue"]
-            elif message["type"] == "file_upload" and told["additional_params"]["fileName"] == "completions.csv":
-                with packed.open(told["file_path"]) as file:
-                    tables[told["additional_params"]["step"]] = pd.read_csv(file, index_col=0).to_numpy().tolist()
-    return Read(metrics=metrics, tables=tables)
-
-
 READERS: dict[str, Callable[[Path], Read]] = {
-    "wandb": read_wandb, "tensorboard": read_tensorboard, "trackio": read_trackio, "comet_ml": read_comet,
+    "wandb": read_wandb, "tensorboard": read_tensorboard, "trackio": read_trackio,
 }  # fmt: skip
 
 
@@ -220,15 +193,7 @@ def test_a_tracker_holds_every_metric_and_every_table_of_a_run(tracker: str, run
 
 # ---- openrlbenchmark ----
 
-QUERY = (
-    "?we=huggingface&wpn=trl&xaxis=train/episode&ceik=output_dir&cen=sft_model_path&metrics=train/objective/rlhf_reward"
-    "&metrics=train/objective/scores&metrics=train/objective/kl&metrics=train/objective/non_score_reward"
-    "&metrics=train/objective/entropy&metrics=train/policy/approxkl_avg&metrics=train/policy/clipfrac_avg"
-    "&metrics=train/loss/policy_avg&metrics=train/loss/value_avg&metrics=train/val/clipfrac_avg"
-    "&metrics=train/policy/entropy_avg&metrics=train/val/ratio&metrics=train/val/ratio_var"
-    "&metrics=train/val/num_eos_tokens&metrics=train/lr&metrics=train/eps"
-)
-"""As it is documented for TRL's PPO."""
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.thorough
@@ -236,7 +201,9 @@ def test_openrlbenchmark_finds_what_its_query_names(run: SimpleNamespace) -> Non
     """It filters runs by two keys of the configuration, and draws the metrics over the x axis and over `_runtime`."""
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
-    query = parse_qs(urlparse(QUERY).query)
+    [documented] = re.findall(r"'(\?we=.*)'", (DOCS / "metrics.md").read_text())
+    query = parse_qs(urlparse(documented).query)
+    assert len(query["metrics"]) == 16
     [file] = (run.place / "wandb").glob("offline-run-*/*.wandb")
     records = [Record.FromString(data) for data in wandb_records(file)]
     updates = [update for record in records for part in (record.run.config, record.config) for update in part.update]
@@ -247,11 +214,6 @@ def test_openrlbenchmark_finds_what_its_query_names(run: SimpleNamespace) -> Non
     drawn = [row for row in wandb_rows(file.parent) if query["xaxis"][0] in row and "train/loss" in row]
     assert [row["train/episode"] for row in drawn] == [2, 4, 6]
     assert all(isinstance(row.get(name), int | float) for row in drawn for name in needed), needed - drawn[0].keys()
-
-
-def test_the_documented_query_is_the_one_that_is_tried() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    assert f"'{QUERY}'" in page
 
 
 # ---- Keys ----
