@@ -35,7 +35,7 @@ from rlhf_ppo.processes.distributed import (
     use_one_device,
 )
 from rlhf_ppo.processes.signals import raise_if_stopped
-from rlhf_ppo.reporting.update_statistics import UpdateStatistics
+from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch

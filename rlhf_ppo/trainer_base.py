@@ -55,9 +55,8 @@ from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding
 from rlhf_ppo.processes.distributed import get_logger, raise_on_all_ranks, use_stream_in_callbacks
 from rlhf_ppo.processes.signals import StopOnSignal, Stopped
 from rlhf_ppo.reporting.health import add_console_and_health, health_settings
-from rlhf_ppo.reporting.metrics import evaluation_columns, noting_out_of_memory, rate
+from rlhf_ppo.reporting.metrics import UpdateStatistics, evaluation_columns, noting_out_of_memory, rate
 from rlhf_ppo.reporting.model_card import FinalMetrics, names_of_parts, reward_origins, save_run_card
-from rlhf_ppo.reporting.update_statistics import UpdateStatistics
 from rlhf_ppo.rewards.scorer import Scorer, Scores
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.training.checks import check_datasets, check_is_name, check_kept

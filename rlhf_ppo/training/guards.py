@@ -22,7 +22,7 @@ from rlhf_ppo.generation.sampling import NonFiniteLogitsError
 from rlhf_ppo.models.capabilities import weights_not_finite
 from rlhf_ppo.processes.distributed import get_logger, raise_on_all_ranks
 from rlhf_ppo.processes.signals import RunStopped, Stopped, exit_despite_threads, say
-from rlhf_ppo.reporting.update_statistics import UpdateStatistics
+from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.shaping import masked_kl
 
 if TYPE_CHECKING:

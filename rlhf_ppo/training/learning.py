@@ -34,7 +34,7 @@ from rlhf_ppo.models.logprobs import ResponseLogprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.processes.distributed import get_logger, minibatch_generator, raise_on_all_ranks
 from rlhf_ppo.processes.signals import MicroBatchStopCheck, Stopped
-from rlhf_ppo.reporting.update_statistics import UpdateStatistics
+from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import found_function
 from rlhf_ppo.training.run_state import RunState
 

@@ -16,7 +16,7 @@ from transformers.trainer_utils import has_length
 from rlhf_ppo.data.experience import micro_batches
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.processes.distributed import derive_seed, get_logger
-from rlhf_ppo.reporting.update_statistics import UpdateStatistics
+from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.training.external_loop import padded_responses
 from rlhf_ppo.training.learning import CriticWarmup, accumulate, backward
 from rlhf_ppo.training.run_state import RunState

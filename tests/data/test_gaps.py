@@ -23,7 +23,7 @@ from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import PromptCollator, Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, check_shape
 from rlhf_ppo.generation.engine_factory import BaselineCompletions
-from rlhf_ppo.reporting.update_statistics import UpdateStatistics
+from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.judges import FunctionJudge, PreferenceReward
 from rlhf_ppo.rewards.reward_model import answers_of
 from rlhf_ppo.rewards.scorer import ScoringBatch

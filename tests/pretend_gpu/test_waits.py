@@ -18,7 +18,7 @@ EXPECTED = {
     },
     "score": {"rewards/scorer.py:_rows": 1, "rewards/scorer.py:_weighted_sum": 1},
     "learn": {
-        "reporting/update_statistics.py:metrics": 6,
+        "reporting/metrics.py:metrics": 6,
         "trainer.py:update": 2,
         "training/guards.py:allows_step": 2,
     },

@@ -17,6 +17,7 @@ from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.reporting.metrics import (
     MetricWindow,
+    UpdateStatistics,
     episode_columns,
     evaluation_metrics,
     gather_columns,
@@ -24,7 +25,6 @@ from rlhf_ppo.reporting.metrics import (
     sampling_metrics,
     unique_fraction,
 )
-from rlhf_ppo.reporting.update_statistics import UpdateStatistics
 
 NAN = float("nan")
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)

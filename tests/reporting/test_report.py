@@ -25,7 +25,7 @@ import pytest
 from rlhf_ppo.checkpoints.run import LOCK_NAME, Run, in_use, locked
 from rlhf_ppo.cli.judge import JudgeArguments, add_verdicts, keep, keep_win_rate
 from rlhf_ppo.cli.main import main
-from rlhf_ppo.reporting import judged_pairs, key_figures, report_data
+from rlhf_ppo.reporting import judged_pairs, report_data
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
 from rlhf_ppo.reporting.health_checks import CHECKS
 from rlhf_ppo.reporting.report import SCRIPTS, watch_report, write_report
@@ -218,7 +218,7 @@ def test_score_against_kl_is_the_mean_over_seeds_and_over_stretches_of_updates(
     assert seeds == [
         {"step": step, "kl": pytest.approx(0.15 * step), "score": pytest.approx(0.5 + step / 3)} for step in UPDATES
     ]
-    monkeypatch.setattr(key_figures, "MAX_FRONTIER", 2)
+    monkeypatch.setattr(report_data, "MAX_FRONTIER", 2)
     seeds, _ = page_of(runs, tmp_path).data["frontier"]
     assert seeds == [
         {"step": 2, "kl": pytest.approx(0.225), "score": pytest.approx(1.0)},

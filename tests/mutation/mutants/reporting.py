@@ -1,7 +1,7 @@
 """What is broken in the room `reporting`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
-    ("update_statistics.py", "tests/training/test_recipes.py::test_epochs_end_once_the_policy_has_moved_far_enough"): [
+    ("metrics.py", "tests/training/test_recipes.py::test_epochs_end_once_the_policy_has_moved_far_enough"): [
         ('kl_estimate(part.logprobs, output.logprobs, "k3")', 'kl_estimate(part.logprobs, output.logprobs, "k1")'),
         ('kl_estimate(part.logprobs, output.logprobs, "k3")', 'kl_estimate(output.logprobs, part.logprobs, "k3")'),
         ("torch.stack(self.sums[start:])", "torch.stack(self.sums)"),
