@@ -164,6 +164,39 @@ def weight_clipped_policy_loss(
     return PolicyLoss(loss if weights is None else loss * weights, ratio, torch.zeros_like(limited), figures)
 
 
+def masked_ratio_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    low: float,
+    high: float,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
+    """Compute the policy gradient of the tokens whose ratio lies inside a trust region; the others have no loss.
+
+        rho = exp(logprob - old_logprob)
+        loss = -w A rho [1 - low <= rho <= 1 + high]
+
+    Unlike PPO's clip it drops a token on both sides, whatever the sign of its advantage. Direct double-sided
+    importance sampling: GLM-5, 2602.15763, and SAO, 2607.07508.
+
+    Args:
+        logprobs: Log-probabilities of the sampled tokens under the policy being trained, nats, `(..., T)`.
+        old_logprobs: The same under the sampling policy, nats, `(..., T)`.
+        advantages: `(..., T)`, in standard deviations once whitened.
+        low: Largest distance of the ratio below 1.
+        high: Largest distance of the ratio above 1.
+        weights: Result of `importance_weights`, `(..., T)`; None: all 1.
+
+    Returns:
+        Loss and ratio of each token, `clipped` outside the trust region; meaningless outside the response mask.
+    """
+    ratio = (logprobs.float() - old_logprobs.float()).exp()
+    outside = (ratio < 1 - low) | (ratio > 1 + high)
+    loss = (-advantages.float() * ratio).masked_fill(outside, 0.0)
+    return PolicyLoss(loss if weights is None else loss * weights, ratio, outside)
+
+
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float | None
 ) -> ValueLoss:

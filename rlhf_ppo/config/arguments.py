@@ -350,7 +350,8 @@ class RecipeArguments:
         "ppo",
         "Policy loss per token: 'ppo'; 'gspo', with the ratio of the whole response (arXiv 2507.18071; its defaults "
         "are cliprange 3e-4 and cliprange_high 4e-4, with any preset); 'cispo', the policy gradient weighted by the "
-        "ratio up to 1 + cliprange_high (arXiv 2506.13585); or a function (logprobs, experience, args), as "
+        "ratio up to 1 + cliprange_high (arXiv 2506.13585); 'dis', without loss where the ratio leaves "
+        "[1 - cliprange, 1 + cliprange_high] (arXiv 2607.07508); or a function (logprobs, experience, args), as "
         "'path/file.py:function' or 'package.module.function'.",
     )
     cliprange: Positive = _option(0.2, "Clip range of the importance ratio: [1 - cliprange, 1 + cliprange].")
@@ -423,7 +424,7 @@ def check_warmup_length(args: RecipeArguments, num_updates: int) -> None:
 
 def check_recipes(args: RecipeArguments, kl_coef: float) -> None:
     """Raise a `ValueError` if options of recipes contradict each other, or `kl_coef`."""
-    if args.dual_clip is not None and args.policy_loss in ("gspo", "cispo"):
+    if args.dual_clip is not None and args.policy_loss in ("gspo", "cispo", "dis"):
         raise ValueError(
             f"dual_clip={args.dual_clip} has no effect on policy_loss={args.policy_loss!r}; leave it None, or set "
             "policy_loss to 'ppo'"

@@ -83,7 +83,7 @@ CONFIG_HINTS: dict[str, str] = {
     "log_completions_hub_repo": "use hub_files=['completions/*']",
     "log_multimodal": _NO_IMAGES,
     "log_unique_prompts": "drop it: each kept completion has its prompt",
-    "loss_type": "use policy_loss ('ppo', 'gspo', 'cispo' or a function) and loss_aggregation",
+    "loss_type": "use policy_loss ('ppo', 'gspo', 'cispo', 'dis' or a function) and loss_aggregation",
     "mask_truncated_completions": "use missing_eos_penalty, missing_eos_score or bootstrap_truncated",
     "max_completion_length": "use response_length",
     "max_tool_calling_iterations": "PPO calls no tools while it generates",

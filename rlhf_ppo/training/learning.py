@@ -21,6 +21,7 @@ from rlhf_ppo.algorithm.losses import (
     aggregation_weights,
     explained_variance,
     imitation_weights,
+    masked_ratio_policy_loss,
     sequence_clipped_policy_loss,
     token_mean,
     weight_clipped_policy_loss,
@@ -130,7 +131,14 @@ def cispo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLo
     )
 
 
-POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {"gspo": gspo, "cispo": cispo}
+def dis(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
+    """The loss inside a trust region of the ratio, 2607.07508."""
+    high = args.cliprange if args.cliprange_high is None else args.cliprange_high
+    region = (args.cliprange, high, experience.importance_weights)
+    return masked_ratio_policy_loss(logprobs, experience.logprobs, experience.advantages, *region)
+
+
+POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {"gspo": gspo, "cispo": cispo, "dis": dis}
 
 
 def resolve_policy_loss(given: Any) -> PolicyLossFunction | None:

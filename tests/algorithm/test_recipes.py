@@ -22,6 +22,7 @@ from rlhf_ppo.algorithm.losses import (
     clipped_policy_loss,
     clipped_value_loss,
     imitation_weights,
+    masked_ratio_policy_loss,
     sequence_clipped_policy_loss,
     token_mean,
     weight_clipped_policy_loss,
@@ -103,6 +104,23 @@ def test_clipped_weights_leave_every_token_its_gradient() -> None:
     assert_allclose(result.ratio, [1.0, math.e, small], rtol=1e-6)
 
 
+def test_dis_drops_what_leaves_the_trust_region_whatever_the_sign() -> None:
+    """Ratios 1, 1.5, 2.5, .5, .1 with low .8 and high 1: the third and the last are outside."""
+    logprobs = torch.tensor([1.0, 1.5, 2.5, 0.5, 0.1]).log().requires_grad_()
+    result = masked_ratio_policy_loss(
+        logprobs,
+        torch.zeros(5),
+        torch.tensor([2.0, -1.0, -3.0, 4.0, 5.0]),
+        0.8,
+        1.0,
+        torch.tensor([1.0, 0.5, 1, 1, 1]),
+    )
+    result.loss.sum().backward()
+    assert_allclose(result.loss.detach(), [-2.0, 0.75, 0.0, -2.0, 0.0], rtol=1e-6)
+    assert_allclose(logprobs.grad, [-2.0, 0.75, 0.0, -2.0, 0.0], rtol=1e-6)
+    assert result.clipped.tolist() == [False, False, True, False, True]
+
+
 LOSSES_OF_TOKENS: dict[str, Callable[..., PolicyLoss]] = {
     "ppo": lambda new, old, advantages: clipped_policy_loss(new, old, advantages, 0.2),
     "clip higher": lambda new, old, advantages: clipped_policy_loss(new, old, advantages, 0.2, None, 0.6),
@@ -110,6 +128,7 @@ LOSSES_OF_TOKENS: dict[str, Callable[..., PolicyLoss]] = {
     "gspo": lambda new, old, advantages: sequence_clipped_policy_loss(
         new, old, advantages, torch.ones_like(new, dtype=torch.bool), 0.1
     ),
+    "dis": lambda new, old, advantages: masked_ratio_policy_loss(new, old, advantages, 0.8, 1.0),
     "cispo": lambda new, old, advantages: weight_clipped_policy_loss(new, old, advantages, 1.2),
 }
 

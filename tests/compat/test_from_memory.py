@@ -120,7 +120,7 @@ FAILS = {
     ),
     "DPO: a loss of DPO": (
         """PPOConfig("out", loss_type="sigmoid")""",
-        "'loss_type' (use policy_loss ('ppo', 'gspo', 'cispo' or a function) and loss_aggregation)",
+        "'loss_type' (use policy_loss ('ppo', 'gspo', 'cispo', 'dis' or a function) and loss_aggregation)",
     ),
     "the old config": (
         """PPOConfig("out", model_name="gpt2", ppo_epochs=4, init_kl_coef=0.2, log_with="wandb")""",

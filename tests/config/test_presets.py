@@ -184,7 +184,7 @@ def test_a_plain_parser_and_a_later_choice_of_the_loss_have_its_clip_ranges() ->
 
 
 @pytest.mark.parametrize("preset", [None, *PRESETS])
-@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "dis"])
 def test_no_option_replaces_a_given_one(preset: str | None, policy_loss: str) -> None:
     """Each of PPO's own options, given with its default's value beside all others, is in force."""
     own = {

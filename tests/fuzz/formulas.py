@@ -307,6 +307,11 @@ def policy_figures(logprobs: Rows, old: Rows, advantages: Rows, settings: Settin
             weight = np.minimum(ratio, 1 + high)
             figures.append((-weight * advantage * new, ratio, np.zeros(len(new), dtype=bool), -weight * advantage))
             continue
+        if settings.policy_loss == "dis":
+            inside = (ratio >= 1 - low) & (ratio <= 1 + high)
+            slope = np.where(inside, -ratio * advantage, 0.0)
+            figures.append((slope, ratio, ~inside, slope))
+            continue
         if settings.policy_loss.endswith("squared"):
             log_ratio = new - before
             loss = -advantage * ratio + log_ratio**2

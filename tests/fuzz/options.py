@@ -83,7 +83,7 @@ OPTIONS: dict[str, list[Any]] = {
     "length_adaptive_alpha": [0.2, 1.0],
     "gae_level": ["turn"],
     # Losses
-    "policy_loss": ["gspo", "cispo", "tests.fuzz.recording.squared"],
+    "policy_loss": ["gspo", "cispo", "dis", "tests.fuzz.recording.squared"],
     "cliprange": [0.05, 0.5],
     "cliprange_high": [0.02, 0.6],
     "dual_clip": [1.25, 3.0],

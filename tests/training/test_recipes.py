@@ -45,6 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "constant": {"loss_aggregation": "constant"},
     "gspo": {"policy_loss": "gspo"},
     "cispo": {"policy_loss": "cispo", "cliprange_high": 1.0},
+    "dis": {"policy_loss": "dis", "cliprange": 0.01},
     "lam_policy": {"lam_policy": 0.3},
     "lam_critic": {"lam_critic": 1.0},
     "length_adaptive_alpha": {"length_adaptive_alpha": 0.3},
@@ -134,7 +135,7 @@ def test_its_figures_are_logged(make_trainer: MakeTrainer) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ("grpo", ValueError, r"policy_loss='grpo' names no loss; write one of \['ppo', 'gspo', 'cispo'\]"),
+        ("grpo", ValueError, r"policy_loss='grpo' names no loss; write one of \['ppo', 'gspo', 'cispo', 'dis'\]"),
         ("missing.py:loss", ValueError, "policy_loss holds 'missing.py:loss', but there is no file"),
         ("os.path.curdir", TypeError, "policy_loss holds 'os.path.curdir', which is '.' and cannot be called"),
         (3, TypeError, "policy_loss=3 must be a name or a function"),
