@@ -399,11 +399,6 @@ def test_a_mistake_is_one_sentence(command, options, message, here, capsys, monk
     assert error.startswith(f"{program}: error: ") and message in error
 
 
-def test_every_command_has_its_mistakes():
-    examples = {path.name for path in EXAMPLES.glob("*.py")} - {"first_run.py"}  # which has no options
-    assert {command for command, _, _ in MISTAKES} >= COMMANDS.keys() | examples
-
-
 def test_a_directory_that_is_in_use_is_a_sentence(here, capsys, monkeypatch):
     Path("held").mkdir()
     with locked("held"):

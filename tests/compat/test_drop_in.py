@@ -210,13 +210,6 @@ def test_the_names_of_the_documented_interface_exist():
 # ---- what TRL's trainer could not do, or did not say ----
 
 
-def test_fewer_prompts_than_one_batch_are_an_error_at_once(tokenizer, tmp_path):
-    made, args = models(pythia_config()), trl_arguments(tmp_path)
-
-    with pytest.raises(ValueError, match="3 prompts, fewer than the 4 of one batch"):
-        PPOTrainer(args, tokenizer, made.policy, None, made.reward_model, tokenized(tokenizer, POSTS[:3]))
-
-
 def test_evaluate_works_before_and_after_training(make_trainer):
     trainer = make_trainer(eval_dataset=Dataset.from_list(prompt_rows(5)), reward_model=tiny_scorer(), **QUICK)
 

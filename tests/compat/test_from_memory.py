@@ -113,11 +113,6 @@ FAILS = {
         """PPOConfig("out", beta=0.04, max_completion_length=64, epsilon=0.2, num_iterations=2)""",
         "'beta' (use kl_coef), 'max_completion_length' (use response_length), 'epsilon' (use cliprange)",
     ),
-    "GRPO: use_vllm": ("""PPOConfig("out", use_vllm=True)""", "'use_vllm' (use generation_engine='vllm')"),
-    "DPO: max_length": (
-        """PPOConfig("out", max_length=512)""",
-        "'max_length' (use max_prompt_length and response_length)",
-    ),
     "DPO: a loss of DPO": (
         """PPOConfig("out", loss_type="sigmoid")""",
         "'loss_type' (use policy_loss ('ppo', 'gspo', 'cispo', 'dis' or a function) and loss_aggregation)",
@@ -134,22 +129,6 @@ FAILS = {
     "the old trainer: generate()": (
         """PPOTrainer(PPOConfig("out", **tiny), model="models/sft").generate([])""",
         "no attribute 'generate' (use trainer.policy_model.generate(...), or train() with reward_funcs",
-    ),
-    "dataset=": (
-        """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward_len, dataset="saved")""",
-        "'dataset' (use train_dataset)",
-    ),
-    "reward_fn=": (
-        """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_fn=reward_len)""",
-        "'reward_fn' (use reward_funcs)",
-    ),
-    "an option in the trainer": (
-        """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward_len, kl_coef=0.1)""",
-        "'kl_coef' (it is an argument of PPOConfig)",
-    ),
-    "the reward in the config": (
-        """PPOConfig("out", reward_funcs=[reward_len])""",
-        "'reward_funcs' (it is an argument of PPOTrainer)",
     ),
     "a model made in place, without a tokenizer": (
         """
