@@ -35,7 +35,7 @@ FUNCTIONS = {"eval": "evaluate"}
 
 
 def print_commands() -> None:
-    """Print the commands, the ones for a first try first."""
+    """Print the commands, beginning with the commands for a first try."""
     from rich.console import Console
     from rich.table import Table
 
@@ -49,7 +49,7 @@ def print_commands() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a subcommand; only its own imports are loaded, none of torch or transformers for a short help.
+    """Run a subcommand with only its own imports; the short help imports neither torch nor transformers.
 
     Args:
         argv: The subcommand and its options; None takes the program's own.
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
             print_page(command, page)
             return
     options = ["--help" if word in ("--help-all", "--help_all") else word for word in options]
-    redact_in_place(sys.argv)  # `options` are a copy; trackers write these into files
+    redact_in_place(sys.argv)  # trackers write it into files; `options` is a copy
     module = importlib.import_module(COMMANDS[command][0])
     try:
         getattr(module, FUNCTIONS.get(command, command))(options)
@@ -97,7 +97,7 @@ def _show_traceback(kind: type[BaseException], error: BaseException, traceback: 
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "shipped"
-"""Directory of the files in a wheel; in a checkout they are beside the package."""
+"""Directory of the files in a wheel; in a checkout they are next to the package."""
 
 FOLDERS = {"accelerate_configs": ("*.yaml",), "examples": ("*.py", "*.yaml", "*.ipynb")}
 """Folders to write, and patterns of their files."""
@@ -220,8 +220,8 @@ def plot(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "runs",
         nargs="*",
-        help="Directory of a run or of a checkpoint. Each run is a line; runs that differ only in their seed are a "
-        "mean with a band of one standard deviation.",
+        help="Directory of a run or of a checkpoint. Each run is a line; runs that differ only in the seed are drawn "
+        "as their mean with a band of one standard deviation.",
     )
     parser.add_argument("--separately", action="store_true", help="Draw a line for each seed too.")
     parser.add_argument(
@@ -230,7 +230,7 @@ def plot(argv: Sequence[str] | None = None) -> None:
         action="append",
         default=[],
         metavar=("LABEL", "RUN"),
-        help="A label, and runs to average, whatever their differences.",
+        help="A label, and runs to average, even if they differ in more than the seed.",
     )
     parser.add_argument("--output", default="curves.png", help="File to write: PNG, SVG or PDF.")
     parser.add_argument(
@@ -294,5 +294,5 @@ def report_parser(prog: str = "rlhf-ppo report") -> CommandParser:
         "--judged", nargs="+", default=[], metavar="DIR",
         help="Further output directories of `rlhf-ppo judge`, besides the directory `judged` of each run.",
     )  # fmt: skip
-    parser.add_argument("--watch", action="store_true", help="rewrite it while a run lasts; the page reloads itself")
+    parser.add_argument("--watch", action="store_true", help="Rewrite it while a run lasts; the page reloads itself.")
     return parser

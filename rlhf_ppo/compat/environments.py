@@ -1,7 +1,7 @@
 """Environments of AITraining's `rl_env_type` and `rl_env_config`.
 
-An environment of one turn scores responses and ends them: `make_environment` returns reward functions for `PPOTrainer`
-and settings for `PPOConfig`.
+An environment of one turn scores responses and determines their end: `make_environment` returns reward functions for
+`PPOTrainer` and settings for `PPOConfig`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Helper functions of TRL's documented PPO interface, with the same argument names.
 
 The trainer uses explicit masks. These functions take padded ids and derive the mask from `ids != pad_token_id` unless
-one is passed: pass it if PAD is also a real token.
+a mask is passed: pass it if PAD is also a real token.
 """
 
 from __future__ import annotations
@@ -51,24 +51,22 @@ def generate(
     return torch.cat((queries, output.sequences[:, queries.shape[1] :]), dim=1), torch.stack(output.scores, dim=1)
 
 
-def _also_called(name: str, other: str, position: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Accept an argument under another name too."""
+def _accepts_batch_size(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept `local_rollout_forward_batch_size` as `batch_size` too."""
+    name = "local_rollout_forward_batch_size"
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if other in kwargs:
-                if name in kwargs or len(args) > position:
-                    raise TypeError(f"{function.__name__}: {other} and {name} are one argument; give one of them")
-                kwargs[name] = kwargs.pop(other)
-            return function(*args, **kwargs)
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "batch_size" in kwargs:
+            if name in kwargs or len(args) > 2:
+                raise TypeError(f"{function.__name__}: batch_size and {name} are one argument; give one of them")
+            kwargs[name] = kwargs.pop("batch_size")
+        return function(*args, **kwargs)
 
-        return call
-
-    return decorate
+    return call
 
 
-@_also_called("local_rollout_forward_batch_size", "batch_size", position=2)
+@_accepts_batch_size
 @torch.no_grad()
 def batch_generation(
     model: Generates,

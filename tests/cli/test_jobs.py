@@ -7,7 +7,7 @@ import math
 import shlex
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -111,7 +111,8 @@ EFFECTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def parsed(options: str) -> AutoTrainProject:
     """The project of a command line."""
-    params = HfArgumentParser(LLMTrainingParams).parse_args_into_dataclasses(shlex.split(options))[0]
+    parser: Any = HfArgumentParser(cast(Any, LLMTrainingParams))
+    (params,) = parser.parse_args_into_dataclasses(shlex.split(options))
     return AutoTrainProject(params)
 
 
