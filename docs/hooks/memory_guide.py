@@ -179,29 +179,29 @@ was measured on a GPU.
 | ZeRO-3 | `accelerate_configs/deepspeed_zero3.yaml`; `deepspeed_zero3_offload.yaml` uses the CPU, too |
 | FSDP2 | `accelerate_configs/fsdp2.yaml` |
 
-What does not fit: smaller micro-batches (`per_device_train_batch_size`, or `max_tokens_per_micro_batch`),
-fewer rows in generation (`local_rollout_forward_batch_size`), `offload_frozen`, an 8-bit optimizer (`optim`).
-`rlhf-ppo estimate` says the same of your own models, lengths and engine ([Command line](command-line.md)).
+If your run does not fit, use smaller micro-batches (`per_device_train_batch_size`, or `max_tokens_per_micro_batch`),
+fewer rows in generation (`local_rollout_forward_batch_size`), `offload_frozen`, or an 8-bit optimizer (`optim`).
+`rlhf-ppo estimate` gives you the same figures for your models, lengths and engine ([Command line](command-line.md)).
 
 ## Host memory and communication
 
-For the same runs on one node of 8 GPUs. *host*: GB of the node's own memory while models are loaded, where every
-process loads every model (DDP, ZeRO-1, ZeRO-2 and FSDP2). The other columns: GB that each GPU sends in an update of
-64 micro-batches and 4 optimizer steps, and how long that takes at 300 GB/s (NVLink in one node) and at 50 GB/s
-(400 Gbit/s for each GPU between nodes).
+The same runs on a node of 8 GPUs. *host*: GB of the node's memory during loading, if every
+process loads every model (DDP, ZeRO-1, ZeRO-2 and FSDP2). Other columns: GB that each GPU sends in an update of
+64 micro-batches and 4 optimizer steps, and the time at 300 GB/s (NVLink within a node) and at 50 GB/s
+(400 Gbit/s per GPU between nodes).
 
 {exchanges}
 
 ZeRO-2 reduces gradients for every micro-batch; ZeRO-3 and FSDP2 also gather all parameters for every forward and
-backward pass. They cost the same for a micro-batch of any size: use the largest that fits
-(`per_device_train_batch_size`; lower `gradient_accumulation_steps` by the same factor, and an update stays what it
-is). `rlhf-ppo estimate --device_memory 8e10` tells which fits. DDP and ZeRO-1 exchange gradients once for each
+backward pass. The cost of a micro-batch does not depend on its size: use the largest size that fits
+(`per_device_train_batch_size`; lower `gradient_accumulation_steps` by the same factor to keep the update the
+same). `rlhf-ppo estimate --device_memory 8e10` tells you the size. DDP and ZeRO-1 exchange gradients once per
 optimizer step. FSDP2 can keep parameters gathered between a forward and a backward pass
-(`fsdp_reshard_after_forward: false`), which saves a quarter of what it sends and needs all parameters on each
-GPU. There is no option to leave gradients unreduced until the last micro-batch of a step: FSDP2
-would keep them whole on each GPU, 4 bytes for each trained weight.
+(`fsdp_reshard_after_forward: false`), which saves a quarter of the traffic and needs all parameters on each
+GPU. There is no option to reduce gradients only at the last micro-batch of a step: FSDP2
+would keep whole gradients on each GPU, 4 bytes per trained weight.
 
-`python benchmarks/scale.py` simulates one rank of 8 and of 64 under FSDP2: the estimate agrees
+`python benchmarks/scale.py` simulates a rank of 8 and of 64 under FSDP2: the estimate agrees
 ([Many devices](distributed.md#at-scale)).
 """
 

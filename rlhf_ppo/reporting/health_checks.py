@@ -223,7 +223,7 @@ def _check(
     "first_ratio",
     "the importance ratio is not 1 before the first optimizer step of an update",
     "the models do not give the same log-probabilities twice: dropout or noise in a model, 16-bit rounding, or an "
-    "overridden step that evaluates tokens otherwise than it learns from them",
+    "overridden step that evaluates tokens in another way than it learns from them",
     ("compute in float32 (bf16=False)", "leave torch_compile off", "leave use_liger_kernel off"),
     thresholds=("first_logratio",),
 )
@@ -239,7 +239,7 @@ def _first_ratio(history: History, limits: HealthThresholds) -> str | None:
 @_check(
     "kl",
     "the KL to the reference is beyond its budget",
-    "the policy has left what the reference says, often for what the reward overrates",
+    "the policy has moved far from the reference, often towards responses that the reward overrates",
     ("raise kl_coef", "lower learning_rate", "lower num_ppo_epochs", "stop earlier (total_episodes)"),
     thresholds=("kl_per_token", "kl"),
 )
@@ -284,8 +284,8 @@ def _kl_growth(history: History, limits: HealthThresholds) -> str | None:
 @_check(
     "negative_kl",
     "the KL to the reference is far below 0",
-    "responses are not sampled from what the log-probabilities say: sampling is narrowed, or the policy makes "
-    "ever likelier for the reference what it makes less likely itself",
+    "sampling is narrower than the distribution of the log-probabilities, or the policy avoids responses that the "
+    "reference prefers",
     ("sample from all tokens (top_k=0)", "leave top_p at 1", "leave min_p unset", "lower learning_rate"),
 )
 def _negative_kl(history: History, limits: HealthThresholds) -> str | None:
@@ -301,7 +301,7 @@ def _negative_kl(history: History, limits: HealthThresholds) -> str | None:
 @_check(
     "clip_fraction",
     "much of each update is clipped",
-    "updates are so large that the ratio leaves the clip range, where the loss says nothing any more",
+    "updates are so large that the ratio leaves the clip range, where the loss has no gradient",
     ("lower learning_rate", "lower num_ppo_epochs", "lower num_mini_batches"),
 )
 def _clip_fraction(history: History, limits: HealthThresholds) -> str | None:
@@ -316,7 +316,7 @@ def _clip_fraction(history: History, limits: HealthThresholds) -> str | None:
 @_check(
     "entropy",
     "the policy has become sure of every token",
-    "entropy collapse: one way of answering has driven out all others, so that nothing new is tried",
+    "entropy collapse: a single way of answering has replaced all alternatives, so the policy no longer explores",
     ("raise kl_coef", "lower learning_rate", "raise temperature", "lower num_ppo_epochs"),
 )
 def _entropy(history: History, limits: HealthThresholds) -> str | None:
@@ -332,7 +332,7 @@ def _entropy(history: History, limits: HealthThresholds) -> str | None:
 @_check(
     "length_limit",
     "responses grow to the limit",
-    "the reward likes long responses, or what is cut is not punished",
+    "the reward prefers long responses, or truncated responses are not penalized",
     ("set missing_eos_penalty", "set missing_eos_score", "raise response_length", "raise kl_coef"),
 )
 def _length_limit(history: History, limits: HealthThresholds) -> str | None:
@@ -348,7 +348,8 @@ def _length_limit(history: History, limits: HealthThresholds) -> str | None:
 @_check(
     "length_shrinks",
     "responses shrink to a few tokens",
-    "an early end pays: the score or the KL of further tokens is negative, or the reward likes short responses",
+    "an early end is rewarded: the score or the KL of further tokens is negative, or the reward prefers short "
+    "responses",
     (
         "change kl_coef",
         "weigh a reward for substance higher (reward_weights)",
@@ -388,7 +389,7 @@ def _ended(history: History, limits: HealthThresholds) -> str | None:
 @_check(
     "repeated",
     "most prompts get the same response",
-    "mode collapse: one response scores well whatever the prompt",
+    "mode collapse: a single response scores well on every prompt",
     ("raise kl_coef", "lower learning_rate", "add a reward that reads the prompt (reward_weights)"),
     thresholds=("unique",),
 )
@@ -431,7 +432,7 @@ def _reward_variance(history: History, limits: HealthThresholds) -> str | None:
 @_check(
     "judge",
     "a held-out judge falls while the score rises",
-    "over-optimisation: the policy gets better at the reward, not at what it stands for",
+    "over-optimization: the policy raises the reward, but not the quality that the reward should measure",
     ("raise kl_coef", "keep the best model (load_best_model_at_end)", "stop earlier (total_episodes)"),
     reads="evaluations",
     thresholds=("judge_falls",),
@@ -468,7 +469,7 @@ def _reward_accuracy(history: History, limits: HealthThresholds) -> str | None:
 @_check(
     "win_rate",
     "the judge prefers the responses of the model that training started from",
-    "the policy exploits the reward, or the reward model does not know what the judge prefers",
+    "the policy exploits the reward, or the reward model does not share the judge's preferences",
     ("raise kl_coef", "lower learning_rate", "take a better reward model (reward_model_path)"),
     reads="judgements",
 )
@@ -516,7 +517,7 @@ def _critic(history: History, limits: HealthThresholds) -> str | None:
 @_check(
     "gradient_spike",
     "a gradient is many times as large as usual",
-    "a mini-batch with an extreme reward or ratio; it is clipped to max_grad_norm, but says that more may come",
+    "a mini-batch with an extreme reward or ratio; the gradient is clipped to max_grad_norm, but spikes may recur",
     ("bound the reward (score_clip)", "lower learning_rate", "lower max_grad_norm"),
 )
 def _gradient_spike(history: History, limits: HealthThresholds) -> str | None:
