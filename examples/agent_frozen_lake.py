@@ -1,0 +1,173 @@
+"""Teach a small language model to walk over Gymnasium's FrozenLake through text, from nothing, in about a minute.
+
+    pip install rlhf-ppo gymnasium
+    python examples/agent_frozen_lake.py
+    python examples/agent_frozen_lake.py --credit episode  # without a critic: the same credit for all tokens
+
+The model is made here: it first learns the format (a word and a stop token) from random play, then PPO trains it with
+0/1 at the goal. One update plays 128 episodes of at most 20 moves. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+
+from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.environments.text import text_environment
+
+MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
+WORDS = ["<pad>", "</s>", *MOVES, "what", "?", *map(str, range(8))]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer of a few words."""
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>")
+
+
+def make_player(tokenizer: PreTrainedTokenizerFast, size: int, seed: int, steps: int = 120) -> LlamaForCausalLM:
+    """Make a model that plays at random: it learns the format from random moves and random places."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=512, **sizes, **ends))
+    optimizer, dice = torch.optim.AdamW(model.parameters(), 1e-3), random.Random(seed)
+    words = {word: index for index, word in enumerate(WORDS)}
+    for _ in range(steps):
+        rows, labels = [], []
+        for _ in range(32):
+            row, label = list[int](), list[int]()
+            for _ in range(8):
+                place = [words[str(dice.randrange(size))], words[str(dice.randrange(size))]]
+                turn = [words[dice.choice([*MOVES])], words["</s>"]]
+                row += place + turn
+                label += [-100, -100, *turn]
+            rows.append(row)
+            labels.append(label)
+        loss: Any = model(input_ids=torch.tensor(rows), labels=torch.tensor(labels)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def make_lake(size: int, moves: int, slippery: bool, rate: float) -> Any:
+    """Make the game, which Gymnasium cuts after so many moves."""
+    import gymnasium
+
+    slips = {"success_rate": rate} if slippery else {}
+    name = f"{size}x{size}"
+    return gymnasium.make("FrozenLake-v1", map_name=name, is_slippery=slippery, max_episode_steps=moves, **slips)
+
+
+def place(observation: Any, environment: Any) -> str:
+    """Write a place as its row and column."""
+    size = environment.unwrapped.ncol
+    return f"{int(observation) // size} {int(observation) % size}"
+
+
+class OneCredit(PPOTrainer):
+    """Gives all tokens of an episode the same credit: its reward less the batch's mean, without a critic."""
+
+    def compute_advantages(self, rollout: Rollout, rewards: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the credit as advantages, and returns that nothing learns from."""
+        total = (rewards * rollout.loss_mask).sum(dim=1)
+        advantages = (total - total.mean())[:, None] * rollout.loss_mask
+        return advantages, torch.zeros_like(advantages)
+
+
+class Curve(TrainerCallback):
+    """Keeps the share of won episodes of each update."""
+
+    def __init__(self) -> None:
+        self.won: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Keep an update's share."""
+        if logs and "rewards/turns/mean" in logs:
+            self.won.append(logs["rewards/turns/mean"])
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """Train a player; return the curve and the share of held-out episodes that it wins."""
+    torch.set_num_threads(1)
+    tokenizer, curve = make_tokenizer(), Curve()
+    given = (options.size, options.moves, options.slippery, options.rate)
+    args = PPOConfig(
+        options.output_dir,
+        overwrite_output_dir=True,
+        max_steps=options.updates,
+        per_device_train_batch_size=128,
+        per_device_eval_batch_size=125,
+        response_length=options.moves * 4 + 8,
+        local_rollout_forward_batch_size=128,
+        stop_token="eos",
+        temperature=1.0,
+        gae_level=options.gae,
+        gamma=0.99,
+        lam=0.95,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        kl_coef=0.0 if options.credit == "episode" else 0.01,
+        vf_coef=0.0 if options.credit == "episode" else 0.5,
+        num_ppo_epochs=2,
+        num_mini_batches=4,
+        gradient_checkpointing=False,
+        num_sample_generations=0,
+        num_completions_to_keep=0,
+        save_strategy="no",
+        logging_steps=1,
+        report_to="none",
+        seed=options.seed,
+        use_cpu=True,
+        log_console="none",
+        disable_tqdm=True,
+    )
+    trainer = (OneCredit if options.credit == "episode" else PPOTrainer)(
+        args,
+        tokenizer,
+        make_player(tokenizer, options.size, options.seed),
+        eval_dataset=[{"prompt": ""}] * 500,
+        callbacks=[curve],
+        environment_factory=text_environment(lambda: make_lake(*given), place, MOVES, "what ? {observation}"),
+    )
+    start = time.process_time()
+    trainer.train()
+    seconds = time.process_time() - start
+    held_out = trainer.evaluate()["eval_rewards/turns/mean"]
+    reached = next((index + 1 for index, won in enumerate(curve.won) if won >= 0.9), None)
+    return {
+        **{"seed": options.seed, "credit": options.credit, "gae_level": options.gae, "held_out": round(held_out, 3)},
+        **{"episodes_to_0.9": None if reached is None else reached * 128, "cpu_seconds": round(seconds)},
+        "curve": [round(won, 2) for won in curve.won],
+    }
+
+
+def main() -> None:
+    """Train a player and print what it has learned."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--size", type=int, default=4, choices=(4, 8))
+    parser.add_argument("--moves", type=int, default=20, help="limit of moves")
+    parser.add_argument("--updates", type=int, default=31, help="updates of 128 episodes")
+    parser.add_argument("--slippery", action="store_true")
+    parser.add_argument("--rate", type=float, default=1 / 3, help="success_rate with --slippery")
+    parser.add_argument("--gae", default="turn", choices=("turn", "token"))
+    parser.add_argument("--credit", default="turn", choices=("turn", "episode"))
+    parser.add_argument("--output_dir", default="frozen_lake")
+    print(json.dumps(train(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()
