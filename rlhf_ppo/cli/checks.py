@@ -16,7 +16,14 @@ from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOScriptArguments, ch
 from rlhf_ppo.cli.errors import Problems
 from rlhf_ppo.cli.judge import check_judge, check_responses, load_rows
 from rlhf_ppo.cli.options import JudgeArguments
-from rlhf_ppo.cli.training import check_model, has_reward_model, load_tokenizer, resumed_checkpoint, text_columns
+from rlhf_ppo.cli.training import (
+    check_model,
+    has_reward_model,
+    load_tokenizer,
+    policy_tokenizer,
+    resumed_checkpoint,
+    text_columns,
+)
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.preferences import separate_prompts
@@ -24,7 +31,7 @@ from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column
 from rlhf_ppo.data.sources import choose_split, hold_out, load_splits
 from rlhf_ppo.rewards.resolve import check_reward_name
 
-__all__ = ["Problems", "check_judge_options", "check_ppo_options", "check_step_options", "check_trl_options", "parse"]
+__all__ = ["Problems", "check_step_options", "parse", "train_and_eval_rows"]
 
 IsComing = Callable[[str], bool]
 """Whether an earlier step of a pipeline writes a path, which does not exist yet."""
@@ -76,38 +83,46 @@ def _without_options(words: Sequence[str], message: str) -> list[str]:
     return kept
 
 
-# ---- PPO ----
+# ---- The commands ----
 
 
-def check_ppo_options(
-    problems: Problems,
-    script_args: PPOScriptArguments,
-    args: PPOConfig,
-    model_args: ModelConfig,
-    *,
-    coming: IsComing = _exists,
+def check_step_options(
+    problems: Problems, command: str, options: Any, *, coming: IsComing = _exists
 ) -> tuple[Any, Any]:
-    """Check data, models and reward functions of `rlhf-ppo train`.
+    """Check all data, models and rewards that the options of a command name; no weights are loaded.
 
     Args:
         problems: Gets the problems.
-        script_args: The options of the script.
-        args: The options of the trainer.
-        model_args: The options of the models.
-        coming: Tells which paths an earlier step writes.
+        command: "train", "sft", "reward" or "judge".
+        options: The parsed options: `JudgeArguments`, or the three groups of a training command.
+        coming: Tells which paths an earlier step of a pipeline writes.
 
     Returns:
-        The rows to train on and to evaluate on, as far as they were found.
+        The rows to train on and to evaluate on, if they could be loaded.
     """
+    if command == "judge":
+        _check_judge(problems, options, coming)
+        return None, None
+    args = options[1]
     if not coming(args.output_dir or ""):
         with problems.collecting():
-            check_start(output_directory(args), args.resume_from_checkpoint, args.overwrite_output_dir)
+            if command == "train":
+                check_start(output_directory(args), args.resume_from_checkpoint, args.overwrite_output_dir)
+            else:
+                resumed_checkpoint(args)
+    if command == "train":
+        return _check_ppo(problems, *options, coming)
+    return _check_trl(problems, command, *options, coming)
+
+
+def _check_ppo(
+    problems: Problems, script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig, coming: IsComing
+) -> tuple[Any, Any]:
     trusts, tokenizer = script_args.trust_remote_code, None
     if not coming(args.sft_model_path):
         with problems.collecting():
             check_model(args.sft_model_path, "sft_model_path", trusts)
-            path, argument = model_args.model_name_or_path, "model_name_or_path"
-            tokenizer = load_tokenizer(path or args.sft_model_path, trusts, argument if path else "sft_model_path")
+            tokenizer = policy_tokenizer(script_args, args, model_args)
     if has_reward_model(script_args, args) and not coming(args.reward_model_path):
         with problems.collecting():
             check_model(args.reward_model_path, "reward_model_path", trusts)
@@ -161,34 +176,14 @@ def first_row(dataset: Any) -> Mapping[str, Any] | None:
     return next(iter(dataset.take(1)), None)
 
 
-# ---- TRL's trainers ----
-
-
-def check_trl_options(
+def _check_trl(
     problems: Problems,
     command: str,
     script_args: DryRunScriptArguments,
     args: Any,
     model_args: ModelConfig,
-    *,
-    coming: IsComing = _exists,
+    coming: IsComing,
 ) -> tuple[Any, Any]:
-    """Check data and model of `rlhf-ppo sft` and `rlhf-ppo reward`.
-
-    Args:
-        problems: Gets the problems.
-        command: "sft" or "reward".
-        script_args: The options of the script.
-        args: The options of TRL's trainer.
-        model_args: The options of the model.
-        coming: Tells which paths an earlier step writes.
-
-    Returns:
-        The rows to train on and to evaluate on, as far as they were found.
-    """
-    if not coming(args.output_dir or ""):
-        with problems.collecting():
-            resumed_checkpoint(args)
     path = model_args.model_name_or_path
     if path is None or not coming(path):
         with problems.collecting():
@@ -222,17 +217,7 @@ def _check_first_texts(name: str | None, dataset: Any, alternatives: Sequence[se
             )
 
 
-# ---- Judge and steps of a pipeline ----
-
-
-def check_judge_options(problems: Problems, args: JudgeArguments, *, coming: IsComing = _exists) -> None:
-    """Check data, models and judge of `rlhf-ppo judge`; nothing is asked, run or loaded.
-
-    Args:
-        problems: Gets the problems.
-        args: The options.
-        coming: Tells which paths an earlier step writes.
-    """
+def _check_judge(problems: Problems, args: JudgeArguments, coming: IsComing) -> None:
     with problems.collecting():
         check_judge(args)
     paths = {name: getattr(args, name) for name in ("model", "opponent")}
@@ -246,20 +231,3 @@ def check_judge_options(problems: Problems, args: JudgeArguments, *, coming: IsC
                     load_tokenizer(path, args.trust_remote_code, argument)
     with problems.collecting():
         check_responses(args, load_rows(args))
-
-
-def check_step_options(problems: Problems, command: str, options: Any, *, coming: IsComing = _exists) -> None:
-    """Check the options of a command; see `check_ppo_options`, `check_trl_options` and `check_judge_options`.
-
-    Args:
-        problems: Gets the problems.
-        command: "train", "sft", "reward" or "judge".
-        options: The parsed options: `JudgeArguments`, or the three groups of a training command.
-        coming: Tells which paths an earlier step writes.
-    """
-    if command == "judge":
-        check_judge_options(problems, options, coming=coming)
-    elif command == "train":
-        check_ppo_options(problems, *options, coming=coming)
-    else:
-        check_trl_options(problems, command, *options, coming=coming)

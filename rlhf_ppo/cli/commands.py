@@ -14,7 +14,7 @@ from rlhf_ppo.cli.arguments import (
     PPOScriptArguments,
     quantization_options,
 )
-from rlhf_ppo.cli.checks import Problems, check_ppo_options, check_trl_options, parse, train_and_eval_rows
+from rlhf_ppo.cli.checks import Problems, check_step_options, parse, train_and_eval_rows
 from rlhf_ppo.cli.errors import program_name, user_errors
 from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
 from rlhf_ppo.cli.options import JudgeArguments
@@ -59,7 +59,7 @@ def train(argv: Sequence[str] | None = None) -> PPOTrainer:
     script_args, args, model_args = _parse(program, PPOScriptArguments, PPOConfig, argv, problems)
     if args.stop_token is None and args.stop_token_id is None:
         args.stop_token = "eos"
-    rows = check_ppo_options(problems, script_args, args, model_args)
+    rows = check_step_options(problems, "train", (script_args, args, model_args))
     problems.fail(program)
     with user_errors(program):
         trainer = scored_ppo_trainer(script_args, args, model_args, *rows)
@@ -145,7 +145,7 @@ def _train(command: str, config: type, make_trainer: Callable[..., Trainer], arg
     program = program_name(command, argv)
     problems = Problems()
     script_args, args, model_args = _parse(program, DryRunScriptArguments, config, argv, problems)
-    rows = check_trl_options(problems, command, script_args, args, model_args)
+    rows = check_step_options(problems, command, (script_args, args, model_args))
     problems.fail(program)
     with user_errors(program):
         if command == "reward" and rows[1] is None:

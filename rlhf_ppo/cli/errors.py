@@ -82,12 +82,10 @@ def user_errors(program: str) -> Iterator[None]:
     Raises:
         SystemExit: With code 2, after a user error.
     """
-    try:
+    problems = Problems()
+    with problems.collecting():
         yield
-    except USER_ERRORS as error:
-        if _is_of_users_module(error) or wants_tracebacks():
-            raise
-        fail(program, str(_described(error)))
+    problems.fail(program)
 
 
 class Problems:

@@ -59,12 +59,12 @@ def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> Wi
     Raises:
         SystemExit: An option, the data, a model or the judge is wrong; the message names it.
     """
-    from rlhf_ppo.cli.checks import check_judge_options, parse
+    from rlhf_ppo.cli.checks import check_step_options, parse
 
     problems = Problems()
     parser: Any = PPOArgumentParser(JudgeArguments, prog=prog)  # pyright: ignore[reportArgumentType]
     (args,) = parse(parser, argv, problems)
-    check_judge_options(problems, args)
+    check_step_options(problems, "judge", args)
     problems.fail(prog)
     with user_errors(prog):
         if not args.dry_run:

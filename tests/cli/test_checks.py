@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.cli import commands, judge
-from rlhf_ppo.cli.checks import check_ppo_options
+from rlhf_ppo.cli.checks import check_step_options
 from rlhf_ppo.cli.errors import Problems
 from rlhf_ppo.cli.main import main
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
@@ -129,7 +129,7 @@ def test_paths_that_an_earlier_step_writes_are_not_checked(here):
     options = commands.parse_options("ppo", "train", shlex.split(words), problems)
 
     with problems.section("ppo"):
-        check_ppo_options(problems, *options, coming=lambda path: path == "runs/reward")
+        check_step_options(problems, "train", options, coming=lambda path: path == "runs/reward")
 
     (message,) = problems.messages
     assert message.startswith("ppo: sft_model_path='runs/sft' could not be loaded")

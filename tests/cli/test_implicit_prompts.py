@@ -10,7 +10,7 @@ import pytest
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.arguments import DryRunScriptArguments
-from rlhf_ppo.cli.checks import Problems, check_trl_options, train_and_eval_rows
+from rlhf_ppo.cli.checks import Problems, check_step_options, train_and_eval_rows
 from rlhf_ppo.cli.judge import load_rows
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import RewardArguments
@@ -43,6 +43,6 @@ def test_every_reader_separates_the_prompt(name: str, reader: str, streaming: bo
         assert next(iter(held_out)).get("prompt") == expected[0]
     else:
         args = RewardArguments(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False)
-        found, _ = check_trl_options(Problems(), "reward", given, args, ModelConfig())
+        found, _ = check_step_options(Problems(), "reward", (given, args, ModelConfig()))
     first = next(iter(found))
     assert tuple(first.get(key) for key in ("prompt", "chosen", "rejected")) == expected
