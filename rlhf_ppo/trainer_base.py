@@ -89,7 +89,7 @@ from rlhf_ppo.training.rollouts import (
 )
 from rlhf_ppo.training.run_state import LoopState, RunState
 from rlhf_ppo.training.saving import CheckpointWriter, load_models, loading_without_policy_state, without_frozen
-from rlhf_ppo.training.search import Recipe, end_pruned, is_pruned, search
+from rlhf_ppo.training.search import Recipe, prune_if_due, search
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -807,9 +807,8 @@ class TrainerBase(Trainer):
         """Report an evaluation to Optuna; where it prunes the trial, end it on all ranks."""
         if self.hp_search_backend is not None and trial is not None:
             self.objective, self.objective_step = self.compute_objective(metrics.copy()), step
-            if is_pruned(trial, self.objective, step, self.accelerator):
-                self.callback_handler.on_train_end(self.args, self.state, self.control)
-                end_pruned()
+            end = partial(self.callback_handler.on_train_end, self.args, self.state, self.control)
+            prune_if_due(trial, self.objective, step, self.accelerator, end)
 
     # ---- The hub ----
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 5
-"""With how many skipped updates in a row `on_divergence="skip"` stops after all."""
+"""Number of skipped updates in a row after which `on_divergence="skip"` stops."""
 
 MAX_OVERFLOWS_IN_A_ROW = 25
-"""With how many optimizer steps in a row that fp16's loss scaling leaves out a run stops; each halves the scale."""
+"""Number of steps in a row that fp16's loss scaling skips before a run stops; each halves the scale."""
 
 _LARGE_LEARNING_RATE = 1e-3
 _LARGE_COEFFICIENT = 1e3
@@ -47,22 +47,22 @@ _FIGURES = {
     "loss/policy_avg": "the policy loss",
     "loss/value_avg": "the value loss",
 }
-"""What is watched of an optimizer step, in the order in which it is computed; the loss and the gradient come last."""
+"""Checked quantities of an optimizer step in the order of their computation; loss and gradient norm follow."""
 
 
 class DivergenceError(ValueError):
-    """Something that training computes with is not finite: the message says what, when, why, and how to go on."""
+    """A value of training is not finite. The message names the value, the update, the cause and the next step."""
 
 
 @dataclass
 class Skipped:
-    """What was left out so far; part of a checkpoint.
+    """Counts of `on_divergence="skip"`; part of a checkpoint.
 
     Attributes:
-        rows: Responses of all ranks.
+        rows: Responses left out, on all ranks.
         updates: Updates in which optimizer steps were left out.
-        in_a_row: Such updates since the last complete one.
-        overflows_in_a_row: Optimizer steps that fp16's loss scaling left out since the last one that was taken.
+        in_a_row: Skipped updates since the last complete update.
+        overflows_in_a_row: Optimizer steps skipped by fp16's loss scaling since the last step that was taken.
     """
 
     rows: int = 0
@@ -72,25 +72,25 @@ class Skipped:
 
 
 class DivergenceGuard:
-    """Watches one run's scores, log-probabilities, KL, values, advantages, losses, gradients and weights.
+    """Check scores, log-probabilities, KL, values, advantages, losses, gradients and weights of a run.
 
-    What `on_divergence` says happens with what is not finite: "stop" raises, on all ranks together; "skip" leaves out
-    a response whose score, log-probability, KL or value is not finite, and the rest of an update in which a loss or
-    gradient is not. Weights that are not finite always raise, before anything is saved.
+    With `on_divergence="stop"` a value that is not finite raises, on all ranks together. With "skip", responses with
+    such values are left out, and so is the rest of an update whose loss or gradient is not finite. Weights that are
+    not finite always raise, before anything is saved.
 
     Args:
         args: The arguments.
-        accelerator: Knows the processes and the precision.
-        reduce_sum: Adds a tensor up over all ranks.
-        model: Policy and value model, unwrapped: its weights' names are those in errors.
-        moment: Tells for an error what the models run for, such as "update 3".
-        num_updates: Tells how many updates are done.
+        accelerator: Gives the processes and the precision.
+        reduce_sum: Sums a tensor over all ranks.
+        model: Policy and value model, unwrapped; errors use the names of its weights.
+        moment: Returns the current position for errors, such as "update 3".
+        num_updates: Returns the number of completed updates.
 
     Attributes:
-        skipped: What was left out so far.
-        last_checkpoint: Where the run was last saved or resumed from.
-        left_out: Why responses of this update were left out, one reason for each of this rank's.
-        num_steps: Optimizer steps of this update that were allowed.
+        skipped: Counts of this run.
+        last_checkpoint: Checkpoint that the run last wrote or resumed from.
+        left_out: A reason for each response of this rank that was left out of the current update.
+        num_steps: Allowed optimizer steps of the current update.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class DivergenceGuard:
         self.start(Skipped())
 
     def start(self, skipped: Skipped) -> None:
-        """Begin a run, or go on with one that has left something out."""
+        """Start with the counts of a new or resumed run."""
         self.skipped = skipped
         self._begin_update()
 
@@ -118,7 +118,7 @@ class DivergenceGuard:
 
     @property
     def skips(self) -> bool:
-        """Whether what is not finite is left out rather than raised."""
+        """Whether values that are not finite are left out instead of raised."""
         return self.args.on_divergence == "skip"
 
     @property
@@ -129,7 +129,7 @@ class DivergenceGuard:
     # ---- Rollout ----
 
     def refuse(self, reason: str) -> None:
-        """Leave out a response whose score cannot be used; called by the reward, which then takes it for unscored.
+        """Leave out a response with an invalid score; the reward source then treats it as unscored.
 
         Raises:
             DivergenceError: `on_divergence` is "stop".
@@ -139,10 +139,10 @@ class DivergenceGuard:
         self.left_out.append(reason)
 
     def checked_rollout(self, rollout: Rollout) -> Rollout:
-        """Return a rollout without what is not finite: responses that are left out count as unscored.
+        """Return the rollout, with responses that are not finite marked as unscored.
 
         Raises:
-            DivergenceError: `on_divergence` is "stop" and something is not finite, on any rank.
+            DivergenceError: `on_divergence` is "stop", and a value of any rank is not finite.
         """
         finite = _finite_rows(rollout, self.args.kl_estimator)
         return self._checked(rollout, finite, ~rollout.scores.isnan(), _without)
@@ -151,7 +151,7 @@ class DivergenceGuard:
         """Return the experience without responses whose advantages or returns are not finite.
 
         Raises:
-            DivergenceError: `on_divergence` is "stop" and something is not finite, on any rank.
+            DivergenceError: `on_divergence` is "stop", and a value of any rank is not finite.
         """
         finite = {
             "the returns (rewards minus kl_coef times KL, summed)": _all_finite(experience.returns),
@@ -172,7 +172,7 @@ class DivergenceGuard:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Tell of logits that nothing can be sampled from what their cause is, and how to go on."""
+        """Add the cause and the next step to errors about logits that are not finite."""
         try:
             yield
         except NonFiniteLogitsError as error:
@@ -181,22 +181,22 @@ class DivergenceGuard:
     # ---- Learning ----
 
     def allows_step(self, statistics: UpdateStatistics, num_parts: int, loss: Tensor, grad_norm: Any) -> bool:
-        """Tell whether an optimizer step may be taken, with one exchange and one reading from the device.
+        """Return whether an optimizer step may be taken, with one exchange and one read from the device.
 
-        A gradient that fp16's loss scaling made overflow is no divergence: the scaler itself leaves the step out.
+        An overflow of gradients under fp16's loss scaling is no divergence: the scaler skips that step.
 
         Args:
             statistics: Holds the sums of the step's micro-batches, the last `num_parts`.
-            num_parts: How many micro-batches the step has.
-            loss: This rank's loss, as it was propagated back.
-            grad_norm: The gradients' norm before clipping.
+            num_parts: Number of micro-batches of the step.
+            loss: This rank's loss.
+            grad_norm: Gradient norm before clipping.
 
         Returns:
-            False if something is not finite; the rest of the update is then to be left out.
+            False if a value is not finite; the caller then leaves out the rest of the update.
 
         Raises:
-            DivergenceError: `on_divergence` is "stop" and something is not finite, or fp16 overflowed
-                `MAX_OVERFLOWS_IN_A_ROW` times.
+            DivergenceError: `on_divergence` is "stop" and a value is not finite, or fp16 overflowed
+                `MAX_OVERFLOWS_IN_A_ROW` times in a row.
         """
         sums = torch.stack(statistics.sums[-num_parts:]).sum(dim=0)
         watched = [sums[UpdateStatistics.KEYS.index(key)] for key in _FIGURES]
@@ -223,13 +223,13 @@ class DivergenceGuard:
             raise DivergenceError(self._told(reason, self._cause()))
 
     def finish_update(self) -> dict[str, float]:
-        """Count and say what was left out of an update; every rank calls this.
+        """Count and log the responses and steps left out of an update; every rank calls this.
 
         Returns:
-            The totals of the run, for the log, with "skip"; else nothing.
+            Totals of the run for the log with "skip", else nothing.
 
         Raises:
-            DivergenceError: As many updates in a row as `MAX_SKIPPED_IN_A_ROW` were skipped.
+            DivergenceError: `MAX_SKIPPED_IN_A_ROW` updates in a row were skipped.
         """
         left_out, cut_by, took_steps = self.left_out, self._cut_by, self.num_steps > 0
         self._begin_update()
@@ -252,7 +252,7 @@ class DivergenceGuard:
 
     @contextmanager
     def apart_from_updates(self) -> Iterator[None]:
-        """Count what an evaluation leaves out to no update."""
+        """Keep the counts of an evaluation apart from those of updates."""
         kept, self.left_out = self.left_out, []
         try:
             yield
@@ -262,7 +262,7 @@ class DivergenceGuard:
             self.left_out = kept
 
     def say_what_was_skipped(self) -> None:
-        """Tell at the end of a run what was left out of it, if anything."""
+        """Log at the end of a run how many responses and updates were left out."""
         if self.skipped.rows or self.skipped.updates:
             logger.warning(
                 f"on_divergence='skip' left out {self.skipped.rows} responses, and steps of {self.skipped.updates} "
@@ -272,13 +272,13 @@ class DivergenceGuard:
     # ---- Weights ----
 
     def check_weights(self, together: bool = True) -> None:
-        """Make sure that every weight is finite, before any is saved.
+        """Check that every weight is finite; called before any is saved.
 
         Args:
-            together: Whether every rank calls this, so that one rank's error is raised on all.
+            together: Whether every rank calls this, so that an error of one rank is raised on all.
 
         Raises:
-            DivergenceError: One is not.
+            DivergenceError: A weight is not finite.
         """
         if together:
             with raise_on_all_ranks(self.accelerator):
@@ -289,7 +289,7 @@ class DivergenceGuard:
                 f"{self._going_on()}"
             )
 
-    # ---- Saying it ----
+    # ---- Messages ----
 
     def _sum_of(self, number: int) -> int:
         return int(self.reduce_sum(torch.tensor(float(number), device=self.accelerator.device)))
@@ -299,7 +299,7 @@ class DivergenceGuard:
         logger.warning(f"Left out {len(told)} responses of {self.moment()}; the first because {told[0]}.")
 
     def _told(self, reason: str, cause: str | None = None) -> str:
-        """Put the whole sentence together: when, what, why, and how to go on."""
+        """Build the error message: position, value, cause, next step."""
         advice = "" if self.skips else "; on_divergence='skip' leaves out what is not finite instead"
         why = reason if cause is None else f"{reason}; {cause}"
         return f"{self.moment()}: {why}. Nothing of it was saved; {self._going_on()}{advice}"
@@ -311,7 +311,7 @@ class DivergenceGuard:
         return f"the last good checkpoint is {saved}: go on with resume_from_checkpoint={saved!r}"
 
     def _cause(self) -> str:
-        """Name the likely cause: weights that are not finite already, and the settings."""
+        """Return the likely cause: weights that are not finite already, and unusual settings."""
         found = weights_not_finite(self.model)
         return f"the cause: {_weights(found)}; {self._settings()}" if found else self._settings()
 
@@ -341,7 +341,7 @@ def _all_finite(values: Tensor) -> Tensor:
 
 
 def _finite_rows(rollout: Rollout, kl_estimator: str) -> dict[str, Tensor]:
-    """Tell of each figure of a rollout, in the order in which it is computed, in which rows it is finite, `(B,)`."""
+    """Return for each quantity of a rollout, in order of computation, which rows are finite, `(B,)`."""
     ref_logprobs, of_reference = rollout.ref_logprobs, dict[str, Tensor]()
     kl = masked_kl(rollout, kl_estimator)
     if ref_logprobs is not None and kl is not None:
@@ -358,7 +358,7 @@ def _finite_rows(rollout: Rollout, kl_estimator: str) -> dict[str, Tensor]:
 
 
 def _first_of_each_row(names: Sequence[str], of_figures: Tensor) -> dict[int, tuple[int, str]]:
-    """Name each bad row's first figure that is not finite, with its place in the order."""
+    """Return for each bad row the index and name of its first quantity that is not finite."""
     bad = (~of_figures).cpu()
     rows: list[int] = bad.any(dim=0).nonzero().flatten().tolist()  # pyright: ignore[reportUnknownMemberType]
     first = {row: int(bad[:, row].int().argmax()) for row in rows}
@@ -366,7 +366,7 @@ def _first_of_each_row(names: Sequence[str], of_figures: Tensor) -> dict[int, tu
 
 
 def _without(rollout: Rollout, rows: Tensor) -> Rollout:
-    """Make rows count as unscored, and finite."""
+    """Mark rows of a rollout as unscored, and make them finite."""
 
     def cleared(values: Tensor) -> Tensor:
         return values.masked_fill(rows[:, None] if values.dim() == 2 else rows, 0.0)
@@ -384,7 +384,7 @@ def _without(rollout: Rollout, rows: Tensor) -> Rollout:
 
 
 def _without_experience(experience: Experience, rows: Tensor) -> Experience:
-    """Mask rows out, and make them finite: 0 times NaN is NaN in a backward pass."""
+    """Mask out rows of an experience, and make them finite: 0 times NaN is NaN in a backward pass."""
     names = ("advantages", "returns")
     return replace(
         experience,
@@ -394,17 +394,17 @@ def _without_experience(experience: Experience, rows: Tensor) -> Experience:
 
 
 class SignalStop:
-    """Ends a run after a signal.
+    """End a run after a signal, with a checkpoint.
 
-    A rollout that is given up leaves the run where the update before has left it, the random numbers included.
-    Learning that is given up leaves it after the last optimizer step: the resumed run finishes it. It also makes
-    the sample table or the evaluation that was given up.
+    An interrupted rollout is dropped: the checkpoint has the state after the update before it, including random
+    numbers. Interrupted learning is saved after its last optimizer step, and the resumed run finishes it. The resumed
+    run also repeats an interrupted sample table or evaluation.
 
     Args:
         run: The run.
-        learning: Knows the partial update.
-        save: Saves a checkpoint of the prepared model and the trial.
-        stop_rewards: Gives up rewards that are being computed.
+        learning: Holds the partial update.
+        save: Saves a checkpoint; takes the prepared model and the trial.
+        stop_rewards: Cancels pending rewards.
     """
 
     def __init__(
@@ -418,7 +418,7 @@ class SignalStop:
 
     @contextmanager
     def saving(self, model: nn.Module, trial: Any) -> Iterator[None]:
-        """End the block where a signal wants the run to end, with a checkpoint of what cannot be made again."""
+        """Catch `Stopped` in the block, and write a checkpoint."""
         self.run.streams.mark()
         try:
             yield
@@ -428,7 +428,7 @@ class SignalStop:
             self.save_where_it_stopped(model, trial)
 
     def save_where_it_stopped(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint of the last mark, unless it is there."""
+        """Write a checkpoint of the last mark, unless it exists."""
         run = self.run
         name = self.learning.checkpoint_name(run.state.global_step)
         checkpoint, last = os.path.join(output_directory(run.args), name), run.guard.last_checkpoint
@@ -446,14 +446,14 @@ class SignalStop:
             self.run.progress.due.append("evaluation")
 
     def after_event(self, event: str) -> None:
-        """Fire an event at the end of an update or a pass; a run that is to end leaves the evaluation to the next."""
+        """Fire an event at the end of an update or a pass; after a signal, leave a due evaluation to the next run."""
         self.run.fire(event)
         self.run.streams.mark()
         if self.run.signals.stopped is not None:
             self._leave_evaluation()
 
     def end(self, number: int) -> NoReturn:
-        """Say where the run has ended, and end it.
+        """Log the position and the checkpoint of a run that a signal ended, and end it.
 
         Raises:
             RunStopped: Always.
@@ -473,19 +473,19 @@ class SignalStop:
 
 
 def awaited(num_updates: int, phase: str, is_saving: bool, keeps_partial_update: bool) -> str:
-    """Say what is finished before a signal ends the run.
+    """Return for the log the work that is finished before a signal ends the run.
 
     Args:
-        num_updates: Updates that are done.
-        phase: The phase that runs now.
+        num_updates: Number of completed updates.
+        phase: The current phase.
         is_saving: Whether a checkpoint is being written.
-        keeps_partial_update: Whether what is learned of an update can be kept.
+        keeps_partial_update: Whether a partial update can be saved.
     """
     if is_saving:
         return f"the run ends when checkpoint-{num_updates} is written"
     if phase == "learn" and keeps_partial_update:
         return "the run ends with a checkpoint after the current pass of learning"
-    if phase == "learn":  # by an overridden `learn`, or of an `Experience` of the user's own
+    if phase == "learn":  # of an overridden `learn`, or of a subclass of `Experience`
         update = num_updates + 1
         return f"the run ends with a checkpoint when update {update} is learned, whose steps cannot be taken back"
     return f"the run ends with a checkpoint of update {num_updates} after the current pass or reward"

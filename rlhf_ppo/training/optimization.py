@@ -1,4 +1,4 @@
-"""Optimizer and schedule, which follow this run's arguments, resumed or not."""
+"""Optimizer and schedule; a resumed run uses the settings of its own arguments."""
 
 from __future__ import annotations
 
@@ -8,32 +8,29 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers.optimization import GreedyLR
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import settings_of
 
 Changes = dict[str, tuple[Any, Any]]
-"""Name of a setting: what it was, and what it is."""
+"""Values before and now, by the name of the setting."""
 
 _MISSING = "not set"
+_SCHEDULERS = (LRScheduler, GreedyLR)
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """Compare settings by name.
+    """Return the settings that differ, by name.
 
     Args:
-        before: The checkpoint's.
-        now: This run's.
-
-    Returns:
-        Those that differ.
+        before: Settings in the checkpoint.
+        now: Settings of this run.
     """
     names = sorted(before.keys() | now.keys())
     pairs = {name: (before.get(name, _MISSING), now.get(name, _MISSING)) for name in names}
@@ -41,23 +38,23 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 
 def describe_changes(changed: Changes) -> str:
-    """Write changes for a log: `learning_rate=0.0005 (was 0.001), ...`."""
+    """Format changes for a log: `learning_rate=0.0005 (was 0.001), ...`."""
     return ", ".join(f"{name}={_short(now)} (was {_short(before)})" for name, (before, now) in changed.items())
 
 
 def _short(value: Any) -> Any:
-    """One value for all parameter groups where they agree."""
+    """Return one value if all parameter groups agree."""
     return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
 
 
 class Settings:
-    """What a scheduler and its optimizer's groups are set to, taken when the scheduler is new.
+    """Initial settings of a scheduler and of its optimizer's parameter groups.
 
     Args:
-        scheduler: The scheduler, with its `optimizer`, before any step and before any checkpoint is loaded.
+        scheduler: A new scheduler with its `optimizer`, before any step and before a checkpoint is loaded.
 
     Attributes:
-        arguments: Further settings, of the run.
+        arguments: Further settings of the run.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -74,26 +71,26 @@ class Settings:
         return [float(group.get("initial_lr", group["lr"])) for group in self._groups]
 
     def recorded(self) -> dict[str, Any]:
-        """Return all settings by name, as JSON gives them back; those of parameter groups are lists."""
+        """Return all settings by name, as JSON values; settings of parameter groups are lists."""
         names = {name for group in self._groups for name in group} - {"lr", "initial_lr"}
         of_groups = {name: [group.get(name) for group in self._groups] for name in sorted(names)}
         settings = {**_constants(self._state), **of_groups, "learning_rate": self._base_rates, **self.arguments}
         return {name: json.loads(json.dumps(value)) for name, value in settings.items() if _is_json(value)}
 
     def put_in_force(self, changed: Changes, num_steps: int) -> None:
-        """Replace what a checkpoint has brought by these settings, where they changed.
+        """Replace loaded settings that changed by the settings of this run.
 
-        A schedule goes on as if it had been this one from the start. One that follows a metric keeps what it has
-        learned from it: its rates change by the factor by which the first ones did.
+        A schedule continues as if it had these settings from the start. A schedule that follows a metric keeps its
+        state; its learning rates are scaled by the ratio of the initial ones.
 
         Args:
-            changed: What differs from the checkpoint's.
-            num_steps: Steps that the scheduler has taken.
+            changed: Settings that differ from the checkpoint's.
+            num_steps: Number of steps that the scheduler has taken.
         """
         groups = self.scheduler.optimizer.param_groups
         for group, own in zip(groups, self._groups, strict=True):
             group.update({name: copy.deepcopy(own[name]) for name in changed if name in own})
-        if isinstance(self.scheduler, ReduceLROnPlateau | GreedyLR):
+        if follows_metric(self.scheduler):
             vars(self.scheduler).update({name: self._state[name] for name in changed if name in self._state})
             before = changed.get("learning_rate", (self._base_rates, None))[0]
             for group, old, new in zip(groups, before, self._base_rates, strict=True):
@@ -121,7 +118,7 @@ def _set_rate(group: dict[str, Any], rate: Any) -> None:
 
 
 def _constants(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out of a new scheduler's state what only counts, and the rates, which stand with the groups."""
+    """Return the constant part of a new scheduler's state, without counters and learning rates."""
     counted = "last_epoch", "base_lrs"
     return {name: value for name, value in state.items() if not name.startswith("_") and name not in counted}
 
@@ -135,13 +132,13 @@ def _is_json(value: Any) -> bool:
 
 
 MakeOptimizer = Callable[[list[tuple[str, Parameter]]], Optimizer]
-"""Takes the names and parameters that are trained, `policy...` and `value_model...`; returns the optimizer."""
+"""Takes names (`policy...`, `value_model...`) and trainable parameters; returns the optimizer."""
 
 MakeScheduler = Callable[[Optimizer, int], Any]
 """Takes the optimizer and the number of PPO updates; returns the scheduler."""
 
 Optimizers = tuple[Optimizer | MakeOptimizer | None, Any]
-"""Optimizer and scheduler, or the functions that make them."""
+"""Optimizer and scheduler, or functions that make them."""
 
 _FIX = (
     "pass optimizers=(make_optimizer, None), where make_optimizer takes the trainer's own list of (name, parameter) "
@@ -150,37 +147,37 @@ _FIX = (
 
 
 class Optimization:
-    """The optimizer over all that is trained, and the schedule of the run's own arguments.
+    """The optimizer over all trainable parameters, and the schedule.
 
     Args:
-        optimizers: Optimizer and scheduler, each an instance, a function that makes one, or None.
+        optimizers: Optimizer and scheduler; each is an instance, a function that makes one, or None.
 
     Attributes:
         given: The instances among them, for Trainer.
-        policy_groups: Which groups are the policy's, where DeepSpeed runs and critic warm-up holds these.
+        policy_groups: Indices of the policy's parameter groups, if critic warm-up holds them under DeepSpeed.
 
     Raises:
-        TypeError: It is no pair, or holds something else.
-        ValueError: The scheduler is of another optimizer.
+        TypeError: `optimizers` is no such pair.
+        ValueError: The scheduler belongs to another optimizer.
     """
 
     def __init__(self, optimizers: Optimizers) -> None:
         optimizer, scheduler = checked_pair(optimizers)
-        self.given = (optimizer if _is_optimizer(optimizer) else None, scheduler if _is_scheduler(scheduler) else None)
-        self._make_optimizer: MakeOptimizer | None = None if _is_optimizer(optimizer) else optimizer
-        self._make_scheduler: MakeScheduler | None = None if _is_scheduler(scheduler) else scheduler
+        self._make_optimizer: MakeOptimizer | None = None if isinstance(optimizer, Optimizer) else optimizer
+        self._make_scheduler: MakeScheduler | None = None if isinstance(scheduler, _SCHEDULERS) else scheduler
+        self.given = (None if self._make_optimizer else optimizer, None if self._make_scheduler else scheduler)
         self._settings: Settings | None = None
         self._is_deepspeed, self.policy_groups = False, list[int]()
 
     def check(self, model: nn.Module, accelerator: Accelerator) -> None:
-        """Check the optimizer that was given, and that DeepSpeed neither replaces it nor steps the scheduler itself.
+        """Check a given optimizer, and that DeepSpeed neither replaces it nor steps the scheduler.
 
         Args:
             model: The `PolicyAndValue`.
-            accelerator: Knows DeepSpeed's configuration.
+            accelerator: Gives DeepSpeed's configuration.
 
         Raises:
-            ValueError: It holds other parameters than the model's, or DeepSpeed does.
+            ValueError: The optimizer does not hold the model's parameters, or DeepSpeed has its own.
         """
         optimizer = self.given[0]
         if optimizer is not None:
@@ -202,27 +199,27 @@ class Optimization:
             )
 
     def made_optimizer(self, model: nn.Module) -> Optimizer | None:
-        """Make the optimizer by the function that was given; None if there is none.
+        """Make the optimizer with the given function; return None without one.
 
         Args:
             model: The prepared model.
 
         Raises:
-            TypeError: The function returned something else.
-            ValueError: Its optimizer misses trainable parameters, or holds others.
+            TypeError: The function returned no optimizer.
+            ValueError: Its optimizer lacks trainable parameters, or holds foreign ones.
         """
         if self._make_optimizer is None:
             return None
         optimizer = self._make_optimizer(_trainable(model))
-        if not _is_optimizer(optimizer):
+        if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizers[0] returned {type(optimizer).__name__}, not a torch optimizer")
         check_covers(optimizer, model)
         return optimizer
 
     def rated(self, optimizer: Optimizer, model: nn.Module, args: PPOConfig) -> Optimizer:
-        """Give the value model's parameters the rate of `args.critic_learning_rate`, if there is one.
+        """Apply `args.critic_learning_rate` to the value model's parameters.
 
-        Under DeepSpeed, which makes one tensor of a group, critic warm-up too needs groups of their own.
+        Under DeepSpeed, which flattens each group, critic warm-up needs separate groups too.
         """
         is_held = self._is_deepspeed and args.critic_warmup_steps > 0
         if is_held or args.critic_learning_rate is not None:
@@ -234,11 +231,11 @@ class Optimization:
         return optimizer
 
     def made_scheduler(self, optimizer: Optimizer, num_updates: int) -> Any:
-        """Make the scheduler by the function that was given; None if there is none."""
+        """Make the scheduler with the given function; return None without one."""
         return None if self._make_scheduler is None else self._make_scheduler(optimizer, num_updates)
 
     def take(self, scheduler: Any, args: PPOConfig, num_updates: int) -> None:
-        """Take down what a new scheduler and its optimizer are set to, before any checkpoint is loaded."""
+        """Record the settings of a new scheduler and its optimizer, before a checkpoint is loaded."""
         if self._settings is None or self._settings.scheduler is not scheduler:
             self._settings = Settings(scheduler)
         self._settings.arguments = {
@@ -250,53 +247,48 @@ class Optimization:
 
     def recorded(self) -> dict[str, Any]:
         """Return all settings by name, for checkpoints."""
-        return self._noted().recorded()
-
-    def _noted(self) -> Settings:
-        if self._settings is None:
-            raise RuntimeError("there is no scheduler yet, whose settings could be told")
-        return self._settings
+        assert self._settings is not None, "create_scheduler comes first"
+        return self._settings.recorded()
 
     def put_in_force(self, before: Mapping[str, Any], num_updates: int) -> str | None:
-        """Put this run's settings in force where a checkpoint that was loaded has brought others.
+        """Apply this run's settings where a loaded checkpoint has others.
 
         Args:
-            before: The checkpoint's settings; empty if it knows none.
-            num_updates: Updates that are done.
+            before: Settings in the checkpoint; empty if unknown.
+            num_updates: Number of completed updates.
 
         Returns:
-            What has changed, or None.
+            A description of the changes, or None.
         """
-        settings = self._noted()
-        changed = changes(before, settings.recorded()) if before else {}
-        if not changed:
+        changed = changes(before, self.recorded()) if before else {}
+        if not changed or (settings := self._settings) is None:
             return None
         settings.put_in_force(changed, num_updates)
         return describe_changes(changed)
 
 
 def follow_metric(args: PPOConfig) -> None:
-    """Let a schedule that follows a metric follow it upwards where greater is better."""
+    """Set the mode of a schedule that follows a metric: max if greater is better."""
     if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         mode = "max" if args.greater_is_better else "min"
         args.lr_scheduler_kwargs = {"mode": mode} | (settings_of(args.lr_scheduler_kwargs) or {})
 
 
 def follows_metric(scheduler: Any) -> bool:
-    """Tell whether a scheduler steps with each evaluation's metric, and not with each update."""
-    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR)
+    """Return whether a scheduler steps after each evaluation instead of after each update."""
+    return isinstance(scheduler, ReduceLROnPlateau | GreedyLR)
 
 
 def with_critic_groups(optimizer: Optimizer, model: nn.Module, rate: float | None) -> Optimizer:
-    """Give the value model's parameters groups of their own, with their own learning rate and the same schedule.
+    """Move the value model's parameters into groups of their own, with the same schedule.
 
     Args:
-        optimizer: A new optimizer over both models, or one that this was done to.
+        optimizer: A new optimizer over both models, or one with these groups already.
         model: The prepared `PolicyAndValue`.
-        rate: The value model's learning rate; None leaves them the one that they have.
+        rate: The value model's learning rate; None keeps the current one.
 
     Raises:
-        ValueError: The optimizer holds none of the value model's parameters in its groups.
+        ValueError: No parameter group holds parameters of the value model.
     """
     critic = _critic_parameters(model)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -314,24 +306,24 @@ def with_critic_groups(optimizer: Optimizer, model: nn.Module, rate: float | Non
 
 
 def check_prepared(optimizer: Optimizer, model: nn.Module, args: PPOConfig, is_sharding: bool) -> None:
-    """Check, before the first update, the optimizer that the run has come to.
+    """Check the final optimizer before the first update.
 
     Args:
         optimizer: The prepared optimizer.
         model: The prepared model.
         args: The arguments.
-        is_sharding: Whether DeepSpeed or FSDP runs, which put tensors of their own into the optimizer.
+        is_sharding: Whether DeepSpeed or FSDP runs, which replace the optimizer's tensors.
 
     Raises:
-        ValueError: It misses trainable parameters, or holds others.
+        ValueError: It lacks trainable parameters, or holds foreign ones.
     """
-    layer_by_layer = any(part in args.optim for part in ("layerwise", "lomo"))  # which put none into it
+    layer_by_layer = any(part in args.optim for part in ("layerwise", "lomo"))  # these optimizers hold no parameters
     if not is_sharding and not layer_by_layer:
         check_covers(optimizer, model)
 
 
 def check_covers(optimizer: Optimizer, model: nn.Module) -> None:
-    """Check that an optimizer holds every trainable parameter of a model, and none of another.
+    """Check that an optimizer holds every trainable parameter of a model, and no foreign one.
 
     Args:
         optimizer: The optimizer.
@@ -361,7 +353,7 @@ def _critic_parameters(model: nn.Module) -> set[int]:
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, Parameter]]:
-    own = "policy.", "value_model."  # wrappers put more before it
+    own = "policy.", "value_model."  # wrappers add prefixes
     return [
         (name[min((name.index(part) for part in own if part in name), default=0) :], parameter)
         for name, parameter in model.named_parameters()
@@ -373,29 +365,21 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, Optimizer)
-
-
-def _is_scheduler(value: Any) -> bool:
-    return isinstance(value, torch.optim.lr_scheduler.LRScheduler | GreedyLR)
-
-
 def checked_pair(optimizers: Any) -> tuple[Any, Any]:
-    """Return optimizer and scheduler, each an instance, a function that makes one, or None.
+    """Return optimizer and scheduler; each is an instance, a function that makes one, or None.
 
     Raises:
-        TypeError: It is no pair, or holds something else.
-        ValueError: The scheduler is of another optimizer.
+        TypeError: `optimizers` is no such pair.
+        ValueError: The scheduler belongs to another optimizer.
     """
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         raise TypeError(f"optimizers must be a pair (optimizer, scheduler), got {optimizers!r}")
     optimizer, scheduler = optimizers
     for index, value in enumerate(optimizers):
-        if value is not None and not callable(value) and not (_is_optimizer, _is_scheduler)[index](value):
-            kind = ("an optimizer", "a scheduler")[index]
+        kind, classes = (("an optimizer", Optimizer), ("a scheduler", _SCHEDULERS))[index]
+        if not (value is None or callable(value) or isinstance(value, classes)):
             raise TypeError(f"optimizers[{index}] must be {kind}, a function that makes one, or None, got {value!r}")
-    if _is_scheduler(scheduler) and getattr(scheduler, "optimizer", None) is not optimizer:
+    if isinstance(scheduler, _SCHEDULERS) and getattr(scheduler, "optimizer", None) is not optimizer:
         raise ValueError(
             f"optimizers[1] is a {type(scheduler).__name__} of another optimizer than optimizers[0], so it would "
             "change no learning rate; pass both, or a function that takes the optimizer and the number of updates and "

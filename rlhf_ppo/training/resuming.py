@@ -1,4 +1,4 @@
-"""The run's directory, its fingerprint, and how a run resumes from a checkpoint."""
+"""The run's directory, its fingerprint, and resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def run_fingerprint(
     reward_models: Sequence[nn.Module],
     train_dataset: Any,
 ) -> dict[str, Any]:
-    """Describe arguments, data, tokenizer, rewards and the weights that are not trained, without any secret.
+    """Describe arguments, data, tokenizer, rewards and frozen weights, without secrets.
 
     Args:
         run: The run.
         models: Policy and value model.
-        reference: The reference, where it is a model of its own.
+        reference: The reference, if it is a separate model.
         reward_models: The reward models.
         train_dataset: The prompts.
     """
@@ -87,14 +87,14 @@ def run_fingerprint(
 
 
 def compare_with(checkpoint: str, now: dict[str, Any]) -> None:
-    """Warn of what has changed since a checkpoint's run.
+    """Log the changes since a checkpoint's run.
 
     Args:
         checkpoint: The checkpoint's directory.
-        now: What `run_fingerprint` gives.
+        now: Result of `run_fingerprint`.
 
     Raises:
-        ValueError: Other parameters are trained, for which the checkpoint's optimizer has no state.
+        ValueError: Other parameters are trained; the checkpoint's optimizer has no state for them.
     """
     before = load_fingerprint(checkpoint)
     if before.get("trained") != now["trained"]:
@@ -115,13 +115,13 @@ def _described_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class RunDirectory:
-    """Which run has a directory, and which of its checkpoints are the run's.
+    """The directory of a run, and the run's own checkpoints in it.
 
     Args:
         args: The arguments.
-        accelerator: Knows the processes.
+        accelerator: Gives the processes.
         is_deepspeed: Whether DeepSpeed loads checkpoints.
-        is_fsdp: Whether FSDP does.
+        is_fsdp: Whether FSDP loads checkpoints.
 
     Attributes:
         run: The run.
@@ -132,14 +132,14 @@ class RunDirectory:
         self.is_deepspeed, self.is_fsdp = is_deepspeed, is_fsdp
         self.run = Run.new()
         self._history: History | None = None
-        self._given_up: str | None = None  # what is said of later checkpoints that the run does not take for its own
+        self._given_up: str | None = None  # a warning about abandoned checkpoints
 
     @contextmanager
     def opened(self, directory: str, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
-        """Keep other runs out of a directory; yield the checkpoint from which the run goes on, or None.
+        """Lock a directory in the block; yield the checkpoint to resume from, or None.
 
         Args:
-            directory: The run's.
+            directory: The run's directory.
             resume_from_checkpoint: As `PPOTrainer.train` takes it.
         """
         with ExitStack() as stack:
@@ -151,9 +151,9 @@ class RunDirectory:
             yield self._open(directory, resume_from_checkpoint)
 
     def _open(self, directory: str, resume_from_checkpoint: str | bool | None) -> str | None:
-        """Start a run in its directory, or find the one that goes on, and the checkpoint from which it does."""
-        said = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        wanted = parse_resume(said)
+        """Start a new run, or find the run to continue and its checkpoint."""
+        given = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        wanted = parse_resume(given)
         opened: list[Any] = [None]
         self._given_up = None
         with raise_on_all_ranks(self.accelerator):
@@ -166,7 +166,7 @@ class RunDirectory:
         checkpoint, self.run = broadcast_object_list(opened)[0]
         with raise_on_all_ranks(self.accelerator):
             if checkpoint is not None and self.args.should_save and self.args.process_index != 0:
-                _check_whole(checkpoint)  # of another node's own disk
+                _check_whole(checkpoint)  # on another node's disk
         return checkpoint
 
     def _continue_run(self, directory: str, wanted: str | bool) -> tuple[str, Run]:
@@ -185,13 +185,13 @@ class RunDirectory:
     def note(
         self, directory: str, logged: Sequence[Entry], made_of: Mapping[str, Any], health: Mapping[str, Any]
     ) -> None:
-        """Write into the directory whose run it is and what it is made of, once nothing refuses that run any more.
+        """Write the run's identity and settings into its directory, after all checks have passed.
 
         Args:
-            directory: The run's.
-            logged: What the run has logged so far.
-            made_of: The names of policy and rewards.
-            health: What its health checks go by.
+            directory: The run's directory.
+            logged: Entries logged so far.
+            made_of: Names of policy and rewards.
+            health: Settings of the health checks.
         """
         with raise_on_all_ranks(self.accelerator):
             if self.args.should_save:
@@ -202,11 +202,11 @@ class RunDirectory:
             logger.warning(self._given_up)
 
     def write_logged(self, logged: Sequence[Entry], rows: list[dict[str, Any]]) -> None:
-        """Write what the run has logged as far as it goes, and responses of the update that was logged.
+        """Write new log entries, and the kept responses of the logged update.
 
         Args:
-            logged: What the run has logged so far.
-            rows: This rank's responses, as `KeptCompletions.rows` gives them.
+            logged: Entries logged so far.
+            rows: This rank's responses, from `KeptCompletions.rows`.
         """
         kept = self.args.num_completions_to_keep
         rows = gather_object(rows)[:kept] if kept > 0 else []
@@ -216,17 +216,17 @@ class RunDirectory:
                 write_completions(output_directory(self.args), rows, self.run)
 
     def write_history(self, logged: Sequence[Entry]) -> None:
-        """Append what the run has logged since."""
+        """Append the new log entries."""
         if self._history is not None:
             self._history.write(logged)
 
     def rotate(self, directory: str, limit: int | None, best: str | None, newest: str | None) -> None:
-        """Delete the run's own checkpoints beyond a limit, but neither the best one nor the newest."""
+        """Delete the run's checkpoints beyond a limit; keep the best and the newest."""
         rotate(directory, self.run, limit, best, newest)
 
 
 def _whole_checkpoint(directory: str, wanted: str | bool) -> str:
-    """Turn what the user said about resuming into the directory of a complete checkpoint."""
+    """Return the directory of the complete checkpoint to resume from."""
     if isinstance(wanted, str):
         _check_whole(wanted)
         return wanted
@@ -256,15 +256,15 @@ def resume(
     num_updates_per_epoch: int,
     fingerprint: Callable[[], dict[str, Any]],
 ) -> None:
-    """Give a run the counts, the unlogged metrics and the partial update of a checkpoint, or none.
+    """Restore counts, unlogged metrics and a partial update from a checkpoint, or start without one.
 
     Args:
-        run: The run, with Trainer's own state of the checkpoint.
+        run: The run, with Trainer's state of the checkpoint.
         checkpoint: The checkpoint's directory, or None.
         learning: Takes the partial update.
         num_prompts: Rows of the data; 0 if unknown.
         num_updates_per_epoch: Updates of a pass over the data.
-        fingerprint: Describes the run, for the processes that save.
+        fingerprint: Describes the run, in the processes that save.
     """
     run.progress, accelerator, args = Progress(), run.accelerator, run.args
     if checkpoint is not None:
@@ -296,14 +296,14 @@ def find_place(
     num_prompts: int,
     same_batches: bool = True,
 ) -> None:
-    """Set where in the data a resumed run begins, and say so if that is not where the checkpoint's left off.
+    """Set the position in the data at which a resumed run begins; log it if the data has changed.
 
     Args:
         checkpoint: The checkpoint's directory.
-        state: Its state, with the number of updates that the run has now.
-        progress: Its progress; in other data the pass that it was in is over.
-        num_updates_per_epoch: Updates of a pass now.
-        num_prompts: Rows of the data now; 0 if unknown.
+        state: The checkpoint's state, with this run's number of updates.
+        progress: The checkpoint's progress; changed data begin a new pass.
+        num_updates_per_epoch: Updates of a pass.
+        num_prompts: Rows of the data; 0 if unknown.
         same_batches: Whether an update takes as many prompts as before.
     """
     if state.global_step >= state.max_steps:
@@ -312,7 +312,7 @@ def find_place(
             "train; for more updates raise max_steps, total_episodes or num_train_epochs."
         )
     if progress.batches_in_epoch > 0 and not same_batches:
-        progress.epoch, progress.batches_in_epoch = progress.epoch + 1, 0
+        _begin_pass(progress)
         logger.warning(
             f"num_generations is another than when {checkpoint} was written in the middle of a pass, and so is the "
             "number of prompts of an update: a new pass begins. The run is not the one that it would have been "
@@ -322,7 +322,7 @@ def find_place(
         return
     changed = progress.num_prompts not in (0, num_prompts) or progress.batches_in_epoch > num_updates_per_epoch
     if changed and progress.batches_in_epoch > 0:
-        progress.epoch, progress.batches_in_epoch = progress.epoch + 1, 0
+        _begin_pass(progress)
         logger.warning(
             f"train_dataset has {num_prompts} prompts now, and had another number when {checkpoint} was written in "
             "the middle of a pass: a new pass begins, over the prompts of now. The run is not the one that it would "
@@ -330,8 +330,12 @@ def find_place(
         )
 
 
+def _begin_pass(progress: Progress) -> None:
+    progress.epoch, progress.batches_in_epoch = progress.epoch + 1, 0
+
+
 def draws_anew(run: RunState) -> bool:
-    """Tell whether the processes are not as many as before; each then has new random numbers."""
+    """Return whether the number of processes changed, and reseed them if so."""
     if run.progress.num_processes == run.accelerator.num_processes:
         return False
     set_seed(run.args.seed + run.state.global_step, device_specific=True)
@@ -342,18 +346,18 @@ def draws_anew(run: RunState) -> bool:
 def apply_own_optimization(
     run: RunState, optimization: Optimization, checkpoint: str, optimizer: Any, learning_rate: Callable[[], float]
 ) -> None:
-    """Apply this run's own arguments, once optimizer and schedule of a checkpoint are loaded.
+    """Apply this run's arguments after a checkpoint's optimizer and schedule are loaded.
 
     Args:
         run: The run.
-        optimization: Its settings.
+        optimization: This run's settings.
         checkpoint: The checkpoint's directory.
         optimizer: The prepared optimizer.
-        learning_rate: Gives the current learning rate.
+        learning_rate: Returns the current learning rate.
     """
     done = run.state.global_step
     if is_fsdp(run.accelerator) and done == 0 and not num_learned_minibatches(checkpoint):
-        optimizer.state.clear()  # torch has taken an empty step to save it, which Adam counts
+        optimizer.state.clear()  # torch took an empty step to save it; Adam counts that step
     if (changed := optimization.put_in_force(run.progress.optimization, done)) is not None:
         logger.warning(
             f"The checkpoint's optimization was another; in force from update {done + 1} on is: {changed}. The "

@@ -52,13 +52,13 @@ CRITIC_DIR = "critic"
 def save_models(
     models: PolicyAndValue, directory: str, state_dict: Mapping[str, Any] | None, value_directory: str | None
 ) -> None:
-    """Write the models, or their adapters, loadable with `from_pretrained`.
+    """Write the models, or their adapters, in the format of `from_pretrained`.
 
     Args:
         models: Both models.
-        directory: The policy's.
-        state_dict: The weights of both, where an engine has gathered them.
-        value_directory: The value model's, within `directory`; None: it is not written.
+        directory: The policy's directory.
+        state_dict: Weights of both models, gathered by an engine; None takes them from the models.
+        value_directory: The value model's subdirectory; None does not write it.
     """
     parts = [("policy", models.policy, directory)]
     if value_directory is not None:
@@ -75,11 +75,11 @@ def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn
 
     Args:
         models: Both models.
-        checkpoint: Its directory.
-        load: Loads a whole model's weights from a directory, as Trainer does.
+        checkpoint: The checkpoint's directory.
+        load: Loads a model's weights from a directory, as Trainer does.
 
     Raises:
-        ValueError: The checkpoint is of other models.
+        ValueError: The checkpoint belongs to other models.
     """
     value_directory = os.path.join(checkpoint, VALUE_MODEL_DIR)
     parts = ((models.policy, checkpoint), (models.value_model, value_directory))
@@ -97,12 +97,12 @@ def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn
 
 @contextmanager
 def loading_without_policy_state(checkpoint: str, policy: nn.Module) -> Iterator[None]:
-    """Let FSDP load an optimizer that has no state of the policy yet, as in warm-up, and give it none.
+    """Let FSDP load an optimizer without state for the policy, as written during critic warm-up.
 
-    torch asks for the state of all parameters that require a gradient.
+    torch requires the state of every parameter with `requires_grad`.
 
     Args:
-        checkpoint: Its directory.
+        checkpoint: The checkpoint's directory.
         policy: The trained language model.
     """
     held = [each for each in policy.parameters() if each.requires_grad]
@@ -119,12 +119,14 @@ def loading_without_policy_state(checkpoint: str, policy: nn.Module) -> Iterator
 
 @contextmanager
 def without_frozen(engine: nn.Module, models: PolicyAndValue, is_deepspeed: bool) -> Iterator[None]:
-    """Let DeepSpeed leave the frozen base of adapters out of what it saves; Trainer sees no PeftModel in two models.
+    """Leave the frozen base of adapters out of DeepSpeed's checkpoint.
+
+    Trainer would do so for a PeftModel, but `PolicyAndValue` is none.
 
     Args:
-        engine: What trains the models.
+        engine: The prepared model.
         models: Both models.
-        is_deepspeed: Whether that is DeepSpeed's engine.
+        is_deepspeed: Whether it is DeepSpeed's engine.
     """
     if not is_deepspeed or not any(is_peft_model(part) for part in (models.policy, models.value_model)):
         yield
@@ -140,7 +142,7 @@ def without_frozen(engine: nn.Module, models: PolicyAndValue, is_deepspeed: bool
 
 
 def _drop_frozen(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Leave out what is frozen by all its names; DeepSpeed knows but one of a parameter that is shared or tied."""
+    """Drop frozen parameters under all of their names; DeepSpeed drops one name of a shared or tied parameter."""
     for name, parameter in model.named_parameters(prefix.rstrip("."), remove_duplicate=False):
         if not parameter.requires_grad:
             state_dict.pop(name, None)
@@ -151,12 +153,12 @@ def _with_prefix(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 class CheckpointWriter:
-    """Writes checkpoints that count as whole once the files of all ranks are there.
+    """Write checkpoints, each complete once the files of all ranks exist.
 
     Args:
         run: The run.
         directory: The run's directory.
-        learning: Knows the partial update.
+        learning: Holds the partial update.
         write_card: Writes the model card.
     """
 
@@ -172,13 +174,20 @@ class CheckpointWriter:
         Args:
             write: Writes Trainer's files and the reference's; takes the directory.
         """
-        updates = self.run.state.global_step
-        with self._place_for(self.learning.checkpoint_name(updates), updates) as place:
-            self.write(place, write)
-        return cast(str, self.guard.last_checkpoint)
+        self.guard.check_weights()
+        run_directory, num_updates = output_directory(self.args), self.run.state.global_step
+        directory = os.path.join(run_directory, self.learning.checkpoint_name(num_updates))
+        with explaining_full_disk(directory, lambda: self.guard.last_checkpoint):
+            written = os.path.join(run_directory, f"checkpoint-{num_updates}")
+            if written != directory:  # Trainer has one name per update, which another checkpoint may have already
+                written = os.path.join(run_directory, UNFINISHED, os.path.basename(written))
+            self.write(written, write)
+            self._mark_as_whole(written, directory)
+        self.guard.last_checkpoint = directory
+        return directory
 
     def rotate(self, newest: str) -> None:
-        """Delete the run's checkpoints beyond the limit."""
+        """Delete the run's checkpoints beyond `save_total_limit`."""
         if self.args.should_save:
             best = self.run.state.best_model_checkpoint
             self.directory.rotate(output_directory(self.args), self.args.save_total_limit, best, newest)
@@ -187,21 +196,24 @@ class CheckpointWriter:
         """Write the files of a checkpoint: those of this package, and Trainer's.
 
         Args:
-            directory: Where to.
-            write: Writes Trainer's and the reference's.
+            directory: The checkpoint's directory.
+            write: Writes Trainer's files and the reference's.
         """
-        # the first two wait for the manifest
+        # Rotation and upload wait for the manifest.
         overridden = {"save_total_limit": None, "push_to_hub": False, "output_dir": os.path.dirname(directory)}
-        with self._writing():
+        self.run.is_saving = True
+        try:
             with raise_on_all_ranks(self.accelerator):
                 if self.args.should_save:
                     self._begin(directory)
             state, together = self.run.state, self._failing_in_saving()
             with self.run.override_args(**overridden), last_entries(state), together:
                 write(directory)
+        finally:
+            self.run.is_saving = False
 
     def _begin(self, directory: str) -> None:
-        """Write what this package adds to a checkpoint, into an empty directory."""
+        """Write this package's files into an empty directory."""
         run, progress = self.run, self.run.progress
         start_checkpoint(directory)
         self.directory.run.save(directory)
@@ -216,28 +228,9 @@ class CheckpointWriter:
         self.directory.write_history(run.state.log_history)
         self.write_card()
 
-    @contextmanager
-    def _place_for(self, name: str, num_updates: int) -> Iterator[str]:
-        """Give the directory to write a checkpoint into, whose name and manifest it gets once that is done.
-
-        Args:
-            name: The checkpoint's.
-            num_updates: Updates that are done, after which Trainer names checkpoints.
-        """
-        self.guard.check_weights()
-        run_directory = output_directory(self.args)
-        directory = os.path.join(run_directory, name)
-        with explaining_full_disk(directory, lambda: self.guard.last_checkpoint):
-            written = os.path.join(run_directory, f"checkpoint-{num_updates}")
-            if written != directory:  # Trainer knows one name only, which another checkpoint may have
-                written = os.path.join(run_directory, UNFINISHED, os.path.basename(written))
-            yield written
-            self._mark_as_whole(written, directory)
-        self.guard.last_checkpoint = directory
-
     def _mark_as_whole(self, written: str, directory: str) -> None:
-        """Give a checkpoint its name and its manifest; the processes of a node share the hashing."""
-        self.accelerator.wait_for_everyone()  # every rank's files are there before the manifest says so
+        """Commit a checkpoint: give it its name and its manifest; the processes of a node share the hashing."""
+        self.accelerator.wait_for_everyone()  # every rank has written its files before the manifest
         with raise_on_all_ranks(self.accelerator):
             if self.args.should_save and written != directory:
                 commit_checkpoint(written, directory)
@@ -247,7 +240,7 @@ class CheckpointWriter:
                 write_manifest(directory, hashes)
 
     def _hashes(self, directory: str) -> dict[str, str]:
-        """Hash this process's share of a checkpoint's files; return what the processes of this node have found."""
+        """Hash this process's share of a checkpoint's files; return the hashes of this node's processes."""
         rank, count = self.accelerator.process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         node, own = rank // count, {}
         with raise_on_all_ranks(self.accelerator):
@@ -256,23 +249,14 @@ class CheckpointWriter:
         of_nodes = gather_object([(node, own)])
         return {name: value for at, found in of_nodes if at == node for name, value in found.items()}
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Say that a checkpoint is being written while the context lasts."""
-        self.run.is_saving = True
-        try:
-            yield
-        finally:
-            self.run.is_saving = False
-
     def _failing_in_saving(self) -> AbstractContextManager[None]:
-        """Raise an error of one rank on all; not under engines, whose ranks wait for each other while they save."""
+        """Raise an error of one rank on all ranks; not with engines, whose ranks synchronize while they save."""
         is_plain = zero_stage(self.accelerator) is None and not is_fsdp(self.accelerator)
         return raise_on_all_ranks(self.accelerator) if is_plain else nullcontext()
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Keep Trainer from deleting checkpoints of other runs where a run ends, and delete this run's own."""
+        """Keep Trainer from deleting checkpoints of other runs at the end of a run; delete this run's own."""
         limit, best = self.args.save_total_limit, self.run.state.best_model_checkpoint
         with self.run.override_args(save_total_limit=None):
             yield
@@ -280,16 +264,26 @@ class CheckpointWriter:
             self.directory.rotate(output_directory(self.args), limit, best, newest=None)
 
     def save_model(self, output_dir: str | None, is_of_checkpoint: bool, write: Callable[[], None]) -> None:
-        """Save the policy, and say where it is; see `PPOTrainer.save_model`.
+        """Save the policy and log its place; see `PPOTrainer.save_model`.
 
         Args:
-            output_dir: Where to; the run's directory when None.
-            is_of_checkpoint: Whether a checkpoint is being written, of which nothing is said.
+            output_dir: The directory; the run's own when None.
+            is_of_checkpoint: Whether it is part of a checkpoint, which is not logged.
             write: Writes as Trainer does.
+
+        Raises:
+            DivergenceError: A weight is not finite; nothing is written.
+            DiskFullError: The disk is full.
         """
         own = output_directory(self.args)
         directory = own if output_dir is None else output_dir
-        with self._saving_model(directory):
+        if not self.run.is_saving:
+            self.guard.check_weights(together=is_sharding(self.accelerator))
+            if self.args.should_save:
+                remove_leftovers(directory)
+                remove_links(directory)
+        together = self._failing_in_saving() if self.run.is_saving else nullcontext()
+        with explaining_full_disk(directory, lambda: self.guard.last_checkpoint), together:
             write()
         if not is_of_checkpoint and self.args.process_index == 0 and not self.args.disable_tqdm:
             print_text(where_results_are(directory, own))
@@ -300,10 +294,10 @@ class CheckpointWriter:
         """Write models, tokenizer and arguments, in the processes that save.
 
         Args:
-            output_dir: Where to; the run's directory when None.
+            output_dir: The directory; the run's own when None.
             models: Both models; checkpoints hold the value model, and with `save_critic` the policy's directory too.
             tokenizer: The tokenizer, or None.
-            state_dict: The weights of both, where an engine has gathered them.
+            state_dict: Weights of both models, gathered by an engine, or None.
         """
         directory = output_directory(self.args) if output_dir is None else output_dir
         if self.args.should_save:
@@ -318,33 +312,16 @@ class CheckpointWriter:
             torch.save(self.run.args_as_given(), os.path.join(directory, "training_args.bin"))
 
     def naming_full_log(self) -> AbstractContextManager[None]:
-        """Name the newest checkpoint where there is no room for a log."""
+        """Name the newest checkpoint in the error of a full disk during logging."""
         return explaining_full_disk(
             output_directory(self.args), lambda: self.guard.last_checkpoint, "what is logged or printed"
         )
-
-    @contextmanager
-    def _saving_model(self, directory: str) -> Iterator[None]:
-        """Write models into a directory, of a checkpoint or not.
-
-        Raises:
-            DivergenceError: A weight is not finite; nothing is written then.
-            DiskFullError: There is no room.
-        """
-        if not self.run.is_saving:
-            self.guard.check_weights(together=is_sharding(self.accelerator))
-            if self.args.should_save:
-                remove_leftovers(directory)
-                remove_links(directory)
-        together = self._failing_in_saving() if self.run.is_saving else nullcontext()
-        with explaining_full_disk(directory, lambda: self.guard.last_checkpoint), together:
-            yield
 
     def checked_best(self) -> str:
         """Return the best checkpoint.
 
         Raises:
-            ValueError: It is no longer what was written.
+            ValueError: It was changed or damaged after it was written.
         """
         best = cast(str, self.run.state.best_model_checkpoint)
         with raise_on_all_ranks(self.accelerator):

@@ -1,4 +1,4 @@
-"""Hyperparameter search, in which every trial is a new trainer."""
+"""Hyperparameter search; every trial is a new trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -30,11 +30,11 @@ _FOLLOWING = {
     "gradient_checkpointing": {"activation_checkpointing": None},
     "gradient_checkpointing_kwargs": {"activation_checkpointing_kwargs": None},
 }
-"""What PPOConfig sets by another argument, and sets anew where it is unset."""
+"""Arguments that PPOConfig derives from another one, and their unset values."""
 
 
 def default_hp_space(trial: Any) -> dict[str, Any]:
-    """Search the three numbers that matter most: `learning_rate`, `kl_coef` and `num_ppo_epochs`."""
+    """Search the three most important numbers: `learning_rate`, `kl_coef` and `num_ppo_epochs`."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
         "kl_coef": trial.suggest_float("kl_coef", 0.005, 0.2, log=True),
@@ -43,16 +43,16 @@ def default_hp_space(trial: Any) -> dict[str, Any]:
 
 
 def trial_arguments(args: PPOConfig, hyperparameters: Mapping[str, Any], output_dir: str) -> PPOConfig:
-    """Return a trial's arguments: validated, and what follows from others computed anew.
+    """Return the validated arguments of a trial; derived values are computed again.
 
     Args:
-        args: The arguments of the trainer that searches.
-        hyperparameters: What the trial sets, by the names of the fields.
-        output_dir: The trial's own.
+        args: The arguments of the searching trainer.
+        hyperparameters: Values of the trial, by the names of the fields.
+        output_dir: The trial's directory.
 
     Raises:
         TypeError: `hp_space` returned no dict.
-        ValueError: A name is no argument, or the values cannot work.
+        ValueError: A name is no argument, or the values are invalid.
     """
     if not isinstance(hyperparameters, Mapping):
         raise TypeError(f"hp_space must return a dict of arguments, got {hyperparameters!r}")
@@ -68,13 +68,13 @@ def trial_arguments(args: PPOConfig, hyperparameters: Mapping[str, Any], output_
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a trainer was made, so that each trial has one that is made the same way.
+    """Class and arguments of a trainer, to make the trainer of each trial in the same way.
 
     Attributes:
-        trainer_class: The class, of which each trial has an instance.
-        args: What it was given by position.
-        kwargs: What it was given by name.
-        as_given: The constructor's models that may be functions, callbacks and KL controller, by parameter.
+        trainer_class: The trainer's class.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        as_given: Models that may be functions, callbacks and KL controller, by parameter.
     """
 
     trainer_class: type
@@ -83,13 +83,13 @@ class Recipe:
     as_given: Mapping[str, Any]
 
     def check_starts_anew(self, config: PPOConfig) -> None:
-        """Check that a trial shares no weights with the trainer, nor an optimizer.
+        """Check that a trial shares neither weights nor an optimizer with the trainer.
 
         Args:
-            config: Says whether the reference is moved.
+            config: Says whether the reference moves.
 
         Raises:
-            ValueError: It would.
+            ValueError: It would share them.
         """
         given = [*self.args, *self.kwargs.values()]
         for name in ("model", "value_model", *(["ref_model"] if config.reference_ema is not None else [])):
@@ -107,11 +107,11 @@ class Recipe:
             )
 
     def make(self, searching: PPOConfig, config: PPOConfig, trial: Any) -> Any:
-        """Make the trainer of a trial, with other arguments and new models and callbacks.
+        """Make the trainer of a trial, with its arguments, new models and new callbacks.
 
         Args:
-            searching: The arguments of the trainer that searches.
-            config: The trial's.
+            searching: The arguments of the searching trainer.
+            config: The arguments of the trial.
             trial: The trial, for functions that make models.
 
         Raises:
@@ -138,45 +138,6 @@ class Recipe:
         return trial_trainer
 
 
-def check_can_search(args: PPOConfig, eval_dataset: Any, is_sharding: bool) -> None:
-    """Check that there is something to compare, and that what runs the trainer can run another one.
-
-    Args:
-        args: The arguments of the trainer that searches.
-        eval_dataset: What is compared by.
-        is_sharding: Whether DeepSpeed or FSDP runs.
-
-    Raises:
-        ValueError: There is not, or it cannot.
-    """
-    if eval_dataset is None:
-        raise ValueError("hyperparameter_search compares evaluations, but eval_dataset=None: pass eval_dataset")
-    if is_sharding:
-        raise ValueError("hyperparameter_search runs in one process or under DDP, not under DeepSpeed or FSDP")
-    if args.generation_engine == "vllm":
-        raise ValueError(
-            "generation_engine='vllm' cannot start anew for each trial of hyperparameter_search; set it to "
-            "'transformers' or 'continuous'"
-        )
-
-
-def check_has_score(eval_dataset: Any, direction: str | list[str]) -> None:
-    """Check that the mean score of one evaluation can be compared.
-
-    Raises:
-        ValueError: There are several, or the worst is asked for.
-    """
-    if not isinstance(eval_dataset, Mapping) and direction == "minimize":
-        raise ValueError(
-            "direction='minimize' would look for the worst eval_score; leave it 'maximize', or pass compute_objective"
-        )
-    if isinstance(eval_dataset, Mapping) or isinstance(direction, list):
-        raise ValueError(
-            "there is more than one eval_dataset or direction, and no single eval_score: pass compute_objective, "
-            "which takes what evaluate() returns"
-        )
-
-
 def search(
     recipe: Recipe,
     args: PPOConfig,
@@ -194,36 +155,75 @@ def search(
     """Search hyperparameters, see `PPOTrainer.hyperparameter_search`.
 
     Args:
-        recipe: How the trainer that searches was made.
+        recipe: Recipe of the searching trainer.
         args: Its arguments.
         accelerator: Its accelerator.
         eval_dataset: Its evaluation set or sets.
-        models: Its models, which make room for the trials'.
-        hp_space: As the method takes it, like what follows.
-        compute_objective: Likewise.
-        n_trials: Likewise.
-        direction: Likewise.
-        backend: Likewise.
-        hp_name: Likewise.
-        options: Those of Optuna.
+        models: Its models; they leave the device during the search.
+        hp_space: As in the method.
+        compute_objective: As in the method.
+        n_trials: As in the method.
+        direction: As in the method.
+        backend: As in the method.
+        hp_name: As in the method.
+        options: Options of Optuna.
 
     Raises:
-        ValueError: A trial could not start anew, or nothing could be compared.
+        TypeError: The number of trials is no whole number.
+        ValueError: The search, or a trial, cannot run.
     """
-    check_backend(backend, options)
-    check_n_trials(n_trials, options)
-    if compute_objective is None:
-        check_has_score(eval_dataset, direction)
-    check_can_search(args, eval_dataset, is_sharding(accelerator) or zero_stage(accelerator) is not None)
+    _check_options(args, eval_dataset, n_trials, direction, backend, options, compute_objective is None)
+    if is_sharding(accelerator) or zero_stage(accelerator) is not None:
+        raise ValueError("hyperparameter_search runs in one process or under DDP, not under DeepSpeed or FSDP")
     recipe.check_starts_anew(args)
     how = (hp_space or default_hp_space, compute_objective or eval_score, hp_name)
     with on_cpu(models, args.device):
         return Trials(recipe, args, accelerator, *how).run(n_trials, direction, **options)
 
 
+def _check_options(
+    args: PPOConfig,
+    eval_dataset: Any,
+    n_trials: Any,
+    direction: str | list[str],
+    backend: Any,
+    options: Mapping[str, Any],
+    compares_score: bool,
+) -> None:
+    if backend not in (None, "optuna", HPSearchBackend.OPTUNA):
+        raise ValueError(f"backend={backend!r}: hyperparameter_search runs with 'optuna' only")
+    ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA]().ensure_available()
+    if options.get("n_jobs", 1) != 1:
+        raise ValueError(
+            f"n_jobs={options['n_jobs']}: trials of one process share its random numbers and run one after the other; "
+            "for several at a time start several processes with the same storage and study_name"
+        )
+    if n_trials is not None or options.get("timeout") is None:
+        if not isinstance(n_trials, int) or isinstance(n_trials, bool):
+            raise TypeError(f"n_trials={n_trials!r} must be a whole number, or None together with timeout")
+        if n_trials < 1:
+            raise ValueError(f"n_trials={n_trials} leaves nothing to compare: ask for 1 or more")
+    if compares_score and (isinstance(eval_dataset, Mapping) or isinstance(direction, list)):
+        raise ValueError(
+            "there is more than one eval_dataset or direction, and no single eval_score: pass compute_objective, "
+            "which takes what evaluate() returns"
+        )
+    if compares_score and direction == "minimize":
+        raise ValueError(
+            "direction='minimize' would look for the worst eval_score; leave it 'maximize', or pass compute_objective"
+        )
+    if eval_dataset is None:
+        raise ValueError("hyperparameter_search compares evaluations, but eval_dataset=None: pass eval_dataset")
+    if args.generation_engine == "vllm":
+        raise ValueError(
+            "generation_engine='vllm' cannot start anew for each trial of hyperparameter_search; set it to "
+            "'transformers' or 'continuous'"
+        )
+
+
 @contextmanager
 def on_cpu(models: Iterable[nn.Module | None], device: torch.device) -> Iterator[None]:
-    """Make room for the trials' models while the context lasts."""
+    """Keep models on the CPU in the block, to free memory for the trials' models."""
     moved = [model for model in models if model is not None]
     for model in moved:
         model.to("cpu")
@@ -234,59 +234,55 @@ def on_cpu(models: Iterable[nn.Module | None], device: torch.device) -> Iterator
             model.to(device)
 
 
-def is_pruned(trial: Any, objective: Any, step: int, accelerator: Accelerator) -> bool:
-    """Report an evaluation to Optuna; every rank calls this.
+def prune_if_due(trial: Any, objective: Any, step: int, accelerator: Accelerator, end: Callable[[], Any]) -> None:
+    """Report an evaluation to Optuna, and end a pruned trial; every rank calls this.
 
-    Returns:
-        Whether Optuna ends the trial, the same on all ranks.
+    Args:
+        trial: The trial.
+        objective: Objective of the evaluation.
+        step: Number of completed updates.
+        accelerator: Exchanges Optuna's decision.
+        end: Called before a pruned trial ends.
+
+    Raises:
+        optuna.TrialPruned: Optuna prunes the trial.
     """
+    import optuna
+
     prunes = False
     if hasattr(trial, "study") and not trial.study._is_multi_objective():
         trial.report(objective, step)
         prunes = trial.should_prune()
-    return bool(accelerator.reduce(torch.tensor(float(prunes), device=accelerator.device)) > 0)  # pyright: ignore
+    if bool(accelerator.reduce(torch.tensor(float(prunes), device=accelerator.device)) > 0):  # pyright: ignore
+        end()
+        raise optuna.TrialPruned
 
 
-def end_pruned() -> NoReturn:
-    """End a trial, for Optuna.
-
-    Raises:
-        optuna.TrialPruned: Always.
-    """
-    import optuna
-
-    raise optuna.TrialPruned
-
-
+@dataclass
 class Trials:
-    """What Trainer's loop over trials asks of a trainer.
+    """The interface that Trainer's loop over trials expects of a trainer.
 
-    Args:
-        recipe: Makes the trials' trainers.
-        args: The arguments of the trainer that searches.
+    Attributes:
+        recipe: Makes the trainer of each trial.
+        args: The arguments of the searching trainer.
         accelerator: Its accelerator.
         hp_space: Takes the trial, returns its hyperparameters.
-        compute_objective: Takes an evaluation's metrics.
-        hp_name: Takes the trial, returns its name.
+        compute_objective: Takes the metrics of an evaluation.
+        hp_name: Takes the trial, returns its name; or None.
+        objective: Objective of the last trial.
     """
 
+    recipe: Recipe
+    args: PPOConfig
+    accelerator: Accelerator
+    hp_space: Callable[[Any], dict[str, Any]]
+    compute_objective: Callable[[dict[str, float]], float]
+    hp_name: Callable[[Any], str] | None
+    objective: Any = None
     model = model_wrapped = None
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        args: PPOConfig,
-        accelerator: Accelerator,
-        hp_space: Callable[[Any], dict[str, Any]],
-        compute_objective: Callable[[dict[str, float]], float],
-        hp_name: Callable[[Any], str] | None,
-    ) -> None:
-        self.recipe, self.args, self.accelerator = recipe, args, accelerator
-        self.hp_space, self.compute_objective, self.hp_name = hp_space, compute_objective, hp_name
-        self.objective: Any = None
-
     def run(self, n_trials: int, direction: str | list[str], **options: Any) -> BestRun | list[BestRun]:
-        """Run the trials, with the options of Optuna."""
+        """Run the trials, with Optuna's options."""
         optuna: Any = ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA]()
         return optuna.run(self, n_trials, direction, **options)
 
@@ -311,52 +307,19 @@ class Trials:
 
     def _objective_of(self, trial_trainer: Any, trial: Any) -> Any:
         trial_trainer.train(trial=trial)
-        if (
-            trial_trainer.objective_step != trial_trainer.state.global_step
-            or trial_trainer.args.load_best_model_at_end
-        ):
-            return self.compute_objective(trial_trainer.evaluate())  # of the policy that the trial ends with
+        is_last = trial_trainer.objective_step == trial_trainer.state.global_step
+        if not is_last or trial_trainer.args.load_best_model_at_end:
+            return self.compute_objective(trial_trainer.evaluate())  # of the final policy
         return trial_trainer.objective
 
 
 def eval_score(metrics: dict[str, float]) -> float:
-    """Compare trials by the mean score of the responses to the evaluation prompts."""
+    """Return the mean score of an evaluation."""
     return metrics["eval_score"]
 
 
-def check_backend(backend: Any, options: Mapping[str, Any]) -> None:
-    """Check that the search is Optuna's, one trial after the other.
-
-    Raises:
-        ValueError: It is another.
-    """
-    if backend not in (None, "optuna", HPSearchBackend.OPTUNA):
-        raise ValueError(f"backend={backend!r}: hyperparameter_search runs with 'optuna' only")
-    ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA]().ensure_available()
-    if options.get("n_jobs", 1) != 1:
-        raise ValueError(
-            f"n_jobs={options['n_jobs']}: trials of one process share its random numbers and run one after the other; "
-            "for several at a time start several processes with the same storage and study_name"
-        )
-
-
-def check_n_trials(n_trials: Any, options: Mapping[str, Any]) -> None:
-    """Check that there is something to search.
-
-    Raises:
-        TypeError: The number of trials is no whole number.
-        ValueError: There are none.
-    """
-    if n_trials is None and options.get("timeout") is not None:
-        return
-    if not isinstance(n_trials, int) or isinstance(n_trials, bool):
-        raise TypeError(f"n_trials={n_trials!r} must be a whole number, or None together with timeout")
-    if n_trials < 1:
-        raise ValueError(f"n_trials={n_trials} leaves nothing to compare: ask for 1 or more")
-
-
 def _started_anew(callbacks: list[Any] | None) -> list[Any] | None:
-    """Make those callbacks anew that keep a state, as EarlyStoppingCallback does."""
+    """Make callbacks with a state, like EarlyStoppingCallback, again."""
     return callbacks and [
         type(callback).from_state(callback.state()) if isinstance(callback, ExportableState) else callback
         for callback in callbacks
