@@ -1,4 +1,4 @@
-"""The external loop: updates on responses that the caller of `PPOTrainer.step` gives."""
+"""The external loop: updates on responses that the caller of `PPOTrainer.step` passes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rlhf_ppo.training.run_state import RunState
 
 
 class ExternalScores(RewardSource):
-    """Stands where the rewards of a trainer are that is given scores."""
+    """Placeholder for the rewards of a trainer that receives scores."""
 
     name = "score"
     reads_columns = False
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
-        """Refuse: there is nothing to score with.
+        """Raise: there is no reward.
 
         Raises:
             ValueError: Always.
@@ -41,21 +41,21 @@ class ExternalScores(RewardSource):
 
 
 class StepDriver:
-    """Runs updates one `step` call at a time, with everything that `train` does around one.
+    """Run one update per `step` call, with everything that `train` does around an update.
 
     Args:
         run: The run.
         stop: Ends the run after a signal.
-        learning: Knows the partial update.
+        learning: Holds the partial update.
         open_run: Opens the run's directory; gives the checkpoint to resume from.
-        call_train: Calls `Trainer.train` with a checkpoint, which sets the run up and calls `begin`.
+        call_train: Calls `Trainer.train` with a checkpoint; it sets up the run and calls `begin`.
         begin_run: Prepares model, optimizer and state; returns the prepared model.
-        update: Takes one update on the rollout that a function collects; returns its metrics.
-        leave_if_stopped: Leaves the run if a signal has ended it.
-        finish_run: Logs and saves what is left.
+        update: Runs one update on the rollout of a function; returns its metrics.
+        leave_if_stopped: Leaves the run if a signal ended it.
+        finish_run: Logs and saves the rest.
 
     Attributes:
-        is_beginning: Whether `Trainer.train` is being called to set the run up.
+        is_beginning: Whether `Trainer.train` is setting up the run.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StepDriver:
         self._is_over = self._is_closed = False
 
     def step(self, collect: Callable[[nn.Module], Rollout]) -> dict[str, float]:
-        """Take an update.
+        """Run an update.
 
         Args:
             collect: Takes the prepared model, returns the rollout of the caller's responses.
@@ -106,7 +106,7 @@ class StepDriver:
         return metrics
 
     def close(self, saves: bool) -> None:
-        """End the run before its last update, see `PPOTrainer.close`; a run that is over stays as it is.
+        """End the run before its last update, see `PPOTrainer.close`; do nothing without an open run.
 
         Args:
             saves: Whether to save, log and fire `on_train_end`, which all ranks do together.
@@ -132,11 +132,11 @@ class StepDriver:
             raise
 
     def _release(self) -> None:
-        self._is_over = self._model is not None  # else a later call may set the run up
+        self._is_over = self._model is not None  # else a later call may set up the run
         self._stack.close()
 
     def _set_up(self) -> nn.Module:
-        """Set the run up with the first call, and finish the partial update of a resumed one."""
+        """Set up the run in the first call, and finish the partial update of a resumed run."""
         if self._model is None:
             checkpoint = self._stack.enter_context(self.open_run())
             self.is_beginning = True
@@ -150,13 +150,13 @@ class StepDriver:
         return self._model
 
     def begin(self, checkpoint: str | None) -> TrainOutput:
-        """Begin the run where `Trainer.train` would run its loop."""
+        """Begin the run; called in place of Trainer's loop."""
         self._model = self.begin_run(checkpoint)
         self.leave_if_stopped()
         return TrainOutput(self.run.state.global_step, 0.0, {})
 
     def _stop_between_steps(self, model: nn.Module) -> None:
-        """End the run if a signal has come since the last update."""
+        """End the run if a signal has arrived since the last update."""
         with self.stop.saving(model, None):
             self.run.signals.raise_if_any_rank_stopped(self.run.args.device)
         self.leave_if_stopped()
@@ -186,11 +186,11 @@ def given_responses(
     sampling_logprobs: Sequence[Tensor] | None,
     ended: Sequence[bool] | Tensor | None = None,
 ) -> tuple[Responses, Scores]:
-    """Check and pad what a caller of `PPOTrainer.step` gives.
+    """Check and pad the responses of `PPOTrainer.step`.
 
     Raises:
-        TypeError: Something is of another kind.
-        ValueError: Something does not fit; see `PPOTrainer.step`.
+        TypeError: A value has the wrong type.
+        ValueError: A value does not fit; see `PPOTrainer.step`.
     """
     num_rows, device = run.sizes.local_batch_size, run.args.device
     check_rows(queries, responses, response_masks, num_rows, run.vocabulary)
@@ -220,11 +220,11 @@ def padded_responses(
 
     Args:
         queries: Token ids of each prompt, long `(C_i,)`, on any device.
-        responses: Token ids of each response, its stop token included, long `(T_i,)`.
-        response_masks: For each response which tokens the policy wrote, bool `(T_i,)`; None: all.
-        num_rows: How many rows there are.
-        pad_token_id: Fills the rest.
-        device: Where the result goes.
+        responses: Token ids of each response with its stop token, long `(T_i,)`.
+        response_masks: True on the policy's tokens of each response, bool `(T_i,)`; None: all tokens.
+        num_rows: Number of rows.
+        pad_token_id: Id of the padding.
+        device: Device of the result.
     """
     context, length = max(map(len, queries)), max(map(len, responses))
     ids = torch.full((num_rows, context + length), pad_token_id, dtype=torch.long)
@@ -244,18 +244,18 @@ def check_rows(
     num_rows: int,
     vocabulary: Vocabulary,
 ) -> None:
-    """Check the token ids and masks that a caller of `step` gives.
+    """Check the token ids and masks that a caller of `step` passes.
 
     Args:
         queries: Token ids of each prompt.
         responses: Token ids of each response.
-        response_masks: For each response which tokens the policy wrote; None: all.
-        num_rows: How many rows there must be.
-        vocabulary: The ids that all models embed.
+        response_masks: True on the policy's tokens of each response; None: all tokens.
+        num_rows: Required number of rows.
+        vocabulary: Ids that all models embed.
 
     Raises:
-        TypeError: Something is no tensor of ids, or of truth values.
-        ValueError: There are more or fewer rows than an update takes; one is empty, or holds an id that a model lacks.
+        TypeError: A value is no tensor of ids, or no bool mask.
+        ValueError: The number of rows is wrong, a row is empty, or an id is not in a vocabulary.
     """
     for name, rows in {"queries": queries, "responses": responses}.items():
         for row, ids in enumerate(_counted(name, rows, num_rows)):
@@ -275,7 +275,7 @@ def check_rows(
 
 
 def _counted(name: str, rows: Sequence[Tensor], num_rows: int) -> Sequence[Tensor]:
-    """Return one argument's rows, which must be as many as an update takes."""
+    """Return an argument's rows; check their number."""
     if (found := _length(name, rows)) != num_rows:
         raise ValueError(
             f"{name} has {found} rows, but an update takes {num_rows} on each process: "
@@ -316,20 +316,19 @@ def _check_ids(name: str, ids: Tensor, vocabulary: Vocabulary) -> None:
 
 
 MAX_ROUNDING = 1e-3
-"""How far above 0 a log-probability may lie, in nats: engines that compute in 16 bits round there."""
+"""Largest log-probability in nats: engines that compute in 16 bits may round to a little above 0."""
 
 
 def padded_logprobs(given: Sequence[Tensor], rows: Responses) -> Tensor:
-    """Return the log-probabilities that an engine sampled with, float32 `(B, T)`, 0 on what the policy did not write.
+    """Return the sampling log-probabilities, float32 `(B, T)`, 0 on tokens that the policy did not write.
 
     Args:
-        given: For each response, of its tokens, nats, floating point `(T_i,)`.
+        given: Log-probabilities of each response's tokens, nats, floating point `(T_i,)`.
         rows: The padded responses.
 
     Raises:
-        TypeError: One is no tensor of floating-point numbers with one dimension.
-        ValueError: There are more or fewer than tokens, or one of a token that the policy wrote is not finite or
-            above 0.
+        TypeError: A value is no one-dimensional floating-point tensor.
+        ValueError: The number of values is wrong, or one of the policy's tokens is not finite or above 0.
     """
     if (found := _length("sampling_logprobs", given)) != len(rows):
         raise ValueError(f"sampling_logprobs has {found} rows for the {len(rows)} responses; pass one for each")
@@ -338,7 +337,7 @@ def padded_logprobs(given: Sequence[Tensor], rows: Responses) -> Tensor:
     for row, (logprobs, length) in enumerate(zip(given, lengths, strict=True)):
         name = f"sampling_logprobs[{row}]"
         _check_row(name, logprobs, "log-probabilities")
-        if not isinstance(logprobs, Tensor) or logprobs.dim() != 1 or not logprobs.is_floating_point():
+        if not logprobs.is_floating_point():
             raise TypeError(f"{name}={logprobs!r:.60} must be a tensor of log-probabilities with one dimension")
         if len(logprobs) != length:
             raise ValueError(f"{name} has {len(logprobs)} values for the {length} tokens of the response")
@@ -413,8 +412,8 @@ def scores_of(scores: Sequence[float] | Sequence[Tensor] | Tensor, num_rows: int
     """Return scores as a float32 tensor `(B,)`.
 
     Raises:
-        TypeError: One is no number.
-        ValueError: There are more or fewer than `num_rows`, or one is infinite or beyond `MAX_SCORE`.
+        TypeError: A score is no number.
+        ValueError: The number of scores is wrong, or one is beyond `MAX_SCORE`.
     """
     if (found := _length("scores", scores)) != num_rows:
         raise ValueError(f"scores has {found} values for the {num_rows} responses")
@@ -424,7 +423,7 @@ def scores_of(scores: Sequence[float] | Sequence[Tensor] | Tensor, num_rows: int
 
 def _number(name: str, score: object) -> float:
     try:
-        if isinstance(score, str | bytes):  # which float() may read
+        if isinstance(score, str | bytes):  # float() would parse it
             raise TypeError
         number = float(cast(float, score))
     except OverflowError:

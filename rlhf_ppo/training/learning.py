@@ -1,4 +1,4 @@
-"""Learning from a rollout: advantages, losses, critic warm-up, mini-batches that a signal may interrupt, gradients."""
+"""Learning from a rollout: advantages, losses, critic warm-up, interruptible mini-batches, gradients."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ _PTX = "ptx_coef above 0 (1: yes)"
 def advantages_and_returns(
     rollout: Rollout, rewards: Tensor, args: PPOConfig, warms_up: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Estimate both with GAE, in one pass where they share their lambda, else in a pass for each.
+    """Estimate advantages and returns with GAE; one pass if both have the same lambda.
 
     Decoupled GAE: VAPO, 2504.05118, section 4.1, after VC-PPO, 2503.01491, section 3.3.
 
     Args:
         rollout: `B` responses.
-        rewards: What each token is paid, `(B, T)`.
+        rewards: Reward of each token, `(B, T)`.
         args: Gives `gamma`, `lam`, `lam_policy`, `lam_critic`, `length_adaptive_alpha`, `gae_level` and
             `bootstrap_truncated`.
-        warms_up: Whether this is an update of critic warm-up, whose returns are of lambda 1.
+        warms_up: Whether this is an update of critic warm-up, whose returns have lambda 1.
 
     Returns:
         Advantages and returns, float32 `(B, T)` each, in the reward's unit, 0 outside `rollout.loss_mask`.
@@ -94,10 +94,10 @@ def monte_carlo_returns(rollout: Rollout, rewards: Tensor, args: PPOConfig) -> T
 
 
 def valued_tokens(loss_mask: Tensor, args: PPOConfig) -> Tensor:
-    """Tell before which tokens a value counts: all that are learned from, or the first ones of turns (`gae_level`).
+    """Return the tokens with a value: all learned tokens, or with `gae_level="turn"` the first tokens of turns.
 
     Args:
-        loss_mask: True on the tokens that are learned from, bool `(B, T)`.
+        loss_mask: True on the learned tokens, bool `(B, T)`.
         args: Gives `gae_level`.
 
     Returns:
@@ -107,11 +107,11 @@ def valued_tokens(loss_mask: Tensor, args: PPOConfig) -> Tensor:
 
 
 PolicyLossFunction = Callable[[Tensor, Experience, PPOConfig], PolicyLoss]
-"""Takes the log-probabilities of the response tokens now, nats `(B, T)`, the micro-batch and the arguments."""
+"""Takes the current log-probabilities of response tokens, nats `(B, T)`, the micro-batch and the arguments."""
 
 
 def gspo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
-    """The loss with a whole response's ratio, 2507.18071."""
+    """Sequence-level clipped policy loss, 2507.18071."""
     return sequence_clipped_policy_loss(
         logprobs,
         experience.logprobs,
@@ -124,7 +124,7 @@ def gspo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLos
 
 
 def cispo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
-    """The loss that clips weights instead of gradients, 2506.13585."""
+    """Policy loss with clipped weights instead of clipped gradients, 2506.13585."""
     high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     return weight_clipped_policy_loss(
         logprobs, experience.logprobs, experience.advantages, 1 + high, experience.importance_weights
@@ -142,17 +142,17 @@ POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {"gspo": gspo, "cispo": cispo,
 
 
 def resolve_policy_loss(given: Any) -> PolicyLossFunction | None:
-    """Return the loss that an argument names or is.
+    """Return the policy loss for an argument.
 
     Args:
         given: 'ppo', a name of `POLICY_LOSSES`, 'path/file.py:function', 'package.module.function', or a function.
 
     Returns:
-        The function; None for PPO's own loss, which `PPOTrainer.policy_loss` is.
+        The function; None for PPO's loss, which is `PPOTrainer.policy_loss`.
 
     Raises:
-        TypeError: It is something else, or names what cannot be called.
-        ValueError: There is no such loss, file or module.
+        TypeError: It is neither a name nor a function, or the name is not that of a function.
+        ValueError: The loss, file or module does not exist.
     """
     if isinstance(given, type) or not (isinstance(given, str) or callable(given)):
         raise TypeError(f"policy_loss={given!r:.60} must be a name or a function (logprobs, experience, args)")
@@ -173,11 +173,11 @@ def resolve_policy_loss(given: Any) -> PolicyLossFunction | None:
 def weighted_micro_batches(
     minibatch: Experience, num_tokens: float, packs_rows: bool, run: RunState
 ) -> list[Experience]:
-    """Cut a mini-batch into micro-batches, after giving each token the weight that its loss has in the mini-batch.
+    """Cut a mini-batch into micro-batches, after weighting each token as its loss counts in the mini-batch.
 
     Args:
         minibatch: This rank's share.
-        num_tokens: Tokens that are learned from in the mini-batch, of all ranks.
+        num_tokens: Learned tokens of the mini-batch, on all ranks.
         packs_rows: Whether the models read rows without padding.
         run: The run.
     """
@@ -188,7 +188,7 @@ def weighted_micro_batches(
     if minibatch.is_positive is not None:
         weights = imitation_weights(mask, minibatch.is_positive, num_tokens, run.sum_over_ranks)
         minibatch = replace(minibatch, nll_weights=weights)
-    if args.gae_level == "turn":  # the mean over turns, of their first tokens
+    if args.gae_level == "turn":  # a mean over the first tokens of turns
         starts = valued_tokens(mask, args)
         num_turns = run.sum_over_ranks(starts.sum())
         minibatch = replace(minibatch, value_weights=starts * (num_tokens / num_turns))
@@ -203,18 +203,18 @@ def policy_term(
     num_tokens: float,
     args: PPOConfig,
 ) -> Tensor:
-    """Compute a micro-batch's share of the policy's loss.
+    """Compute a micro-batch's share of the policy loss.
 
         mean_t(w_t loss_t - entropy_coef entropy_t - positive_nll_coef v_t logprob_t)
 
-    over the mini-batch's tokens, with the weights w of `loss_aggregation`, and v that make the last term a mean over
+    over the mini-batch's tokens. The weights w follow `loss_aggregation`; the weights v make the last term a mean over
     the tokens of positive responses.
 
     Args:
-        policy: The loss of each token.
-        output: Log-probabilities and entropy of each token.
+        policy: Loss of each token.
+        output: Log-probability and entropy of each token.
         part: The micro-batch.
-        num_tokens: Tokens that are learned from in the mini-batch, of all ranks.
+        num_tokens: Learned tokens of the mini-batch, on all ranks.
         args: Gives `entropy_coef` and `positive_nll_coef`.
     """
     loss = policy.loss
@@ -228,31 +228,31 @@ def policy_term(
 
 
 def value_term(value: ValueLoss, part: Experience, num_tokens: float, args: PPOConfig) -> Tensor:
-    """Compute a micro-batch's share of `vf_coef` times the value loss, the mean over the mini-batch's tokens.
+    """Compute a micro-batch's share of `vf_coef` times the value loss, a mean over the mini-batch's tokens.
 
-    With `gae_level="turn"` it is the mean over its turns, of each one's first token.
+    With `gae_level="turn"` it is a mean over the first tokens of turns.
     """
     loss = value.loss if part.value_weights is None else value.loss * part.value_weights
     return args.vf_coef * token_mean(loss, part.loss_mask, num_tokens)
 
 
 _NOT_MEASURED = frozenset({"policy/entropy_avg", "loss/policy_avg", "loss/positive_nll_avg", "val/first_logratio"})
-"""Metrics of the policy's forward passes, which warm-up does not make."""
+"""Metrics of the policy's forward passes, which warm-up skips."""
 
 
 class CriticWarmup:
     """Critic warm-up (value pretraining: VC-PPO, 2503.01491; VAPO, 2504.05118).
 
-    While it lasts returns are those of lambda 1, and the policy's parameters, those that it shares with the value
-    model included, have no gradient: neither weight decay nor an optimizer's moments move them. It ends after
-    `critic_warmup_steps` updates, or, on all ranks alike, before an update whose values explain enough of the
+    During warm-up, returns have lambda 1, and the policy's parameters, including those shared with the value model,
+    have no gradient: neither weight decay nor an optimizer's moments move them. Warm-up ends after
+    `critic_warmup_steps` updates, or, on all ranks together, before an update whose values explain enough of the
     returns' variance.
 
     Args:
         run: The run.
 
     Attributes:
-        is_over: Whether the explained variance has passed the gate.
+        is_over: Whether the explained variance has reached the threshold.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -264,15 +264,15 @@ class CriticWarmup:
 
     @property
     def is_active(self) -> bool:
-        """Whether the value model learns alone in the current update."""
+        """Whether only the value model learns in the current update."""
         return not self.is_over and self.run.state.global_step < self.args.critic_warmup_steps
 
     def maybe_end(self, rollout: Rollout, returns: Tensor) -> bool:
-        """End warm-up if a rollout's values explain enough of its returns' variance.
+        """End warm-up if the values explain enough of the returns' variance.
 
         Args:
-            rollout: This rank's.
-            returns: Its returns of lambda 1, `(B, T)`.
+            rollout: This rank's rollout.
+            returns: Its returns with lambda 1, `(B, T)`.
 
         Returns:
             Whether warm-up has ended now.
@@ -292,31 +292,32 @@ class CriticWarmup:
         return True
 
     def drop_policy_gradients(self, policy: nn.Module) -> None:
-        """Leave the policy's parameters without a gradient during warm-up."""
+        """Remove the gradients of the policy's parameters during warm-up."""
         if self.is_active:
             for parameter in policy.parameters():
                 parameter.grad = None
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Leave out of an update's metrics those of the policy's passes during warm-up, and add whether it lasts."""
+        """Drop metrics of the policy's forward passes during warm-up, and add whether it is active."""
         if self.args.critic_warmup_steps == 0:
             return dict(metrics)
         kept = {name: value for name, value in metrics.items() if not (self.is_active and name in _NOT_MEASURED)}
         return kept | {"val/critic_warmup": float(self.is_active)}
 
     def begin(self, optimizer: Any, policy_groups: Sequence[int]) -> None:
-        """Under DeepSpeed, whose parts of the optimizer's groups always have gradients, hold the policy's groups.
+        """Freeze the policy's parameter groups under DeepSpeed, whose groups always have gradients.
 
         Args:
             optimizer: The prepared optimizer.
-            policy_groups: Indices of the policy's groups; none where nothing is to be held.
+            policy_groups: Indices of the policy's groups; empty without such groups.
         """
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         if policy_groups:
-            optimizer = _innermost(optimizer)
-            groups = optimizer.param_groups  # ZeRO gives the optimizer one of them at a time
+            while hasattr(optimizer, "optimizer"):
+                optimizer = optimizer.optimizer
+            groups = optimizer.param_groups  # ZeRO passes them to the optimizer one at a time
             self._held = {id(groups[index]) for index in policy_groups}
             self._hooks = [
                 optimizer.register_step_pre_hook(self._hide),
@@ -331,21 +332,21 @@ class CriticWarmup:
                 each.grad = None
 
     def _show(self, *_: Any) -> None:
-        for each, grad in self._left_out:  # some are made once for the whole run
+        for each, grad in self._left_out:  # some exist for the whole run
             each.grad = grad
         self._left_out = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whether warm-up is over; how many updates it has had, `global_step` says."""
+        """Return whether warm-up is over; `global_step` gives its updates."""
         return {"is_over": self.is_over} if self.args.critic_warmup_steps else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state."""
         self.is_over = bool(state["is_over"])
 
 
 def zero_of_policy(model: nn.Module, policy: nn.Module) -> Tensor | float:
-    """Return 0 as a function of the policy's parameters, where DDP waits for each of them in a backward pass."""
+    """Return 0 as a function of the policy's parameters, for DDP, which waits for each of them in a backward pass."""
     finds_unused = getattr(model, "find_unused_parameters", True) and not getattr(model, "static_graph", False)
     if finds_unused:
         return 0.0
@@ -354,30 +355,24 @@ def zero_of_policy(model: nn.Module, policy: nn.Module) -> Tensor | float:
 
 
 def no_policy_loss(logprobs: Tensor) -> PolicyLoss:
-    """Return the policy loss of tokens where the policy stays as it sampled: 0, with a ratio of 1."""
+    """Return the policy loss of an unchanged policy: 0, with a ratio of 1."""
     nothing = torch.zeros_like(logprobs)
     return PolicyLoss(nothing, torch.ones_like(logprobs), nothing.bool())
 
 
-def _innermost(optimizer: Any) -> Any:
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 class InterruptibleLearning:
-    """Makes the mini-batches of an update, which a signal may end between two micro-batches.
+    """Mini-batches of an update; a signal may interrupt them between two micro-batches.
 
-    A signal gives up the gradients of one mini-batch; the rollout and the optimizer steps before it are kept, and a
-    resumed run learns from that mini-batch again, with the same random numbers.
+    A signal drops the gradients of one mini-batch and keeps the rollout and the earlier optimizer steps. A resumed run
+    repeats that mini-batch with the same random numbers.
 
     Args:
         run: The run.
-        keep: Notes the update's figures in a `PartialUpdate` when learning is interrupted.
+        keep: Saves the update's metrics in a `PartialUpdate` when learning is interrupted.
 
     Attributes:
-        partial: The update that is being learned, from its first mini-batch to its last one, or to the first one of a
-            resumed run; None between updates.
+        partial: The current update, from its first to its last mini-batch; None between updates. In a resumed run, the
+            update to finish.
     """
 
     def __init__(self, run: RunState, keep: Callable[[PartialUpdate], None]) -> None:
@@ -388,11 +383,11 @@ class InterruptibleLearning:
         self._num_prompts = 0
 
     def start(self, checkpoint: str | None, progress: Progress) -> None:
-        """Begin a run; read the partial update of a checkpoint that was written in the middle of one.
+        """Start a run; read the partial update of the checkpoint, if it has one.
 
         Args:
             checkpoint: The checkpoint's directory, or None.
-            progress: Where the run stands.
+            progress: Progress of the run.
 
         Raises:
             ValueError: It cannot be read, or cannot be finished with this run's arguments.
@@ -416,15 +411,15 @@ class InterruptibleLearning:
 
     @contextmanager
     def learning(self, model: nn.Module, experience: Experience) -> Iterator[tuple[PartialUpdate, UpdateStatistics]]:
-        """Yield the state of an update's learning and its statistics; keep both if a signal interrupts it.
+        """Yield the partial update and its statistics; keep both if a signal interrupts learning.
 
         Args:
-            model: The prepared model, whose gradients are dropped then.
-            experience: This rank's experience; a resumed run continues with the one that it was learning from.
+            model: The prepared model; an interrupt drops its gradients.
+            experience: This rank's experience; a resumed run continues with the saved one.
         """
-        # The partial update has its own experience: an overridden `learn` may have changed it before.
+        # The partial update keeps its own experience: an overridden `learn` may have changed this one.
         learned = self.partial or PartialUpdate(experience, self._begun_with())
-        self.partial = learned if type(learned.experience) is Experience else None  # others cannot be kept
+        self.partial = learned if type(learned.experience) is Experience else None  # a subclass cannot be saved
         try:
             watches_kl = self.args.kl_stop is not None
             given = (list(learned.sums), tuple(learned.named), watches_kl)
@@ -435,17 +430,17 @@ class InterruptibleLearning:
             norm: Any = learned.grad_norm
             learned.grad_norm = float(getattr(norm, "full_tensor", lambda: norm)())
             self.keep(learned)
-            self.run.streams.mark_streams()  # callbacks draw on from here: their events are not fired again
+            self.run.streams.mark_streams()  # the callbacks' events are not fired again
             self._drop_gradients(model)
             raise
         self.partial = None
 
     def minibatches(self, learned: PartialUpdate, statistics: UpdateStatistics) -> Iterator[Experience]:
-        """Yield the mini-batches that are left; each counts as learned when the next one is asked for.
+        """Yield the remaining mini-batches; each counts as learned when the next one is requested.
 
         Args:
-            learned: The state of the update's learning.
-            statistics: Figures of its micro-batches.
+            learned: The partial update.
+            statistics: Statistics of its micro-batches.
         """
         args, update = self.args, self.run.state.global_step
         generator = minibatch_generator(args.seed, update, args.process_index)
@@ -464,7 +459,7 @@ class InterruptibleLearning:
                 break
 
     def _moved_too_far(self, learned: PartialUpdate, statistics: UpdateStatistics) -> bool:
-        """Tell, on all ranks alike, whether an epoch has ended that moved the policy as far as `kl_stop`."""
+        """Return, the same on all ranks, whether an epoch has ended with a KL above `kl_stop`."""
         per_epoch, limit = self.args.num_mini_batches, self.args.kl_stop
         if limit is None or learned.num_minibatches % per_epoch:
             return False
@@ -474,9 +469,10 @@ class InterruptibleLearning:
         return kl > limit
 
     def micro_batches(self, parts: Sequence[Experience]) -> Iterator[tuple[Experience, bool]]:
-        """Yield each micro-batch and whether it is the last; fire `on_substep_end` after the others.
+        """Yield each micro-batch and whether it is the last; fire `on_substep_end` after all but the last.
 
-        A signal ends this before a micro-batch, on all ranks. Events that a run before has fired are not fired again.
+        A signal ends this before a micro-batch, on all ranks. Events of an earlier, interrupted run are not fired
+        again.
         """
         for index, part in enumerate(parts):
             if self.partial is not None:
@@ -497,20 +493,20 @@ class InterruptibleLearning:
     def _drop_gradients(self, model: nn.Module) -> None:
         model.zero_grad()
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            cast(Any, model).optimizer.zero_grad()  # of its own sums of micro-batches
+            cast(Any, model).optimizer.zero_grad()  # its own sums of micro-batches
         self.accelerator.gradient_state._set_sync_gradients(True)
 
     def checkpoint_name(self, num_updates: int) -> str:
-        """Name a checkpoint after the updates that are done, and the mini-batches of a partial one."""
+        """Return a checkpoint's name: completed updates, and mini-batches of a partial update."""
         return f"checkpoint-{num_updates}" + ("" if self.partial is None else f"-{self.partial.num_minibatches}")
 
     def save(self, checkpoint: str) -> None:
-        """Write this process' file into a checkpoint in the middle of an update."""
+        """Write this process's partial update into a checkpoint."""
         if self.partial is not None:
             self.partial.save(checkpoint, self.args.process_index)
 
     def progress(self) -> str | None:
-        """Say how much of a partial update is learned; None between updates."""
+        """Return the learned part of a partial update for the log; None between updates."""
         if self.partial is None:
             return None
         num_minibatches = self.args.num_ppo_epochs * self.args.num_mini_batches
@@ -520,7 +516,7 @@ class InterruptibleLearning:
 def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
     """Exchange gradients with the last micro-batch only.
 
-    DeepSpeed keeps its own account; FSDP would keep whole gradients of both models on every rank.
+    DeepSpeed counts micro-batches itself; FSDP would keep unsharded gradients of both models on every rank.
     """
     accelerator.gradient_state._set_sync_gradients(is_last)
     if is_last or accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
@@ -529,9 +525,9 @@ def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> Abs
 
 
 def backward(accelerator: Accelerator, loss: Tensor) -> Tensor:
-    """Add a loss's gradients to the parameters'; return the loss alone.
+    """Add a loss's gradients to those of the parameters; return the detached loss.
 
-    Engines average gradients over ranks, but the loss is divided by all ranks' tokens already.
+    Engines average gradients over ranks, but the loss is already divided by the tokens of all ranks.
     """
     is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     accelerator.backward(loss * accelerator.num_processes, **({"scale_wrt_gas": False} if is_deepspeed else {}))
@@ -539,7 +535,7 @@ def backward(accelerator: Accelerator, loss: Tensor) -> Tensor:
 
 
 def unscaled_gradient_norms(accelerator: Accelerator, models: PolicyAndValue) -> Tensor | None:
-    """Return what `gradient_norms` does, of gradients without fp16's loss scale; None where DeepSpeed has them."""
+    """Return `gradient_norms` without fp16's loss scale; None under DeepSpeed, which holds the gradients."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return None
     norms = gradient_norms(models)
@@ -547,9 +543,9 @@ def unscaled_gradient_norms(accelerator: Accelerator, models: PolicyAndValue) ->
 
 
 def gradient_norms(models: PolicyAndValue) -> Tensor | None:
-    """Return the norms of the gradients of policy and value model, float32 `(2,)`; None if there is no gradient.
+    """Return the gradient norms of policy and value model, float32 `(2,)`; None without gradients.
 
-    Parameters that both hold are the policy's. Shards are put together: under FSDP2 every rank calls this.
+    Shared parameters count for the policy. With sharded gradients (FSDP2) every rank calls this.
 
     Args:
         models: Policy and value model, after the backward passes of a step.
@@ -560,10 +556,7 @@ def gradient_norms(models: PolicyAndValue) -> Tensor | None:
     owned = [[each.grad for each in part if each.grad is not None] for part in (policy, critic)]
     if not any(owned):
         return None
-    norms = [_full(torch.nn.utils.get_total_norm(grads)) for grads in owned]
+    norms: list[Any] = [torch.nn.utils.get_total_norm(grads) for grads in owned]
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     device = next(grads[0].device for grads in owned if grads)
     return torch.stack([norm.float().to(device) for norm in norms])
-
-
-def _full(norm: Tensor) -> Tensor:
-    return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm

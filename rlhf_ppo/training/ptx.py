@@ -1,4 +1,4 @@
-"""PPO-ptx: language modelling on texts beside PPO, so that the policy keeps its earlier abilities."""
+"""PPO-ptx: a language-modeling loss on texts beside PPO, which preserves earlier abilities of the policy."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from rlhf_ppo.training.run_state import RunState
 logger = get_logger(__name__)
 
 MAX_LENGTH = 1024
-"""Tokens of a text that are read, as by `SFTTrainer`; the rest is left out."""
+"""Largest number of tokens of a text, as in `SFTTrainer`."""
 
+_TEXT_COLUMNS = ("prompt", "completion"), ("messages",), ("text",)
 _FORMS = "'text', 'prompt' and 'completion', 'messages', or 'input_ids'"
 
 
 class Text(NamedTuple):
-    """A text in token ids.
+    """Token ids of a text.
 
     Attributes:
-        context: What is only read: the prompt, or the first token.
-        learned: The rest.
+        context: Tokens without a loss: the prompt, or the first token.
+        learned: The remaining tokens.
     """
 
     context: list[int]
@@ -44,21 +45,21 @@ class Text(NamedTuple):
 def prepare_texts(
     dataset: Any, tokenizer: PreTrainedTokenizerBase, max_length: int | None, vocab_size: int, name: str
 ) -> list[Text]:
-    """Tokenize every row; EOS ends what is no conversation, as with `SFTTrainer`.
+    """Tokenize every row; append EOS to texts that are no conversations, as `SFTTrainer` does.
 
     Args:
         dataset: Rows with `text`, `prompt` and `completion`, `messages`, or `input_ids` (and `completion_mask`).
         tokenizer: The policy's tokenizer.
-        max_length: Longest sequence that the models can place, in tokens; None if there is no limit.
+        max_length: Longest sequence that the models support, in tokens; None without a limit.
         vocab_size: Number of ids that the models embed.
-        name: What error messages call the data set.
+        name: Name of the data set in errors.
 
     Returns:
-        The rows of which something is learned; those that are too short for that are left out, and said.
+        Rows with at least one learned token; shorter rows are left out, with a warning.
 
     Raises:
-        TypeError: It is no data set of dicts whose length is known.
-        ValueError: A row has none of these forms, or an id that the models lack; or no row is left.
+        TypeError: It is no data set of dicts with a known length.
+        ValueError: A row has none of these forms, or an unknown id; or no row is left.
     """
     if not has_length(dataset) or not hasattr(dataset, "__getitem__") or isinstance(dataset, str | bytes | Mapping):
         raise TypeError(
@@ -87,7 +88,7 @@ def prepare_texts(
 
 
 def _encoded(row: Any, tokenizer: PreTrainedTokenizerBase, index: int, name: str) -> tuple[list[int], int]:
-    """Return a row's token ids, and how many of them are context."""
+    """Return a row's token ids, and the number of context tokens."""
     from trl.data_utils import is_conversational, maybe_apply_chat_template
 
     if not isinstance(row, Mapping):
@@ -95,7 +96,7 @@ def _encoded(row: Any, tokenizer: PreTrainedTokenizerBase, index: int, name: str
     if row.get("input_ids") is not None:
         mask = row.get("completion_mask")
         return list(row["input_ids"]), 0 if mask is None else list(mask).index(1) if 1 in mask else len(mask)
-    form = next((form for form in _forms() if all(row.get(column) is not None for column in form)), None)
+    form = next((form for form in _TEXT_COLUMNS if all(row.get(column) is not None for column in form)), None)
     if form is None:
         raise ValueError(f"row {index} of {name} has the columns {sorted(row)}; it needs {_FORMS}")
     example: Any = {column: row[column] for column in (*form, "tools") if row.get(column) is not None}
@@ -115,29 +116,25 @@ def _encoded(row: Any, tokenizer: PreTrainedTokenizerBase, index: int, name: str
     return whole, _common_length(ids_of(example["prompt"]), whole) if last == "completion" else 0
 
 
-def _forms() -> Sequence[tuple[str, ...]]:
-    return ("prompt", "completion"), ("messages",), ("text",)
-
-
 def _common_length(prompt: Sequence[int], whole: Sequence[int]) -> int:
-    """Count the tokens that a prompt alone and the whole begin with: tokens may merge across its end."""
+    """Count the common first tokens of a prompt and the whole text: tokens may merge at its end."""
     pairs = zip(prompt, whole, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class LanguageModeling:
-    """Adds `ptx_coef` times the mean negative log-likelihood of texts to each optimizer step.
+    """Add `ptx_coef` times the mean negative log-likelihood of texts to each optimizer step.
 
         L = L_PPO - ptx_coef mean_t log pi(x_t | x_<t),    at temperature 1
 
-    over as many rows of `ptx_dataset` as the mini-batch has episodes, in micro-batches of the same size, with backward
-    passes of their own before PPO's. The mean is over the learned tokens of all ranks. Each pass over the rows has an
-    order of its own, drawn from the seed alone. Ouyang et al., *Training language models to follow instructions with
+    The number of rows of `ptx_dataset` equals the mini-batch's episodes; they run in micro-batches of the same size,
+    with backward passes before PPO's. The mean is over the learned tokens of all ranks. Each pass over the rows has
+    its own order, which depends on the seed only. Ouyang et al., *Training language models to follow instructions with
     human feedback* (arXiv 2203.02155), section 3.5.
 
     Args:
         run: The run.
-        warmup: Critic warm-up, during which nothing is added.
+        warmup: Critic warm-up, which skips this loss.
         dataset: `ptx_dataset`.
     """
 
@@ -150,11 +147,11 @@ class LanguageModeling:
         run.stateful.register("ptx", self)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return how many rows were drawn, on all ranks."""
+        """Return the number of used rows, on all ranks."""
         return {"num_drawn": self.num_drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state."""
         self.num_drawn = int(state["num_drawn"])
 
     def learn(
@@ -167,11 +164,11 @@ class LanguageModeling:
 
         Args:
             model: The prepared model.
-            statistics: Takes the sum of the negative log-likelihoods, and the tokens.
-            forward_context: The context of forward passes.
+            statistics: Receives the sum of the negative log-likelihoods, and the number of tokens.
+            forward_context: Context of forward passes.
 
         Returns:
-            The loss as the step sums it up, which is 0 while the value model learns alone.
+            The loss as the step sums it; 0 during critic warm-up.
         """
         if self.warmup.is_active:
             return 0.0
@@ -187,7 +184,7 @@ class LanguageModeling:
             with accumulate(run.accelerator, model, is_last=False):
                 with forward_context():
                     output = model(*part.batch, only=only, places=part.places, temperature=1.0)
-                    nll = -output.logprobs.sum()  # 0 on what is only read
+                    nll = -output.logprobs.sum()  # 0 on context
                     idle = 0.0 if only else 0.0 * output.values.sum()
                 backward(run.accelerator, coef * nll / num_tokens + idle)
                 total += nll.detach()
@@ -195,7 +192,7 @@ class LanguageModeling:
         return coef * total / num_tokens * run.accelerator.num_processes
 
     def count_step(self) -> None:
-        """Count the rows of a step that is done; one that a signal gives up takes the same ones again."""
+        """Count the rows of a completed step; an interrupted step uses the same rows again."""
         if not self.warmup.is_active:
             self.num_drawn += self.run.sizes.mini_batch_size
 

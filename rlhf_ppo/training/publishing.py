@@ -1,4 +1,4 @@
-"""What is uploaded to the hub: the policy's files and no others, and never before they are on the disk."""
+"""Uploads to the hub: only the policy's files, and only after they are on the disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlhf_ppo.training.run_state import RunState
 logger = visible_logger(__name__)
 
 _HTTPError: Any = HfHubHTTPError.__bases__[0]
-"""What the library raises through which the hub is asked: httpx or its successor."""
+"""Base error of the HTTP library that huggingface_hub uses."""
 
 POLICY_FILES = (
     *("config.json", "generation_config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json"),
@@ -35,22 +35,22 @@ POLICY_FILES = (
     *("*.tiktoken", "chat_template*", "additional_chat_templates/*", "preprocessor_config.json"),
     *("processor_config.json", "README.md", "LICENSE*", "curves.png", "training_args.bin"),
 )
-"""What `save_model` and the model card write. All else in a run's directory is about prompts, training and machine."""
+"""Files of `save_model` and the model card. Other files are about prompts, training and machine."""
 
 
 class HubError(ConnectionError):
-    """The hub took nothing: it was not reached, it failed or it refused. What was trained is on the disk."""
+    """The hub was not reached, failed or refused. The trained policy is on the disk."""
 
 
 def published_files(directory: str | Path, also: Sequence[str] = ()) -> list[str]:
-    """Name the files of a run's directory that belong to its policy.
+    """Return the files of a run's directory that belong to its policy.
 
     Args:
         directory: `output_dir`.
-        also: Patterns of further paths in it, such as `completions/*`; a `*` stands for slashes too.
+        also: Patterns of further paths in it, such as `completions/*`; `*` also matches slashes.
 
     Returns:
-        Paths in the directory: files right in it that match one of `POLICY_FILES`, and those that match `also`.
+        Relative paths of files directly in it that match `POLICY_FILES`, and of files that match `also`.
     """
     paths = sorted(path.relative_to(directory).as_posix() for path in Path(directory).rglob("*") if path.is_file())
     return [path for path in paths if _is_policys(path) or any(fnmatch(path, pattern) for pattern in also)]
@@ -62,19 +62,19 @@ def _is_policys(path: str) -> bool:
 
 @contextmanager
 def naming_hub(args: TrainingArguments, kept: str | None = None) -> Iterator[None]:
-    """Say what the hub refused, what is kept and what can be done; the hub's own errors are raised otherwise.
+    """Turn errors of the hub into `HubError`, with the place of the policy and a fix.
 
     Args:
         args: Gives the repository's name.
-        kept: The directory where the policy is already; None where nothing was trained yet.
+        kept: The directory of the saved policy; None before training.
 
     Raises:
-        HubError: The hub was not reached, fails, or does not let this user make the repository or write into it.
+        HubError: The hub was not reached, failed, or does not let this user create the repository or write to it.
     """
     try:
         yield
     except (OSError, RuntimeError, HFValidationError, _HTTPError) as error:
-        cause = error.__cause__ if isinstance(error, RuntimeError) else error  # of a file too large for a commit
+        cause = error.__cause__ if isinstance(error, RuntimeError) else error  # a file too large for a commit
         if not isinstance(cause, HFValidationError | ConnectionError | LocalTokenNotFoundError | _HTTPError):
             raise
         response = cause.response if isinstance(cause, HfHubHTTPError) else None
@@ -86,17 +86,17 @@ def naming_hub(args: TrainingArguments, kept: str | None = None) -> Iterator[Non
 
 
 def _advice(name: str, said: str, is_refusal: bool, kept: str | None) -> str:
-    mend = (
+    fix = (
         "log in with `hf auth login` or give a hub_token that may write there, and name a repository of yours with "
         "hub_model_id"
         if is_refusal
         else "look at the network and HF_ENDPOINT"
     )
     if kept is None:
-        return f"push_to_hub=True, but the hub does not give the repository {name!r}: {said}; {mend}, or do not push"
+        return f"push_to_hub=True, but the hub does not give the repository {name!r}: {said}; {fix}, or do not push"
     again = f"trainer.push_to_hub(), or `hf upload {name} {kept}` with --include for each file of the policy"
     return (
-        f"the policy is saved in {kept} and was not uploaded to {name!r}: {said}; {mend}, then upload it with {again}"
+        f"the policy is saved in {kept} and was not uploaded to {name!r}: {said}; {fix}, then upload it with {again}"
     )
 
 
@@ -132,14 +132,14 @@ def push_policy(
 
 
 def finish_push(trainer: Trainer) -> None:
-    """Wait for the upload that runs in the background, if any."""
+    """Wait for an upload in the background."""
     job = getattr(trainer, "push_in_progress", None)
     if job is not None and not job.is_done():
         job.wait_until_done()
 
 
 def _begin_push(run: RunState) -> None:
-    """Tell callbacks; Trackio's would publish all that it holds, sample tables too, where no space is named."""
+    """Call callbacks; without a named space, Trackio's callback would publish everything, including sample tables."""
     is_unnamed = getattr(run.args, "trackio_static_space_id", "named") is None
     with run.override_args(**{"trackio_static_space_id": False} if is_unnamed else {}):
         run.fire("on_push_begin")
@@ -159,7 +159,7 @@ def _upload(
 
 
 def upload_directory(args: TrainingArguments) -> None:
-    """Upload the model that was saved in the `output_dir` of any training arguments."""
+    """Upload the model in the `output_dir` of any training arguments."""
     directory = output_directory(args)
     with naming_hub(args, kept=directory):
         api = HfApi(library_name="rlhf_ppo", token=args.hub_token)
@@ -170,7 +170,7 @@ def upload_directory(args: TrainingArguments) -> None:
 
 
 def push_checkpoint(trainer: Trainer, run: RunState, checkpoint: str) -> None:
-    """Upload the policy of a checkpoint in the background, and with `hub_strategy`'s `checkpoint` all of that too.
+    """Upload the policy of a checkpoint in the background; with `hub_strategy="checkpoint"` the whole checkpoint too.
 
     Args:
         trainer: The trainer.
@@ -184,7 +184,7 @@ def push_checkpoint(trainer: Trainer, run: RunState, checkpoint: str) -> None:
     if is_busy:
         if not args.hub_always_push:
             return
-        finish_push(trainer)  # it reads the files that are written now
+        finish_push(trainer)  # it reads files that are overwritten below
     _begin_push(run)
     for name in published_files(checkpoint):
         Path(directory, name).parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ def push_checkpoint(trainer: Trainer, run: RunState, checkpoint: str) -> None:
 
 
 def _upload_or_warn(args: PPOConfig, kept: str, upload: Callable[[], Any]) -> None:
-    """Upload, and say it if this fails: before the job counts as done, since the run's end waits for that."""
+    """Upload, and log a failure before the job counts as done: the end of the run waits for the job."""
     try:
         with naming_hub(args, kept):
             upload()

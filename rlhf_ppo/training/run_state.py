@@ -1,4 +1,4 @@
-"""State of a training run that several parts share: the trainer makes one `RunState` and passes it."""
+"""State of a run that several parts share: the trainer makes one `RunState` and passes it to them."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ logger = get_logger(__name__)
 
 @dataclass
 class LoopState:
-    """Where a run's loop is, from its beginning to its end.
+    """Position of a run's loop, from its start to its end.
 
     Attributes:
         model: The prepared model.
         loader: The prepared loader of prompts.
-        checkpoint: The checkpoint that the run resumes from, during the pass that it was written in.
+        checkpoint: The checkpoint that the run resumes from, until the end of its pass.
         epoch: The current pass over the data.
-        num_skipped: Batches that a run before has taken from that pass.
+        num_skipped: Batches of that pass that an earlier run has used.
         updates_per_epoch: Updates of a pass.
         trial: The trial of a hyperparameter search.
-        ignore_keys: Passed on to evaluations.
-        num_episodes_before: Episodes of the run before.
-        schedule_follows_metric: Whether the schedule steps after evaluations, not after updates.
+        ignore_keys: For evaluations.
+        num_episodes_before: Episodes of the earlier run.
+        schedule_follows_metric: Whether the schedule steps after evaluations instead of after updates.
         grad_norm: Gradient norm of the latest update.
         learning_rate: Learning rate of the latest update.
-        start: When the run began, for Trainer's summary.
-        began: The same on a clock that is never set.
+        start: Start time, for Trainer's summary.
+        began: Start time on the monotonic clock.
     """
 
     model: nn.Module
@@ -73,36 +73,36 @@ class LoopState:
 
 @dataclass
 class RunState:
-    """What the parts of a trainer share.
+    """State that the parts of a trainer share.
 
     Attributes:
         args: The arguments.
         tokenizer: The policy's tokenizer.
         tokens: Padding and stop tokens.
         reward_funcs: The reward functions.
-        sizes: Sizes that follow from the arguments, the processes and the data.
-        vocabulary: The ids that all models embed.
-        longest_sequence: The longest sequence that every model can place, or None.
-        stateful: Parts whose state every checkpoint keeps.
+        sizes: Sizes derived from the arguments, the processes and the data.
+        vocabulary: Ids that all models embed.
+        longest_sequence: Longest sequence that every model supports, or None.
+        stateful: Parts whose state is in every checkpoint.
         state: Trainer's state.
         control: Trainer's control.
         callbacks: Trainer's callback handler.
         accelerator: Trainer's accelerator.
-        sum_over_ranks: Adds a tensor up over all ranks.
+        sum_over_ranks: Sums a tensor over all ranks.
         gather: Concatenates a tensor's rows over all ranks.
         guard: The guard against divergence.
         streams: The random-number streams.
-        signals: The signals that have come.
-        logged: What reward functions have logged since the last update.
-        loop: Where the loop is; set when the run begins.
-        timer: Seconds of the phases of the update.
-        progress: Where the run stands, for checkpoints.
+        signals: The received signals.
+        logged: Values that reward functions have logged since the last update.
+        loop: Position of the loop; set when the run begins.
+        timer: Seconds of the update's phases.
+        progress: Progress of the run, for checkpoints.
         window: Metrics of the updates since the last log.
         metrics: Metrics of the current update.
-        fingerprint: What the run is made of, for checkpoints.
-        latest_prompts: This rank's prompts of the latest update, each once; None before it.
-        is_evaluating: Whether an evaluation runs now.
-        num_apart: Batches of episodes that this evaluation has played.
+        fingerprint: Fingerprint of the run, for checkpoints.
+        latest_prompts: This rank's prompts of the latest update, without repetitions; None before it.
+        is_evaluating: Whether an evaluation is running.
+        num_apart: Number of episode batches of this evaluation.
         is_saving: Whether a checkpoint is being written.
     """
 
@@ -137,7 +137,7 @@ class RunState:
     _overridden: dict[str, Any] = field(default_factory=dict)
 
     def connect(self, accelerator: Accelerator, callbacks: CallbackHandler, model: nn.Module) -> None:
-        """Take what Trainer's constructor has made, and make what depends on it."""
+        """Set the objects that Trainer's constructor made, and make the parts that need them."""
         self.accelerator, self.callbacks = accelerator, callbacks
         self.sum_over_ranks, self.gather = sum_over_ranks(accelerator), gather_over_ranks(accelerator)
         self.guard = DivergenceGuard(
@@ -156,50 +156,44 @@ class RunState:
         return cast(PolicyAndValue, self.accelerator.unwrap_model(model, keep_torch_compile=False))
 
     def fire(self, event: str) -> None:
-        """Call every callback's method of that name."""
+        """Call the method of that name of every callback."""
         self.control = getattr(self.callbacks, event)(self.args, self.state, self.control)
 
     def moment(self) -> str:
-        """Return what the models run for now, for errors: `update 3`, or `evaluation after update 3`."""
+        """Return the current position for errors: `update 3`, or `evaluation after update 3`."""
         done = self.state.global_step
         return f"evaluation after update {done}" if self.is_evaluating else f"update {done + 1}"
 
     @contextmanager
     def override_args(self, **values: Any) -> Iterator[None]:
-        """Temporarily override arguments; what is written to disk keeps those that were given."""
+        """Temporarily override arguments; files on disk keep the original ones."""
         given = {name: getattr(self.args, name) for name in values}
         self._overridden = {**given, **self._overridden}
         try:
-            _set(self.args, values)
+            vars(self.args).update(values)
             yield
         finally:
-            _set(self.args, given)
+            vars(self.args).update(given)
             for name in given:
                 self._overridden.pop(name, None)
 
     def args_as_given(self) -> PPOConfig:
-        """Return a copy of the arguments without what is overridden."""
+        """Return a copy of the arguments without overrides."""
         args = copy.copy(self.args)
-        _set(args, self._overridden)
+        vars(args).update(self._overridden)
         return args
-
-
-def _set(args: PPOConfig, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(args, name, value)
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The token ids that generation and truncation need.
+    """Token ids for generation and truncation.
 
     Attributes:
-        pad: Fills short prompts and the rest of a response after its stop token; may equal `stop`, may lie outside the
-            model's vocabulary.
-        stop: The token after which a response is cut, or None.
-        end: The token whose absence `missing_eos_penalty` and `missing_eos_score` punish: the stop token, or EOS where
-            there is none.
-        stop_strings: Texts after which a response is cut as well, or None.
+        pad: Pads prompts, and responses after their stop token; may equal `stop`, or lie outside the vocabulary.
+        stop: Responses are cut after this token; or None.
+        end: `missing_eos_penalty` and `missing_eos_score` apply without this token: the stop token, or EOS without
+            one.
+        stop_strings: Responses are also cut after these texts; or None.
     """
 
     pad: int
@@ -208,16 +202,16 @@ class SpecialTokens:
     stop_strings: StopStrings | None = None
 
     def ended(self, responses: Responses) -> Tensor:
-        """Tell which responses ended by themselves, bool `(B,)`: the one notion of it that everything goes by."""
+        """Return which responses ended by themselves, bool `(B,)`; every part uses this definition."""
         return responses.ended if responses.ended is not None else ended(responses, self.end, self.stop_strings)
 
 
 def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """Read the special tokens off the arguments and the tokenizer.
+    """Return the special tokens from arguments and tokenizer.
 
     Raises:
         TypeError: `processing_class` is no tokenizer.
-        ValueError: The tokenizer has neither PAD nor EOS, or lacks the EOS that an argument asks for.
+        ValueError: The tokenizer has neither PAD nor EOS, or lacks the EOS that an argument needs.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(f"processing_class must be a tokenizer, got {type(tokenizer).__name__}; pass AutoTokenizer's")
@@ -252,19 +246,19 @@ STATEFUL_NAME = "stateful.pt"
 
 
 class Stateful(Protocol):
-    """Anything with a state that a resumed run goes on from."""
+    """An object with a state that checkpoints save."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state: tensors, numbers, texts, and lists and dicts of these."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state."""
         ...
 
 
 class StatefulParts:
-    """The parts that are registered. The state of the main process stands for all: it is the same on every rank."""
+    """Registered objects. The main process saves their states, which are the same on all ranks."""
 
     def __init__(self, **parts: Stateful) -> None:
         self._parts: dict[str, Stateful] = {}
@@ -273,15 +267,15 @@ class StatefulParts:
             self.register(name, part)
 
     def register(self, name: str, part: Stateful) -> None:
-        """Make a part's state belong to the run: saved with every checkpoint, and put back where a run resumes.
+        """Save a part's state in every checkpoint, and restore it on resume.
 
         Args:
-            name: What it is called in checkpoints.
-            part: The part; a run that starts anew starts from the state that it has now.
+            name: Key of the state in checkpoints.
+            part: The part; a new run starts from its current state.
 
         Raises:
-            TypeError: The part has no state.
-            ValueError: Another part has that name.
+            TypeError: The part lacks a method.
+            ValueError: The name is taken.
         """
         if missing := [
             method for method in ("state_dict", "load_state_dict") if not callable(getattr(part, method, None))
@@ -293,17 +287,17 @@ class StatefulParts:
         self._initial[name] = copy.deepcopy(dict(part.state_dict()))
 
     def start(self, checkpoint: str | None) -> None:
-        """Give every part the state of a checkpoint, or of when it was registered.
+        """Restore the parts' states from a checkpoint, or from their registration.
 
         Args:
-            checkpoint: The checkpoint's directory; None where a run starts anew.
+            checkpoint: The checkpoint's directory; None for a new run.
 
         Raises:
             ValueError: The checkpoint's file, or a state in it, cannot be read.
         """
         states = {} if checkpoint is None else _read(Path(checkpoint, STATEFUL_NAME))
         for name, part in self._parts.items():
-            if not self._initial[name]:  # it has none, whatever another part of that name had
+            if not self._initial[name]:  # it has no state
                 continue
             state = states.pop(name, self._initial[name])
             try:
@@ -318,7 +312,7 @@ class StatefulParts:
             )
 
     def save(self, directory: str) -> None:
-        """Write `stateful.pt`, if any part has a state."""
+        """Write `stateful.pt`, if a part has a state."""
         states = {name: dict(part.state_dict()) for name, part in self._parts.items()}
         if states := {name: state for name, state in states.items() if state}:
             torch.save(states, Path(directory, STATEFUL_NAME))
