@@ -6,6 +6,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,20 @@ KEPT = frozenset(
         *("_preparation", "_printed", "_ptx", "_rollout_metrics", "_rollouts", "_run", "_stop", "_warmup"),
     }
 )
-"""Attributes that a `PPOTrainer` has beside those of Trainer."""
+"""Attributes of `PPOTrainer` that Trainer does not have."""
 
 _KINDS = {"reference": Reference | None, "scorer": Scorer, "sizes": Sizes, "tokens": SpecialTokens}
 
 
 def check_subclass(trainer: object, parent: type) -> None:
-    """Check that a subclass keeps nothing where `PPOTrainer` does, and that its steps take what they are given.
+    """Check that a subclass uses no attribute of `PPOTrainer`, and that its steps take the same arguments.
 
     Args:
-        trainer: An instance that is not constructed yet.
+        trainer: An instance before construction.
         parent: `PPOTrainer`.
 
     Raises:
-        TypeError: A name of the subclass is in use.
+        TypeError: A name of the subclass is taken.
     """
     classes = type(trainer).__mro__
     for owner in classes[: classes.index(parent)]:
@@ -78,10 +79,10 @@ def check_subclass(trainer: object, parent: type) -> None:
 
 
 def check_kept(trainer: object) -> None:
-    """Check that what `PPOTrainer` has set is still there, before a run.
+    """Check before a run that a subclass has not replaced attributes of `PPOTrainer`.
 
     Raises:
-        TypeError: A subclass has set something else.
+        TypeError: It has.
     """
     for name, kind in _KINDS.items():
         if not isinstance(value := vars(trainer)[name], kind):
@@ -96,14 +97,14 @@ def _in_use(owner: type, name: str, value: Any) -> TypeError:
 
 
 def _check_step(owner: type, name: str, value: Any, ours: Any) -> None:
-    """Check that a method that replaces one of `PPOTrainer`'s can be called as that one."""
+    """Check that an overriding method takes the arguments of `PPOTrainer`'s."""
     if not inspect.isfunction(ours):
         return
     expected = inspect.signature(ours)
     required = [part for part in expected.parameters.values() if part.default is part.empty]
     try:
         inspect.signature(value).bind(*required)
-    except ValueError:  # it tells nobody what it takes
+    except ValueError:  # it has no signature
         return
     except TypeError as error:
         raise TypeError(
@@ -122,11 +123,11 @@ _PATH = (str, os.PathLike)
 
 
 def check_arguments(args: Any) -> None:
-    """Check that the arguments are PPO's, that the run can write into its directory, and log in to its trackers.
+    """Check that the arguments are a `PPOConfig`, that `output_dir` is writable, and that trackers have their keys.
 
     Raises:
         TypeError: `args` is no `PPOConfig`.
-        ValueError: `output_dir` cannot be written, or a tracker has no key.
+        ValueError: `output_dir` is not writable, or a tracker has no key.
     """
     if not isinstance(args, PPOConfig):
         raise TypeError(f"args must be a PPOConfig, got {type(args).__name__}")
@@ -135,10 +136,10 @@ def check_arguments(args: Any) -> None:
 
 
 def check_output_dir(path: str | None) -> None:
-    """Check that a directory can be made, or written into; nothing is made.
+    """Check that a directory is writable, or can be created; create nothing.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: It is not.
     """
     try:
         place = Path(os.path.expanduser(path or ".")).absolute()
@@ -160,16 +161,16 @@ def check_output_dir(path: str | None) -> None:
 
 
 def check_models(reward_model: Any, has_functions: bool, **models: Any) -> None:
-    """Check that each model is one, a place to load it from, or a function that makes it, and that something scores.
+    """Check the types of the models, and that there is a reward.
 
     Args:
-        reward_model: One or several, not made by functions.
+        reward_model: One or several reward models; functions that make models are not allowed.
         has_functions: Whether there are reward functions.
         **models: The other models by their arguments' names.
 
     Raises:
-        TypeError: Something is none of these.
-        ValueError: Nothing scores responses.
+        TypeError: A value is no model, path or function.
+        ValueError: There is no reward.
     """
     for name, model in models.items():
         if isinstance(model, type):
@@ -192,10 +193,10 @@ def _no_model(name: str, value: Any) -> str:
 
 
 def check_is_name(name: str, datasets: Any) -> None:
-    """Check that one of several evaluation sets has that name.
+    """Check that an evaluation set has this name.
 
     Raises:
-        ValueError: None has it.
+        ValueError: None has.
     """
     names = list(datasets) if isinstance(datasets, Mapping) else []
     if name not in names:
@@ -203,7 +204,7 @@ def check_is_name(name: str, datasets: Any) -> None:
 
 
 def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs_prompts: bool = True) -> None:
-    """Check the kinds of the data sets, their first rows, and that there is something to evaluate on.
+    """Check the types of the data sets, their first rows, and that evaluation has prompts.
 
     Args:
         args: The arguments.
@@ -212,8 +213,8 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
         needs_prompts: Whether a column holds prompts; environments need none.
 
     Raises:
-        TypeError: One is no data set, or its rows are no dicts.
-        ValueError: There are no prompts, or evaluation is asked for without any.
+        TypeError: A value is no data set, or its rows are no dicts.
+        ValueError: Prompts are missing.
     """
     if train_dataset is None:
         raise ValueError("train_dataset=None: pass the prompts to train on")
@@ -247,10 +248,10 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
 
 
 def check_ptx(args: PPOConfig, ptx_dataset: Any) -> None:
-    """Check that there are texts to learn from where there is a coefficient, and the other way round.
+    """Check that texts and their coefficient are given together.
 
     Raises:
-        ValueError: There is only one of both.
+        ValueError: Only one is given.
     """
     if args.ptx_coef > 0 and ptx_dataset is None:
         raise ValueError(
@@ -274,19 +275,19 @@ def _check_lengths_column(args: PPOConfig, dataset: Any) -> None:
 def check_others(
     data_collator: Any, callbacks: Any, optimizers: Any, kl_controller: Any, engine: Any, **adapters: Any
 ) -> None:
-    """Check what else is given.
+    """Check the remaining arguments.
 
     Args:
-        data_collator: Something that can be called, or None.
+        data_collator: A callable, or None.
         callbacks: A list of callbacks, or of their classes, or None.
         optimizers: See `rlhf_ppo.training.optimization.Optimizers`.
         kl_controller: A `KLController`, or None.
         engine: A `GenerationEngine`, or None.
-        **adapters: Configurations of adapters by their arguments' names.
+        **adapters: Adapter configurations by their arguments' names.
 
     Raises:
-        TypeError: Something is of another kind.
-        ValueError: The scheduler is of another optimizer, or the KL coefficient is negative or not finite.
+        TypeError: A value has the wrong type.
+        ValueError: The scheduler belongs to another optimizer, or the KL coefficient is negative or not finite.
     """
     if data_collator is not None and not callable(data_collator):
         raise TypeError(
@@ -301,12 +302,12 @@ def check_others(
     checked_pair(optimizers)
     _check_doors(kl_controller, engine)
     for name, config in adapters.items():
-        if config is not None and not _is_peft_config(config):
+        if config is not None and not (is_peft_available() and isinstance(config, import_module("peft").PeftConfig)):
             raise TypeError(f"{name} must be a peft.PeftConfig such as LoraConfig, got {type(config).__name__}")
 
 
 def _check_doors(kl_controller: Any, engine: Any) -> None:
-    """Check the objects that are handed over in place of the package's own."""
+    """Check objects that replace the package's own."""
     needed = {
         "kl_controller": (kl_controller, ("update", "state_dict", "load_state_dict")),
         "engine": (engine, ("sample", "policy_changed")),
@@ -328,12 +329,12 @@ def _check_doors(kl_controller: Any, engine: Any) -> None:
 
 
 def warn_of_odd_options(run: RunState, models: Any, policy_loss: Any, kl_controller: Any, **given: bool) -> None:
-    """Warn of options that change nothing in a run, each with its value, the reason and a remedy; and of wide ranges.
+    """Warn of options without effect in a run, each with its value, the reason and a fix; and of wide clip ranges.
 
     Args:
         run: The run.
         models: The trainer's `Models`.
-        policy_loss: The policy loss in place of PPO's own, or None.
+        policy_loss: The policy loss that replaces PPO's, or None.
         kl_controller: The KL controller.
         **given: `is_stepped`, `has_engine`, `has_evaluation` and `has_episodes` of `RunContext`.
     """
@@ -355,11 +356,11 @@ def warn_of_odd_options(run: RunState, models: Any, policy_loss: Any, kl_control
 
 
 def _warn_of_wide_clip_ranges(args: PPOConfig, policy_loss: Any) -> None:
-    """Warn of GSPO's clip ranges if they are as wide as those of the ratios of tokens.
+    """Warn if GSPO has clip ranges for ratios of tokens.
 
     Args:
         args: The arguments.
-        policy_loss: The policy loss in place of PPO's own, or None.
+        policy_loss: The policy loss that replaces PPO's, or None.
     """
     usual = " and ".join(f"{name}={value}" for name, value in GSPO_CLIP_RANGES.items())
     widest = max(args.cliprange, args.cliprange_high or 0.0)
@@ -371,23 +372,15 @@ def _warn_of_wide_clip_ranges(args: PPOConfig, policy_loss: Any) -> None:
         )
 
 
-def _is_peft_config(value: Any) -> bool:
-    if not is_peft_available():
-        return False
-    from peft import PeftConfig
-
-    return isinstance(value, PeftConfig)
-
-
 def check_collator(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None:
-    """Make a batch, so that a collator that cannot is known before anything is generated.
+    """Make one batch, to find errors of a collator before anything is generated.
 
     Args:
         collate: The user's collator.
-        rows: The training set's first rows, as many as a process has in an update.
+        rows: First rows of the training set, as many as a process uses in an update.
 
     Raises:
-        TypeError: It returned something else than prompts.
+        TypeError: It returned no prompts.
     """
     try:
         with preserve_rng():
@@ -405,11 +398,11 @@ def check_optimization(args: PPOConfig, optimizers: Sequence[Any], sizes: Sizes)
 
     Args:
         args: The arguments.
-        optimizers: What was given; nothing is made instead of it.
-        sizes: Sizes of the run, whose updates the schedule covers.
+        optimizers: Given optimizer and scheduler, which are not made here.
+        sizes: Sizes of the run.
 
     Raises:
-        ValueError: One cannot, or the schedule follows a metric that is never computed.
+        ValueError: One cannot be made, or the schedule follows a metric that is never computed.
     """
     if isinstance(optimizers[1], torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR) and args.eval_strategy == "no":
         raise ValueError(
@@ -421,7 +414,7 @@ def check_optimization(args: PPOConfig, optimizers: Sequence[Any], sizes: Sizes)
             f"critic_learning_rate={args.critic_learning_rate} is of the optimizer that the trainer makes, but "
             "optimizers[0] is given; give its groups their rates, and leave critic_learning_rate None"
         )
-    if optimizers[0] is None and args.optim_target_modules is None:  # else it needs the model
+    if optimizers[0] is None and args.optim_target_modules is None:  # with target modules it needs the model
         try:
             Trainer.get_optimizer_cls_and_kwargs(args)
         except Exception as error:
@@ -443,7 +436,7 @@ def check_optimization(args: PPOConfig, optimizers: Sequence[Any], sizes: Sizes)
 
 
 def check_warmup(args: PPOConfig, policy: nn.Module, value_model: nn.Module) -> None:
-    """Check that the value model can learn alone, if it is to.
+    """Check that the value model can learn alone during critic warm-up.
 
     Args:
         args: The arguments.

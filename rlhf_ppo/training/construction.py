@@ -1,4 +1,4 @@
-"""Models, KL controller and scorer as the trainer's constructor makes them, and placed where an engine runs them."""
+"""Models, KL controller and scorer for the trainer's constructor, placed where an engine runs them."""
 
 from __future__ import annotations
 
@@ -75,25 +75,25 @@ T = TypeVar("T")
 
 
 def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
-    """Tell the engine what PPO needs of it: exact sums and results, weights of one type, and whole models when saved.
+    """Configure the engine for PPO: exact sums and outputs, weights of one type, and unsharded saved models.
 
     Args:
         accelerator: Has prepared nothing yet.
         model: Policy and value model.
     """
     _keep_sums_in_float32(accelerator)
-    if zero_stage(accelerator) == 3:  # or save_model could not write what from_pretrained reads
+    if zero_stage(accelerator) == 3:  # save_model writes unsharded weights
         zero = cast(Any, accelerator.state).deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_gather_16bit_weights_on_model_save"] = True
         _give_trained_one_type(model, accelerator)
 
 
 def _keep_sums_in_float32(accelerator: Accelerator) -> None:
-    """Let the engine add gradients up in float32, and give results of the models as they are.
+    """Make the engine sum gradients in float32, and keep the type of model outputs.
 
-    In 16 bits DeepSpeed would add the gradients of micro-batches and of ranks up in the weights' type, and FSDP2 the
-    ranks'; FSDP2 would also round float32 log-probabilities and values on their way out of each module. A type that
-    DeepSpeed's own configuration file names stays.
+    In 16 bits DeepSpeed would sum the gradients of micro-batches and ranks in the weights' type, and FSDP2 those of
+    ranks; FSDP2 would also round float32 log-probabilities and values at the output of each module. A type in
+    DeepSpeed's own configuration file is kept.
     """
     state: Any = accelerator.state
     if zero_stage(accelerator) is not None:
@@ -106,10 +106,10 @@ def _keep_sums_in_float32(accelerator: Accelerator) -> None:
 
 
 def _give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
-    """In 16 bits, put what is trained and not yet taken apart into the engine's type.
+    """With 16-bit precision, convert trainable, unsharded weights to the engine's type.
 
-    ZeRO-3 keeps all that it trains in buffers of one type, beside which its optimizer has weights in float32. PEFT
-    makes adapters in float32 over models that were loaded in 16 bits.
+    ZeRO-3 keeps trainable weights in buffers of one type; its optimizer has float32 copies. PEFT creates float32
+    adapters over 16-bit models.
     """
     if (dtype := mixed_precision_dtype(accelerator)) is None:
         return
@@ -119,7 +119,7 @@ def _give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def check_keeps_models_whole(args: PPOConfig) -> None:
-    """Check that no engine takes the weights apart that an argument wants to share or to move.
+    """Check that no engine shards weights that an argument shares or moves.
 
     Raises:
         ValueError: DeepSpeed ZeRO-3 or FSDP does.
@@ -135,14 +135,14 @@ def check_keeps_models_whole(args: PPOConfig) -> None:
 
 
 def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = False) -> nn.Module:
-    """Put a frozen model where it runs: sharded like the policy under ZeRO-3 and FSDP2, else on this rank's device.
+    """Place a frozen model: sharded like the policy under ZeRO-3 and FSDP2, else on this rank's device.
 
-    Under DeepSpeed it computes in the type that the trained models compute in.
+    Under DeepSpeed it computes in the type of the trained models.
 
     Args:
-        model: A module whose forward pass is all that is called, with `config` and `_no_split_modules`.
-        accelerator: Knows the engine.
-        offload: Keep the weights of a model that is not sharded on the CPU between uses.
+        model: A module with `config` and `_no_split_modules`; only its forward pass is called.
+        accelerator: Gives the engine.
+        offload: Keep unsharded weights on the CPU between uses.
 
     Returns:
         The module to call.
@@ -154,12 +154,12 @@ def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = Fal
     if is_fsdp(accelerator):
         from trl.models.utils import prepare_fsdp
 
-        # Each call brings what it shards to the device: one block at a time.
+        # Each call moves the module to the device: one block at a time.
         for block in [part for part in model.modules() if type(part).__name__ in cast(Any, model)._no_split_modules]:
             prepare_fsdp(block, accelerator)
         return cast(nn.Module, prepare_fsdp(model, accelerator))
     if zero_stage(accelerator) is not None and (dtype := mixed_precision_dtype(accelerator)) is not None:
-        for parameter in model.parameters():  # DeepSpeed leaves buffers as they are: rotary frequencies stay exact
+        for parameter in model.parameters():  # not buffers: rotary frequencies stay exact
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
     if offload and accelerator.device.type != "cpu":
@@ -171,7 +171,7 @@ def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = Fal
 logger = get_logger(__name__)
 
 ModelOrPath = nn.Module | str | os.PathLike[str] | Callable[..., Any]
-"""A model, a directory, a hub name, or, not for reward models, a function that returns one of these."""
+"""A model, a directory, a hub name, or (except for reward models) a function that returns one of these."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Models:
     Attributes:
         policy: The trained language model.
         value_model: The trained value model.
-        reference: What the KL penalty compares with; None if nothing does.
+        reference: The reference of the KL penalty, or None.
         rewards: The frozen reward models.
     """
 
@@ -192,7 +192,7 @@ class Models:
 
     @property
     def reading_policy_tokens(self) -> dict[str, nn.Module]:
-        """All models that are given the policy's tokens, by what they are called."""
+        """All models that read the policy's tokens, by their names in errors."""
         rewards = {f"reward_model{_number(index, self.rewards)}": reward for index, reward in enumerate(self.rewards)}
         return {
             "model": self.policy,
@@ -204,23 +204,23 @@ class Models:
         """Return the ids that all models embed.
 
         Raises:
-            ValueError: A model cannot embed what the others write.
+            ValueError: A model cannot embed ids that another one produces.
         """
         return shared_vocabulary(self.reading_policy_tokens, self.frozen_reference, tokenizer, tokens.pad, tokens.stop)
 
     @property
     def frozen_reference(self) -> nn.Module | None:
-        """The reference, where it is a model of its own."""
+        """The reference, if it is a separate model."""
         return None if self.reference is None else self.reference.model
 
     @property
     def read_other_tokens(self) -> bool:
-        """Whether a reward model reads other tokens than the policy's."""
+        """Whether a reward model uses another tokenizer than the policy."""
         return any(reward.tokenizer is not None for reward in self.rewards)
 
     @property
     def longest_sequence(self) -> PositionLimit | None:
-        """The longest sequence that every model can place, or None if none of them states a limit."""
+        """The longest sequence that every model supports; None without a limit."""
         given = [*self.reading_policy_tokens.values(), self.frozen_reference]
         return smallest(position_limit(model) for model in given if model is not None)
 
@@ -235,16 +235,16 @@ def assemble_models(
     value_peft_config: Any = None,
     needs_reference: bool = True,
 ) -> Models:
-    """Load what is given by path, make what is not given, freeze what is not trained.
+    """Load models given by path, make missing models, freeze untrained ones.
 
-    A value model is made from the first reward model that reads the policy's tokens, else from the policy. A reference
-    that is not given is made only where it is needed.
+    The value model starts from the first reward model that reads the policy's tokens, else from the policy. A missing
+    reference is made only if it is needed.
 
     Raises:
-        ValueError: Two arguments are the same object, or a model cannot serve in its role.
+        ValueError: Two arguments are the same object, or a model does not fit its role.
     """
     check_keeps_models_whole(args)
-    set_seed(args.seed)  # which new adapters and heads follow; Trainer's constructor sets it after they are made
+    set_seed(args.seed)  # for new adapters and heads; Trainer's constructor sets it later
     given: dict[str, Any] = {"model": model, "ref_model": ref_model, "value_model": value_model}
     given = {name: made(source, name) for name, source in given.items()}
     scorers = {f"reward_model{_number(index, rewards)}": reward.model for index, reward in enumerate(rewards)}
@@ -266,7 +266,10 @@ def assemble_models(
         _share_with_rewards(policy, rewards)
         check_value_model(critic)
     else:
-        critic = _new_value_model(args, policy, readable) if critic is None else critic
+        if critic is None:
+            critic = make_value_model(policy, readable)
+            if args.value_head_init == "normal":
+                init_normal_head(critic, args.seed)
         check_value_model(critic)
         if value_peft_config is not None:
             critic = add_value_adapter(critic, value_peft_config)
@@ -277,30 +280,26 @@ def assemble_models(
     reference, named = None, (args.ref_adapter_name, peft_config is not None)
     if needs_reference or reference_model is not None:
         reference = make_reference(policy, reference_model, *named, args.temperature)
-    _set_up_language_models(args, policy, reference)
-    prepare_trainable(policy, critic)
-    check_warmup(args, policy, critic)
-    # Now, while all weights are in one place: Trainer moves those that a reward model shares with the policy.
-    rewards = [replace(reward, scorer=FrozenScorer(reward.model)) for reward in rewards]
-    if args.offload_frozen:  # but not of a reward model that holds the policy's own weights
-        rewards = [replace(reward, offloads=not shares_parameters(reward.model, policy)) for reward in rewards]
-    return Models(policy, critic, reference, rewards)
-
-
-def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: Reference | None) -> None:
     own_reference = None if reference is None else reference.own_policy
     check_can_move(args.reference_ema, own_reference, policy)
     for language_model in filter(None, (policy, own_reference)):
         multiply_head_in_float32(language_model, args.lm_head_float32)
     _warn_of_low_precision(policy, args.learning_rate)
+    prepare_trainable(policy, critic)
+    check_warmup(args, policy, critic)
+    # Before Trainer moves the weights that a reward model shares with the policy.
+    rewards = [replace(reward, scorer=FrozenScorer(reward.model)) for reward in rewards]
+    if args.offload_frozen:  # unless it shares the policy's weights
+        rewards = [replace(reward, offloads=not shares_parameters(reward.model, policy)) for reward in rewards]
+    return Models(policy, critic, reference, rewards)
 
 
 def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> None:
-    """Check what each model is, by its argument's name, before others are made from it."""
+    """Check each loaded model, by its argument's name, before other models are made from it."""
     for name, module in loaded.items():
         if module is not None:
             check_runs_on(module, name, args.device)
-            with raise_on_all_ranks(PartialState()):  # its share on each rank
+            with raise_on_all_ranks(PartialState()):  # each rank checks its shard
                 check_finite(module, name)
             check_adapter(module, name)
             if name in ("model", "ref_model"):
@@ -309,15 +308,8 @@ def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> No
                 check_classifier(module, name)
 
 
-def _new_value_model(args: PPOConfig, policy: nn.Module, reward_model: nn.Module | None) -> nn.Module:
-    value_model = make_value_model(policy, reward_model)
-    if args.value_head_init == "normal":
-        init_normal_head(value_model, args.seed)
-    return value_model
-
-
 def _check_head_init(args: PPOConfig, critic: nn.Module | None, reward_model: nn.Module | None) -> None:
-    """Check that a head that is to be drawn is a new one."""
+    """Check that a randomly initialized head is a new one."""
     reasons = {
         "share_base_model=True": args.share_base_model,
         "value_model is given": critic is not None,
@@ -340,7 +332,7 @@ def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:
 
 
 def _with_adapter(args: PPOConfig, policy: nn.Module, peft_config: Any, base_serves_others: bool) -> nn.Module:
-    """Add the adapter that is asked for, or choose the one to train of those that are there."""
+    """Add the given adapter, or activate the adapter to train."""
     if peft_config is not None:
         return add_adapter(policy, peft_config, args.model_adapter_name, base_serves_others)
     if is_peft_model(policy):
@@ -379,7 +371,7 @@ def _check_distinct(**models: Any) -> None:
 def load_inputs(
     model: Any, processing_class: PreTrainedTokenizerBase | None, train_dataset: Any, eval_dataset: Any
 ) -> tuple[PreTrainedTokenizerBase, Any, Any]:
-    """Return tokenizer and data sets; load those that are given by name."""
+    """Return tokenizer and data sets; load those given by name."""
     return (
         load_tokenizer(model) if processing_class is None else processing_class,
         load_named(train_dataset, "train_dataset", ("train",)),
@@ -388,7 +380,7 @@ def load_inputs(
 
 
 def load_tokenizer(model: Any) -> PreTrainedTokenizerBase:
-    """Load the policy's tokenizer from the directory or hub name of the policy.
+    """Load the policy's tokenizer from its directory or hub name.
 
     Args:
         model: The policy, as the trainer takes it.
@@ -415,16 +407,16 @@ def load_tokenizer(model: Any) -> PreTrainedTokenizerBase:
 
 
 def needs_reference(args: PPOConfig, functions: Sequence[Callable[..., Any]], kl_controller: Any) -> bool:
-    """Tell whether a run needs a reference though none is given: for the KL, or for rewards that compare with it."""
+    """Return whether a run needs a reference that was not given: for the KL, or for rewards that compare with it."""
     asked = [opponent_of(function) for function in functions]
     return asks_for_reference(args) or kl_controller is not None or "reference" in asked
 
 
 def make_kl_controller(args: PPOConfig, given: KLController | None) -> KLController:
-    """Return the controller that is given, or that the arguments ask for.
+    """Return the given controller, or the one for the arguments.
 
     Raises:
-        ValueError: They ask for another one than is given.
+        ValueError: A controller is given, and the arguments ask for one.
     """
     if given is not None and args.kl_target is not None:
         raise ValueError(f"kl_controller and kl_target={args.kl_target} both set the KL coefficient; leave one None")
@@ -436,17 +428,17 @@ def make_kl_controller(args: PPOConfig, given: KLController | None) -> KLControl
 def store_and_place(
     models: Models, trained: nn.Module, accelerator: Accelerator, args: PPOConfig
 ) -> Sequence[nn.Module] | None:
-    """Store frozen weights in the type that they are multiplied in, and put the reference where it runs.
+    """Convert frozen weights to the type of their matrix products, and place the reference.
 
     Args:
         models: The models; `make_scorer` places the reward models.
         trained: The `PolicyAndValue`.
         accelerator: Places them.
-        args: Says whether to keep frozen weights on the CPU.
+        args: Gives `offload_frozen` and `reference_ema`.
 
     Returns:
-        Reference and reward models that have weights of their own, for the estimate: copies without storage where an
-        engine takes the models apart; None if one cannot be copied.
+        Reference and reward models with separate weights, for the estimate: copies without storage if an engine shards
+        them; None if one cannot be copied.
     """
     reference, decay = models.frozen_reference, args.reference_ema
     staying = [*[reward.scorer for reward in models.rewards], reference if decay is None else None]
@@ -459,7 +451,7 @@ def store_and_place(
     if is_sharding(accelerator):
         try:
             counted = [copy_without_storage(model, trained.parameters()) for model in frozen]
-        except Exception as error:  # what cannot be counted can still be trained
+        except Exception as error:  # training works without the estimate
             logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
             counted = None
     if models.reference is not None and models.reference.model is not None:
@@ -479,17 +471,17 @@ def make_scorer(
     logged: LoggedByFunctions,
     refuse: Refuse,
 ) -> Scorer:
-    """Put reward models and reward functions into one scorer, the models first.
+    """Combine reward models and reward functions in one scorer, models first.
 
     Args:
         args: Gives `reward_weights`, `reward_timeout` and `local_rollout_forward_batch_size`.
-        rewards: The reward models of `assemble_models`; they are placed where they run.
+        rewards: The reward models of `assemble_models`; they are placed on their devices.
         functions: The reward functions.
-        tokenizer: The policy's tokenizer, which decodes for the functions and for models with another tokenizer.
+        tokenizer: The policy's tokenizer, which decodes for functions and for models with another tokenizer.
         accelerator: Places the models.
         get_state: Returns the trainer's state, for the functions.
-        logged: Takes what the functions log.
-        refuse: Takes the reason why a score cannot be used.
+        logged: Collects values that functions log.
+        refuse: Receives the reason for an invalid score.
 
     Raises:
         ValueError: `reward_weights` does not fit.

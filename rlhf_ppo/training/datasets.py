@@ -1,4 +1,4 @@
-"""The trainer's data sets: prompts in the order of training, and the columns that rewards read."""
+"""Data sets of the trainer: prompts in training order, and the columns that rewards read."""
 
 from __future__ import annotations
 
@@ -42,25 +42,26 @@ from rlhf_ppo.training.run_state import RunState
 
 
 def data_order(args: PPOConfig, epoch: int = 0) -> AbstractContextManager[None]:
-    """Draw the order of an epoch's prompts while the context lasts."""
+    """Draw the order of an epoch's prompts in the block."""
     seed = args.seed if args.data_seed is None else args.data_seed
     return isolated_rng(seed + epoch, device_specific=False)
 
 
 def num_prompts(sizes: Sizes, args: PPOConfig) -> int:
-    """Count the different prompts of an update on each process."""
+    """Return the number of distinct prompts of an update on each process."""
     return sizes.local_batch_size // args.num_generations
 
 
 def counts(sizes: Sizes, loader: Any) -> tuple[int, int, int, int, int, int | None, int]:
-    """Count epochs, steps and samples as Trainer wants them; one step is one PPO update.
+    """Return epochs, steps and samples in Trainer's form; one step is one PPO update.
 
     Args:
-        sizes: What follows from the arguments.
-        loader: Gives the batches.
+        sizes: Sizes of the run.
+        loader: The loader of prompts.
 
     Returns:
-        Epochs, updates of an epoch, rows, episodes of the run and of an update, updates of an epoch, and of the run.
+        Epochs, updates per epoch, rows, episodes of the run, episodes of an update, updates per epoch, updates of the
+        run.
     """
     num_updates, batch_size = sizes.num_total_batches, sizes.batch_size
     per_epoch, num_epochs, num_examples = num_updates, sys.maxsize, num_updates * batch_size
@@ -73,10 +74,10 @@ def counts(sizes: Sizes, loader: Any) -> tuple[int, int, int, int, int, int | No
 
 @contextmanager
 def explaining_empty_streams(name: str, max_prompt_length: int | None) -> Iterator[None]:
-    """Name a stream that has no prompts, and what may have dropped all of them.
+    """Name a stream without prompts, and the option that may have dropped them.
 
     Args:
-        name: What error messages call it.
+        name: Name of the stream in errors.
         max_prompt_length: The argument.
 
     Raises:
@@ -99,16 +100,16 @@ def batches_of_pass(
     Args:
         loader: The prepared loader.
         args: The arguments.
-        sizes: What follows from them.
-        epoch: Number of the pass, from 0.
-        num_skipped: How many batches a run before has taken from it.
+        sizes: Sizes of the run.
+        epoch: Index of the pass.
+        num_skipped: Batches of it that an earlier run has used.
     """
     if num_skipped > 0:
         loader = skip_first_batches(loader, num_skipped)
     if hasattr(loader, "set_epoch"):
         cast(Any, loader).set_epoch(epoch)
     batches = iter(loader)
-    with data_order(args, epoch):  # samplers without a generator of their own draw when they start
+    with data_order(args, epoch):  # samplers without a generator draw at their start
         with explaining_empty_streams("train_dataset", args.max_prompt_length):
             first = list(itertools.islice(batches, 1))
     for batch in itertools.chain(first, batches):
@@ -127,7 +128,7 @@ def check_all_data(
     is_evaluated_otherwise: bool,
     added: Sequence[str] | None = (),
 ) -> ColumnCheck:
-    """Check that what reads the data's columns, and what compares models by a metric, will find it.
+    """Check that rewards find their columns, and that the metric for the best model exists.
 
     Args:
         run: The run.
@@ -135,13 +136,13 @@ def check_all_data(
         train_dataset: The prepared prompts.
         eval_dataset: The prepared evaluation set or sets, or None.
         collate: The user's collator, which may add columns, or None.
-        has_reference: Whether there is a reference, and so a KL.
-        has_callbacks: Whether callbacks were given, which may log metrics.
-        is_evaluated_otherwise: Whether an overridden evaluation may give other metrics.
-        added: Columns that the rollout adds; None if they are not known.
+        has_reference: Whether there is a reference, and thus a KL.
+        has_callbacks: Whether there are callbacks, which may log metrics.
+        is_evaluated_otherwise: Whether an overridden evaluation may return other metrics.
+        added: Columns that the rollout adds; None if unknown.
 
     Returns:
-        The check of columns, for data sets that come later.
+        The check of columns, for data sets that are passed later.
     """
     check_data(run.reward_funcs, collate, run.sizes.local_batch_size, train_dataset, eval_dataset)
     check = ColumnCheck(scorer.sources, is_off=collate is not None or added is None, added=added or ())
@@ -159,17 +160,17 @@ def check_data(
     train_dataset: Any,
     eval_dataset: Any,
 ) -> None:
-    """Check that the names of the columns are those that reward functions take, and what a collator makes of rows.
+    """Check that column names are valid arguments of reward functions, and the output of a collator.
 
     Args:
         functions: The reward functions.
-        collate: The user's collator; None for PPO's own.
-        num_checked: Rows of an update, of which one batch is made.
+        collate: The user's collator; None for the default.
+        num_checked: Rows of an update, used for one batch.
         train_dataset: The training set.
         eval_dataset: The evaluation set or sets, or None.
 
     Raises:
-        TypeError: The collator returned something else than prompts.
+        TypeError: The collator returned no prompts.
         ValueError: A column cannot be a function's argument.
     """
     if functions:
@@ -180,11 +181,11 @@ def check_data(
 
 @dataclass(frozen=True)
 class ColumnCheck:
-    """Whether data sets have the columns that rewards read.
+    """Check that data sets have the columns that rewards read.
 
     Attributes:
         sources: The reward sources.
-        is_off: Whether columns may come from elsewhere.
+        is_off: Whether columns may come from a collator.
         added: Columns that the rollout adds.
     """
 
@@ -204,16 +205,15 @@ class ColumnCheck:
 
 @dataclass(frozen=True)
 class PromptPreparation:
-    """How data sets are tokenized and checked.
+    """Tokenization and checks of data sets.
 
     Attributes:
         tokenizer: The policy's tokenizer.
         args: Gives `max_prompt_length`, `dataset_num_proc` and `response_length`.
-        vocabulary: The ids that all models embed.
-        limit: Longest sequence that the models, and an engine that has started, can place; None if there is no limit.
-        columns_are_read: Whether a reward reads columns beside the prompts; they are left out where none does, so
-            that they are not copied along.
-        encoder: Makes what tokenizes the rows of a data set of that name; None: the prompts alone.
+        vocabulary: Ids that all models embed.
+        limit: Longest sequence that the models, and a started engine, support; None without a limit.
+        columns_are_read: Whether a reward reads other columns than the prompts; unread columns are dropped.
+        encoder: Makes the tokenization of a data set of that name; None: prompts only.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -224,23 +224,24 @@ class PromptPreparation:
     encoder: Callable[[str, Vocabulary], PromptEncoder] | None = None
 
     def both(self, train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
-        """Prepare the data sets of a trainer, by their arguments' names; an evaluation set may be None."""
+        """Return both prepared data sets of a trainer, by their arguments' names."""
         train_dataset = self.prepared(train_dataset, "train_dataset")
         evaluated = None if eval_dataset is None else self.prepared(eval_dataset, "eval_dataset")
         return {"train_dataset": train_dataset, "eval_dataset": evaluated}
 
     def prepared(self, dataset: Any, name: str) -> Any:
-        """Tokenize and check a data set, or each of a dict of them.
+        """Tokenize and check a data set, or each of a dict of data sets.
 
         Args:
-            dataset: What the user passed.
-            name: What error messages call it.
+            dataset: The user's data set.
+            name: Its name in errors.
 
         Returns:
             Rows with `input_ids`.
 
         Raises:
-            ValueError: A row is wrong, or prompt and response exceed the positions. Streams are checked as they come.
+            ValueError: A row is invalid, or prompt and response exceed the positions. Rows of streams are checked when
+                read.
         """
         if isinstance(dataset, Mapping):
             return {key: self.prepared(value, f"{name}[{key!r}]") for key, value in dataset.items()}
@@ -264,19 +265,19 @@ class PromptPreparation:
 
     @property
     def longest_sequence(self) -> PositionLimit | None:
-        """Longest sequence that the models and the engine can place, as far as is known by now."""
+        """Longest sequence that the models and the engine support, as far as known."""
         in_engine = longest_colocated(self.args) if self.args.generation_engine == "vllm" else None
         return smallest((self.limit, in_engine))
 
     def within(self, engine: GenerationEngine, *datasets: Any) -> PromptPreparation:
-        """Return the preparation for an engine that has started.
+        """Return the preparation for a started engine.
 
         Args:
-            engine: It may say the longest sequence that it can place, as `longest_sequence`.
-            *datasets: The data sets that were prepared before; None and dicts of them are allowed.
+            engine: It may have a limit of its own as `longest_sequence`.
+            *datasets: Prepared data sets; None and dicts are allowed.
 
         Raises:
-            ValueError: A prompt and its response exceed that limit.
+            ValueError: A prompt and its response exceed the engine's limit.
         """
         preparation = replace(self, limit=smallest((self.limit, getattr(engine, "longest_sequence", None))))
         if preparation.longest_sequence != self.longest_sequence:
