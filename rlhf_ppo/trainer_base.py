@@ -1,4 +1,4 @@
-"""Overrides of `transformers.Trainer` for a step that is a whole PPO update, and what surrounds the updates of a run.
+"""Overrides of `transformers.Trainer` for steps that are PPO updates.
 
 The algorithm is in `trainer.py`.
 """
@@ -22,7 +22,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import GenerationConfig, Trainer, TrainerControl
+from transformers import Trainer, TrainerControl
 from transformers.trainer_utils import BestRun, EvalLoopOutput, HPSearchBackend, TrainOutput
 
 from rlhf_ppo.algorithm.masked import RunningMoments
@@ -33,7 +33,6 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.hints import METHOD_HINTS, TRAINER_HINTS, reject_unknown
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.config.presets import describe_preset
-from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import Prompts, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
@@ -98,10 +97,10 @@ logger = get_logger(__name__)
 
 
 class TrainerBase(Trainer):
-    """Trainer for a step that is a whole PPO update.
+    """Trainer whose step is a PPO update.
 
     Attributes:
-        dataset_name: Hub name or path of the prompts, which their data set does not know; scripts set it.
+        dataset_name: Hub name or path of the prompts, for the model card; scripts set it.
     """
 
     dataset_name: str | None = None
@@ -125,10 +124,21 @@ class TrainerBase(Trainer):
     _rollouts: Sampler
     _preparation: PromptPreparation
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
-    _as_given: dict[str, Any]  # the constructor's models that may be functions, and callbacks
+    _as_given: dict[str, Any]  # callbacks, and models that may be functions
+
+    # Methods and properties of PPOTrainer
+    collect_rollout: Any
+    generate_responses: Any
+    score_responses: Any
+    shape_rewards: Any
+    learn: Any
+    _evaluate_responses: Any
+    _next_experience: Any
+    _end_update: Any
+    _score_unit: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Explain unknown arguments, and keep the others, from which the trainer of each trial of a search is made."""
+        """Explain unknown arguments, and keep all others for the trainers of a hyperparameter search."""
         known = inspect.signature(cls).parameters
         if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
             own = dict.fromkeys(PPOConfig.__dataclass_fields__, "PPOConfig")
@@ -140,13 +150,13 @@ class TrainerBase(Trainer):
     if not TYPE_CHECKING:  # type checkers know the attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Explain attributes of older trainers that do not exist here."""
+            """Explain missing attributes that older trainers have."""
             hint = f" ({METHOD_HINTS[name]})" if name in METHOD_HINTS else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __init__(self, *args: Any, optimizers: Optimizers = (None, None), **kwargs: Any) -> None:
         self._optimization, self._final_metrics = Optimization(optimizers), FinalMetrics()
-        with naming_hub(kwargs["args"]):  # it makes the repository
+        with naming_hub(kwargs["args"]):  # it creates the repository
             super().__init__(*args, optimizers=cast(Any, self._optimization.given), **kwargs)
         self._optimization.check(self.model, self.accelerator)
         self.state = PPOTrainerState.of(self.state)
@@ -154,7 +164,7 @@ class TrainerBase(Trainer):
         run.connect(self.accelerator, self.callback_handler, self.model)
         use_stream_in_callbacks(self.callback_handler, run.streams.callbacks)
         self._directory = RunDirectory(self.args, self.accelerator, self.is_deepspeed_enabled, self.is_fsdp_enabled)
-        # Who listens to signals is known globally, which must not keep the trainer alive.
+        # Signal listeners are global; they must not keep the trainer alive.
         pending = partial(TrainerBase._pending, weakref.proxy(self))
         run.signals = StopOnSignal(run.sum_over_ranks, pending, self.accelerator.num_processes)
         self._rollout_metrics = RolloutMetrics(run)
@@ -174,14 +184,14 @@ class TrainerBase(Trainer):
             leave_if_stopped=self._leave_if_stopped,
             finish_run=self._finish_run,
         )
-        self._printed = ""  # what the latest table of samples showed
+        self._printed = ""  # the latest sample table
         add_console_and_health(self, self.args, self.sizes, self.reward_models)
         self.add_callback(run.signals)
         set_up_engine(self.accelerator, self._unwrapped(self.model))
 
     @property
     def state(self) -> PPOTrainerState:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Trainer's state, which the parts of the trainer share."""
+        """Trainer's state, shared with the parts of the trainer."""
         return self._run.state
 
     @state.setter
@@ -190,7 +200,7 @@ class TrainerBase(Trainer):
 
     @property
     def control(self) -> TrainerControl:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Trainer's control, which the parts of the trainer share."""
+        """Trainer's control, shared with the parts of the trainer."""
         return self._run.control
 
     @control.setter
@@ -208,13 +218,13 @@ class TrainerBase(Trainer):
 
     @contextmanager
     def _open_run(self, trial: Any, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
-        """Listen to signals and keep other runs out of the run's directory; yield the checkpoint to resume from."""
+        """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
         run, args = self._run, self.args
         check_kept(self)
         opened = self._directory.opened(self._get_output_dir(trial), resume_from_checkpoint)
         with run.signals.listening(), opened as checkpoint:
             run.guard.last_checkpoint = checkpoint
-            self.scorer.stop()  # an update that failed may have left answers to come, and some that were logged
+            self.scorer.stop()  # a failed update may have left pending rewards and logged values
             run.logged.forget()
             self._estimate.announce()
             preset = describe_preset(args)
@@ -269,7 +279,7 @@ class TrainerBase(Trainer):
             self._evaluate(self._run.loop.trial, self._run.loop.ignore_keys, skip_scheduler=True)
 
     def _begin_epoch(self) -> None:
-        """Restore the random numbers of a checkpoint, and make what a signal has cut short."""
+        """Restore the random numbers of a checkpoint, and repeat an interrupted sample table or evaluation."""
         run = self._run
         run.fire("on_epoch_begin")
         self._load_rng_state(self._run.loop.checkpoint)
@@ -295,7 +305,7 @@ class TrainerBase(Trainer):
             logger.info(str(found))
 
     def _take_update(self, collect: Callable[[], Rollout]) -> dict[str, float]:
-        """Take one update of an external loop and return its metrics."""
+        """Run one update of an external loop and return its metrics."""
         loop = self._run.loop
         loop.grad_norm = self.learn(loop.model, self._next_experience(collect))
         metrics = dict(self._run.metrics)
@@ -311,9 +321,9 @@ class TrainerBase(Trainer):
             self._run.progress.due.append("samples")
 
     def _count_update(self) -> None:
-        """Count an update, step the schedule, and keep the update's metrics for the next log."""
+        """Count an update, step the schedule, and keep the metrics for the next log."""
         run, args, state, loop = self._run, self.args, self.state, self._run.loop
-        self._learning.partial = None  # also where an overridden `learn` has passed it over
+        self._learning.partial = None  # an overridden `learn` may have ignored it
         loop.learning_rate = self._get_learning_rate()
         run.metrics |= run.guard.finish_update()
         if not loop.schedule_follows_metric:
@@ -345,10 +355,10 @@ class TrainerBase(Trainer):
         self._report("on_epoch_end")
 
     def _report(self, event: str) -> None:
-        """Fire an event at the end of an update or a pass; log, evaluate and save what is due."""
+        """Fire an event at the end of an update or a pass; log, evaluate and save if due."""
         self._stop.after_event(event)
         if self.state.global_step in (1, self.state.max_steps) and self._has_unlogged_updates():
-            self.control.should_log = True  # the first and the last update also where `logging_steps` would not
+            self.control.should_log = True  # the first and the last update, whatever `logging_steps` is
         self._log_save_evaluate()
         self._leave_if_stopped(event)
 
@@ -362,11 +372,11 @@ class TrainerBase(Trainer):
         self._maybe_log_save_evaluate(self._tr_loss, norm, loop.model, *when)
 
     def _leave_if_stopped(self, event: str | None = None) -> None:
-        """Leave the loop after the event in which a signal ended the run; after the loop (None), the run.
+        """Leave the loop if a signal ended the run during an event; after the loop (None), leave the run.
 
         Raises:
-            Stopped: The loop is to be left.
-            RunStopped: The run is to be left.
+            Stopped: A signal ended the run; leave the loop.
+            RunStopped: A signal ended the run; leave it.
         """
         if (number := self._run.signals.stopped) is None:
             return
@@ -378,10 +388,10 @@ class TrainerBase(Trainer):
         self._stop.end(number)
 
     def _finish_run(self) -> TrainOutput:
-        """Report what is left and finish the run, or leave it where a signal wants that."""
+        """Log remaining updates and finish the run; after a signal, leave it."""
         control, loop = self.control, self._run.loop
         if self._has_unlogged_updates():
-            # It ended early. Its checkpoint was written before and does not know: a resumed run logs as if it had not.
+            # It ended early, after its checkpoint: a resumed run logs as if it had not.
             control.should_log, control.should_evaluate, control.should_save = True, False, False
             self._log_save_evaluate()
         self._leave_if_stopped()
@@ -394,22 +404,22 @@ class TrainerBase(Trainer):
 
     @contextmanager
     def _forward_context(self) -> Iterator[None]:
-        """Run models as Trainer's own training step does."""
+        """Run models as Trainer's training step does."""
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             yield
 
     def _optimizer_step(
         self, model: nn.Module, losses: Sequence[Tensor], statistics: UpdateStatistics
     ) -> float | Tensor:
-        """Clip, step and clear the gradients, and count the step, unless something of it is not finite.
+        """Clip the gradients, step and clear them; skip the step if a value is not finite.
 
         Args:
             model: The prepared model.
-            losses: Those of the step's micro-batches; the mean over the update's steps is what Trainer logs.
-            statistics: Holds the figures of these micro-batches, which are dropped with the step.
+            losses: Losses of the step's micro-batches; Trainer logs their mean over the update's steps.
+            statistics: Statistics of these micro-batches, which a skipped step drops.
 
         Returns:
-            The gradients' norm before clipping.
+            Gradient norm before clipping.
         """
         run, args, accelerator = self._run, self.args, self.accelerator
         self._warmup.drop_policy_gradients(self._unwrapped(model).policy)
@@ -417,7 +427,7 @@ class TrainerBase(Trainer):
         clipped: Any = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         grad_norm: Any = self._get_grad_norm(model, grad_norm=clipped)
         if self.is_deepspeed_enabled and accelerator.optimizer_step_was_skipped:
-            grad_norm = math.inf  # its step is behind us; it leaves out those whose gradients overflow
+            grad_norm = math.inf  # it has stepped, or skipped an overflow
         if run.guard.allows_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm):
             statistics.add_grad_norms(norms)
             run.fire("on_pre_optimizer_step")
@@ -428,15 +438,15 @@ class TrainerBase(Trainer):
         else:
             statistics.drop_last(len(losses))
             if accelerator.scaler is not None:
-                accelerator.scaler.update()  # the gradients were unscaled, which it expects a step to follow
+                accelerator.scaler.update()  # it expects a step after unscaling
         model.zero_grad()
         return grad_norm
 
     # ---- Data ----
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader whose every batch is this rank's prompts for one update."""
-        with data_order(self.args):  # the sampler takes its seed when it is made
+        """Return a loader whose batches are this rank's prompts for one update each."""
+        with data_order(self.args):  # the sampler is seeded when it is made
             size, sampler = num_prompts(self.sizes, self.args), self._get_train_sampler
             return self._get_dataloader(self.train_dataset, "Training", size, sampler, is_training=True)
 
@@ -450,11 +460,11 @@ class TrainerBase(Trainer):
         self._signature_columns = ["input_ids", "attention_mask"]
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """Keep every column where there are reward functions, which may read it."""
+        """Keep all columns if rewards read them."""
         return dataset if self.scorer.reads_columns else super()._remove_unused_columns(dataset, description)
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
-        """Do the same for data sets that are not `datasets.Dataset`."""
+        """Keep all columns if rewards read them, of data sets other than `datasets.Dataset`."""
         if self.scorer.reads_columns:
             return data_collator
         return super()._get_collator_with_removed_columns(data_collator, description)
@@ -462,21 +472,21 @@ class TrainerBase(Trainer):
     # ---- Optimizer and schedule ----
 
     def create_optimizer(self, model: Any = None) -> Optimizer:
-        """Make the optimizer, by the function that was given if there is one.
+        """Make the optimizer, with the given function if there is one.
 
         Args:
-            model: The prepared model; None takes `self.model`.
+            model: The prepared model; `self.model` when None.
 
         Raises:
-            TypeError: The function returned something else.
-            ValueError: Its optimizer misses trainable parameters, or holds others.
+            TypeError: The function returned no optimizer.
+            ValueError: Its optimizer lacks trainable parameters, or holds foreign ones.
         """
         if self.optimizer is None:
             self.optimizer = self._optimization.made_optimizer(self.model if model is None else model)
         return self._optimization.rated(super().create_optimizer(model), model or self.model, self.args)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
-        """Make the scheduler; one that follows a metric follows it upwards where greater is better."""
+        """Make the scheduler; one that follows a metric maximizes it if greater is better."""
         follow_metric(self.args)
         if self.lr_scheduler is None:
             over = self.optimizer if optimizer is None else optimizer
@@ -521,16 +531,16 @@ class TrainerBase(Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the policy (or its adapter) and the tokenizer, loadable with `from_pretrained`, under every launcher.
+        """Save the policy (or its adapter) and the tokenizer for `from_pretrained`, under every launcher.
 
-        Then say in one line where policy, curves and samples are, where progress is shown.
+        Then print one line with the places of policy, curves and samples, if progress is shown.
 
         Args:
-            output_dir: Where to; `args.output_dir` when None.
+            output_dir: The directory; `args.output_dir` when None.
 
         Raises:
-            DivergenceError: A weight is not finite; nothing is written then.
-            DiskFullError: There is no room.
+            DivergenceError: A weight is not finite; nothing is written.
+            DiskFullError: The disk is full.
         """
         parent = super()
 
@@ -554,7 +564,7 @@ class TrainerBase(Trainer):
             load_models(self._unwrapped(self.model), resume_from_checkpoint, super()._load_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load both; where the arguments are no longer the checkpoint's, those of this run are in force."""
+        """Load both, then apply this run's arguments if they changed."""
         if checkpoint is None:
             return
         check_optimizer(self.optimizer, checkpoint)
@@ -581,13 +591,13 @@ class TrainerBase(Trainer):
         """Sample responses to evaluation prompts and score them.
 
         Args:
-            eval_dataset: Prompts in any form that `train_dataset` may have, or a dict of such data sets; the
-                constructor's when None.
-            ignore_keys: Accepted as Trainer does; there are no model outputs to ignore.
-            metric_key_prefix: Put before each key.
+            eval_dataset: Prompts in any format of `train_dataset`, or a dict of data sets; the constructor's when
+                None.
+            ignore_keys: Ignored; for compatibility with Trainer.
+            metric_key_prefix: Prefix of each key.
 
         Returns:
-            `eval_score` (the amount that training would pay, in the reward's unit: see
+            `eval_score` (in the reward's unit, shaped as in training: see
             `rlhf_ppo.rewards.shaping.scores_in_reward_unit`), `eval_kl` and `eval_entropy` (nats per response),
             `eval_response_length_mean` (tokens), `eval_ended_frac`, `eval_rewards/<name>/mean|std`, and speed.
         """
@@ -601,17 +611,17 @@ class TrainerBase(Trainer):
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate for a run that trains, and step a schedule that follows a metric.
+        """Evaluate during training, and step a schedule that follows a metric.
 
         Raises:
-            ValueError: The metric by which models are compared is not there; the run was saved before.
+            ValueError: The metric for the best model is missing; the run is saved before.
         """
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         with raise_on_all_ranks(self.accelerator), self._checkpoints.naming_full_log():
             self._directory.write_history(self.state.log_history)
         if (missing := missing_best_metric(self.args, metrics)) is not None:
             if self.state.global_step > 0:
-                self.control.should_evaluate = True  # the resumed run begins with this evaluation
+                self.control.should_evaluate = True  # the resumed run repeats this evaluation
                 self._stop.save_where_it_stopped(as_module(self.model_wrapped), trial)
                 missing += f"; go on with resume_from_checkpoint={self._run.guard.last_checkpoint!r}"
             raise ValueError(missing)
@@ -628,10 +638,10 @@ class TrainerBase(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Collect a rollout for every batch of `dataloader`, with its own random numbers, the same at every call."""
+        """Collect a rollout for every batch of `dataloader`, with the same separate random numbers in every call."""
         run, gather_for_metrics = self._run, self.accelerator.gather_for_metrics
         gather: Callable[..., Any] = gather_for_metrics
-        self._engine.policy_changed()  # the best checkpoint may have been loaded, or the caller changed it
+        self._engine.policy_changed()  # the weights may have changed
         with apart_from_training(run, self.model_wrapped) as model:
             self.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -649,15 +659,15 @@ class TrainerBase(Trainer):
     def generate_completions(self, sampling: bool = False) -> pd.DataFrame | None:
         """Respond greedily to prompts; print the table, save it and send it to the trackers in `report_to`.
 
-        The prompts are held-out ones, those of `eval_dataset`; without it one batch of training prompts: the first
-        rows, or those of a stream's latest update. The table's title says which.
+        The prompts are those of `eval_dataset`. Without it they are one batch of training prompts: the first rows, or
+        those of a stream's latest update. The title of the table names the source.
 
         Args:
             sampling: Whether to stop after one batch.
 
         Returns:
-            One row per prompt: query, model response, score, and each reward when there are several; on rank 0 also
-            in `output_dir/_samples/`. None before the first update on a stream without an evaluation data set.
+            One row per prompt: query, model response, score, and each reward if there are several; rank 0 also writes
+            it to `output_dir/_samples/`. None before the first update on a stream without evaluation data.
         """
         run, held_out = self._run, self.eval_dataset is not None
         gather: Callable[..., Any] = gather_object
@@ -675,7 +685,7 @@ class TrainerBase(Trainer):
         return table
 
     def _respond_greedily(self, model: nn.Module, prompts: Prompts) -> tuple[Prompts, Responses, Scores]:
-        """Respond with the likeliest tokens, let the baselines respond, and score the responses."""
+        """Sample greedy responses and the baselines' responses, and score the former."""
         run, how = self._run, (self.generate_responses, self._engine.reads_sharded)
         config = greedy_config(self.args, run.tokens.stop, run.vocabulary.never_sampled)
         with noting_out_of_memory("generate"):
@@ -739,9 +749,9 @@ class TrainerBase(Trainer):
         return rollout, monte_carlo_returns(rollout, self.shape_rewards(rollout), self.args)
 
     def _sample_prompts(self) -> Iterator[Prompts]:
-        """Yield all held-out prompts in batches; where there are none, one batch of training prompts.
+        """Yield all held-out prompts in batches; without them, one batch of training prompts.
 
-        These are the first rows, or a stream's latest ones: a stream may not bear being read twice at a time.
+        These are the first rows, or a stream's latest prompts, since a stream cannot be read twice at a time.
         """
         latest, args = self._run.latest_prompts, self.args
         if self.eval_dataset is not None:
@@ -767,28 +777,28 @@ class TrainerBase(Trainer):
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> BestRun | list[BestRun]:
-        """Search hyperparameters with Optuna; this trainer itself stays as it is.
+        """Search hyperparameters with Optuna; this trainer does not change.
 
-        Each trial is a new trainer with new models, in `output_dir/run-<number>`, seeded by its own `seed`: trials of
-        the same hyperparameters give the same numbers. What is compared is the policy that the trial ends with.
+        Each trial is a new trainer with new models in `output_dir/run-<number>`, seeded by its own `seed`: trials with
+        the same hyperparameters give the same numbers. Trials are compared by their final policies.
 
         Args:
-            hp_space: Takes the trial, returns values of `PPOConfig`'s fields; None searches `learning_rate`,
-                `kl_coef` and `num_ppo_epochs`.
-            compute_objective: Takes what `evaluate` returns, returns what is compared; None takes `eval_score`.
+            hp_space: Takes the trial, returns values of `PPOConfig`'s fields; None searches `learning_rate`, `kl_coef`
+                and `num_ppo_epochs`.
+            compute_objective: Takes the result of `evaluate`, returns the objective; None uses `eval_score`.
             n_trials: Number of trials.
-            direction: "maximize" (unlike Trainer's default: a score is the better the higher) or "minimize"; a list
-                for several objectives.
+            direction: "maximize" (unlike Trainer's default: higher scores are better) or "minimize"; a list for
+                several objectives.
             backend: "optuna", the only one.
             hp_name: Takes the trial, returns the name of its directory.
-            **kwargs: For `optuna.create_study` (`sampler`, `pruner`, `storage`, ...), and `timeout`,
-                `gc_after_trial` and `catch` for `Study.optimize`.
+            **kwargs: For `optuna.create_study` (`sampler`, `pruner`, `storage`, ...), and `timeout`, `gc_after_trial`
+                and `catch` for `Study.optimize`.
 
         Returns:
-            The best run, or for several objectives those that none surpasses: number, objective, hyperparameters.
+            The best run, or the Pareto front for several objectives: number, objective, hyperparameters.
 
         Raises:
-            ValueError: A trial could not start anew, or nothing could be compared.
+            ValueError: The search, or a trial, cannot run.
         """
         recipe = Recipe(type(self), *self._made_with, self._as_given | {"kl_controller": self.kl_controller})
         how = (hp_space, compute_objective, n_trials, direction, backend, hp_name)
@@ -798,13 +808,13 @@ class TrainerBase(Trainer):
         return search(recipe, *given, *how, options=kwargs)
 
     def _hp_search_setup(self, trial: Any) -> None:
-        self._trial = trial  # its arguments are in force already
+        self._trial = trial  # the arguments are the trial's already
 
     def _get_output_dir(self, trial: Any) -> str:
-        return output_directory(self.args)  # a trial's own
+        return output_directory(self.args)  # of a trial, too
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """Report an evaluation to Optuna; where it prunes the trial, end it on all ranks."""
+        """Report an evaluation to Optuna; end a pruned trial on all ranks."""
         if self.hp_search_backend is not None and trial is not None:
             self.objective, self.objective_step = self.compute_objective(metrics.copy()), step
             end = partial(self.callback_handler.on_train_end, self.args, self.state, self.control)
@@ -819,20 +829,17 @@ class TrainerBase(Trainer):
         tags: str | list[str] | None = None,
         **more: str | None,
     ) -> None:
-        """Write `README.md` into `output_dir`, and `curves.png` beside it where something was logged.
+        """Write `README.md` into `output_dir`, and `curves.png` if there are logs.
 
-        It names base model, prompts, rewards, settings, final metrics, versions and citations, and shows the curves
-        and what a judge has found.
-
-        `push_to_hub` passes its keyword arguments on to here.
+        The card names base model, prompts, rewards, settings, final metrics, versions and citations, and shows the
+        curves and a judge's verdict. `push_to_hub` passes its keyword arguments to this method.
 
         Args:
-            model_name: The card's title; the last part of `hub_model_id` or `output_dir` when None.
+            model_name: Title; the last part of `hub_model_id` or `output_dir` when None.
             dataset_name: Hub name or path of the prompts; the trainer's `dataset_name` when None.
-            tags: One or several tags beside the usual ones.
-            **more: `language` and `license` in the card's metadata; `finetuned_from`, the hub name or path of the
-                model that training started from, where the policy was not loaded from there; `dataset`, Trainer's
-                name for `dataset_name`.
+            tags: Tags in addition to the default ones.
+            **more: `language` and `license` of the metadata; `finetuned_from`, the hub name or path of the initial
+                model, if the policy was not loaded from it; `dataset`, Trainer's name for `dataset_name`.
         """
         if self.is_world_process_zero():
             prompts = dataset_name or more.pop("dataset", None) or self.dataset_name
@@ -853,59 +860,25 @@ class TrainerBase(Trainer):
     ) -> Any:
         """Save the policy into `output_dir`, write its card, and upload both to `args.hub_model_id`.
 
-        Policy (or adapter), tokenizer, card, curves and `training_args.bin` (without secrets) are uploaded. Responses
-        in `completions/`, sample tables, reports, logs, checkpoints and optimizers are not, unless `args.hub_files`
-        names them.
+        The upload holds policy (or adapter), tokenizer, card, curves and `training_args.bin` (without secrets). It
+        excludes responses in `completions/`, sample tables, reports, logs, checkpoints and optimizers, unless
+        `args.hub_files` names them.
 
         Args:
-            commit_message: The commit's.
+            commit_message: Message of the commit.
             blocking: Whether to wait for the upload.
-            token: A token that may write there; `args.hub_token`, or that of `hf auth login`, when None.
-            revision: The branch; `args.hub_revision`, or the main one, when None.
+            token: A token with write access; `args.hub_token`, or that of `hf auth login`, when None.
+            revision: The branch; `args.hub_revision`, or the main branch, when None.
             private: Whether a new repository is private; `args.hub_private_repo` when None.
             **kwargs: For `create_model_card`.
 
         Returns:
-            The commit, or with `blocking=False` a future of it; None on ranks other than the first.
+            The commit, or a future of it with `blocking=False`; None on ranks other than the first.
 
         Raises:
             HubError: The hub was not reached, failed or refused; the policy is in `output_dir`.
         """
         return push_policy(self, self._run, commit_message, blocking, token, revision, private, **kwargs)
-
-    # ---- What PPOTrainer adds ----
-
-    _score_unit: Any
-
-    def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
-        """See `PPOTrainer`."""
-        raise NotImplementedError
-
-    def _evaluate_responses(self, model: nn.Module, responses: Responses, prompts: Prompts) -> Rollout:
-        """Implemented by `PPOTrainer`."""
-        raise NotImplementedError
-
-    def shape_rewards(self, rollout: Rollout) -> Tensor:
-        """Implemented by `PPOTrainer`."""
-        raise NotImplementedError
-
-    def learn(self, model: nn.Module, experience: Experience) -> float | Tensor:
-        """See `PPOTrainer`."""
-        raise NotImplementedError
-
-    def _next_experience(self, collect: Callable[[], Rollout]) -> Experience:
-        raise NotImplementedError
-
-    def _end_update(self) -> None:
-        raise NotImplementedError
-
-    def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
-        """See `PPOTrainer`."""
-        raise NotImplementedError
-
-    def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:
-        """See `PPOTrainer`."""
-        raise NotImplementedError
 
     # ---- Counting: one step is one PPO update ----
 
@@ -935,7 +908,7 @@ class TrainerBase(Trainer):
         return progress.epoch, 0 if self.args.ignore_data_skip else progress.batches_in_epoch
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Go on with each rank's random numbers; with another number of processes, with new ones for each."""
+        """Restore each rank's random numbers; reseed them if the number of processes changed."""
         if checkpoint is None or draws_anew(self._run):
             return
         with (
@@ -956,11 +929,11 @@ class TrainerBase(Trainer):
         """Log, and add the PPO metrics of the updates since the last training log.
 
         Args:
-            logs: What Trainer logs; `loss` among it marks a training log, which every rank writes.
-            start_time: When training started.
+            logs: Trainer's logs; the key `loss` marks a training log, which every rank writes.
+            start_time: Start time of training.
 
         Raises:
-            DiskFullError: There is no room for what is logged or printed.
+            DiskFullError: The disk is full.
         """
         of_training = "loss" in logs
         if of_training:

@@ -68,7 +68,7 @@ Play = Callable[[nn.Module, Prompts, "GenerationConfig"], tuple[Responses, Promp
 
 
 class Sampler:
-    """Samples responses of the policy, and of the baselines that reward functions compare with.
+    """Sample responses of the policy, and of the baselines that reward functions compare with.
 
     Args:
         run: The run.
@@ -76,8 +76,8 @@ class Sampler:
         reference: The reference policy, or None.
 
     Attributes:
-        longest_sequence: The longest prompt with its response that models and engine can place; None: no limit.
-        play: Plays episodes of several turns in place of single responses, or None.
+        longest_sequence: Longest prompt plus response that models and engine support; None without a limit.
+        play: Plays episodes of several turns instead of single responses, or None.
     """
 
     play: Play | None = None
@@ -100,8 +100,8 @@ class Sampler:
             model: The prepared `PolicyAndValue`.
             prompts: `B` prompts.
             generate: Samples from a language model.
-            reads_sharded: Whether the engine reads weights that are sharded over the ranks.
-            config: How the policy's tokens are chosen; None: as in training.
+            reads_sharded: Whether the engine reads sharded weights.
+            config: Sampling settings of the policy; None uses those of training.
 
         Returns:
             The responses, and the prompts with the baselines' responses as columns.
@@ -153,11 +153,11 @@ class Sampler:
 
     @contextmanager
     def sampling(self, policy: nn.Module, role: str) -> Iterator[None]:
-        """Sample in autocast; raise an error of one rank on all, and name the model.
+        """Sample under autocast; raise an error of one rank on all ranks, with the model's name.
 
         Args:
-            policy: The language model that is sampled from.
-            role: What errors call it.
+            policy: The sampled language model.
+            role: Its name in errors.
         """
         run = self.run
         naming = naming_the_model(policy, role, run.moment())
@@ -169,21 +169,21 @@ class Sampler:
 def on_whole_policy(model: nn.Module, accelerator: Accelerator, gather: bool, function: Callable[[nn.Module], T]) -> T:
     """Call a function with the policy in a form that `generate` can run.
 
-    Under ZeRO-3 the policy's parameters, not the value model's, are gathered once for the whole call; under FSDP2 a
-    layer stays unsharded from its first use on. Elsewhere the policy is whole anyway.
+    Under ZeRO-3 the policy's parameters, not the value model's, are gathered once for the whole call. Under FSDP2 a
+    layer stays unsharded after its first use.
 
     Args:
         model: The prepared `PolicyAndValue`, or the placed `FrozenPolicy`.
         accelerator: Prepared it.
-        gather: With ZeRO-3, False leaves the parameters sharded, and each layer is gathered at each token.
+        gather: With ZeRO-3, False gathers each layer at each token instead.
         function: Takes the policy.
 
     Returns:
-        What the function returned.
+        The result of the function.
     """
     policy = cast(PolicyAndValue, accelerator.unwrap_model(model, keep_torch_compile=False)).policy
     is_prepared = not isinstance(model, PolicyAndValue)
-    # Small parameters may all be whole after a step; the hooks would still take them apart, on each rank at its pace.
+    # After a step all small parameters may be gathered; hooks would still reshard them, on each rank at another time.
     if zero_stage(accelerator) == 3 and gather and is_prepared:
         return _with_gathered(model, policy, function)
     if isinstance(model, FSDPModule):
@@ -206,8 +206,8 @@ def _with_gathered(model: nn.Module, policy: nn.Module, function: Callable[[nn.M
 def _with_unsharded(model: Any, state: Any, function: Callable[[nn.Module], T]) -> T:
     """Keep blocks gathered while a function runs.
 
-    After it they are taken apart after each pass, or not, as they were; what is outside blocks, the first shard, never
-    is between a forward and a backward pass.
+    Afterwards they are resharded after each pass as configured. Parameters outside of blocks, the first shard, stay
+    gathered between a forward and a backward pass.
     """
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
     register_fsdp_forward_method(model, "on_policy")
@@ -254,7 +254,7 @@ def rollout_of(
     ref_logprobs: Tensor | None,
     scores: Scores,
 ) -> Rollout:
-    """Put responses, what the models say of them, and their scores together."""
+    """Combine responses, model outputs and scores."""
     return Rollout(
         query_responses=responses.query_responses,
         attention_mask=responses.attention_mask,
@@ -273,7 +273,7 @@ def rollout_of(
 
 
 def output_of(policy: ResponseLogprobs, values: ResponseValues) -> PolicyAndValueOutput:
-    """Put the outputs of two forward passes together."""
+    """Combine the outputs of two forward passes."""
     return PolicyAndValueOutput(policy.logprobs, policy.entropy, values.values, values.final_values)
 
 
@@ -316,14 +316,14 @@ class RolloutMetrics:
         """Compute the metrics of a rollout, keep its first responses and count its tokens.
 
         Args:
-            rollout: This rank's.
+            rollout: This rank's rollout.
             kl_controller: Gives the coefficient of the KL penalty.
-            score_unit: What scores are scaled by; None leaves them in their own unit.
+            score_unit: Moments that scale scores; None without scaling.
             of_tokens: Rewards before whitening, returns, and whitened advantages, `(B, T)` each.
             weights: Importance weights, `(B, T)`, or None.
 
         Returns:
-            What each of this rank's responses is paid in all, float32 `(B,)`, NaN without a score.
+            Total reward of each of this rank's responses, float32 `(B,)`, NaN without a score.
         """
         run, args, logged = self.run, self.run.args, self.run.logged.columns
         rewards, returns, advantages = of_tokens
@@ -353,7 +353,7 @@ class RolloutMetrics:
         return [] if self.completions is None else self.completions.rows(step)
 
     def keep(self, learned: PartialUpdate) -> None:
-        """Put what a resumed run needs beside the experience into a partial update."""
+        """Store the remaining state of an interrupted update in its partial update."""
         run = self.run
         learned.metrics, learned.num_response_tokens = run.metrics, self.num_response_tokens
         learned.seconds = run.timer.seconds
@@ -362,7 +362,7 @@ class RolloutMetrics:
         learned.wishes = run.control.state()["args"]
 
     def restore(self, learned: PartialUpdate) -> None:
-        """Continue with the partial update of a run before."""
+        """Continue with the partial update of an earlier run."""
         run = self.run
         run.metrics, self.num_response_tokens = dict(learned.metrics), learned.num_response_tokens
         run.timer.seconds = dict(learned.seconds)
@@ -375,7 +375,7 @@ class RolloutMetrics:
 
 @contextmanager
 def apart_from_training(run: RunState, model: Any) -> Iterator[nn.Module]:
-    """Yield the model to evaluate, with random numbers of its own, the same at every call.
+    """Yield the model to evaluate, with the same separate random numbers in every call.
 
     Args:
         run: The run.
@@ -398,13 +398,13 @@ def apart_from_training(run: RunState, model: Any) -> Iterator[nn.Module]:
 def metrics_of_evaluation(
     run: RunState, columns: dict[str, Tensor], prefix: str, score_unit: ScoreMoments | None
 ) -> dict[str, float]:
-    """Return the metrics of an evaluation, with what reward functions have logged.
+    """Return the metrics of an evaluation, with the values that reward functions have logged.
 
     Args:
         run: The run.
-        columns: Figures of the episodes of all ranks; `scores` is shaped here.
-        prefix: Put before each metric's key.
-        score_unit: What training scales scores by, or None.
+        columns: Columns of the episodes of all ranks; `scores` is shaped here.
+        prefix: Prefix of each key.
+        score_unit: Moments that scale scores in training, or None.
     """
     shaped = (columns["scores"], columns.pop("token_scores"), columns["stopped"].bool(), run.args)
     columns["scores"] = scores_in_reward_unit(*shaped, score_unit)
@@ -419,13 +419,13 @@ def rows_of_samples(
     respond: Callable[[Prompts], tuple[Prompts, Responses, Scores]],
     gather: Callable[..., Any],
 ) -> list[dict[str, Any]]:
-    """Respond to prompts and return a table's rows, of all ranks.
+    """Respond to prompts and return the rows of a table, of all ranks.
 
     Args:
         run: The run.
         batches: This rank's prompts.
         respond: Takes prompts; returns them with the baselines' responses, the policy's responses and their scores.
-        gather: Puts the lists of all ranks together.
+        gather: Concatenates the lists of all ranks.
     """
     rows: list[dict[str, Any]] = []
     for batch in batches:
