@@ -280,11 +280,7 @@ def assemble_models(
     reference, named = None, (args.ref_adapter_name, peft_config is not None)
     if needs_reference or reference_model is not None:
         reference = make_reference(policy, reference_model, *named, args.temperature)
-    own_reference = None if reference is None else reference.own_policy
-    check_can_move(args.reference_ema, own_reference, policy)
-    for language_model in filter(None, (policy, own_reference)):
-        multiply_head_in_float32(language_model, args.lm_head_float32)
-    _warn_of_low_precision(policy, args.learning_rate)
+    _set_up_language_models(args, policy, reference)
     prepare_trainable(policy, critic)
     check_warmup(args, policy, critic)
     # Before Trainer moves the weights that a reward model shares with the policy.
@@ -292,6 +288,14 @@ def assemble_models(
     if args.offload_frozen:  # unless it shares the policy's weights
         rewards = [replace(reward, offloads=not shares_parameters(reward.model, policy)) for reward in rewards]
     return Models(policy, critic, reference, rewards)
+
+
+def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: Reference | None) -> None:
+    own_reference = None if reference is None else reference.own_policy
+    check_can_move(args.reference_ema, own_reference, policy)
+    for language_model in filter(None, (policy, own_reference)):
+        multiply_head_in_float32(language_model, args.lm_head_float32)
+    _warn_of_low_precision(policy, args.learning_rate)
 
 
 def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> None:
