@@ -266,10 +266,7 @@ def assemble_models(
         _share_with_rewards(policy, rewards)
         check_value_model(critic)
     else:
-        if critic is None:
-            critic = make_value_model(policy, readable)
-            if args.value_head_init == "normal":
-                init_normal_head(critic, args.seed)
+        critic = _new_value_model(args, policy, readable) if critic is None else critic
         check_value_model(critic)
         if value_peft_config is not None:
             critic = add_value_adapter(critic, value_peft_config)
@@ -288,6 +285,13 @@ def assemble_models(
     if args.offload_frozen:  # unless it shares the policy's weights
         rewards = [replace(reward, offloads=not shares_parameters(reward.model, policy)) for reward in rewards]
     return Models(policy, critic, reference, rewards)
+
+
+def _new_value_model(args: PPOConfig, policy: nn.Module, reward_model: nn.Module | None) -> nn.Module:
+    value_model = make_value_model(policy, reward_model)
+    if args.value_head_init == "normal":
+        init_normal_head(value_model, args.seed)
+    return value_model
 
 
 def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: Reference | None) -> None:
