@@ -211,7 +211,7 @@ def _settings(output_dir: Path, learning_rate: float, batch_size: int = 32) -> d
     }
 
 
-# ---- What the demo prints ----
+# ---- Output ----
 
 METRICS = {
     "eval_score": "reward model's score",

@@ -133,7 +133,7 @@ def check_best_metric(
     if any(map(_may_log, functions)):
         return
     parts = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else [""]
-    rewards = [f"rewards/{name}/{what}" for name in names for what in ("mean", "std")]
+    rewards = [f"rewards/{name}/{kind}" for name in names for kind in ("mean", "std")]
     of_episodes = [name for name in EVALUATED.values() if has_reference or name != "kl"]
     known = [f"{part}{name}" for part in parts for name in (*of_episodes, *rewards)]
     evaluates, best = args.eval_strategy != "no" or args.eval_on_start, args.metric_for_best_model

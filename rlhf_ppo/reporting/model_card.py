@@ -78,7 +78,7 @@ def model_card(
     )
     return ModelCard.from_template(
         data,
-        _TEMPLATE,
+        str(_TEMPLATE),
         title=_line(model_name),
         start=f"from {code_span(_last_part(base_model))} " if base_model else "",
         prompts=f"on the prompts of {code_span(_last_part(dataset))} " if dataset else "",

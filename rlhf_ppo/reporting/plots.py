@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 
@@ -149,9 +150,9 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 def _logged_metrics(groups: Mapping[str, list[Log]], metrics: Sequence[str] | None, x: str) -> list[str]:
     for label, logs in groups.items():
-        if all(not _metrics_with(log, x) for log in logs):
+        if not _keys(logs, x):
             raise ValueError(f"there is nothing to draw of {label}: {_what_is_logged(logs, x)}")
-    logged = list(dict.fromkeys(key for logs in groups.values() for log in logs for key in _metrics_with(log, x)))
+    logged = _keys(itertools.chain.from_iterable(groups.values()), x)
     if metrics is None:
         others = (key for key in logged if key not in PANELS and not key.startswith("health/"))
         return [key for key in PANELS if key in logged] + sorted(others)
@@ -162,14 +163,14 @@ def _logged_metrics(groups: Mapping[str, list[Log]], metrics: Sequence[str] | No
     return list(metrics)
 
 
-def _metrics_with(log: Log, x: str) -> list[str]:
-    return [key for key in dict.fromkeys(key for entry in log if x in entry for key in entry) if key not in _COUNTERS]
+def _keys(logs: Iterable[Log], x: str | None = None) -> list[str]:
+    """Return the metrics of logs; with `x`, only those that were logged together with it."""
+    entries = (entry for log in logs for entry in log if x is None or x in entry)
+    return [key for key in dict.fromkeys(key for entry in entries for key in entry) if key not in _COUNTERS]
 
 
 def _what_is_logged(logs: Sequence[Log], x: str) -> str:
-    keys = [
-        key for key in dict.fromkeys(key for log in logs for entry in log for key in entry) if key not in _COUNTERS
-    ]
+    keys = _keys(logs)
     if not keys:
         return "it has logged nothing; train with logging_strategy='steps', or 'epoch'"
     shown = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")

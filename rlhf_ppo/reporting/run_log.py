@@ -98,9 +98,9 @@ def _read_path(path: Path) -> Log:
         return _read_state(path)
     state, lines = find_state(path), path / HISTORY_NAME
     if state is None and not lines.is_file():
-        what = "no trainer_state.json or log_history.jsonl" if path.is_dir() else "no such directory"
+        missing = "no trainer_state.json or log_history.jsonl" if path.is_dir() else "no such directory"
         raise FileNotFoundError(
-            f"{path} holds no run: there is {what}; pass the output_dir of a run that has logged something"
+            f"{path} holds no run: there is {missing}; pass the output_dir of a run that has logged something"
         )
     written = _read_lines(lines)
     if state is None:
