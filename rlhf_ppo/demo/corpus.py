@@ -61,7 +61,7 @@ class Opening:
 
     Attributes:
         text: The sentence.
-        hero: "She" or "He": how the story goes on to call its hero.
+        hero: "She" or "He", the pronoun of the story's hero.
         mood: The weather's pleasantness (-1, 0 or 1), which the choice of words follows.
     """
 

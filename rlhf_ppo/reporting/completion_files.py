@@ -95,7 +95,7 @@ class KeptCompletions:
         columns: Mapping[str, Tensor],
         extra: Mapping[str, Sequence[Any]],
     ) -> None:
-        """Keep an update's first responses, and drop those of the update before.
+        """Keep an update's first responses, and drop the responses of the previous update.
 
         Args:
             step: The update's number.
@@ -231,7 +231,7 @@ def write_completions(output_dir: str | Path, rows: Sequence[Mapping[str, Any]],
 
 
 def find_completions(output_dir: str | Path) -> dict[int, Path]:
-    """Return the file of each update of the directory's current run, without those of earlier runs.
+    """Return the file of each update of the directory's current run; files of earlier runs are left out.
 
     Args:
         output_dir: The run's directory.

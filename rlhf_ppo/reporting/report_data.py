@@ -130,7 +130,7 @@ def curve(logs: Sequence[Log], metric: str, episodes: Mapping[float, float]) -> 
 
 
 def _levels(means: NDArray[np.float64], kept: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Return the mean of the points around each kept point, those that are no numbers left out."""
+    """Return the mean of the finite points around each kept point."""
     edges = np.concatenate([[0], (kept[:-1] + kept[1:] + 1) // 2])
     is_number = np.isfinite(means)
     sums, counts = np.add.reduceat(np.where(is_number, means, 0.0), edges), np.add.reduceat(is_number, edges)

@@ -95,7 +95,7 @@ _PPO_FIGURES: _Figures = (
     ("response/length_mean", "response_length_mean", lambda value: f"length {value:>6.1f}", 6),
     ("response/ended_frac", "ended_frac", lambda value: f"ended {value:>4.0%}", 2),
 )
-# For logs without these: those of TRL's SFT and reward trainers.
+# For logs of TRL's SFT and reward trainers.
 _TRL_FIGURES: _Figures = (
     ("loss", "loss", lambda value: f"loss {_decimals(value):>7}", 0),
     ("mean_token_accuracy", "mean_token_accuracy", lambda value: f"right tokens {value:>4.0%}", 1),
@@ -156,7 +156,7 @@ def _value(value: Any) -> str:
 
 
 def _fit(parts: _Parts, width: int | None) -> str:
-    """Join the parts; drop those of the highest rank until the line fits."""
+    """Join the parts; drop the part of the highest rank until the line fits."""
     parts = list(parts)
     while width is not None and sum(len(text) + 3 for text, _ in parts) - 3 > width and len(parts) > 1:
         worst = max(range(len(parts)), key=lambda index: (parts[index][1], index))
@@ -228,7 +228,7 @@ def _title(log_history: Sequence[Logs], updates: Sequence[Logs]) -> str:
 
 
 def use_console(trainer: Trainer, log_console: LogConsole) -> None:
-    """Replace the trainer's printing callbacks by those that `log_console` selects.
+    """Replace the trainer's printing callbacks by the callbacks that `log_console` selects.
 
     Args:
         trainer: A trainer with its default callbacks.

@@ -24,6 +24,7 @@ from rlhf_ppo.terminal.text import (
     visible,
     visible_logger,
 )
+from tests.terminal.test_progress import Terminal
 
 CONTROLS = [*range(9), *range(11, 32), *range(127, 160)]
 ANY_TEXT = st.text(st.characters(exclude_categories=()))
@@ -117,11 +118,6 @@ def test_a_log_message_is_visible(caplog):
     assert caplog.messages == [r"the judge said \x1b[2J", "100%"]
     assert visible_logger("rlhf_ppo.test_foreign").filters == logger.filters and len(logger.filters) == 1
     assert isinstance(logger, logging.Logger)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize("width", [60, 80, 140, 200])
