@@ -103,7 +103,7 @@ def check_step_options(
     if command == "judge":
         _check_judge(problems, options, coming)
         return None, None
-    args = options[1]
+    script_args, args, model_args = options
     if not coming(args.output_dir or ""):
         with problems.collecting():
             if command == "train":
@@ -111,8 +111,8 @@ def check_step_options(
             else:
                 resumed_checkpoint(args)
     if command == "train":
-        return _check_ppo(problems, *options, coming)
-    return _check_trl(problems, command, *options, coming)
+        return _check_ppo(problems, script_args, args, model_args, coming)
+    return _check_trl(problems, command, script_args, args, model_args, coming)
 
 
 def _check_ppo(
