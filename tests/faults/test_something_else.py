@@ -88,6 +88,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "batch": ({"per_device_train_batch_size": 4}, "batch_size=2 episodes per update"),
     "accumulation": ({"gradient_accumulation_steps": 2}, "batch_size=2 episodes per update"),
     "wider model": (given(model=lambda: tiny_policy(hidden_size=64)), "is of another model.*has shape"),
+    "flatter model": (given(model=lambda: tiny_policy(num_hidden_layers=1)), "is of another model.*does not exist"),
+    "wider value model": (given(value_model=lambda: tiny_scorer(hidden_size=64)), "value_model.*has shape"),
     "value model": (given(value_model=lambda: tiny_scorer(num_hidden_layers=3)), "is of another model.*it lacks"),
     "an adapter": (given(peft_config=lora), "no adapter"),
     "frozen weights": (given(model=partly_frozen), "trained 42 parameters, but 41 are trained now"),

@@ -339,34 +339,6 @@ def too_few(completions: list[str], **columns: Any) -> list[float]:
     return [0.0] * (len(completions) - 1)
 
 
-def not_a_number(completions: list[str], **columns: Any) -> list[float]:
-    return [0.0] * (len(completions) - 1) + [float("nan")]
-
-
-def infinite(completions: list[str], **columns: Any) -> list[float]:
-    return [float("inf")] * len(completions)
-
-
-def a_string(completions: list[str], **columns: Any) -> Any:
-    return "good"
-
-
-def strings(completions: list[str], **columns: Any) -> Any:
-    return ["good"] * len(completions)
-
-
-def nothing(completions: list[str], **columns: Any) -> Any:
-    return None
-
-
-def one_number(completions: list[str], **columns: Any) -> Any:
-    return 1.0
-
-
-def too_few_tokens(completion_ids: list[list[int]], **columns: Any) -> Any:
-    return [[0.0] * len(completion_ids[0]), *([0.0] * (len(ids) - 1) for ids in completion_ids[1:])]
-
-
 def asks_for_a_column(completions: list[str], answer: list[str]) -> list[float]:
     return [0.0] * len(completions)
 
@@ -378,13 +350,6 @@ async def late_nan(completions: list[str], **columns: Any) -> list[float]:
 
 FUNCTIONS: dict[Any, tuple[type[Exception], str]] = {
     too_few: (ValueError, "'too_few' returned 1 rewards for 2 completions"),
-    not_a_number: (ValueError, "'not_a_number' returned nan for row 1"),
-    infinite: (ValueError, "'infinite' returned inf for row 0"),
-    a_string: (TypeError, r"'a_string' returned 'good' \(str\)"),
-    strings: (TypeError, r"'strings' returned 'good' \(str\) for row 0"),
-    nothing: (TypeError, r"'nothing' returned None \(NoneType\)"),
-    one_number: (TypeError, r"'one_number' returned 1.0 \(float\)"),
-    too_few_tokens: (ValueError, "'too_few_tokens' returned .* rewards for the .* tokens of row 1"),
     late_nan: (ValueError, "'late_nan' returned nan for row 0"),
 }
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import builtins
 import io
 import json
-import logging
 import os
 import pickle
 import re
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,7 @@ from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.checkpoints import last_complete_checkpoint, why_incomplete
 from rlhf_ppo.checkpoints.files import write_manifest
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run, parameters
+from tests.runs import QUICK, DieAt, RunDied, assert_identical, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]
 SAVING: dict[str, Any] = {**QUICK, "total_episodes": 4, "save_strategy": "steps", "save_steps": 1}
@@ -92,57 +90,11 @@ def test_checkpoint_loads_as_the_models_it_was_made_of(make_trainer: MakeTrainer
 # ---- Whole and half-written checkpoints ----
 
 
-def cut(name: str) -> Callable[[Path], None]:
-    def cut_in_half(checkpoint: Path) -> None:
-        content = (checkpoint / name).read_bytes()
-        (checkpoint / name).write_bytes(content[: len(content) // 2])
-
-    return cut_in_half
-
-
 def without(name: str) -> Callable[[Path], None]:
     def remove(checkpoint: Path) -> None:
         shutil.rmtree(checkpoint / name) if (checkpoint / name).is_dir() else (checkpoint / name).unlink()
 
     return remove
-
-
-HALF_WRITTEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no state": (without("trainer_state.json"), "it has no trainer_state.json"),
-    "half a state": (cut("trainer_state.json"), "its trainer_state.json has \\d+ bytes instead of"),
-    "no progress": (without("ppo_state.json"), "it has no ppo_state.json"),
-    "half a progress": (cut("ppo_state.json"), "its ppo_state.json has \\d+ bytes instead of"),
-    "no manifest": (without("manifest.json"), "it has no manifest.json"),
-    "half a manifest": (cut("manifest.json"), "its manifest.json is cut off"),
-    "no value model": (without("value_model"), "it has no value_model/"),
-    "nothing": (lambda checkpoint: [without(path.name)(checkpoint) for path in checkpoint.iterdir()], "it has no"),
-}
-
-
-@pytest.mark.parametrize("kind", HALF_WRITTEN)
-def test_half_written_checkpoint_is_skipped_with_the_reason_and_refused_by_name(
-    kind: str, run: Path, make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    damage, reason = HALF_WRITTEN[kind]
-    damage(run / "checkpoint-2")
-    with caplog.at_level(logging.WARNING):
-        assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-1")
-    assert re.search(f"Skipping {run / 'checkpoint-2'}: {reason}", caplog.text)
-
-    trainer = make_trainer(**SAVING)
-    with pytest.raises(
-        ValueError, match=f"resume_from_checkpoint=.*checkpoint-2' is no complete checkpoint: {reason}"
-    ):
-        trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    assert trainer.state.global_step == 0
-
-
-def test_resuming_from_the_newest_takes_the_newest_whole_one(run: Path, make_trainer: MakeTrainer) -> None:
-    without("trainer_state.json")(run / "checkpoint-2")
-    trainer = make_trainer(**SAVING)
-    assert trainer.train(resume_from_checkpoint=True).global_step == 2
-    assert trainer._initial_global_step == 1
-    assert why_incomplete(str(run / "checkpoint-2")) is None  # written anew
 
 
 def test_newest_is_the_highest_number_not_the_last_in_the_alphabet(run: Path) -> None:
@@ -246,30 +198,6 @@ def test_a_kill_while_old_checkpoints_are_removed_leaves_the_new_one(
 
 def lora(rank: int = 4) -> Any:
     return pytest.importorskip("peft").LoraConfig(r=rank, target_modules=["q_proj"])
-
-
-OTHER_MODELS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "wider policy": (lambda: {"model": tiny_policy(hidden_size=64)}, "has shape"),
-    "deeper policy": (lambda: {"model": tiny_policy(num_hidden_layers=3)}, "it lacks"),
-    "flatter policy": (lambda: {"model": tiny_policy(num_hidden_layers=1)}, "does not exist"),
-    "wider value model": (lambda: {"value_model": tiny_scorer(hidden_size=64)}, r"value_model.*has shape"),
-    "deeper value model": (lambda: {"value_model": tiny_scorer(num_hidden_layers=3)}, r"value_model.*it lacks"),
-    "policy with an adapter": (lambda: {"peft_config": lora()}, "no adapter"),
-}
-
-
-@pytest.mark.parametrize("kind", OTHER_MODELS)
-def test_checkpoint_of_another_model_is_refused_before_any_training(
-    kind: str, run: Path, make_trainer: MakeTrainer
-) -> None:
-    make, message = OTHER_MODELS[kind]
-    trainer = make_trainer(**SAVING, **make())
-    before = parameters(trainer)
-    checkpoint = str(run / "checkpoint-1")
-    with pytest.raises(ValueError, match=f"(?s)resume_from_checkpoint=.*checkpoint-1.*{message}"):
-        trainer.train(resume_from_checkpoint=checkpoint)
-    assert trainer.state.global_step == 0
-    assert_identical(parameters(trainer), before)
 
 
 @pytest.mark.parametrize("kind", ["other rank", "no adapter"])
@@ -417,35 +345,3 @@ def test_train_end_leaves_config_as_it_was(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**QUICK, callbacks=[SeesCache()], gradient_checkpointing=True)
     trainer.train()
     assert trainer.model.policy.config.use_cache is True
-
-
-class DiskIsFullAfter(TrainerCallback):
-    """From the checkpoint of `step` on no file may grow beyond a few bytes."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-
-
-def test_a_full_disk_leaves_the_previous_checkpoint_loadable(
-    make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = {**QUICK, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
-    whole = make_trainer(**run, output_dir="whole")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    stopped = make_trainer(**run, output_dir="stopped", callbacks=[DiskIsFullAfter(2)])
-    try:
-        with pytest.raises(Exception, match=r"(?i)file too large|os error 27|errno 27"):
-            stopped.train()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    assert last_complete_checkpoint("stopped") == "stopped/checkpoint-2"
-    resumed = make_trainer(**run, output_dir="stopped")
-    resumed.train(resume_from_checkpoint=True)
-    whole.train()
-    assert_identical(end_of_run(resumed), end_of_run(whole))
