@@ -118,7 +118,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         gamma=0.99,
         lam=0.95,
         learning_rate=1e-3,
-        lr_scheduler_type="constant",
+        lr_scheduler_type="cosine",
         kl_coef=0.0 if options.credit == "episode" else 0.01,
         vf_coef=0.0 if options.credit == "episode" else 0.5,
         num_ppo_epochs=2,

@@ -176,6 +176,12 @@ class PPOScriptArguments(DryRunScriptArguments):
         "settings, such as 'keyword(keywords=[\"yes\"])'. With them, a reward model scores only if reward_model_path "
         "is given.",
     )
+    environment: list[str] | None = option(
+        None,
+        "An environment of several turns as file.py:Class or package.module.Class; several as name=file.py:Class, of "
+        "which the column `environment` names one.",
+    )
+    tools: list[str] | None = option(None, "Functions that the policy may call, as file.py:function.")
     ptx_dataset: str | None = option(
         None,
         "With ptx_coef: additional texts for the policy to learn from, with the columns of SFT; the split train of a "

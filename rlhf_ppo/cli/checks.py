@@ -29,7 +29,7 @@ from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.preferences import separate_prompts
 from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column
 from rlhf_ppo.data.sources import choose_split, hold_out, load_splits
-from rlhf_ppo.rewards.resolve import check_reward_name
+from rlhf_ppo.rewards.resolve import check_reward_name, environment_name
 
 __all__ = ["Problems", "check_step_options", "parse", "train_and_eval_rows"]
 
@@ -129,14 +129,13 @@ def _check_ppo(
     for name in script_args.reward_funcs or ():
         with problems.collecting():
             check_reward_name(name)
+    _check_agents(problems, script_args)
     rows = (None, None)
     with problems.collecting():
         rows = train_and_eval_rows(script_args, always_evaluates=True)
         for name, dataset in zip(("train_dataset", "eval_dataset"), rows, strict=True):
             if dataset is not None and (first := first_row(dataset)) is not None:
-                prompt_column(first, name)
-                if tokenizer is not None:
-                    PromptEncoder(tokenizer, name, None).row(first, 0)
+                _check_prompt(script_args, tokenizer, name, first)
         if rows[0] is not None and has_length(rows[0]):
             args.count_sizes(1, len(rows[0]))  # more processes need more prompts
     if script_args.ptx_dataset is not None:
@@ -144,6 +143,24 @@ def _check_ppo(
             texts = load_splits(script_args.ptx_dataset, argument="ptx_dataset")
             choose_split(texts, "train", "the split of ptx_dataset")
     return rows
+
+
+def _check_agents(problems: Problems, script_args: PPOScriptArguments) -> None:
+    """Check that the files of tools and environments are there."""
+    named = [("tools", name) for name in script_args.tools or ()]
+    named += [("environment", environment_name(name)[1]) for name in script_args.environment or ()]
+    for argument, name in named:
+        with problems.collecting():
+            check_reward_name(name, argument)
+
+
+def _check_prompt(script_args: PPOScriptArguments, tokenizer: Any, name: str, first: Any) -> None:
+    """Check the first row of a data set, unless an environment makes the prompts."""
+    if script_args.environment:
+        return
+    prompt_column(first, name)
+    if tokenizer is not None:
+        PromptEncoder(tokenizer, name, None).row(first, 0)
 
 
 def train_and_eval_rows(script_args: DryRunScriptArguments, always_evaluates: bool = False) -> tuple[Any, Any]:

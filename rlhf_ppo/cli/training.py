@@ -50,6 +50,7 @@ from rlhf_ppo.reporting.judgements import ACCURACY, AT_LEAST, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
 from rlhf_ppo.reporting.run_log import where_results_are
 from rlhf_ppo.rewards.functions import RewardTimeoutError
+from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.terminal.console import (
     hide_data_bars,
@@ -201,6 +202,7 @@ def ppo_trainer(
     value_model: Any = None,
     ref_model: str | None = None,
     reward_funcs: Any = None,
+    **agents: Any,
 ) -> PPOTrainer:
     """Load the tokenizer, the policy and the reference, and make the trainer.
 
@@ -214,6 +216,7 @@ def ppo_trainer(
         value_model: As `PPOTrainer` takes it.
         ref_model: Path of the reference; None compares with the policy as it starts.
         reward_funcs: As `PPOTrainer` takes them.
+        **agents: `tools` and `environment_factory`, as `PPOTrainer` takes them.
     """
     prepare_trackers(args)
     settings = loading_settings(script_args.trust_remote_code, model_args)
@@ -238,6 +241,7 @@ def ppo_trainer(
         peft_config=peft_config,
         reward_funcs=reward_funcs,
         ptx_dataset=texts,
+        **agents,
     )
 
 
@@ -255,13 +259,18 @@ def scored_ppo_trainer(
     """
     scorers = load_scorers(script_args, args, model_args) if has_reward_model(script_args, args) else {}
     data = (train_dataset, eval_dataset)
-    return ppo_trainer(script_args, args, model_args, *data, reward_funcs=script_args.reward_funcs, **scorers)
+    agents = {
+        "tools": resolve_tools(script_args.tools),
+        "environment_factory": resolve_environments(script_args.environment),
+    }
+    functions = script_args.reward_funcs
+    return ppo_trainer(script_args, args, model_args, *data, reward_funcs=functions, **scorers, **agents)
 
 
 def has_reward_model(script_args: PPOScriptArguments, args: PPOConfig) -> bool:
-    """Return whether a reward model scores: without reward functions, or if its path is given."""
+    """Return whether a reward model scores: without reward functions and environments, or if its path is given."""
     default = PPOConfig.__dataclass_fields__["reward_model_path"].default
-    return not script_args.reward_funcs or args.reward_model_path != default
+    return not (script_args.reward_funcs or script_args.environment) or args.reward_model_path != default
 
 
 def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:

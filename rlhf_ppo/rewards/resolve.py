@@ -95,22 +95,71 @@ def check_reward_name(spec: str, argument: str = "reward_funcs") -> None:
         resolve_reward(spec, argument)
 
 
-def found_function(spec: str, argument: str) -> Callable[..., Any] | None:
+def resolve_tools(specs: Sequence[str] | None) -> list[Callable[..., Any]] | None:
+    """Return the tools that a command names, as 'path/file.py:function' or 'package.module.function'.
+
+    Raises:
+        TypeError: An object is no function.
+        ValueError: A file, module or function does not exist.
+    """
+    return None if specs is None else [_named_object(spec, "tools") for spec in specs]
+
+
+def resolve_environments(specs: Sequence[str] | None) -> Any:
+    """Return the environments that a command names: a factory, or several by name.
+
+    Args:
+        specs: One 'path/file.py:Class' (or function that makes an environment), or several 'name=path/file.py:Class'.
+
+    Raises:
+        TypeError: An object cannot be called.
+        ValueError: A file, module or class does not exist, or one of several has no name.
+    """
+    if not specs:
+        return None
+    named = [environment_name(spec) for spec in specs]
+    if len(named) == 1 and named[0][0] is None:
+        return _named_object(specs[0], "environment", allows_class=True)
+    if without := [spec for name, spec in named if name is None]:
+        raise ValueError(
+            f"environment holds {without[0]!r} without a name: write name={without[0]} for each of several"
+        )
+    return {str(name): _named_object(spec, "environment", allows_class=True) for name, spec in named}
+
+
+def environment_name(spec: str) -> tuple[str | None, str]:
+    """Split 'name=path/file.py:Class' into name and place; the name is None without '='."""
+    name, equals, place = spec.partition("=")
+    return (name, place) if equals else (None, spec)
+
+
+def _named_object(spec: str, argument: str, allows_class: bool = False) -> Callable[..., Any]:
+    found = found_function(spec, argument, allows_class)
+    if found is None:
+        kind = "Class" if allows_class else "function"
+        raise ValueError(
+            f"{argument} holds {redacted(spec)!r}: write 'path/file.py:{kind}' or 'package.module.{kind}'"
+        )
+    return found
+
+
+def found_function(spec: str, argument: str, allows_class: bool = False) -> Callable[..., Any] | None:
     """Return the function that a text names, or None if it does not have the form of such a name.
 
     Args:
         spec: 'path/file.py:function' or 'package.module.function'.
         argument: Name of the argument, for errors.
+        allows_class: Whether a class will do.
 
     Raises:
         TypeError: The object cannot be called.
         ValueError: The file, module or function does not exist.
     """
     if (path := _path_in(spec)) is not None:
-        return _function(_load_file(spec, path, argument), spec.rpartition(":")[2], spec, argument)
+        return _function(_load_file(spec, path, argument), spec.rpartition(":")[2], spec, argument, allows_class)
     if _is_dotted(spec):
         module, _, name = spec.rpartition(".")
-        return _function(_import_module(spec, module, argument), name, spec, argument)
+        return _function(_import_module(spec, module, argument), name, spec, argument, allows_class)
     return None
 
 
@@ -171,7 +220,9 @@ def _look_into(directory: str) -> None:
         sys.path.append(directory)
 
 
-def _function(module: ModuleType, name: str, spec: str, argument: str) -> Callable[..., Any]:
+def _function(
+    module: ModuleType, name: str, spec: str, argument: str, allows_class: bool = False
+) -> Callable[..., Any]:
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ValueError(
@@ -179,7 +230,7 @@ def _function(module: ModuleType, name: str, spec: str, argument: str) -> Callab
         )
     function = getattr(module, name)
     is_judge = callable(getattr(function, "judge", None))
-    if isinstance(function, type) or not (callable(function) or is_judge):
+    if (isinstance(function, type) and not allows_class) or not (callable(function) or is_judge):
         problem = "is a class, not" if isinstance(function, type) else "cannot be called; name"
         raise TypeError(
             f"{argument} holds {redacted(spec)!r}, which is {function!r:.60} and {problem} a function or an object "
