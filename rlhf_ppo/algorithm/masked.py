@@ -185,5 +185,5 @@ class RunningMoments:
         return dataclasses.asdict(self.moments)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a result of `state_dict`."""
         self.moments = ScoreMoments(**state)

@@ -157,7 +157,7 @@ class KLController(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a result of `state_dict`."""
         ...
 
 

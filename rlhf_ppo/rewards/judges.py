@@ -1,4 +1,4 @@
-"""Judges, which compare two responses to a prompt, and the preference reward, which pays what a judge prefers.
+"""Judges, which compare two responses to a prompt, and the preference reward, which pays for their verdicts.
 
 Judges are reward models, reward functions, AITraining's feedback functions, and language models behind a chat API.
 """

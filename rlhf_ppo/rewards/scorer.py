@@ -401,7 +401,7 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 class WrongRewardError(TypeError, ValueError):
-    """A reward function returned or logged something invalid; the message says what to do instead."""
+    """A reward function returned or logged something invalid; the message names the fix."""
 
 
 def check_scores(

@@ -11,8 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import Tensor
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
+    AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaModel,
@@ -27,12 +26,11 @@ from rlhf_ppo.models.loading import (
     load_scalar_model,
     low_precision_parameters,
     make_value_model,
-    prepare_trainable,
 )
 from rlhf_ppo.models.packing import hidden_states
-from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import backbone
 from tests.conftest import tiny_config, tiny_policy, tiny_scorer
+from tests.models.architectures import tiny_model
 
 IDS = torch.arange(1, 31).view(3, 10)
 MASK = torch.ones(3, 10, dtype=torch.bool)
@@ -43,9 +41,8 @@ def tiny_t5() -> Any:
     return T5ForConditionalGeneration(config)
 
 
-def tiny_bert(num_labels: int = 1) -> Any:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return BertForSequenceClassification(BertConfig(**sizes, intermediate_size=16, num_labels=num_labels))
+def pooling() -> Any:
+    return tiny_model("bert", AutoModelForSequenceClassification)
 
 
 def adapted(model: Any, task: TaskType, **overrides: Any) -> Any:
@@ -96,12 +93,6 @@ def test_a_language_models_directory_gives_a_scalar_model_with_one_label(tmp_pat
     loaded = load_scalar_model(tmp_path, "value_model")
     assert token_values(loaded, IDS, MASK, last=4).shape == (3, 4)
     assert torch.equal(states(loaded), states(tiny_policy()))
-
-
-def test_objects_are_taken_as_they_are() -> None:
-    policy, scorer = tiny_policy(), tiny_scorer()
-    assert load_policy(policy, "model") is policy
-    assert load_scalar_model(scorer, "reward_model") is scorer
 
 
 @pytest.mark.parametrize("load", [load_policy, load_scalar_model])
@@ -171,7 +162,7 @@ def test_adapters_of_the_reward_model_are_merged_into_the_copy() -> None:
     assert not torch.allclose(last_token_score(value_model, IDS, MASK), last_token_score(tiny_scorer(), IDS, MASK))
 
 
-@pytest.mark.parametrize("reward_model", [None, tiny_bert()], ids=["no reward model", "one that pools"])
+@pytest.mark.parametrize("reward_model", [None, pooling()], ids=["no reward model", "one that pools"])
 def test_made_from_the_policy_its_values_are_zero_and_its_backbone_the_policys(reward_model: Any) -> None:
     policy = tiny_policy().eval().requires_grad_(False)
     value_model = make_value_model(policy, reward_model)
@@ -217,21 +208,13 @@ def test_an_architecture_without_such_a_class_is_an_error() -> None:
 
 
 def test_value_models_that_pool_are_errors() -> None:
-    assert not reads_last_token(tiny_bert())
+    assert not reads_last_token(pooling())
     with pytest.raises(ValueError, match="value_model is a BertForSequenceClassification, whose head does not read"):
-        check_value_model(tiny_bert())
+        check_value_model(pooling())
     check_value_model(tiny_scorer())
 
 
 # ---- Before training ----
-
-
-def test_both_trained_models_learn_without_dropout() -> None:
-    policy, value_model = tiny_policy(attention_dropout=0.5), tiny_scorer(attention_dropout=0.5)
-    prepare_trainable(policy, value_model)
-    PolicyAndValue(policy, value_model, 1.0).train()
-    for model in (policy, value_model):
-        assert torch.equal(hidden_states(model, IDS, MASK), hidden_states(model, IDS, MASK))
 
 
 def test_trainable_parameters_in_16_bits_are_named() -> None:

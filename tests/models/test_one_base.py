@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_ppo.models.packing import hidden_states
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_peft import IDS, FirstPass, first, logits, lora, trained_adapter, two_adapters, weights
-from tests.runs import QUICK, die_and_resume
+from tests.runs import QUICK
 
 peft = pytest.importorskip("peft")
 
@@ -234,15 +234,6 @@ def test_checkpoints_hold_adapters_alone_which_load_and_merge(make_shared: MakeT
     saved = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(logits(saved), logits(trainer.policy_model))
     torch.testing.assert_close(logits(saved.merge_and_unload()), logits(trainer.policy_model), atol=1e-5, rtol=0)
-
-
-def test_resuming_equals_a_run_that_was_never_stopped(make_shared: MakeTrainer, tmp_path: Path):
-    def make(name: str, **kwargs: Any) -> Any:
-        torch.manual_seed(11)
-        checkpoints = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
-        return make_shared(model=trained_adapter(), learning_rate=0.05, **checkpoints, **kwargs)
-
-    die_and_resume(make)
 
 
 # ---- What is accepted, and what cannot work ----

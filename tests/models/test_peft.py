@@ -211,9 +211,11 @@ def save_adapter(folder: Path) -> Any:
     return policy
 
 
-def test_a_directory_with_an_adapter_is_trained_further(make_trainer: MakeTrainer, tmp_path: Path):
-    start = logits(save_adapter(tmp_path))
-    trainer = make_trainer(model=str(tmp_path / "adapter"), **QUICK)
+@pytest.mark.parametrize("given", ["directory", "loaded for inference"])
+def test_a_saved_adapter_is_trained_further(given: str, make_trainer: MakeTrainer, tmp_path: Path):
+    start, adapter = logits(save_adapter(tmp_path)), tmp_path / "adapter"
+    model = str(adapter) if given == "directory" else peft.PeftModel.from_pretrained(tiny_policy(), adapter)
+    trainer = make_trainer(model=model, **QUICK)
     before = weights(trainer.policy_model)
     assert torch.equal(logits(trainer.policy_model), start)
 
@@ -222,16 +224,6 @@ def test_a_directory_with_an_adapter_is_trained_further(make_trainer: MakeTraine
     assert first(trainer, "objective/kl") == 0.0
     moved = changed(before, trainer.policy_model)
     assert moved and all(".lora_" in name and ".default." in name for name in moved)
-
-
-def test_an_adapter_loaded_for_inference_is_trained_too(make_trainer: MakeTrainer, tmp_path: Path):
-    save_adapter(tmp_path)
-    trainer = make_trainer(model=peft.PeftModel.from_pretrained(tiny_policy(), tmp_path / "adapter"), **QUICK)
-    before = weights(trainer.policy_model)
-
-    trainer.train()
-
-    assert changed(before, trainer.policy_model)
 
 
 def test_a_reward_model_s_adapter_is_merged_and_makes_a_whole_value_model(make_trainer: MakeTrainer, tmp_path: Path):
@@ -349,8 +341,9 @@ def test_what_is_saved_is_an_adapter_that_loads_and_merges(make_trainer: MakeTra
         lambda: {"model": two_adapters(), "model_adapter_name": "policy", "ref_adapter_name": "sft"},
         lambda: {"value_peft_config": lora()},
         lambda: {"peft_config": lora(), "value_peft_config": lora()},
+        lambda: {"model": trained_adapter(), "share_base_model": True, "value_model": None},
     ],
-    ids=["new adapter", "trained adapter", "named adapters", "value adapter", "both adapters"],
+    ids=["new adapter", "trained adapter", "named adapters", "value adapter", "both adapters", "one base"],
 )
 def test_resuming_equals_a_run_that_was_never_stopped(make_trainer: MakeTrainer, tmp_path: Path, policy: Any):
     def make(name: str, **kwargs: Any) -> Any:

@@ -8,16 +8,28 @@ killed a mutant must pass where nothing is broken: the nursery sees to that at i
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.mutation.mutants import TABLES
-from tests.mutation.nursery import PACKAGE, Mutant, Nursery, assert_killed
+from tests.mutation.nursery import PACKAGE, Mutant, Nursery, assert_killed, assert_passed
 
 NUM_TRIED = int(os.environ.get("NUM_MUTANTS", "2"))
 """How many of each entry are tried."""
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """The process of all mutants; at the end the tests that killed mutants pass with unbroken code."""
+    nursery = Nursery()
+    yield nursery
+    killers = sorted(nursery.killers)
+    for start in range(0, len(killers), 50):
+        assert_passed(nursery.run(tmp_path_factory.mktemp("unbroken"), killers[start : start + 50]))
+    nursery.close()
 
 
 def mutants(num_of_each: int | None = None) -> list[Any]:

@@ -170,17 +170,9 @@ def only_one(prompt: str) -> float:
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "unknown": (
-        lambda: builtin_reward("corectness"),
-        ValueError,
-        r"no reward 'corectness'; choose one of \[",
-    ),
+    "unknown": (lambda: builtin_reward("corectness"), ValueError, r"no reward 'corectness'; choose one of \["),
     "setting": (lambda: builtin_reward("length", units=3), ValueError, r"'length' .*\{'units': 3\}.*units"),
-    "trl_logger": (
-        lambda: builtin_reward("accuracy_reward", log_extra=print),
-        ValueError,
-        r"takes no \['log_extra'\]",
-    ),
+    "trl_logger": (lambda: builtin_reward("accuracy_reward", log_extra=print), ValueError, r"no \['log_extra'\]"),
     "mode": (lambda: builtin_reward("correctness", mode="fuzzy"), ValueError, r"mode='fuzzy' must be one of \['auto'"),
     "unit": (lambda: builtin_reward("length", unit=0), ValueError, "unit=0 must be above 0"),
     "pattern": (lambda: builtin_reward("formatting", pattern="("), ValueError, r"pattern='\(' is no regular"),

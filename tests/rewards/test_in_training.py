@@ -139,11 +139,6 @@ def test_weights_by_name_and_as_json(weights: Any, make_trainer: MakeTrainer) ->
     assert entry["rewards/reward_model/std"] > 0
 
 
-def test_a_misspelt_weight_is_an_error_before_the_run(make_trainer: MakeTrainer) -> None:
-    with pytest.raises(ValueError, match=r"names \['share_w4'\] .*\(did you mean 'share_of_w4'\?\)"):
-        make_trainer(**QUICK, reward_funcs=share_of_w4, reward_weights='{"share_w4": 1.0}')
-
-
 def test_rewards_by_name_file_and_label(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def seven(completions, **_):\n    return [7.0] * len(completions)\n")
     names = {0: "helpful", 1: "harmless"}

@@ -41,11 +41,6 @@ def test_by_hand() -> None:
     assert judge.calls == [(["p0", "p1"] * 2, [["aaa", "aa"], ["b", "bbbb"], ["aa", "aaa"], ["bbbb", "b"]])]
 
 
-@pytest.mark.parametrize("position", [0, 1])
-def test_a_judge_that_always_prefers_a_position_says_nothing(position: int) -> None:
-    assert compare(Recorder(lambda *_: position), ["a", "b"], ["c", "d"]) == [0.0, 0.0]
-
-
 @pytest.mark.parametrize("first", [0, 0.25, 0.5, 1])
 @pytest.mark.parametrize("second", [0, 0.5, 0.75, 1])
 def test_the_mean_of_both_orders(first: float, second: float) -> None:

@@ -44,12 +44,6 @@ def test_weights_default_to_one_and_may_be_zero_or_negative() -> None:
     assert Scorer([a], None)(make_batch()).total.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_row_that_nobody_scored_has_no_total() -> None:
-    a, b = Fixed("a", [1.0, NAN, 3.0]), Fixed("b", [NAN, NAN, 3.0])
-    total = Scorer([a, b], [1.0, 0.0])(make_batch()).total
-    assert total[[0, 2]].tolist() == [1.0, 3.0] and total[1].isnan()
-
-
 def test_rewards_per_token_are_added_token_by_token_beside_the_scores() -> None:
     mask = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool()
     ids = torch.full((3, 4), 3)
@@ -85,13 +79,6 @@ def test_weights_must_be_finite(weight: float) -> None:
     for weights in ([weight], {"a": weight}):
         with pytest.raises(ValueError, match=r"^reward_weights\['a'\]=(nan|inf) must be in"):
             Scorer([Fixed("a", [])], weights)
-
-
-def test_weights_by_name_come_in_any_order() -> None:
-    sources = [Fixed("a", [1.0]), Fixed("b", [10.0]), Fixed("b", [100.0])]
-    scorer = Scorer(sources, {"b_2": 3.0, "a": 1.0, "b": 2.0})
-    assert list(scorer.weights.items()) == [("a", 1.0), ("b", 2.0), ("b_2", 3.0)]
-    assert float(scorer(make_batch(rows=1)).total) == 1 + 20 + 300
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,9 @@
-"""What is broken, room by room: by file and tests, what stands there and what is put in its place."""
+"""Mutants by room: for a file and its tests, the original text and its replacement."""
 
-from tests.mutation.mutants import (
-    algorithm,
-    checkpoints,
-    config,
-    data,
-    estimate,
-    evaluation,
-    generation,
-    models,
-    processes,
-    reporting,
-    rewards,
-    trainer,
-    training,
-)
+import importlib
+import pkgutil
 
 TABLES: dict[str, dict[tuple[str, str], list[tuple[str, str]]]] = {
-    ".": trainer.MUTANTS,
-    "algorithm": algorithm.MUTANTS,
-    "checkpoints": checkpoints.MUTANTS,
-    "config": config.MUTANTS,
-    "data": data.MUTANTS,
-    "estimate": estimate.MUTANTS,
-    "evaluation": evaluation.MUTANTS,
-    "generation": generation.MUTANTS,
-    "models": models.MUTANTS,
-    "processes": processes.MUTANTS,
-    "reporting": reporting.MUTANTS,
-    "rewards": rewards.MUTANTS,
-    "training": training.MUTANTS,
+    "." if module.name == "trainer" else module.name: importlib.import_module(f"{__name__}.{module.name}").MUTANTS
+    for module in pkgutil.iter_modules(__path__)
 }

@@ -1,21 +1,19 @@
-"""What is broken in the room `algorithm`."""
+"""Mutants of the room `algorithm`."""
+
+FILES = ["advantages", "by_hand", "losses", "masked", "penalties", "properties"]
+
+
+def all_tests(first: str) -> str:
+    """Name all these files of tests, the file that kills most of the mutants first."""
+    return " ".join(f"tests/algorithm/test_{name}.py" for name in sorted(FILES, key=lambda name: name != first))
+
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("advantages.py", "tests/algorithm/test_turns.py::test_by_hand"): [
         ("starts[:, 1:] &= ~response_mask[:, :-1]", "pass"),
         ("advantages.gather(1, first)", "advantages"),
     ],
-    (
-        "advantages.py",
-        (
-            "tests/algorithm/test_advantages.py "
-            "tests/algorithm/test_by_hand.py "
-            "tests/algorithm/test_losses.py "
-            "tests/algorithm/test_masked.py "
-            "tests/algorithm/test_penalties.py "
-            "tests/algorithm/test_properties.py"
-        ),
-    ): [
+    ("advantages.py", all_tests("advantages")): [
         ("gamma * _next_values", "lam * _next_values"),
         ("_discounted_sums(deltas, gamma * lam)", "_discounted_sums(deltas, lam)"),
         ("_discounted_sums(deltas, gamma * lam)", "_discounted_sums(deltas, gamma)"),
@@ -33,17 +31,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("advantages + values", "advantages - values"),
         ("step += discount * following", "step += following"),
     ],
-    (
-        "losses.py",
-        (
-            "tests/algorithm/test_losses.py "
-            "tests/algorithm/test_advantages.py "
-            "tests/algorithm/test_by_hand.py "
-            "tests/algorithm/test_masked.py "
-            "tests/algorithm/test_penalties.py "
-            "tests/algorithm/test_properties.py"
-        ),
-    ): [
+    ("losses.py", all_tests("losses")): [
         ("unclipped_loss = -advantages * ratio\n", "unclipped_loss = advantages * ratio\n"),
         ("logprobs.float() - old_logprobs.float()).exp()", "old_logprobs.float() - logprobs.float()).exp()"),
         ("loss = torch.maximum(", "loss = torch.minimum("),
@@ -119,17 +107,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(1 - 1 / (alpha *", "(1 - alpha / ("),
         ("clamp(min=1))).clamp(min=0)\n", "clamp(min=1)))\n"),
     ],
-    (
-        "masked.py",
-        (
-            "tests/algorithm/test_masked.py "
-            "tests/algorithm/test_advantages.py "
-            "tests/algorithm/test_by_hand.py "
-            "tests/algorithm/test_losses.py "
-            "tests/algorithm/test_penalties.py "
-            "tests/algorithm/test_properties.py"
-        ),
-    ): [
+    ("masked.py", all_tests("masked")): [
         ("torch.where(mask, values.float(), 0.0)", "values.float() * mask"),
         ("torch.where(mask, values.float(), 0.0)", "torch.where(~mask, values.float(), 0.0)"),
         ("torch.where(mask, values.float(), 0.0)", "torch.where(mask, values, 0.0)"),
@@ -166,17 +144,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("masked.py", "tests/rewards/test_shaping.py::test_equal_scores_have_no_spread"): [
         ("scores = scores.to(exact_type(scores.device))", "scores = scores.float()"),
     ],
-    (
-        "penalties.py",
-        (
-            "tests/algorithm/test_penalties.py "
-            "tests/algorithm/test_advantages.py "
-            "tests/algorithm/test_by_hand.py "
-            "tests/algorithm/test_losses.py "
-            "tests/algorithm/test_masked.py "
-            "tests/algorithm/test_properties.py"
-        ),
-    ): [
+    ("penalties.py", all_tests("penalties")): [
         ("logprobs.float() - ref_logprobs.float()", "ref_logprobs.float() - logprobs.float()"),
         ("logprobs.float() - ref_logprobs.float()", "logprobs - ref_logprobs"),
         ("torch.expm1(-log_ratio) + log_ratio", "torch.expm1(log_ratio) - log_ratio"),

@@ -1,4 +1,4 @@
-"""What is broken in the room `config`."""
+"""Mutants of the room `config`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("sizes.py", "tests/config/test_sizes.py"): [

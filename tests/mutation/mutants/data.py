@@ -1,4 +1,4 @@
-"""What is broken in the room `data`."""
+"""Mutants of the room `data`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("prompts.py", "tests/models/test_capabilities.py::test_runs_that_may_cross_it_are_refused_at_construction"): [

@@ -1,4 +1,4 @@
-"""What is broken in the room `estimate`."""
+"""Mutants of the room `estimate`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (

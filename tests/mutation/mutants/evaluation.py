@@ -1,4 +1,4 @@
-"""What is broken in the room `evaluation`."""
+"""Mutants of the room `evaluation`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("win_rate.py", "tests/evaluation/test_win_rate.py::test_a_tie_counts_half_and_a_failed_verdict_not_at_all"): [

@@ -1,4 +1,4 @@
-"""What is broken in the room `generation`."""
+"""Mutants of the room `generation`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("transformers_engine.py", "tests/generation/test_cache.py::test_layers_return_and_keep_what_transformers_do"): [

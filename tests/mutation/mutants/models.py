@@ -1,4 +1,4 @@
-"""What is broken in the room `models`."""
+"""Mutants of the room `models`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("fused.py", "tests/models/test_fused.py::test_values_and_gradients_are_those_of_whole_logits_in_float64"): [

@@ -1,4 +1,4 @@
-"""What is broken in the room `processes`."""
+"""Mutants of the room `processes`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (

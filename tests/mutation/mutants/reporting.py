@@ -1,4 +1,4 @@
-"""What is broken in the room `reporting`."""
+"""Mutants of the room `reporting`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("metrics.py", "tests/training/test_recipes.py::test_epochs_end_once_the_policy_has_moved_far_enough"): [

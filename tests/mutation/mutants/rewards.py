@@ -1,4 +1,4 @@
-"""What is broken in the room `rewards`."""
+"""Mutants of the room `rewards`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (

@@ -1,4 +1,4 @@
-"""What is broken in the trainer's own files."""
+"""Mutants of the trainer's own files."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("trainer_base.py", "tests/training/test_hooks.py::test_a_resumed_pass_has_the_same_order"): [

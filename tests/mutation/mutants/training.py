@@ -1,4 +1,4 @@
-"""What is broken in the room `training`."""
+"""Mutants of the room `training`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (
