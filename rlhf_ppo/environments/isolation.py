@@ -5,7 +5,7 @@ makes: the server imports the modules of factories and tools once, and each proc
 killed if a call takes too long; the pool then makes another one.
 
 The processes get pickles and answer in JSON, so that code that the policy writes cannot make this process unpickle
-anything. They share files and network with this process: see docs/adr.
+anything. They share files and network with this process: see docs/adr/0023-tool-isolation.md.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ class ForkServer:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
             )
         self._socket, self._lock = ours, threading.Lock()
-        self.close = weakref.finalize(self, _end_server, ours, self._process)
+        self.close = weakref.finalize(self, _end_server, ours, self._process, os.getpid())
         files = {name: path for name in modules if (path := _file_of(name)) is not None}
         main = _main_script() if "__main__" in modules else None
         start = {"path": sys.path, "main": main, "files": files, "hosted": hosted, "longest": longest}
@@ -380,9 +380,11 @@ class ForkServer:
         return int(pid), Connection(ours.detach())
 
 
-def _end_server(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+def _end_server(connection: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
     """End the fork server, whose death kills the processes that it made."""
     connection.close()
+    if os.getpid() != owner:  # in a fork of the program, which does not own the server
+        return
     process.kill()
     process.wait()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,6 +175,10 @@ class Environments:
     ) -> None:
         if isolation not in ISOLATIONS:
             raise ValueError(f"tool_isolation={isolation!r}: choose one of {ISOLATIONS}")
+        if isolation == "process" and not hasattr(socket, "send_fds"):
+            raise ValueError("tool_isolation='process' needs Linux or macOS; set tool_isolation='thread'")
+        if memory_limit is not None and sys.platform != "linux":
+            raise ValueError(f"tool_memory_limit={memory_limit} needs Linux; leave it None")
         self.is_mixed = isinstance(factory, Mapping)
         self.factories: dict[str | None, Callable[[], Any]] = {}
         if factory is not None:
