@@ -36,6 +36,12 @@ def spin() -> None:
         pass
 
 
+def spin_loudly() -> None:
+    """Write a line to stdout, then spin."""
+    os.write(1, b"spins\n")
+    spin()
+
+
 def fork() -> int:
     """Leave a process that uses a core."""
     if (child := os.fork()) == 0:
@@ -67,6 +73,7 @@ DEEDS: dict[str, Any] = {
     "object whose text hangs": Slow,
     "sleep": lambda: time.sleep(1e6),
     "spin": spin,
+    "spins loudly": spin_loudly,
     "prints": lambda: print("from a tool"),
     "closes stdout": lambda: os.close(1),
     "forks and returns": os.fork,

@@ -315,7 +315,7 @@ if __name__ == "__main__":
     episodes = pool.start([{}] * 3)
     print(pool._server._process.pid, *[episode.seat._pid for episode in episodes], flush=True)
     call = lambda name, what: {"type": "function", "function": {"name": name, "arguments": {"what": what}}}
-    answer_calls(episodes, [[call("act", "spin")], [call("act", "fine"), call("do", "spin")], []])
+    answer_calls(episodes, [[call("act", "spins loudly")], [call("act", "fine"), call("do", "spins loudly")], []])
 """
 
 
@@ -329,6 +329,7 @@ def test_no_process_outlives_a_killed_trainer(tmp_path: Path) -> None:
         assert trainer.stdout is not None
         started = [psutil.Process(int(number)) for number in trainer.stdout.readline().split()]
         assert len(started) == 4
+        assert [trainer.stdout.readline() for _ in range(2)] == ["spins\n"] * 2  # else they end with their pipe
         trainer.kill()
 
     assert_ended(started)
