@@ -77,8 +77,8 @@ def why_incomplete(directory: str) -> str | None:
     if (reason := find_damage(directory)) is not None:
         return reason
     try:
-        check_state(directory)
-        Progress.load(directory)
+        read_object(Path(directory, TRAINER_STATE_NAME))
+        check_state(directory, Progress.load(directory))
         load_fingerprint(directory)
         Run.load(directory)
         num_learned_minibatches(directory)
@@ -89,7 +89,9 @@ def why_incomplete(directory: str) -> str | None:
     for name in ("rng_state*.pth", "scheduler.pt"):
         if not any(Path(directory).glob(name)):
             return f"it has no {name.replace('*', '')}, which save_only_model=True leaves out like the optimizer"
-    return None if _has_optimizer(Path(directory)) else "it has no optimizer.pt, nor another engine's optimizer state"
+    if not _has_optimizer(Path(directory)):
+        return "it has no optimizer.pt, nor another engine's optimizer state"
+    return _find_unreadable(directory, with_checksums=False)  # the manifest's hashes are as good
 
 
 def newest_trl_checkpoint(output_dir: str | Path) -> Path | None:
@@ -106,23 +108,33 @@ def _is_complete_for_trl(checkpoint: Path) -> bool:
         read_object(checkpoint / TRAINER_STATE_NAME)  # the last file that TRL writes
     except (OSError, ValueError):
         return False
-    return _has_optimizer(checkpoint) and all(map(_is_readable, _state_files(checkpoint)))
+    return _has_optimizer(checkpoint) and _find_unreadable(str(checkpoint)) is None
 
 
 def _has_optimizer(checkpoint: Path) -> bool:
     return any(path for name in OPTIMIZERS for path in checkpoint.glob(name))
 
 
-def _is_readable(path: Path) -> bool:
-    """Return whether a file has the length, and for `torch.save` the checksum, that its own format states."""
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt"):
-                return True
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (SafetensorError, OSError, ValueError, zipfile.BadZipFile, EOFError):
-        return False
+def _find_unreadable(directory: str, with_checksums: bool = True) -> str | None:
+    """Return which file its own format shows to be damaged: a wrong length, or a wrong checksum of `torch.save`.
+
+    This also finds a damaged file for which somebody has written a new manifest.
+    """
+    for path in _state_files(Path(directory)):
+        name = path.relative_to(directory)
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt"):
+                    pass
+            elif zipfile.is_zipfile(path):
+                with zipfile.ZipFile(path) as archive:
+                    if with_checksums and (part := archive.testzip()) is not None:
+                        return f"its {name} is damaged: {part} has another checksum"
+            else:
+                return f"its {name} is cut off"
+        except (SafetensorError, OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+            return f"its {name} is cut off or damaged ({error})"
+    return None
 
 
 def _state_files(directory: Path) -> Iterator[Path]:

@@ -202,7 +202,13 @@ def find_damage(directory: str) -> str | None:
     expected = content.pop("xxh3_128", None)
     if content.get("format") != _MANIFEST_FORMAT or expected != _hash_of_json(content):
         return f"its {MANIFEST_NAME} was changed after it was written, or by another version"
-    files: dict[str, dict[str, Any]] = content["files"]
+    try:
+        check_values(MANIFEST_NAME, content, {"files": dict[str, dict]})
+        files: dict[str, dict[str, Any]] = content["files"]
+        for entry in files.values():
+            check_values(MANIFEST_NAME, entry, {"size": int, "xxh3_128": str})
+    except ValueError as error:
+        return str(error)
     for name, entry in files.items():  # sizes first: they are cheap
         path = Path(directory, name)
         if not path.is_file():

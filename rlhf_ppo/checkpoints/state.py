@@ -25,10 +25,13 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.checkpoints.files import check_values, parse_json, read_object, replacing, write_json
 from rlhf_ppo.config.redaction import is_secret
+from rlhf_ppo.config.validation import Interval, check_range, check_type
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.processes.distributed import isolated_rng
 
 PROGRESS_NAME = "ppo_state.json"
+_COUNT = Interval(0, 2.0**63)
+_SKIPPED = frozenset({"rows", "updates", "in_a_row", "overflows_in_a_row"})
 
 
 class PPOTrainerState(TrainerState):
@@ -108,27 +111,68 @@ class Progress:
         """Read `ppo_state.json`.
 
         Raises:
-            ValueError: A key is unknown, or a value has the wrong type; the message names the file.
+            ValueError: A value has the wrong type or is impossible; the message names the file.
         """
-        values, types = _read_fields(Path(directory, PROGRESS_NAME), cls), get_type_hints(cls)
-        check_values(PROGRESS_NAME, values, {name: types[name] for name in values})
+        values = read_object(Path(directory, PROGRESS_NAME))
+        known = get_type_hints(cls)
+        if unknown := values.keys() - known.keys():
+            raise ValueError(f"its {PROGRESS_NAME} has {sorted(unknown)[0]}, which this version does not know")
+        _check(PROGRESS_NAME, values, known)
+        skipped, optimization = values.get("skipped", {}), values.get("optimization", {})
+        if skipped.keys() - _SKIPPED or not all(map(_COUNT.holds, skipped.values())):
+            raise ValueError(f"its {PROGRESS_NAME} has skipped={skipped!r:.80}")
+        if "learning_rate" in optimization:
+            check_values(f"{PROGRESS_NAME}: optimization", optimization, {"learning_rate": list[float]})
         return cls(**values)
 
 
-def check_state(directory: str) -> None:
-    """Check that this version of transformers knows every field of `trainer_state.json`.
+def check_state(directory: str, progress: Progress) -> None:
+    """Check that `trainer_state.json` has possible values that agree with `ppo_state.json`.
 
     Raises:
         ValueError: It does not; the message names the file.
     """
-    _read_fields(Path(directory, TRAINER_STATE_NAME), TrainerState)
+    values = read_object(Path(directory, TRAINER_STATE_NAME))
+    _check(TRAINER_STATE_NAME, values, _state_types())
+    if unknown := sorted(values.keys() - {field.name for field in dataclasses.fields(TrainerState)}):
+        raise ValueError(
+            f"its {TRAINER_STATE_NAME} has {unknown[0]}, which this version of transformers does not know"
+        )
+    step = values["global_step"]
+    if progress.episode != step * progress.batch_size:
+        raise ValueError(
+            f"its {PROGRESS_NAME} has episode={progress.episode}, but {TRAINER_STATE_NAME} has global_step={step} of "
+            f"{progress.batch_size} episodes each"
+        )
+    if progress.epoch > step or progress.batches_in_epoch > step:
+        raise ValueError(
+            f"its {PROGRESS_NAME} has epoch={progress.epoch} and batches_in_epoch={progress.batches_in_epoch}, more "
+            f"than the global_step={step} of {TRAINER_STATE_NAME} allows"
+        )
 
 
-def _read_fields(path: Path, kind: type[Any]) -> dict[str, Any]:
-    values = read_object(path)
-    if unknown := sorted(values.keys() - {each.name for each in dataclasses.fields(kind)}):
-        raise ValueError(f"its {path.name} has {unknown[0]}, which this version does not know")
-    return values
+def _check(name: str, values: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    """Check types, and that integers are valid counts."""
+    for key in values.keys() & types.keys():
+        try:
+            check_type(key, values[key], types[key], "")
+            if types[key] is int:
+                check_range(key, values[key], _COUNT, "")
+        except (TypeError, ValueError):
+            raise ValueError(f"its {name} has {key}={values[key]!r}") from None
+    if missing := {"global_step", "episode"} & types.keys() - values.keys():
+        raise ValueError(f"its {name} lacks {missing.pop()}")
+
+
+@functools.cache
+def _state_types() -> dict[str, Any]:
+    hints = get_type_hints(TrainerState)
+    names = (
+        *("epoch", "global_step", "num_input_tokens_seen", "best_metric", "best_global_step"),
+        "best_model_checkpoint",
+    )
+    of_callbacks = dict[str, dict | list] | None
+    return {name: hints[name] for name in names} | {"log_history": list[dict], "stateful_callbacks": of_callbacks}
 
 
 FINGERPRINT_NAME = "ppo_arguments.json"
@@ -199,12 +243,16 @@ def hash_of_weights(tensors: Iterable[Tensor]) -> str | None:
 
 def describe_dataset(dataset: Any) -> dict[str, Any] | None:
     """Return the number of rows of a dataset and a hash of some of them; None for a stream."""
-    if not has_length(dataset):
+    length = _num_rows(dataset)
+    if length is None:
         return None
-    length = len(dataset)
     with isolated_rng(0):  # a row may be random
         rows = [dataset[index] for index in range(0, length, max(1, length // _NUM_ROWS))]
     return {"rows": length, "content": hash_of_text("\n".join(map(_row_text, rows)))}
+
+
+def _num_rows(dataset: Any) -> int | None:
+    return len(dataset) if has_length(dataset) else None
 
 
 def _row_text(row: Any) -> str:
@@ -224,7 +272,11 @@ def load_fingerprint(directory: str) -> dict[str, Any]:
     Raises:
         ValueError: It is missing or invalid; the message names the file.
     """
-    return read_object(Path(directory, FINGERPRINT_NAME))
+    fingerprint = read_object(Path(directory, FINGERPRINT_NAME))
+    types = {"arguments": dict[str, Any], "optimizer": str}
+    given = {name: kind for name, kind in types.items() if fingerprint.get(name) is not None}
+    check_values(FINGERPRINT_NAME, fingerprint, given)
+    return fingerprint
 
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -235,7 +287,7 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         now: Fingerprint of this run.
     """
     lines = []
-    old, new = before["arguments"], now["arguments"]
+    old, new = before.get("arguments") or {}, now["arguments"]
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
             note = f": {_NOTES[name]}" if name in _NOTES else ""
@@ -310,7 +362,7 @@ class PartialUpdate:
             tensors[_SUMS] = torch.stack(self.sums)
         if self.grad_norms:
             tensors[_NORMS] = torch.stack(self.grad_norms)
-        values = {name: getattr(self, name) for name in _VALUE_NAMES}
+        values = {name: getattr(self, name) for name in _value_types()}
         save_file(
             {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()},
             _file(directory, rank),
@@ -377,10 +429,14 @@ def _read(path: str) -> Iterator[Any]:
 
 
 def _values(file: Any) -> dict[str, Any]:
-    values = parse_json(file.metadata()[_VALUES])
-    if values.keys() != _VALUE_NAMES:
-        raise KeyError(f"{sorted(values)} instead of {sorted(_VALUE_NAMES)}")
+    values, types = parse_json(file.metadata()[_VALUES]), _value_types()
+    if values.keys() != types.keys():
+        raise KeyError(f"{sorted(values)} instead of {sorted(types)}")
+    for name, value in values.items():
+        check_type(name, value, types[name], "")
     return values
 
 
-_VALUE_NAMES = {each.name for each in dataclasses.fields(PartialUpdate)} - {"experience", "sums", "grad_norms"}
+def _value_types() -> dict[str, Any]:
+    types = get_type_hints(PartialUpdate)
+    return {name: types[name] for name in types.keys() - {"experience", "sums", "grad_norms"}}
