@@ -68,7 +68,6 @@ CONFIG_HINTS: dict[str, str] = {
     "beta": "use kl_coef",
     "cache_implementation": "drop it: the engine chooses its cache",
     "cast_lm_head_to_fp32": "use lm_head_float32",
-    "chat_template_kwargs": "apply the template yourself and pass prompts as text",
     "delta": "use dual_clip",
     "disable_dropout": "set the dropout of the model's configuration to 0",
     "entropy_coef_delta": _ENTROPY,
@@ -86,7 +85,6 @@ CONFIG_HINTS: dict[str, str] = {
     "loss_type": "use policy_loss ('ppo', 'gspo', 'cispo', 'dis' or a function) and loss_aggregation",
     "mask_truncated_completions": "use missing_eos_penalty, missing_eos_score or bootstrap_truncated",
     "max_completion_length": "use response_length",
-    "max_tool_calling_iterations": "PPO calls no tools while it generates",
     "model_init_kwargs": _LOADED,
     "multi_objective_aggregation": "use reward_weights; rewards are summed",
     "normalize_advantages": "drop it: PPO always whitens advantages",
@@ -187,7 +185,6 @@ TRAINER_HINTS: dict[str, str] = {
     "config": "use args",
     "dataset": "use train_dataset",
     "env": "use reward_funcs",
-    "environment_factory": "PPO has no episodes with tools: a prompt has one response",
     "eval_packing": _SFT,
     "formatting_func": "make a column `prompt` with dataset.map(...)",
     "lr_scheduler": "use optimizers=(None, lr_scheduler)",
@@ -205,9 +202,7 @@ TRAINER_HINTS: dict[str, str] = {
     "reward_func": "use reward_funcs",
     "reward_function": "use reward_funcs",
     "reward_models": "use reward_model, which may be a list",
-    "rollout_func": "use engine, an object with a method `sample`",
     "tokenizer": "use processing_class",
-    "tools": "PPO calls no tools while it generates",
     "training_data_collator": "use data_collator",
 }
 """Argument of other trainers that `PPOTrainer` does not have: the argument to use, or why there is none."""
@@ -285,6 +280,6 @@ class ExplainsUnknown:
 TRAINER_ARGUMENTS = (
     *("processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model", "data_collator"),
     *("eval_dataset", "optimizers", "callbacks", "peft_config", "reward_funcs", "reward_processing_classes"),
-    *("value_peft_config", "kl_controller", "engine", "ptx_dataset"),
+    *("value_peft_config", "kl_controller", "engine", "ptx_dataset", "tools", "rollout_func", "environment_factory"),
 )
 """Arguments of `PPOTrainer` that are not fields of `PPOConfig`."""

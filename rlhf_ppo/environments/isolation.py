@@ -499,7 +499,7 @@ def _limit_process(megabytes: float | None) -> None:
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if megabytes is not None:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
             limit = pages * resource.getpagesize() + int(megabytes * _MEGABYTE)
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 

@@ -71,6 +71,8 @@ def opens_to_write(call: ast.Call) -> bool:
 def is_own(name: str, owner: ast.expr | None) -> bool:
     if name == "write_text" and owner is None:  # the function of `jsonfile`
         return True
+    if name == "dump":  # into memory
+        return ast.unparse(owner).startswith("Pickler(") if owner is not None else False
     if name in ("copy", "move"):
         return getattr(owner, "id", "") != "shutil"
     return name == "save" and getattr(owner, "id", "") not in ("torch", "np", "numpy")

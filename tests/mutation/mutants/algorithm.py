@@ -33,7 +33,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("losses.py", all_tests("losses")): [
         ("unclipped_loss = -advantages * ratio\n", "unclipped_loss = advantages * ratio\n"),
-        ("logprobs.float() - old_logprobs.float()).exp()", "old_logprobs.float() - logprobs.float()).exp()"),
+        (
+            "ratio = (logprobs.float() - old_logprobs.float()).exp()\n    unclipped",
+            "ratio = (old_logprobs.float() - logprobs.float()).exp()\n    unclipped",
+        ),
         ("loss = torch.maximum(", "loss = torch.minimum("),
         (
             "PolicyLoss(loss if weights is None else loss * weights, ratio, clipped)",

@@ -1,6 +1,13 @@
 """Mutants of the room `rewards`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("environments.py", "tests/agents/test_episodes.py"): [
+        ("rewards[row, end - 1] += reward", "rewards[row, end - 2] += reward"),
+    ],
+    (
+        "shaping.py",
+        "tests/rewards/test_shaping.py::test_before_the_first_update_an_evaluation_takes_the_moments_of_its_own_scores",
+    ): [("total = scores + token_scores", "total = scores")],
     (
         "shaping.py",
         "tests/rewards/test_shaping.py::test_normalized_scores_are_paid_their_distance_from_the_mean_of_all",
@@ -39,7 +46,6 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("shaping.py", "tests/rewards/test_shaping.py::test_an_evaluation_s_scores_keep_the_reward_s_unit"): [
         ("_mean(args, unit) + unit.std * _shaped(", "_mean(args, unit) + _shaped("),
         ("_mean(args, unit) + unit.std * _shaped(", "unit.std * _shaped("),
-        ("total = scores + token_scores", "total = scores"),
     ],
     ("shaping.py", "tests/rewards/test_shaping.py::test_the_order_by_hand"): [
         ("clip_scores(scores, args.score_clip)", "scores"),

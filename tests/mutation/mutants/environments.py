@@ -1,0 +1,17 @@
+"""Mutants of the room `environments`."""
+
+MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("calls.py", "tests/environments/test_pool.py"): [
+        ("key=lambda number: (number in ran_later, number)", "key=lambda number: number"),
+        ("turn_reward=sum(rewards)", "turn_reward=0.0"),
+        ('done=report.get("done", False)', "done=False"),
+    ],
+    ("tools.py", "tests/environments/test_pool.py"): [
+        ("new, self._paid = listed[self._paid :], len(listed)", "new, self._paid = listed, len(listed)"),
+        ("self._paid = len(self._turn_rewards())", "self._paid = 0"),
+    ],
+    ("pool.py", "tests/environments/test_pool.py"): [
+        ('row["seed"] = seeds[episode.row]', 'row["seed"] = seeds[0]'),
+        ("copy.deepcopy(row)", "row"),
+    ],
+}
