@@ -192,7 +192,7 @@ OPTIONS_OF_OTHERS = {
     },  # torchrun, SLURM
     "docs/judging.md": {"num_examples"},  # of the script
     "docs/metrics.md": {"env-ids", "filters", "output-filename", "pc", "scan-history"},  # openrlbenchmark
-    "docs/pipeline.md": {"judge_preferences", "preferences", "prompts", "texts"},  # of `rlhf-ppo init`
+    "docs/pipeline.md": {"judge_preferences", "minutes", "preferences", "prompts", "texts"},  # of `rlhf-ppo init`
     "docs/learning-results.md": {
         "against-trl",
         "data",

@@ -114,12 +114,13 @@ def hold_out(dataset: Any, num_rows: int) -> tuple[Any, Any]:
     return dataset.select(range(kept)), held_out
 
 
-def hold_out_pairs(dataset: Any, num_rows: int = 200) -> tuple[Any, Any]:
+def hold_out_pairs(dataset: Any, num_rows: int = 200, largest_share: float = 0.1) -> tuple[Any, Any]:
     """Set pairs of random prompts aside; the same ones each time, so that a resumed run has not learned from them.
 
     Args:
         dataset: Pairs; those with the same `prompt` stay together.
-        num_rows: Number of pairs, but at most a tenth of the data set.
+        num_rows: Number of pairs.
+        largest_share: Largest share of the data set that is set aside.
 
     Returns:
         The other pairs, and those set aside, or None instead of fewer than one. A stream is returned whole with None:
@@ -127,7 +128,7 @@ def hold_out_pairs(dataset: Any, num_rows: int = 200) -> tuple[Any, Any]:
     """
     if isinstance(dataset, datasets.IterableDataset):
         return dataset, None
-    wanted = min(num_rows, len(dataset) // 10)
+    wanted = min(num_rows, int(largest_share * len(dataset)))
     has_prompts = "prompt" in dataset.column_names
     prompts = [str(prompt) for prompt in dataset["prompt"]] if has_prompts else range(len(dataset))
     rows: dict[Any, list[int]] = {}
