@@ -183,12 +183,19 @@ def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> l
         ids: Token ids of a text.
 
     Returns:
-        A text for each token; a character of several tokens is at its last token, the others are empty.
+        A text for each token; a character of several tokens is at its last token, the others are empty. Bytes that
+        make no character are one U+FFFD, before the text of the token that follows them.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
-    stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids]
+    stream, texts = DecodeStream(skip_special_tokens=False), list[str]()
+    for token in ids:
+        try:
+            texts.append(stream.step(tokenizer.backend_tokenizer, token) or "")
+        except Exception:  # the library has no narrower type for bytes that make no character
+            stream = DecodeStream(skip_special_tokens=False)
+            texts.append("\ufffd" + (stream.step(tokenizer.backend_tokenizer, token) or ""))
+    return texts
 
 
 def _of_policy(values: Iterable[float], written: list[bool]) -> list[float | None]:

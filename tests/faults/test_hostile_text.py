@@ -24,9 +24,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.cli.init import init
 from rlhf_ppo.cli.judge import judge
 from rlhf_ppo.cli.main import main, plot, report
-from rlhf_ppo.cli.pipeline import init
 from rlhf_ppo.evaluation.completions import report_table
 from rlhf_ppo.reporting.judgements import Judgement
 from rlhf_ppo.reporting.model_card import model_card
@@ -35,7 +35,7 @@ from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.functions import finished
 from rlhf_ppo.rewards.judges import ChatJudge
 from rlhf_ppo.terminal.text import visible
-from tests.conftest import QUIET, tiny_policy, tiny_scorer
+from tests.conftest import QUIET, make_tokenizer, tiny_policy, tiny_scorer
 from tests.rewards.local_server import says
 from tests.runs import QUICK
 
@@ -262,15 +262,20 @@ def test_an_exception_about_a_server_is_one_visible_line(server: Any, status: in
 
 def test_init_writes_a_file_that_holds_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    file = "run\n\x1b[2J.yaml"
+    file, model, prompts = "run\n\x1b[2J.yaml", "base", "prompts.jsonl"
+    tiny_policy().save_pretrained(model)
+    make_tokenizer().save_pretrained(model)
+    Path(prompts).write_text("".join(f'{{"prompt": "w{number}"}}\n' for number in range(4, 14)))
     with printed() as found:
-        init(["--file", file, "--model", TEXT, "--prompts", NAME, "--reward_funcs", TEXT, "--output_dir", NAME])
+        named = ["--file", file, "--model", model, "--prompts", prompts, "--output_dir", NAME]
+        init([*named, "--reward_funcs", "length"])
     written = (tmp_path / file).read_text(encoding="utf-8")
 
     assert_shown(found.getvalue())
     assert_shown(written)
     read = yaml.safe_load(written)
-    assert read["ppo"]["sft_model_path"] == TEXT and read["ppo"]["dataset_name"] == read["output_dir"] == NAME
+    assert read["ppo"]["sft_model_path"] == model and read["output_dir"] == NAME
+    assert read["ppo"]["dataset_name"] == f"{NAME}/data/prompts.jsonl"
 
 
 @pytest.mark.parametrize(

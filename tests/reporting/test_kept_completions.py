@@ -97,6 +97,19 @@ def test_gaps_have_text_and_no_figures(make_trainer: Any) -> None:
     assert unscored["score"] is None and unscored["token_advantage"] == [0.0, 0.0]
 
 
+def test_bytes_that_make_no_character_end_no_run(shared_data: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260K")
+    names = ["<0xE2>", "<0x99>", "</s>", "▁the", "<0xC3>", "<0xA9>", "</s>"]
+    ids = tokenizer.convert_tokens_to_ids(names)
+    assert [text.replace("\ufffd\ufffd", "\ufffd") for text in texts_of_tokens(tokenizer, ids)[2:]] == [
+        "\ufffd</s>",
+        " the",
+        "",
+        "é",
+        "</s>",
+    ]
+
+
 def test_texts_of_tokens_make_up_the_text(shared_data: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260K")
     ids = [*tokenizer("Once upon a time, a café in 日本.").input_ids, tokenizer.eos_token_id]
