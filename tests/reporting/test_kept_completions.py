@@ -99,9 +99,11 @@ def test_gaps_have_text_and_no_figures(make_trainer: Any) -> None:
 
 def test_bytes_that_make_no_character_end_no_run(shared_data: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260K")
-    names = ["<0xE2>", "<0x99>", "</s>", "▁the", "<0xC3>", "<0xA9>", "</s>"]
+    names = ["<0x62>", "<0xE2>", "</s>", "▁the", "<0xC3>", "<0xA9>", "</s>"]
     ids = tokenizer.convert_tokens_to_ids(names)
-    assert [text.replace("\ufffd\ufffd", "\ufffd") for text in texts_of_tokens(tokenizer, ids)[2:]] == [
+    assert texts_of_tokens(tokenizer, ids) == [
+        "b",
+        "",
         "\ufffd</s>",
         " the",
         "",
