@@ -90,13 +90,14 @@ def test_reset_gets_the_columns_and_a_seed_where_the_row_has_none(make: Make) ->
         {"environment": "counter", "prompt": "Q", "size": 3},
         {"environment": "plain", "size": 4},
         {"environment": "counter", "seed": 5},
+        {"environment": "counter"},
     ]
 
-    first, second, third = pool.start(rows, [7, 8, 9])
+    first, second, third, fourth = pool.start(rows, [7, 8, 9, 10])
 
     assert first.observation == "[('prompt', 'Q'), ('size', 3)] 7"
     assert second.observation == "{'size': 4}"  # names no seed; `environment` is not passed on
-    assert third.observation == "[] 5"
+    assert third.observation == "[] 5" and fourth.observation == "[] 10"
     assert rows[0] == {"environment": "counter", "prompt": "Q", "size": 3}
 
 

@@ -8,7 +8,6 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("tools.py", "tests/environments/test_pool.py"): [
         ("new, self._paid = listed[self._paid :], len(listed)", "new, self._paid = listed, len(listed)"),
-        ("self._paid = len(self._turn_rewards())", "self._paid = 0"),
     ],
     ("pool.py", "tests/environments/test_pool.py"): [
         ('row["seed"] = seeds[episode.row]', 'row["seed"] = seeds[0]'),
