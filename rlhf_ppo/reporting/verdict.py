@@ -252,7 +252,7 @@ def _explained(
 
 
 def _of_reward_model(outcome: Outcome, accuracy: RewardAccuracy | None) -> Iterator[_Found]:
-    if accuracy is None or accuracy.accuracy >= AT_LEAST:
+    if accuracy is None or (accuracy.accuracy >= AT_LEAST and not accuracy.is_at_chance):
         return
     state = "at chance" if accuracy.is_at_chance else "weak"
     yield (

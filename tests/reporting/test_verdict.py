@@ -85,6 +85,7 @@ REASONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "chance": ({"accuracy": CHANCE}, "The reward model is at chance: right on 52.0% of 200 held-out pairs (95% "
                "interval 45.0 to 59.0%).", "Train the reward model"),
     "weak": ({"accuracy": RewardAccuracy(0.58, (0.52, 0.64), 200)}, "The reward model is weak", "Train the reward"),
+    "few pairs": ({"accuracy": RewardAccuracy(0.667, (0.3, 0.903), 6)}, "The reward model is at chance", "Train the"),
     "kl": ({"objective__kl": 11.0}, "the KL is 11.0 nats per response, 0.55 per token", "Raise kl_coef"),
     "still": ({"objective__kl": 0.1}, "hardly changed: the KL to the SFT model is 0.10", "Raise learning_rate"),
     "short": ({"response__length_mean": 9.9}, "shrunk from 20.0 to 9.9 tokens", "missing_eos_penalty"),
