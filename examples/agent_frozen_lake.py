@@ -66,7 +66,7 @@ def make_lake(size: int, moves: int, slippery: bool, rate: float) -> Any:
     """Make the game, which Gymnasium cuts after so many moves."""
     import gymnasium
 
-    slips = {"success_rate": rate} if slippery else {}
+    slips: dict[str, Any] = {"success_rate": rate} if slippery else {}
     name = f"{size}x{size}"
     return gymnasium.make("FrozenLake-v1", map_name=name, is_slippery=slippery, max_episode_steps=moves, **slips)
 

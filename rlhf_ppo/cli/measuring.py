@@ -105,7 +105,11 @@ def _with_prompts(rows: Any, argument: str) -> Any:
 def _of_texts(rows: Any, argument: str, tokenizer: Any) -> tuple[str, list[int], list[int]]:
     check_columns(rows, [{"text"}, {"messages"}, {"prompt", "completion"}, {"input_ids"}])
     if "completion" in rows.column_names:
-        return "prompt and completion", *(num_tokens(rows[name], tokenizer) for name in ("prompt", "completion"))
+        return (
+            "prompt and completion",
+            num_tokens(rows["prompt"], tokenizer),
+            num_tokens(rows["completion"], tokenizer),
+        )
     column = next(name for name in ("text", "messages", "input_ids") if name in rows.column_names)
     return column, [], num_tokens(rows[column], tokenizer)
 
@@ -194,7 +198,7 @@ def measure_machine(path: str) -> Machine:
         empty = AutoModelForCausalLM.from_config(config)
         parameters = sum(weight.numel() for weight in empty.parameters())
         limit = position_limit(empty)
-    device = PartialState().device
+    device: Any = PartialState().device
     is_cuda = device.type == "cuda"
     memory = torch.cuda.mem_get_info(device)[0] if is_cuda else psutil.virtual_memory().available
     if parameters <= LARGE:

@@ -255,8 +255,8 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
         content = [{"type": "text", "text": content}]
     if isinstance(observation, str) and isinstance(content, list):
         observation = [{"type": "text", "text": observation}]
-    both: Any = content + observation
-    return [*prompt[:-1], {**prompt[-1], "content": both}]
+    added: Any = observation
+    return [*prompt[:-1], {**prompt[-1], "content": content + added}]
 
 
 @dataclass(frozen=True)

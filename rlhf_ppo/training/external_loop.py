@@ -355,8 +355,9 @@ def padded_logprobs(given: Sequence[Tensor], rows: Responses) -> Tensor:
 
 def are_of_tokens(scores: object) -> TypeGuard[Sequence[Tensor]]:
     """Tell whether scores are rewards of tokens: a list of tensors, of which one has several numbers."""
-    is_list = isinstance(scores, list | tuple) and all(isinstance(row, Tensor) and row.dim() == 1 for row in scores)
-    return is_list and any(len(row) > 1 for row in scores)
+    if not isinstance(scores, list | tuple):
+        return False
+    return all(isinstance(row, Tensor) and row.dim() == 1 for row in scores) and any(len(row) > 1 for row in scores)
 
 
 def token_scores_of(scores: Sequence[Tensor], rows: Responses) -> tuple[Tensor, Tensor]:
