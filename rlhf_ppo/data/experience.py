@@ -1,4 +1,4 @@
-"""What the losses read, and how it is cut into mini-batches and micro-batches."""
+"""Input of the losses, cut into mini-batches and micro-batches."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What Trainer is told about PPO."""
+"""Parts of the trainer: rollouts, learning, checkpoints, resuming, and the checks at construction."""
