@@ -208,6 +208,7 @@ OPTIONS_OF_OTHERS = {
     "docs/generation.md": {"logprobs-mode", "max-model-len", "weight-transfer-config"},  # vLLM's server
 }
 ARGUMENTS_OF_OTHERS = {
+    "docs/agents.md": {"environments"},  # of reward functions
     "docs/critic.md": {"answer", "weighted"},  # of rlhf_ppo.decoding.best_of_n
     "docs/from-old-trl.md": {"kl_penalty"},
     "docs/models.md": {"bias", "is_decoder"},  # of PEFT's LoraConfig; of encoders' configurations

@@ -247,10 +247,11 @@ def split(
 
 
 def _write_rows(rows: Any, path: Path) -> None:
+    from rlhf_ppo.checkpoints.files import replacing
     from rlhf_ppo.terminal.console import hide_data_bars
 
-    with hide_data_bars():
-        rows.to_json(path, force_ascii=False)
+    with hide_data_bars(), replacing(path) as temporary:
+        rows.to_json(temporary, force_ascii=False)
 
 
 def _computes_in_bf16(args: argparse.Namespace, machine: Machine) -> bool:

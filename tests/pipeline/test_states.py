@@ -153,7 +153,7 @@ KEPT_NAMES = {"Seeds added", "Seeds removed", "Another seed instead"}
 
 def cells() -> Iterator[tuple[str, str, str, int]]:
     """Yield row, step and the first words of each cell of the table, for each way of making that state."""
-    lines = PAGE.read_text().split("| What happened |")[1].splitlines()[2:]
+    lines = PAGE.read_text().split("| Event |")[1].splitlines()[2:]
     for line in lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]:
         row, training, *others = [cell.strip() for cell in line.strip("|").split("|")]
         for step, cell in zip(NAMES, [training] * 3 + others, strict=True):
