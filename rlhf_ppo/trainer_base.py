@@ -150,7 +150,9 @@ class TrainerBase(Trainer):
     if not TYPE_CHECKING:  # type checkers know the attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Explain missing attributes that older trainers have."""
+            """Explain missing attributes that older trainers have; raise the error of a property that lacks one."""
+            if isinstance(inspect.getattr_static(type(self), name, None), property):
+                return object.__getattribute__(self, name)
             hint = f" ({METHOD_HINTS[name]})" if name in METHOD_HINTS else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 

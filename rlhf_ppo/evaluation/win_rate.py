@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from rlhf_ppo.generation.engine_factory import make_engine
 from rlhf_ppo.generation.protocol import sample_with
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.rewards.builtin import response_texts
-from rlhf_ppo.rewards.reward_model import Answer
+from rlhf_ppo.rewards.reward_model import Answer, wilson_interval
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class WinRate:
     def interval(self, level: float = 0.95, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
         """Compute the bootstrap's percentile interval of `rate` (Efron and Tibshirani 1993, chapter 13).
 
-        A resample of `n` prompts with replacement has multinomially many wins, losses and ties.
+        A resample of `n` prompts with replacement has multinomially many wins, losses and ties. If all verdicts are
+        equal, so are all resamples: the interval is then Wilson's, so that a few straight wins prove nothing.
 
         Args:
             level: Share of resamples inside the interval.
@@ -91,6 +93,8 @@ class WinRate:
         if not self.judged:
             return float("nan"), float("nan")
         shares = np.array([self.wins, self.losses, self.ties]) / self.judged
+        if shares.max() == 1:
+            return wilson_interval(self.rate, self.judged, z=NormalDist().inv_cdf((1 + level) / 2))
         counts = np.random.default_rng(seed).multinomial(self.judged, shares, size=resamples)
         rates = (counts[:, 0] + counts[:, 2] / 2) / self.judged
         low, high = np.quantile(rates, [(1 - level) / 2, (1 + level) / 2])

@@ -49,6 +49,13 @@ def test_the_interval_is_that_of_resampled_verdicts() -> None:
     assert [low, high] == pytest.approx([0.675 - error, 0.675 + error], abs=0.01)
 
 
+def test_a_few_straight_wins_prove_nothing() -> None:
+    """Wilson by hand for 3 of 3: 3 / (3 + 1.96^2) = .4385; for 0 of 3 its mirror image."""
+    assert WinRate(3, 0, 0, 0).interval() == pytest.approx((3 / (3 + 1.959964**2), 1.0))
+    assert WinRate(0, 3, 0, 0).interval() == pytest.approx((0.0, 1 - 3 / (3 + 1.959964**2)))
+    assert WinRate(50, 0, 0, 0).interval()[0] > 0.9
+
+
 def test_more_prompts_narrow_the_interval_by_their_root() -> None:
     few, many = (np.diff(WinRate(n, n, 0, 0).interval())[0] for n in (50, 5000))
 

@@ -246,3 +246,13 @@ def test_an_attribute_that_is_in_use_is_an_error_before_and_after_the_constructo
 def test_all_that_a_trainer_keeps_is_known(make_trainer: MakeTrainer, make_args: Any) -> None:
     of_trainer = vars(Trainer(tiny_policy(), make_args(**QUICK)))
     assert vars(make_trainer(**QUICK)).keys() - of_trainer.keys() - {"_made_with"} == KEPT
+
+
+def test_an_attribute_error_inside_a_property_is_shown(make_trainer: MakeTrainer) -> None:
+    class WithProperty(PPOTrainer):
+        @property
+        def ratio(self) -> float:
+            return self.args.no_such_option  # pyright: ignore[reportAttributeAccessIssue]
+
+    with pytest.raises(AttributeError, match="no_such_option"):
+        make_trainer(WithProperty).ratio  # noqa: B018
