@@ -29,7 +29,11 @@ from rlhf_ppo.rewards.endpoint import RewardEndpoint
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_ELSEWHERE = {"docs/index.md", *(f"docs/tutorials/{path.name}" for path in (ROOT / "docs" / "tutorials").glob("*"))}
+RUN_ELSEWHERE = {
+    "docs/agents.md",
+    "docs/index.md",
+    *(f"docs/tutorials/{path.name}" for path in (ROOT / "docs" / "tutorials").glob("*")),
+}
 LLAMA = LlamaConfig(
     vocab_size=32,
     hidden_size=16,
