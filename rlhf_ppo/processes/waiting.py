@@ -12,6 +12,7 @@ import contextvars
 import ctypes
 import functools
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -142,8 +143,22 @@ def end_thread(identifier: int) -> None:
     Args:
         identifier: The thread's `ident`.
     """
-    error = ctypes.py_object(SystemExit)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(identifier), error)
+    _raise_in(identifier, SystemExit)
+    time.sleep(0.005)  # a thread that runs Python takes it now
+    # Until a thread takes an exception, CPython 3.11 keeps a flag up, at which a program under a profiler or debugger
+    # loops for ever. An exception in this thread takes the flag down; the other one stays with its thread.
+    with contextlib.suppress(_TakenError):
+        _raise_in(threading.get_ident(), _TakenError)
+        for _ in range(1_000_000):
+            pass
+
+
+class _TakenError(BaseException):
+    """Raised and caught in the same thread."""
+
+
+def _raise_in(identifier: int, kind: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(identifier), ctypes.py_object(kind))
 
 
 @functools.cache
