@@ -38,8 +38,7 @@ from rlhf_ppo.processes.signals import raise_if_stopped
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 from rlhf_ppo.rewards.reward_model import load_reward_models
-from rlhf_ppo.rewards.scorer import Scores, ScoringBatch
-from rlhf_ppo.rewards.shaping import masked_kl, positive_responses, shape_scores, whole_scores
+from rlhf_ppo.rewards.scorer import Scores, ScoringBatch, masked_kl, positive_responses, shape_scores, whole_scores
 from rlhf_ppo.terminal.console import hide_library_warnings
 from rlhf_ppo.trainer_base import TrainerBase
 from rlhf_ppo.training import checks, construction

@@ -36,14 +36,16 @@ from rlhf_ppo.config.presets import describe_preset
 from rlhf_ppo.data.prompts import Prompts, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
-from rlhf_ppo.evaluation.completions import is_due, show_table, table_of
 from rlhf_ppo.evaluation.critic_audit import CriticAudit, audit, check_audit, prefixes_of
 from rlhf_ppo.evaluation.rollouts import (
     evaluated,
     evaluated_name,
     first_prompts,
     held_out_prompts,
+    is_due,
     missing_best_metric,
+    show_table,
+    table_of,
 )
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.transformers_engine import greedy_config
@@ -600,7 +602,7 @@ class TrainerBase(Trainer):
 
         Returns:
             `eval_score` (in the reward's unit, shaped as in training: see
-            `rlhf_ppo.rewards.shaping.scores_in_reward_unit`), `eval_kl` and `eval_entropy` (nats per response),
+            `rlhf_ppo.rewards.scorer.scores_in_reward_unit`), `eval_kl` and `eval_entropy` (nats per response),
             `eval_response_length_mean` (tokens), `eval_ended_frac`, `eval_rewards/<name>/mean|std`, and speed.
         """
         if isinstance(eval_dataset, str):

@@ -11,14 +11,15 @@ from typing import Annotated, Any, Literal, get_type_hints
 import torch
 from transformers import TrainingArguments
 
-from rlhf_ppo.config.agents import AgentArguments, parse_template_kwargs
 from rlhf_ppo.config.arguments import (
+    AgentArguments,
     EngineArguments,
     LoggingArguments,
     RecipeArguments,
     check_recipes,
     check_warmup_length,
     logging_interval,
+    parse_template_kwargs,
     parse_thresholds,
     resolve_clip_ranges,
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from rlhf_ppo.config.agents import EPISODE_OPTIONS
+from rlhf_ppo.config.arguments import EPISODE_OPTIONS
 from rlhf_ppo.config.ppo_config import PPOConfig
 from rlhf_ppo.config.presets import PRESETS
 from rlhf_ppo.config.redaction import redacted

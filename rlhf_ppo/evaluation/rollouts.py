@@ -1,23 +1,42 @@
-"""Evaluation in training: rollouts on held-out prompts, prompts of sample tables, and the metric of the best model."""
+"""Evaluation in training: rollouts on held-out prompts, the metric of the best model, and sample tables."""
 
 from __future__ import annotations
 
+import math
+import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import torch
 from accelerate import Accelerator
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.integrations.integration_utils import TensorBoardCallback
 
+from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered
 from rlhf_ppo.reporting.metrics import EVALUATED, gather_columns, warn_of_unscored
+from rlhf_ppo.reporting.run_log import SAMPLES_DIR
 from rlhf_ppo.rewards.functions import called_code, named_parameters, takes_any_argument
+from rlhf_ppo.terminal.console import beside_bars
+from rlhf_ppo.terminal.text import cell, csv_cell, markdown, visible
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, Trainer
+
+    from rlhf_ppo.data.prompts import Prompts
+    from rlhf_ppo.data.rollout import Responses
+    from rlhf_ppo.rewards.scorer import Scores
 
 
 def evaluated(
@@ -188,3 +207,221 @@ def _may_log(function: Callable[..., Any]) -> bool:
 def _mentions_log_metric(code: types.CodeType) -> bool:
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return "log_metric" in code.co_consts or any(map(_mentions_log_metric, inner))
+
+
+# Sample tables: prompts, responses and scores, in the terminal, in files and in the experiment trackers
+
+NUM_PRINTED, NUM_LINES = 2, 3
+"""Rows of a table in the terminal, and lines of a text; files and reports have all of them."""
+
+
+def sample_rows(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    responses: Responses,
+    scores: Scores,
+    extra: Mapping[str, Sequence[Any]],
+) -> list[dict[str, Any]]:
+    """Decode a batch for the table.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        prompts: `B` prompts.
+        responses: Their responses.
+        scores: Their scores.
+        extra: Columns that reward functions logged, `B` values each.
+
+    Returns:
+        `B` dicts with `query` (without special tokens), `response` (with its stop token and tool output),
+        `score`, the reward sources' scores under `by_source`, and the extra columns under `extra`.
+    """
+    queries = [ids[real].tolist() for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
+    answers = [ids[real].tolist() for ids, real in zip(responses.responses, responses.episode_mask, strict=True)]
+    by_source = {name: values.tolist() for name, values in scores.by_source.items()}
+    return [
+        {
+            "query": tokenizer.decode(query, skip_special_tokens=True),
+            "response": tokenizer.decode(answer),
+            "score": score,
+            "by_source": {name: values[row] for name, values in by_source.items()},
+            "extra": {name: values[row] for name, values in extra.items()},
+        }
+        for row, (query, answer, score) in enumerate(zip(queries, answers, scores.total.tolist(), strict=True))
+    ]
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> pd.DataFrame:
+    """Make a table of the rows of `sample_rows`, gathered from all ranks.
+
+    Args:
+        rows: The rows.
+        sources: Names of the reward sources, in order.
+
+    Returns:
+        The columns `query`, `model response`, `score`, with several reward sources one per source (called
+        `<name> reward` if the source has one of the first three names), and those of `extra`.
+    """
+    columns = {
+        "query": [row["query"] for row in rows],
+        "model response": [row["response"] for row in rows],
+        "score": [row["score"] for row in rows],
+    }
+    of_sources = {
+        f"{name} reward" if name in columns else name: [row["by_source"][name] for row in rows]
+        for name in (sources if len(sources) > 1 else ())
+    }
+    extra = {name: [row["extra"].get(name) for row in rows] for row in rows for name in row["extra"]}
+    return pd.DataFrame(columns | of_sources | extra)
+
+
+def is_due(update: int, num_updates: int, num_tables: int) -> bool:
+    """Return whether a table is printed after an update.
+
+    Table `i` of `0 ... k - 1`, with `k <= N`, is printed after update `1 + floor(i (N - 1) / (k - 1))`, thus after the
+    first and the last update; a single table is printed after the last.
+
+    Args:
+        update: Number of the update, from 1.
+        num_updates: `N`, the updates of the run.
+        num_tables: Number of tables.
+    """
+    last = min(num_tables, num_updates) - 1
+    if last < 1:
+        return num_tables > 0 and update == num_updates
+    return update - 1 in {table * (num_updates - 1) // last for table in range(last + 1)}
+
+
+def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str = "") -> str:
+    """Print the samples with a title, save them and send them to the trackers.
+
+    Args:
+        df: The samples.
+        trainer: The trainer, for its step, output directory and trackers.
+        held_out: Whether the prompts are from an evaluation data set rather than the training set.
+        printed: The result for the previous table; an equal table is not printed again.
+
+    Returns:
+        The printed text.
+    """
+    prompts = "held-out" if held_out else "training"
+    title = f"After update {trainer.state.global_step}: {prompts} prompts"
+    shown = f"{title}\n{df.head(NUM_PRINTED).to_csv(index=False)}"
+    if shown != printed:
+        with beside_bars():
+            print_table(df, title=title)
+    save_table(df, trainer)
+    report_table(df, trainer)
+    return shown
+
+
+def print_table(df: pd.DataFrame, num_rows: int = NUM_PRINTED, title: str | None = None) -> None:
+    """Print the first `num_rows` samples in the terminal, with texts cut to `NUM_LINES` lines."""
+    console = Console()
+    table = Table(show_lines=True, title=None if title is None else cell(title), title_justify="left")
+    for column in df.columns:
+        table.add_column(cell(column))
+    rows = [[*row] for row in df.head(num_rows).itertuples(index=False)]
+    num_texts = max((sum(isinstance(value, str) for value in row) for row in rows), default=0)
+    others = sum(3 + max(len(str(column)), 10) for column in df.columns[num_texts:])
+    width = max(12, (console.width - others) // max(num_texts, 1) - 3)
+    for row in rows:
+        table.add_row(*[cell(_cut(value, width) if isinstance(value, str) else _figure(value)) for value in row])
+    console.print(table)
+
+
+def _cut(text: str, width: int) -> str:
+    """Return the beginning of a text, as many words as fit into `NUM_LINES` lines."""
+    wrapped = [part for line in text.splitlines() for part in textwrap.wrap(line, width) or [""]]
+    return text if len(wrapped) <= NUM_LINES else "\n".join([*wrapped[: NUM_LINES - 1], "..."])
+
+
+def save_table(df: pd.DataFrame, trainer: Trainer) -> None:
+    """Write the samples to `output_dir/_samples/update-<step>.csv`; `push_to_hub` does not upload this directory.
+
+    Cells are escaped by `csv_cell`; `completions/` has the texts as they are.
+    """
+    directory = Path(output_directory(trainer.args), SAMPLES_DIR)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"update-{trainer.state.global_step:05d}.csv"
+    write_text(path, _mapped(df, csv_cell).to_csv(index=False))
+
+
+def report_table(df: pd.DataFrame, trainer: Trainer) -> None:
+    """Send the samples to the experiment trackers in `args.report_to` that have an active run.
+
+    Their name is `completions` in W&B and Trackio (a table) and TensorBoard (a text), `completions.csv` in Comet.
+    Trackers without an active run are skipped, as on ranks other than 0 and before training.
+
+    Args:
+        df: The samples.
+        trainer: The trainer, for its arguments, step and callbacks.
+    """
+    for tracker in trainer.args.report_to or ():
+        if tracker in _REPORTS:
+            _REPORTS[tracker](df, trainer)
+
+
+def _to_wandb(df: pd.DataFrame, trainer: Trainer) -> None:
+    import wandb
+
+    if wandb.run is not None:
+        wandb.log(
+            {
+                "completions": wandb.Table(dataframe=_mapped(df, visible)),
+                "train/global_step": trainer.state.global_step,
+            }
+        )
+
+
+def _to_tensorboard(df: pd.DataFrame, trainer: Trainer) -> None:
+    for callback in trainer.callback_handler.callbacks:
+        writer = getattr(callback, "tb_writer", None) if isinstance(callback, TensorBoardCallback) else None
+        if writer is not None:
+            writer.add_text("completions", _markdown(df), trainer.state.global_step)
+            writer.flush()
+
+
+def _to_trackio(df: pd.DataFrame, trainer: Trainer) -> None:
+    import trackio  # pyright: ignore[reportMissingImports]
+
+    if trackio.context_vars.current_run.get() is not None:  # pyright: ignore[reportPrivateImportUsage]
+        trackio.log(
+            {
+                "completions": trackio.Table(dataframe=_mapped(df, markdown)),
+                "train/global_step": trainer.state.global_step,
+            }
+        )
+
+
+def _to_comet(df: pd.DataFrame, trainer: Trainer) -> None:
+    import comet_ml  # pyright: ignore[reportMissingImports]
+
+    experiment = comet_ml.get_running_experiment()
+    if experiment is not None:
+        experiment.set_step(trainer.state.global_step)  # the update's metrics, which also set it, are logged later
+        experiment.log_table("completions.csv", tabular_data=_mapped(df, csv_cell))
+
+
+_REPORTS: dict[str, Callable[[pd.DataFrame, Trainer], None]] = {
+    "wandb": _to_wandb,
+    "tensorboard": _to_tensorboard,
+    "trackio": _to_trackio,
+    "comet_ml": _to_comet,
+}
+
+
+def _mapped(df: pd.DataFrame, show: Callable[[str], Any]) -> pd.DataFrame:
+    """Apply a function to each text and each column name."""
+    return df.map(lambda value: show(value) if isinstance(value, str) else value).rename(columns=show)
+
+
+def _markdown(df: pd.DataFrame) -> str:
+    lines = [[markdown(column) for column in df.columns], ["---"] * len(df.columns)]
+    lines += [[markdown(_figure(value)) for value in row] for row in df.itertuples(index=False)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _figure(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return "not scored" if math.isnan(value) else f"{value:.3f}"

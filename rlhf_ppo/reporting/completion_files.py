@@ -21,7 +21,7 @@ from rlhf_ppo.checkpoints.files import replacing
 from rlhf_ppo.checkpoints.run import Run
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.rewards.shaping import masked_kl
+from rlhf_ppo.rewards.scorer import masked_kl
 
 COMPLETIONS_DIR = "completions"
 """The directory of the responses in `output_dir`, named as TRL's."""

@@ -19,7 +19,7 @@ from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.processes.distributed import get_logger
-from rlhf_ppo.rewards.shaping import masked_kl, shape_scores, token_score_sums
+from rlhf_ppo.rewards.scorer import masked_kl, shape_scores, token_score_sums
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig

@@ -15,8 +15,7 @@ from markupsafe import Markup
 
 from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.checkpoints.run import HISTORY_NAME, in_use
-from rlhf_ppo.reporting.judged_pairs import read_judged
-from rlhf_ppo.reporting.judgements import JUDGED
+from rlhf_ppo.reporting.judgements import JUDGED, read_judged
 from rlhf_ppo.reporting.report_data import report_data
 from rlhf_ppo.reporting.run_log import SAMPLES_DIR, has_log, read_runs
 from rlhf_ppo.terminal.text import visible

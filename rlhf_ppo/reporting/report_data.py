@@ -20,8 +20,7 @@ from rlhf_ppo.config.redaction import is_secret, redacted
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
 from rlhf_ppo.reporting.health import warnings_of
 from rlhf_ppo.reporting.health_checks import CHECKS, RunContext
-from rlhf_ppo.reporting.judged_pairs import Judged, judged_data, over_seeds
-from rlhf_ppo.reporting.judgements import JUDGED
+from rlhf_ppo.reporting.judgements import JUDGED, Judged, judged_data, over_seeds
 from rlhf_ppo.reporting.plots import PANELS, mean_curve
 from rlhf_ppo.reporting.run_log import SETTINGS_NAME, Log, RecordedRun, grouped
 from rlhf_ppo.reporting.verdict import verdict_of

@@ -23,7 +23,7 @@ from rlhf_ppo.models.capabilities import weights_not_finite
 from rlhf_ppo.processes.distributed import get_logger, raise_on_all_ranks
 from rlhf_ppo.processes.signals import RunStopped, Stopped, exit_despite_threads, say
 from rlhf_ppo.reporting.metrics import UpdateStatistics
-from rlhf_ppo.rewards.shaping import masked_kl
+from rlhf_ppo.rewards.scorer import masked_kl
 
 if TYPE_CHECKING:
     from rlhf_ppo.training.learning import InterruptibleLearning

@@ -19,7 +19,6 @@ from rlhf_ppo.algorithm.penalties import FixedKLController, KLController
 from rlhf_ppo.checkpoints.state import PartialUpdate
 from rlhf_ppo.data.prompts import PositionLimit, Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, forward_in_batches
-from rlhf_ppo.evaluation.completions import sample_rows
 from rlhf_ppo.evaluation.critic_audit import (
     Continuation,
     batches_of,
@@ -28,7 +27,7 @@ from rlhf_ppo.evaluation.critic_audit import (
     joined,
     prefix_prompts,
 )
-from rlhf_ppo.evaluation.rollouts import runnable
+from rlhf_ppo.evaluation.rollouts import runnable, sample_rows
 from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.generation.sampling import naming_the_model
 from rlhf_ppo.generation.stopping import join_responses
@@ -49,8 +48,7 @@ from rlhf_ppo.reporting.metrics import (
     sampling_metrics,
     warn_of_unscored,
 )
-from rlhf_ppo.rewards.scorer import Scores
-from rlhf_ppo.rewards.shaping import scores_in_reward_unit
+from rlhf_ppo.rewards.scorer import Scores, scores_in_reward_unit
 from rlhf_ppo.training.learning import valued_tokens
 from rlhf_ppo.training.run_state import RunState
 

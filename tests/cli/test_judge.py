@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict
 from rlhf_ppo.cli import judge as module
 from rlhf_ppo.cli.judge import judge as evaluate
 from rlhf_ppo.evaluation.win_rate import WinRate
-from rlhf_ppo.reporting.judged_pairs import judged_data, over_seeds, read_judged
+from rlhf_ppo.reporting.judgements import judged_data, over_seeds, read_judged
 from rlhf_ppo.reporting.model_card import model_card
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from rlhf_ppo.rewards.reward_model import Answer

@@ -26,8 +26,7 @@ from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.judges import FunctionJudge, PreferenceReward
 from rlhf_ppo.rewards.reward_model import answers_of
-from rlhf_ppo.rewards.scorer import ScoringBatch
-from rlhf_ppo.rewards.shaping import whole_scores
+from rlhf_ppo.rewards.scorer import ScoringBatch, whole_scores
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
 from tests.episodes import EOS, RespondsInTurns
 from tests.recorded_update import RecordingTrainer, check_update, run_update, share_of_w4

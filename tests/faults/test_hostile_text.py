@@ -27,7 +27,7 @@ from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.cli.init import init
 from rlhf_ppo.cli.judge import judge
 from rlhf_ppo.cli.main import main, plot, report
-from rlhf_ppo.evaluation.completions import report_table
+from rlhf_ppo.evaluation.rollouts import report_table
 from rlhf_ppo.reporting.judgements import Judgement
 from rlhf_ppo.reporting.model_card import model_card
 from rlhf_ppo.reporting.report import SCRIPTS

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_ppo.checkpoints.files import write_json
-from rlhf_ppo.reporting.judged_pairs import judged_data, over_seeds, read_judged
-from rlhf_ppo.reporting.judgements import found_judgements, read_win_rate
+from rlhf_ppo.reporting.judgements import found_judgements, judged_data, over_seeds, read_judged, read_win_rate
 from rlhf_ppo.reporting.model_card import with_judgements
 from rlhf_ppo.reporting.run_log import RunSettings, read_log
 from tests.faults.test_damage import ODD

@@ -25,7 +25,7 @@ import pytest
 from rlhf_ppo.checkpoints.run import LOCK_NAME, Run, in_use, locked
 from rlhf_ppo.cli.judge import JudgeArguments, add_verdicts, keep, keep_win_rate
 from rlhf_ppo.cli.main import main
-from rlhf_ppo.reporting import judged_pairs, report_data
+from rlhf_ppo.reporting import judgements, report_data
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
 from rlhf_ppo.reporting.health_checks import CHECKS
 from rlhf_ppo.reporting.report import SCRIPTS, watch_report, write_report
@@ -271,7 +271,7 @@ def test_what_the_judge_said_is_that_of_its_files(runs: list[Path], tmp_path: Pa
     tie = inside["rows"][3]
     assert (tie["first"], tie["second"], tie["verdict"]) == (1.0, -1.0, 0.0)
     assert tie["model"] == f"{VISIBLE} 3" and tie["opponent"] == "xxx" and inside["rows"][6]["opponent"] is None
-    assert len(many["rows"]) == 5 * judged_pairs.MAX_PAIRS and (many["wins"], many["failed"]) == (100, 100)
+    assert len(many["rows"]) == 5 * judgements.MAX_PAIRS and (many["wins"], many["failed"]) == (100, 100)
 
 
 def test_win_rates_that_differ_in_the_seed_have_a_mean(runs: list[Path], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.algorithm.masked import ScoreMoments
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.rewards.shaping import scores_in_reward_unit, shape_scores, whole_scores
+from rlhf_ppo.rewards.scorer import scores_in_reward_unit, shape_scores, whole_scores
 
 NAN = float("nan")
 

@@ -5,11 +5,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("rewards[row, end - 1] += reward", "rewards[row, end - 2] += reward"),
     ],
     (
-        "shaping.py",
+        "scorer.py",
         "tests/rewards/test_shaping.py::test_before_the_first_update_an_evaluation_takes_the_moments_of_its_own_scores",
     ): [("total = scores + token_scores", "total = scores")],
     (
-        "shaping.py",
+        "scorer.py",
         "tests/rewards/test_shaping.py::test_normalized_scores_are_paid_their_distance_from_the_mean_of_all",
     ): [
         ("(scores - _mean(args, unit)) / unit.std", "scores / unit.std"),
@@ -43,11 +43,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ): [
         ("final + self.weights[name] * torch.where", "final + torch.where"),
     ],
-    ("shaping.py", "tests/rewards/test_shaping.py::test_an_evaluation_s_scores_keep_the_reward_s_unit"): [
+    ("scorer.py", "tests/rewards/test_shaping.py::test_an_evaluation_s_scores_keep_the_reward_s_unit"): [
         ("_mean(args, unit) + unit.std * _shaped(", "_mean(args, unit) + _shaped("),
         ("_mean(args, unit) + unit.std * _shaped(", "unit.std * _shaped("),
     ],
-    ("shaping.py", "tests/rewards/test_shaping.py::test_the_order_by_hand"): [
+    ("scorer.py", "tests/rewards/test_shaping.py::test_the_order_by_hand"): [
         ("clip_scores(scores, args.score_clip)", "scores"),
         ("_of_tokens(rollout) / std", "_of_tokens(rollout)"),
     ],

@@ -13,7 +13,7 @@ import pytest
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from rlhf_ppo.evaluation.completions import is_due, print_table, report_table, table_of
+from rlhf_ppo.evaluation.rollouts import is_due, print_table, report_table, table_of
 
 NAN = float("nan")
 QUERIES = ["[INST] Tell me | a story [/INST]", "<b>Hi</b>"]
