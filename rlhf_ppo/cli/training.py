@@ -31,7 +31,7 @@ from trl.trainer.reward_config import RewardConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.utils import get_peft_config
 
-from rlhf_ppo.checkpoints.complete import newest_trl_checkpoint
+from rlhf_ppo.checkpoints.complete import newest_trl_checkpoint, start_checkpoint
 from rlhf_ppo.checkpoints.files import DiskFullError, explaining_full_disk, remove_links
 from rlhf_ppo.checkpoints.run import check_start, parse_resume
 from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, prepare_trackers, quantization_options
@@ -118,6 +118,8 @@ def resumed_checkpoint(args: Any) -> str | None:
 def ending_with_checkpoint(trainer: Trainer) -> Iterator[None]:
     """End training with a checkpoint after a signal, and report a full disk; a final save is completed first.
 
+    A checkpoint is written into a new directory, in which nobody has planted a link.
+
     Args:
         trainer: One of TRL's.
 
@@ -125,19 +127,28 @@ def ending_with_checkpoint(trainer: Trainer) -> Iterator[None]:
         DiskFullError: There was no room for a checkpoint or the model.
         RunStopped: A signal has ended training.
     """
-    signals = _EndsTraining(trainer)
+    signals, save = _EndsTraining(trainer), trainer._save_checkpoint
     trainer.add_callback(signals)
     directory = str(trainer.args.output_dir)
+
+    def save_anew(model: Any, trial: Any) -> None:
+        if trainer.args.should_save:
+            start_checkpoint(os.path.join(directory, f"checkpoint-{trainer.state.global_step}"))
+            remove_links(directory)  # TRL writes a model card here with each checkpoint
+        trainer.accelerator.wait_for_everyone()
+        save(model, trial)
 
     def newest() -> str | None:
         found = newest_trl_checkpoint(directory)
         return None if found is None else str(found)
 
+    trainer._save_checkpoint = save_anew
     try:
         with signals.listening(), explaining_full_disk(directory, newest):
             yield
     finally:
         trainer.remove_callback(signals)
+        trainer._save_checkpoint = save
 
 
 class _EndsTraining(StopOnSignal):

@@ -363,11 +363,18 @@ def _restore_handlers() -> None:
 
 
 def _handle(number: int, frame: Any) -> None:
-    """Record a signal with all listeners; if the last one was closed in another thread, pass it to the program."""
-    if not _listening:
+    """Record a signal with all listeners.
+
+    Without listeners, pass it to the program if the last one was closed in another thread; else do the default, since
+    the program has saved this handler during a run and uses it after it.
+    """
+    if not _listening and _watchers:
         _restore_handlers()
-        if signal.getsignal(number) is _handle:  # the program has saved it during the run and put it back
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    elif not _listening and number == signal.SIGINT:
+        signal.default_int_handler(number, frame)
+    elif not _listening:
+        signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     if raised := [listener.received for listener in _listening if listener.receive(number)]:
         raise Stopped(raised[-1] or number)

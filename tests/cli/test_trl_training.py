@@ -195,6 +195,26 @@ def test_a_full_disk_is_named_with_the_checkpoint_that_is_whole(
     assert model() == undisturbed
 
 
+@pytest.mark.parametrize("command", DATA)
+def test_no_link_that_was_planted_is_written_through(command: str, train: Any) -> None:
+    saves = ["--save_strategy", "steps", "--save_steps", "3"]
+    train(command, *saves)
+    names = [path.relative_to("out") for path in Path("out").rglob("*") if path.is_file()]
+    assert {"checkpoint-3", "checkpoint-6", "."} <= {str(name.parent) for name in names}
+    shutil.rmtree("out")
+    for name in names:
+        link, victim = Path("out", name), Path("victims", name).absolute()
+        for place in (link, victim):
+            place.parent.mkdir(parents=True, exist_ok=True)
+        victim.write_text("mine")
+        link.symlink_to(victim)
+    shutil.rmtree("out/checkpoint-6")
+    Path("out/checkpoint-6").symlink_to(Path("victims/checkpoint-6").absolute())
+    train(command, *saves)
+    assert {path.read_text() for path in Path("victims").rglob("*") if path.is_file()} == {"mine"}
+    assert not any(path.is_symlink() for path in Path("out").rglob("*"))
+
+
 def test_a_model_without_held_out_pairs_has_no_accuracy_of_an_earlier_one(train: Callable[..., Trainer]) -> None:
     """Five pairs are too few to set one aside."""
     Path("out").mkdir()

@@ -10,7 +10,7 @@ import socket
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -107,15 +107,18 @@ def test_runs_that_listen_at_a_time_may_end_in_any_order(ends: StopOnSignal) -> 
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 7)])
-def test_a_handler_that_the_program_puts_back_after_a_run_does_as_if_there_were_none(
-    number: signal.Signals, code: int, ends: StopOnSignal
+@pytest.mark.parametrize(
+    "use", [lambda saved: saved, lambda saved: lambda *given: saved(*given)], ids=["as is", "chained"]
+)
+def test_a_handler_that_the_program_saves_in_a_run_and_uses_after_it_does_the_default(
+    use: Callable[[Any], Any], number: signal.Signals, code: int, ends: StopOnSignal
 ) -> None:
     if (child := os.fork()) == 0:
         signal.alarm(10)
         signal.signal(number, signal.SIG_DFL)
         with ends.listening():
             saved = signal.getsignal(number)
-        signal.signal(number, saved)
+        signal.signal(number, use(saved))
         try:
             os.kill(os.getpid(), number)
             time.sleep(1)
