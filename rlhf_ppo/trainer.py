@@ -539,11 +539,13 @@ class PPOTrainer(TrainerBase):
         if self._warmup.maybe_end(rollout, returns):  # returns of warm-up use lambda 1
             advantages, returns = self.compute_advantages(rollout, rewards)
         whitened = masked_whiten(advantages, mask, reduce_sum=run.sum_over_ranks)
-        weights = rollout.importance_weights(args.importance_sampling_clip_max)
+        weights = rollout.importance_weights(args.importance_sampling_clip_max, args.importance_sampling_mode)
         of_tokens = (shaped, returns, whitened)
         scores = self._rollout_metrics.record(rollout, self.kl_controller, self._score_unit, of_tokens, weights)
-        weights = weights if args.importance_sampling_correction else None
-        return Experience.of(rollout, whitened, returns, weights, positive_responses(scores, args))
+        corrects = args.importance_sampling_correction and args.old_logprobs == "training"
+        weights = weights if corrects else None
+        positive = positive_responses(scores, args)
+        return Experience.of(rollout, whitened, returns, weights, positive, args.old_logprobs)
 
     def shape_rewards(self, rollout: Rollout) -> Tensor:
         """Compute each token's reward: minus its KL penalty, plus its token reward, plus the score at the last token.

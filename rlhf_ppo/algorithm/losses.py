@@ -225,25 +225,38 @@ def clipped_value_loss(
     return ValueLoss(torch.maximum(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss)
 
 
-def importance_weights(logprobs: Tensor, sampling_logprobs: Tensor, clip_max: float) -> Tensor:
-    """Compute truncated importance weights of the policy over the generation engine.
+def importance_weights(
+    logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, clip_max: float, mode: str = "token"
+) -> Tensor:
+    """Compute importance weights of the policy over the generation engine.
 
-        w = min(exp(logprob - sampling_logprob), clip_max)
+        rho_t = exp(logprob_t - sampling_logprob_t)
+        token:     w_t = min(rho_t, clip_max)
+        sequence:  w_t = min(prod_s rho_s, clip_max), the same for all tokens of a response
+        masked:    w_t = rho_t  if 1 / clip_max <= rho_t <= clip_max, else 0
 
     Truncated importance sampling (Ionides, *Truncated Importance Sampling*, 2008), for engines whose arithmetic
     differs from that of training (Yao et al., *Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training*, 2025).
+    Training*, 2025). "masked" is IcePop (Ling Team, *Every Step Evolves*, 2510.18855).
 
     Args:
         logprobs: Log-probabilities of the sampled tokens under the sampling policy, by the training forward pass,
             nats, `(..., T)`.
         sampling_logprobs: The same as reported by the engine, nats, `(..., T)`.
+        mask: True on the tokens that the policy wrote, bool `(..., T)`.
         clip_max: Largest weight.
+        mode: "token", "sequence" or "masked".
 
     Returns:
-        Constant factors of the policy's per-token loss, float32 `(..., T)`; meaningless outside the response mask.
+        Constant factors of the policy's per-token loss, float32 `(..., T)`; meaningless outside the mask.
     """
-    return (logprobs.float() - sampling_logprobs.float()).exp().clamp(max=clip_max).detach()
+    log_ratio = (logprobs.float() - sampling_logprobs.float()).detach()
+    if mode == "sequence":
+        log_ratio = zero_outside(log_ratio, mask).sum(dim=-1, keepdim=True).expand(log_ratio.shape)
+    weights = log_ratio.exp()
+    if mode == "masked":
+        return weights.masked_fill((weights < 1 / clip_max) | (weights > clip_max), 0.0)
+    return weights.clamp(max=clip_max)
 
 
 def token_mean(per_token: Tensor, mask: Tensor, num_tokens: float) -> Tensor:

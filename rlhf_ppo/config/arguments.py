@@ -55,8 +55,19 @@ class EngineArguments:
         "Weight each token's policy loss by the ratio of its probabilities in training and in the engine (truncated "
         "importance sampling). Needs an engine that returns log-probabilities: 'continuous' or 'vllm'.",
     )
+    importance_sampling_mode: Literal["token", "sequence", "masked"] = _option(
+        "token",
+        "Weights of importance_sampling_correction: 'token', each token's ratio; 'sequence', the product of the "
+        "response's ratios; 'masked', each token's ratio, and 0 outside of [1 / importance_sampling_clip_max, "
+        "importance_sampling_clip_max] (arXiv 2510.18855).",
+    )
     importance_sampling_clip_max: Positive = _option(
-        2.0, "Largest weight of importance_sampling_correction; larger weights are clipped."
+        2.0, "Largest weight of importance_sampling_correction; larger weights are clipped, or 0 if 'masked'."
+    )
+    old_logprobs: Literal["training", "sampling"] = _option(
+        "training",
+        "Old log-probabilities of the importance ratio: 'training', of a forward pass before the first optimizer "
+        "step; 'sampling', those of the engine (arXiv 2607.07508), in place of importance_sampling_correction.",
     )
     vllm_mode: Literal["colocate", "server"] = _option(
         "colocate", "'colocate': vLLM runs in the training processes; 'server': it runs in a separate server."
@@ -89,7 +100,12 @@ class EngineArguments:
     )
 
     def check_engine(self) -> None:
-        """Raise a `ValueError` if the selected engine is not installed."""
+        """Raise a `ValueError` if the selected engine is not installed, or every weight would be 0."""
+        if self.importance_sampling_mode == "masked" and self.importance_sampling_clip_max <= 1:
+            raise ValueError(
+                f"importance_sampling_clip_max={self.importance_sampling_clip_max} leaves no weight for "
+                "importance_sampling_mode='masked', which keeps [1 / clip_max, clip_max]; raise it above 1, such as 2"
+            )
         if self.generation_engine == "vllm" and not is_vllm_available():
             raise ValueError(
                 "generation_engine='vllm' needs vLLM, which is not installed; `pip install trl[vllm]`, or set "

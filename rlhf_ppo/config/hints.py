@@ -120,7 +120,7 @@ CONFIG_HINTS: dict[str, str] = {
     "vllm_importance_sampling_clip_max": _CUT_WEIGHTS,
     "vllm_importance_sampling_clip_min": f"{_CUT_WEIGHTS}; there is no lower limit",
     "vllm_importance_sampling_correction": "use importance_sampling_correction",
-    "vllm_importance_sampling_mode": "use importance_sampling_correction, which cuts the weight of each token",
+    "vllm_importance_sampling_mode": "use importance_sampling_mode",
     "vllm_structured_outputs_regex": _SAMPLING,
     # DPOConfig
     **dict.fromkeys(("discopop_tau", "f_alpha_divergence_coef", "f_divergence_type", "label_smoothing"), _DPO),

@@ -49,16 +49,18 @@ _VLLM_COLOCATED = tuple(name for name in _VLLM if name not in (*_VLLM_SERVER, "v
 _ENGINE = ("generation_engine", "generation_batch_size", *_VLLM)
 _SAMPLING = ("top_k", "top_p", "min_p", *_ENGINE)
 _PROMPTS = ("max_prompt_length", "dataset_num_proc", "reward_weights", "reward_timeout")
-_CORRECTION = ("importance_sampling_correction", "importance_sampling_clip_max")
+_CORRECTION = ("importance_sampling_correction", "importance_sampling_mode", "importance_sampling_clip_max")
 
 # fmt: off
 UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, RunContext], bool], str, str], ...] = (
     (("kl_horizon",), lambda args, _: args.kl_target is None, "kl_target is not set", "set kl_target"),
     (("positive_nll_threshold",), lambda args, _: args.positive_nll_coef == 0,
      "positive_nll_coef is 0", "set positive_nll_coef, such as to 0.1"),
-    (_CORRECTION,
+    ((*_CORRECTION, "old_logprobs"),
      lambda args, run: args.generation_engine == "transformers" and not (run.has_engine or run.is_stepped),
      "generation_engine='transformers' gives no log-probabilities", "use 'continuous' or 'vllm'"),
+    (("importance_sampling_correction",), lambda args, _: args.old_logprobs == "sampling",
+     "old_logprobs='sampling' takes its place", "set old_logprobs='training'"),
     (_SAMPLING, lambda _, run: run.is_stepped, "step() is given responses", "use train()"),
     (_PROMPTS, lambda _, run: run.is_stepped, "step() is given responses and scores", "use train()"),
     (_ENGINE, lambda _, run: run.has_engine, "an engine is passed to the trainer", "pass engine=None"),

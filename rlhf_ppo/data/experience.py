@@ -20,7 +20,7 @@ class Experience(Responses):
     """What the policy and value losses read.
 
     Attributes:
-        logprobs: Log-probabilities under the sampling policy, nats, float32 `(B, T)`.
+        logprobs: Old log-probabilities, the denominator of the importance ratio, nats, float32 `(B, T)`.
         values: Value estimates when sampled, float32 `(B, T)`.
         advantages: Whitened advantages, float32 `(B, T)`, 0 outside the loss mask.
         returns: Advantages before whitening plus values, float32 `(B, T)`, 0 outside the loss mask.
@@ -62,6 +62,7 @@ class Experience(Responses):
         returns: Tensor,
         weights: Tensor | None = None,
         is_positive: Tensor | None = None,
+        old_logprobs: str = "training",
     ) -> Self:
         """Return what is learned from a rollout.
 
@@ -71,13 +72,14 @@ class Experience(Responses):
             returns: `(B, T)`.
             weights: Importance weights, `(B, T)`, or None: all 1.
             is_positive: Which responses are imitated, bool `(B,)`, or None: none.
+            old_logprobs: "training" or "sampling"; see `Rollout.old_logprobs`.
         """
         return cls(
             query_responses=rollout.query_responses,
             attention_mask=rollout.attention_mask,
             response_mask=rollout.response_mask,
             on_host=rollout.on_host,
-            logprobs=rollout.logprobs,
+            logprobs=rollout.old_logprobs(old_logprobs),
             values=rollout.values,
             advantages=advantages,
             returns=returns,

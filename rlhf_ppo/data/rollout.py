@@ -344,15 +344,26 @@ class Rollout(Responses):
             figures[name] = compute()
         return figures[name]
 
-    def importance_weights(self, clip_max: float) -> Tensor | None:
-        """Return the weights that correct for the engine's arithmetic, `(B, T)`; None if it says no log-probabilities.
+    def old_logprobs(self, kind: str) -> Tensor:
+        """Return the denominator of the importance ratio, nats, float32 `(B, T)`.
 
         Args:
-            clip_max: The largest weight.
+            kind: "training" for the training forward pass; "sampling" for the engine, if it gives log-probabilities.
+        """
+        if kind == "training" or self.sampling_logprobs is None:
+            return self.logprobs
+        return self.sampling_logprobs.masked_fill(~self.response_mask, 0.0)
+
+    def importance_weights(self, clip_max: float, mode: str = "token") -> Tensor | None:
+        """Return the weights that correct for the engine's arithmetic, `(B, T)`; None without its log-probabilities.
+
+        Args:
+            clip_max: Largest weight.
+            mode: "token", "sequence" or "masked".
         """
         if self.sampling_logprobs is None:
             return None
-        return importance_weights(self.logprobs, self.sampling_logprobs, clip_max)
+        return importance_weights(self.logprobs, self.sampling_logprobs, self.response_mask, clip_max, mode)
 
 
 def padding_columns(left_padded_mask: Any) -> int:

@@ -222,8 +222,9 @@ def _check(
 @_check(
     "first_ratio",
     "the importance ratio is not 1 before the first optimizer step of an update",
-    "the models do not give the same log-probabilities twice: dropout or noise in a model, 16-bit rounding, or an "
-    "overridden step that evaluates tokens in another way than it learns from them",
+    "the models do not give the same log-probabilities twice: dropout or noise in a model, 16-bit rounding, an "
+    "overridden step that evaluates tokens in another way than it learns from them, or old_logprobs='sampling' with "
+    "an engine that samples from another distribution",
     ("compute in float32 (bf16=False)", "leave torch_compile off", "leave use_liger_kernel off"),
     thresholds=("first_logratio",),
 )

@@ -159,19 +159,36 @@ def test_explained_variance_at_its_marks():
 # ---- Truncated importance sampling ----
 
 
+ALL = torch.tensor(True)
+
+
 def test_importance_weights_by_hand():
     # ratios 1, e, 1/e, 3 (cut to 2), exactly 2, and one of a token that the engine thought almost impossible
     old = torch.tensor([[-1.0, -1.0, -2.0], [math.log(0.6), math.log(0.5), -1.0]])
     sampling = torch.tensor([[-1.0, -2.0, -1.0], [math.log(0.2), math.log(0.25), -200.0]])
-    weights = importance_weights(old, sampling, clip_max=2.0)
+    weights = importance_weights(old, sampling, ALL, clip_max=2.0)
     np.testing.assert_allclose(weights, [[1.0, 2.0, math.exp(-1)], [2.0, 2.0, 2.0]], rtol=1e-6)
-    weights = importance_weights(old, sampling, clip_max=2.9)
+    weights = importance_weights(old, sampling, ALL, clip_max=2.9)
     np.testing.assert_allclose(weights, [[1.0, math.e, math.exp(-1)], [2.9, 2.0, 2.9]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("sequence", [[2.0 * 1.5] * 3, [4.0] * 3]),  # 2 x 1.5 x (padding), 5 x 3 x 1 cut at 4
+        ("masked", [[2.0, 1.5, 0.0], [0.0, 3.0, 1.0]]),  # outside of [1/4, 4]: 0.2 and 5
+    ],
+)
+def test_importance_weights_of_responses_and_of_a_region_by_hand(mode, expected):
+    ratios = torch.tensor([[2.0, 1.5, 0.2], [5.0, 3.0, 1.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    weights = importance_weights(ratios.log(), torch.zeros(2, 3), mask, 4.0, mode)
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
 
 
 def test_importance_weights_are_constants_in_float32():
     old = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    weights = importance_weights(old, torch.tensor([-1.5, -1.5], dtype=torch.bfloat16), clip_max=2.0)
+    weights = importance_weights(old, torch.tensor([-1.5, -1.5], dtype=torch.bfloat16), ALL, clip_max=2.0)
     assert weights.dtype == torch.float32 and not weights.requires_grad
 
 
@@ -193,5 +210,5 @@ def test_weighted_losses_are_in_the_mean_those_of_the_policy():
     p = torch.tensor([0.5, 0.3, 0.2])
     q = torch.tensor([0.35, 0.25, 0.4])
     advantages = torch.tensor([1.0, -2.0, 3.0])
-    loss = clipped_policy_loss(p.log(), p.log(), advantages, 0.2, importance_weights(p.log(), q.log(), 2.0)).loss
+    loss = clipped_policy_loss(p.log(), p.log(), advantages, 0.2, importance_weights(p.log(), q.log(), ALL, 2.0)).loss
     assert float((q * loss).sum()) == pytest.approx(-float((p * advantages).sum()))

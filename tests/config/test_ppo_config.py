@@ -103,6 +103,8 @@ CASES = [
     Case("generation_engine", "transformers", "continuous", "continuous", ("sglang", "", None)),
     Case("importance_sampling_correction", True, "false", False, ("no", None)),
     Case("importance_sampling_clip_max", 2.0, "3", 3.0, (0.0, -1.0, NAN, INF, None)),
+    Case("importance_sampling_mode", "token", "masked", "masked", ("row", None)),
+    Case("old_logprobs", "training", "sampling", "sampling", ("policy", None)),
     Case("vllm_mode", "colocate", "server", "server", ("remote", None)),
     Case("vllm_server_base_url", None, "http://there:1", "http://there:1", (3,)),
     Case("vllm_server_host", "0.0.0.0", "there", "there", (None, 3)),

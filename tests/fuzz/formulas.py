@@ -47,6 +47,8 @@ class Settings:
     num_generations: int = 1
     importance_sampling_correction: bool = True
     importance_sampling_clip_max: float = 2.0
+    importance_sampling_mode: str = "token"
+    old_logprobs: str = "training"
     reward_weights: Any = None
     score_clip: float = math.inf
     score_scaling: bool = False
@@ -219,6 +221,9 @@ class Known:
     says: Rows | None
     coef: float
 
+    def old_logprobs(self, settings: Settings) -> Rows:
+        return self.says if settings.old_logprobs == "sampling" and self.says is not None else self.logprobs
+
     @property
     def scored(self) -> list[int]:
         return [row for row, score in enumerate(self.scores) if not np.isnan(score)]
@@ -344,7 +349,7 @@ def losses_of(
         settings: The options.
         alone: Whether the value model learns alone.
     """
-    old, episodes = [known.logprobs[row] for row in rows], [known.episodes[row] for row in rows]
+    old, episodes = [known.old_logprobs(settings)[row] for row in rows], [known.episodes[row] for row in rows]
     advantages = [known.advantages[row] for row in rows]
     loss, ratio, clipped, slope = policy_figures(logprobs, old, advantages, settings)
     if settings.policy_loss != "tests.fuzz.recording.squared":

@@ -187,13 +187,18 @@ class Simulation:
             row.double().numpy()[: len(episode.response)]
             for row, episode in zip(seen.answers.logprobs, episodes, strict=True)
         ]
-        if not self.settings.importance_sampling_correction:
+        if not self.settings.importance_sampling_correction or self.settings.old_logprobs == "sampling":
             return says, ones
-        return says, self.truncated_weights(logprobs, says)
+        return says, self.weights_of(logprobs, says)
 
-    def truncated_weights(self, logprobs: Rows, says: Rows) -> Rows:
-        most = self.settings.importance_sampling_clip_max
-        return [np.minimum(np.exp(ours - theirs), most) for ours, theirs in zip(logprobs, says, strict=True)]
+    def weights_of(self, logprobs: Rows, says: Rows) -> Rows:
+        most, mode = self.settings.importance_sampling_clip_max, self.settings.importance_sampling_mode
+        ratios = [np.exp(ours - theirs) for ours, theirs in zip(logprobs, says, strict=True)]
+        if mode == "masked":
+            return [row * ((row >= 1 / most) & (row <= most)) for row in ratios]
+        if mode == "sequence":
+            ratios = [np.full_like(row, np.prod(row)) for row in ratios]
+        return [np.minimum(row, most) for row in ratios]
 
     # ---- Learning ----
 
@@ -239,7 +244,7 @@ class Simulation:
         logprobs, entropies = self.twins.logprobs(self.twins.policy, episodes, settings.temperature)
         values, _ = self.twins.values(episodes)
         alone = self.warms_up
-        old = np.concatenate([known.logprobs[row] for row in rows])
+        old = np.concatenate([known.old_logprobs(settings)[row] for row in rows])
         now = cut(old if alone else logprobs.detach().numpy(), episodes)
         own = (now, cut(entropies.detach().numpy(), episodes), cut(values.detach().numpy(), episodes))
         tokens = losses_of(known, rows, *own, settings, alone)
@@ -345,18 +350,18 @@ def check_epochs(rows_of: list[list[int]], per_epoch: int, num_rows: int) -> Non
         assert {len(rows) for rows in epoch} == {num_rows // per_epoch}
 
 
-def ratios_of_parts(known: Known, step: SeenStep, tokens: TokenLosses, rows: list[int]) -> list[float]:
-    """The mean ratio of each micro-batch that has tokens that count."""
+def ratios_of_parts(known: Known, step: SeenStep, tokens: TokenLosses, rows: list[int]) -> Rows:
+    """The ratios of each micro-batch that has tokens that count."""
     lengths = [len(known.logprobs[row]) for row in rows]
     by_key: dict[Key, list[Array]] = {}
     for row, ratio in zip(rows, np.split(tokens.ratio, np.cumsum(lengths)[:-1]), strict=True):
         episode = known.episodes[row]
         by_key.setdefault((tuple(episode.prompt), tuple(episode.response)), []).append(ratio)
-    means = []
+    found = []
     for part in step.micro_batches:
         ratios = [by_key[key][0] for key in part if key in by_key]
-        means += [float(np.concatenate(ratios).mean())] if ratios else []
-    return means
+        found += [np.concatenate(ratios)] if ratios else []
+    return found
 
 
 # ---- What is logged ----
@@ -402,7 +407,7 @@ def engine_figures(known: Known, run: Simulation) -> dict[str, float]:
     if known.says is None:
         return {}
     ours, theirs = np.concatenate(known.logprobs), np.concatenate(known.says)
-    weights = np.concatenate(run.truncated_weights(known.logprobs, known.says))
+    weights = np.concatenate(run.weights_of(known.logprobs, known.says))
     difference, ratio = "sampling/sampling_logp_difference/", "sampling/importance_sampling_ratio/"
     return {
         f"{difference}mean": np.abs(ours - theirs).mean(),
@@ -416,7 +421,7 @@ def engine_figures(known: Known, run: Simulation) -> dict[str, float]:
 def learned_figures(
     figures: Sequence[TokenLosses],
     norms: Sequence[tuple[float, float]],
-    micro_ratios: Sequence[float],
+    micro_ratios: Rows,
     texts: Sequence[tuple[float, int]],
     num_epochs: int,
     run: Simulation,
@@ -431,7 +436,9 @@ def learned_figures(
         "policy/approxkl_avg": mean(lambda each: each.log_ratio**2 / 2),
         "policy/clipfrac_avg": 0.0 if alone else mean(lambda each: each.clipped),
         "val/ratio": mean(lambda each: each.ratio),
-        "val/ratio_var": float(np.var(micro_ratios, ddof=1)) if len(micro_ratios) > 1 else 0.0,
+        "val/ratio_var": float(np.var([each.mean() for each in micro_ratios], ddof=1))
+        if len(micro_ratios) > 1
+        else 0.0,
         "loss/value_avg": mean(lambda each: each.value_loss),
         "val/clipfrac_avg": mean(lambda each: each.value_clipped),
         "policy/grad_norm": float(np.mean([policy for policy, _ in norms])),
@@ -440,7 +447,9 @@ def learned_figures(
     if not alone:
         logged["policy/entropy_avg"] = mean(lambda each: each.entropy)
         logged["loss/policy_avg"] = mean(lambda each: each.policy_loss)
-        logged["val/first_logratio"] = 0.0
+        logged["val/first_logratio"] = float(np.sqrt((np.log(micro_ratios[0]) ** 2).mean()))
+        if settings.old_logprobs == "training":
+            assert logged["val/first_logratio"] < 1e-4
         if settings.policy_loss == "cispo":
             logged["policy/weight_clipfrac_avg"] = mean(lambda each: each.ratio > 1 + settings.clips[1])
         if settings.policy_loss.endswith("squared"):

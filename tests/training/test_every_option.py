@@ -86,6 +86,8 @@ IDLE_ALONE: dict[str, Any] = {
     "positive_nll_threshold": 0.3,
     "importance_sampling_correction": False,
     "importance_sampling_clip_max": 3.0,
+    "importance_sampling_mode": "sequence",
+    "old_logprobs": "sampling",
     "log_kl": True,
     "lm_head_float32": True,
     "ds3_gather_for_generation": False,
