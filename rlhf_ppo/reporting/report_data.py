@@ -232,6 +232,10 @@ def _help_and_default(field: dataclasses.Field[Any] | None) -> tuple[str, str | 
 
 def _as_text(value: Any) -> str:
     value = getattr(value, "value", value)  # enums
+    if value is None:
+        return "not set"
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return ", ".join(value)
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -382,26 +386,24 @@ def headline(verdict: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str
     """
     found = {name: list(value) if isinstance(value, tuple) else value for name, value in verdict.items()}
     if verdict["outcome"] == "not judged":
-        found["sentence"] = f"No judge compared this policy with the SFT model. {_of_log(figures)}"
+        found["reasons"] = ["No judge compared this policy with the SFT model.", *verdict["reasons"]]
+        found["sentence"] = _of_log(figures)
     return found
 
 
 def _of_log(figures: Mapping[str, Any]) -> str:
     """Say in a sentence how score, KL and the share of ended responses changed."""
     keys = ("objective/scores", "objective/kl", "response/ended_frac")
-    (score, kl, ended), parts = map(figures.get, keys), []
-    if score is not None and score["first"] is not None:
-        first, last, low, high = (score[name] for name in ("first", "last", "low", "high"))
-        rose = "rose" if last > first else "fell"
-        change = "went" if low is None else "did not change clearly:" if low <= first <= high else rose
-        spread = "" if low is None else f" (95% interval {low:.3g} to {high:.3g})"
-        parts.append(f"the score {change} from {first:.3g} to {last:.3g}{spread}")
-    if kl is not None:
-        parts.append(f"the KL to the reference is {kl['last']:.3g} nats per response")
-    if ended is not None:
-        parts.append(f"{ended['last']:.0%} of responses ended")
-    words = "; ".join(parts)
-    return f"{words[0].upper()}{words[1:]}." if parts else "The log has no score."
+    score, kl, ended = map(figures.get, keys)
+    if score is None or score["first"] is None:
+        return "The log is too short for a change of the score."
+    first, last, low, high = (score[name] for name in ("first", "last", "low", "high"))
+    rose = "rose" if last > first else "fell"
+    change = "went" if low is None else "did not change clearly:" if low <= first <= high else rose
+    spread = "" if low is None else f" (95% interval {low:.3g} to {high:.3g})"
+    at_kl = "" if kl is None else f", at a KL of {kl['last']:.3g} nats per response"
+    of_ended = "" if ended is None else f"; {ended['last']:.0%} of responses ended"
+    return f"The score {change} from {first:.3g} to {last:.3g}{spread}{at_kl}{of_ended}."
 
 
 def score_against_kl(logs: Sequence[Log]) -> list[dict[str, float]]:

@@ -59,7 +59,7 @@ def response(step: int, index: int) -> dict[str, Any]:
     texts = [HOSTILE, " gap", "", " end"]
     figures = [0.1234567 * (index - 3), None, -1.0, float("inf")]
     return {
-        "step": step, "prompt": f"{HOSTILE} {index}", "completion": "".join(texts),
+        "step": step, "prompt": f"{HOSTILE} {index}" + " and so on" * 200 * (index == 5), "completion": "".join(texts),
         "score": None if index == 9 else index / 10 + step, "rewards/a": 1.0, "rewards/b": None, "kl": 0.5,
         "length": 3, "ended": index % 2 == 0, "extra/note": HOSTILE, "token_id": [5, 6, 7, 1], "token_text": texts,
         "token_written": [True, False, True, True], **{name: figures for name in TOKEN_VALUES},
@@ -72,7 +72,8 @@ def make_run(folder: Path, seed: int = 0, **arguments: Any) -> Path:
     run = Run(f"run of {folder}")
     run.save(folder)
     (folder / "log_history.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in log_of(seed)))
-    given = {"seed": seed, "output_dir": str(folder), "kl_coef": 0.05, "hub_token": "hf_secret", **arguments}
+    given = {"seed": seed, "output_dir": str(folder), "kl_coef": 0.05, "hub_token": "hf_secret"}
+    given |= {"stop_strings": ["</a>", "."], "stop_token": None, **arguments}
     settings = {
         "arguments": given,
         "versions": {"torch": "2.13.0"},
@@ -168,10 +169,8 @@ def test_the_verdict_is_the_judges_or_says_what_the_log_shows(runs: list[Path], 
     judged, not_judged = page_of(runs, tmp_path).data["verdicts"]
     assert judged["outcome"] == "undecided" and judged["win_rate"] == pytest.approx(0.6)
     assert not_judged["outcome"] == "not judged" and not_judged["win_rate"] is None
-    assert not_judged["sentence"] == (
-        "No judge compared this policy with the SFT model. The score went from 2.33 to 3.33; the KL to the reference "
-        "is 1.2 nats per response."
-    )
+    assert not_judged["sentence"] == "The score went from 2.33 to 3.33, at a KL of 1.2 nats per response."
+    assert not_judged["reasons"][0] == "No judge compared this policy with the SFT model."
     for kl, words in ((0, "The score rose from 0 to 3 (95% interval 3 to 3)"), (1, "The score fell from 1 to -3")):
         log = [{"step": step, "objective/scores": -3.0 if kl else 3.0, "objective/kl": kl} for step in range(9)]
         write_log(runs[2], [{"step": 0, "objective/scores": float(kl), "objective/kl": kl}, *log[1:]])
@@ -294,6 +293,7 @@ def test_settings_tell_what_is_not_the_default_and_no_secret(runs: list[Path], t
     assert kl_coef == {
         "name": "kl_coef", "values": ["0.05", "0.5"], "default": "0.05", "changed": True, "differs": True
     }  # fmt: skip
+    assert rows["stop_strings"]["values"] == ["</a>, ."] * 2 and rows["stop_token"]["values"] == ["not set"] * 2
     assert rows["output_dir"]["differs"] is False and rows["seed"]["differs"] is True
     assert "hub_token" not in rows and "hf_secret" not in page.texts["data"]
     assert page.data["versions"] == {"torch": "2.13.0"}
@@ -423,7 +423,7 @@ def test_what_a_run_writes_makes_a_report(
     assert [update["step"] for update in data["runs"][0]["responses"]] == [1, 2, 3]
     settings = {row["name"]: row for row in data["settings"]}
     assert settings["response_length"]["values"] == ["4"] and settings["response_length"]["changed"]
-    assert settings["rewards"]["values"] == ['["count_w4"]'] and not settings["gamma"]["changed"]
+    assert settings["rewards"]["values"] == ["count_w4"] and not settings["gamma"]["changed"]
 
 
 # ---- Watching a run ----
@@ -575,7 +575,7 @@ def test_every_panel_is_drawn_and_every_control_works(runs: list[Path], tmp_path
             assert browser.run(empty) == 0 and browser.run(LINES) == 2 * (num_metrics + 1)
             assert browser.run("document.querySelectorAll('.panel .band').length") == num_metrics
             health = browser.run("document.getElementById('health').innerText")
-            assert "What to do: raise kl_coef, lower learning_rate" in health and "at update 3, last at 4" in health
+            assert "What to do: Raise kl_coef, lower learning_rate" in health and "at update 3, last at 4" in health
             assert [f"from 2 to 0.{seed + 1} nats per token" in health for seed in (0, 1, 2)] == [True] * 3
             verdicts = browser.run("document.getElementById('verdicts').innerText")
             assert "Undecided against the column chosen" in verdicts and "No judge compared this policy" in verdicts
@@ -669,6 +669,15 @@ def use_controls(browser: Browser) -> None:
     assert browser.run(SHOWN) == "4"
     browser.click("#histogram rect[tabindex]", 0)
 
+    unfold, is_folded = "#response-list .unfold", "document.querySelectorAll('#response-list .folded').length"
+    assert browser.run(is_folded) == 1 and browser.run(f"document.querySelectorAll('{unfold}').length") == 1
+    browser.click(unfold)
+    assert (
+        browser.run(is_folded) == 0 and browser.run(f"document.querySelector('{unfold}').textContent") == "Show less"
+    )
+    browser.click(unfold)
+    assert browser.run(is_folded) == 1
+
     browser.click(".tokens span", 3)
     assert browser.run("document.getElementById('inspector').textContent").startswith(
         " end token 4, id 1 · value \u2013"
@@ -710,6 +719,8 @@ def use_controls(browser: Browser) -> None:
         "[...document.querySelectorAll('#changed tbody tr')].map((each) => each.cells[0].firstChild.firstChild.data)"
     )
     assert "kl_coef" in browser.run(changed)
+    chosen = browser.run("document.getElementById('chosen').innerText")
+    assert "kl_coef 0.05 0.5" in " ".join(chosen.split()) and "stop_strings </a>, ." in chosen and "seed" not in chosen
 
 
 def search_responses(browser: Browser) -> None:

@@ -14,13 +14,14 @@ function smooth(values, weight) {
   });
 }
 
-/** Return the lines of a chart as they are drawn: without points that a log axis lacks, and with a smoothed value. */
+/** Return the lines of a chart as they are drawn: without points that a log axis lacks, with the mean around each point of a thinned curve, smoothed. */
 function visibleLines(chart) {
   return chart.lines().filter(({ group }) => shownGroups[group]).map((line) => {
     const points = line.points.filter((each) => !view.log || each.y > 0);
     const smoothed = smooth(points.map((each) => each.level ?? each.y), view.smoothing);
     const across = chart.isPath ? smooth(points.map((each) => each.x), view.smoothing) : [];
-    return { ...line, points: points.map((each, index) => ({ ...each, sx: across[index] ?? each.x, sy: view.smoothing > 0 ? smoothed[index] : each.y })) };
+    const isSmooth = view.smoothing > 0 || points[0]?.level !== undefined;
+    return { ...line, isSmooth, points: points.map((each, index) => ({ ...each, sx: across[index] ?? each.x, sy: isSmooth ? smoothed[index] : each.y })) };
   }).filter((line) => line.points.length > 0);
 }
 
@@ -75,6 +76,9 @@ function drawAxes(svg, scale, chart) {
     const x = scale.x(tick), anchor = x > width - 24 ? "end" : "middle";
     if (x >= LEFT - 1 && x <= width - RIGHT + 1) svg.append(draw("text", { x, y: height - 7, "text-anchor": anchor }, short(tick)));
   }
+  if (!chart.isPath) return;
+  svg.append(draw("text", { x: LEFT + 6, y: TOP + 6, class: "axis-name" }, "↑ score"),
+    draw("text", { x: width - RIGHT, y: height - BOTTOM - 6, "text-anchor": "end", class: "axis-name" }, "KL, nats →"));
 }
 
 function drawLine(svg, line, scale, isPath) {
@@ -89,7 +93,7 @@ function drawLine(svg, line, scale, isPath) {
     svg.append(draw("circle", { cx: scale.x(points[0].x), cy: scale.y(points[0].y), r: 3, fill: colour, class: "line" }));
     return;
   }
-  if (view.smoothing > 0) svg.append(stroke(points.map((each) => [each.x, each.y]), { opacity: 0.3, "stroke-width": 1, class: "raw" }));
+  if (line.isSmooth) svg.append(stroke(points.map((each) => [each.x, each.y]), { opacity: 0.3, "stroke-width": 1, class: "raw" }));
   svg.append(stroke(points.map((each) => [each.sx, each.sy]), { "stroke-width": 1.8, class: "line", ...(isPath ? { opacity: 0.55 } : {}) }));
   if (!isPath) return;
   points.forEach((each, index) => {
@@ -167,7 +171,7 @@ function readLines(svg, lines, scale, x, chart) {
   svg.append(draw("line", { class: "cursor", x1: place, x2: place, y1: TOP, y2: scale.height - BOTTOM }));
   const values = found.map(({ line, at }) => {
     const spread = data.groups[line.group].runs.length > 1 ? ` ± ${format(at.std)}` : "";
-    const smoothed = view.smoothing > 0 ? ` (smoothed ${format(at.sy)})` : "";
+    const smoothed = line.isSmooth ? ` (${view.smoothing > 0 ? "smoothed" : "mean around it"} ${format(at.sy)})` : "";
     return make("span", { style: `color: ${colourOf(line.group)}` }, " ● ", make("span", { class: "readout" }, format(at.y) + spread + smoothed));
   });
   const warnings = view.marks ? found.flatMap(({ line, at }) => warningsOf(line.group).filter((each) => nearest(line.points, each.step, (point) => point.step) === at)) : [];

@@ -29,7 +29,7 @@
 
   function side(title, text, isBetter) {
     return turn(isBetter ? "response" : "other", [title, ...(isBetter ? [make("b", {}, " · better")] : [])],
-      make("p", { class: "answer" }, ...(text === null ? ["(no response)"] : text ? marked(text, wantedIn("judged-find")) : ["(empty)"])));
+      ...folded(make("p", { class: "answer" }, ...(text === null ? ["(no response)"] : text ? marked(text, wantedIn("judged-find")) : ["(empty)"])), wantedIn("judged-find")));
   }
 
   function order(place, verdict) {

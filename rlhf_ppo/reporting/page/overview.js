@@ -55,30 +55,28 @@
     const of = (run, name) => run.health.find((each) => each.check === name);
     const fired = names.filter((name) => data.runs.some((run) => of(run, name)?.fired));
     const silent = names.filter((name) => !fired.includes(name));
-    if (fired.length > 0) byId("health-table").append(table(["check", ...data.runs.map((run) => run.name)], fired.map((name) => [
-      check(name), ...data.runs.map((run) => when(of(run, name)))])));
+    byId("health-list").append(...fired.map((name) => make("div", { class: "check" }, ...check(name),
+      table(["run", "found", ""], data.runs.map((run) => [run.name, ...when(of(run, name))])))));
     const before = fired.length > 0 ? "No finding from the other checks" : "No check found a problem";
-    byId("health-table").after(note(names.length === 0 ? "These runs logged no health checks."
+    byId("health-list").append(note(names.length === 0 ? "These runs logged no health checks."
       : silent.length > 0 ? `${before}: ${silent.join(", ")}.` : ""));
   }
 
-  /** A check with its symptom, likely cause and the options to change. */
+  /** A check's name, symptom, likely cause and the options to change. */
   function check(name) {
     const about = data.checks[name];
-    const found = about ? about.symptom[0].toUpperCase() + about.symptom.slice(1) : "";
-    const meaning = about ? [make("span", { class: "quiet block" }, `${found}. Likely cause: ${about.cause}. What to do: ${about.advice}.`)] : [];
-    return make("span", {}, make("b", {}, name), ...meaning);
+    if (!about) return [make("h3", {}, name)];
+    const line = (title, text) => make("p", {}, ...(title ? [make("b", {}, title)] : []), `${text[0].toUpperCase()}${text.slice(1)}.`);
+    return [make("h3", {}, name), line("", about.symptom), line("Likely cause: ", about.cause), line("What to do: ", about.advice)];
   }
 
   /** The updates at which a check found a problem, and its warnings. */
   function when(found) {
-    if (!found) return "–";
-    if (!found.fired) return "never";
+    if (!found) return ["–", ""];
+    if (!found.fired) return ["never", ""];
     const until = found.fired > 1 ? `, last at ${found.last}` : "";
-    const said = found.said.map(({ step, words }) => make("span", { class: "block" },
-      found.said.length > 1 ? `update ${step}: ${words}` : words));
-    return make("span", {}, make("span", { class: "fired" },
-      `at update ${found.first}${until} (${found.fired} of ${found.logs} logs)`), ...said);
+    const said = found.said.map(({ step, words }) => make("span", { class: "block" }, found.said.length > 1 ? `update ${step}: ${words}` : words));
+    return [make("span", { class: "fired" }, `at update ${found.first}${until} (${found.fired} of ${found.logs} logs)`), make("span", {}, ...said)];
   }
 
   byId("verdicts").append(...data.verdicts.map(verdict));

@@ -5,7 +5,7 @@ const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
 const COLOURS = isDark
   ? ["#4da3e0", "#f08232", "#2fc99a", "#e39ac4", "#e0b83c", "#9ad0f5", "#c79287", "#b0b0b0"]
   : ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#8c564b", "#7f7f7f"];
-const MINUS = "\u2212";
+const MINUS = "\u2212", LONG = 900; // characters of a text that is not folded
 const shownGroups = data.groups.map(() => true);
 
 const byId = (id) => document.getElementById(id);
@@ -48,13 +48,13 @@ function ticks(low, high, count) {
   return found.map((tick) => Number(tick.toPrecision(10)));
 }
 
-/** Make a table; a cell is a text, a number or an element. */
+/** Make a table; a cell is a text, a number or an element. On a phone each row is a list of its cells. */
 function table(head, rows, classes = []) {
-  const cell = (tag) => (value) => {
+  const cell = (tag) => (value, column) => {
     const isNumber = typeof value === "number" || value === null;
-    return make(tag, { class: isNumber ? "number" : "text" }, isNumber ? format(value) : value);
+    return make(tag, { class: isNumber ? "number" : "text", "data-head": head[column] }, isNumber ? format(value) : value);
   };
-  return make("table", {},
+  return make("table", { class: "stacked" },
     make("thead", {}, make("tr", {}, ...head.map(cell("th")))),
     make("tbody", {}, ...rows.map((row, index) => make("tr", { class: classes[index] || "" }, ...row.map(cell("td"))))));
 }
@@ -82,7 +82,21 @@ function turn(kind, title, ...children) {
   return make("div", { class: `turn of-${kind}` }, make("span", { class: "who" }, ...[title].flat()), ...children);
 }
 
-const promptTurn = (text, wanted) => turn("prompt", "Prompt", make("p", { class: "prompt" }, ...marked(text || "", wanted)));
+/** Fold a long text behind a button; a text that is searched stays open. */
+function folded(element, wanted) {
+  const length = element.textContent.length;
+  if (length <= LONG || wanted) return [element];
+  const button = make("button", { type: "button", class: "unfold", "aria-expanded": "false" }, `Show all ${length} characters`);
+  button.addEventListener("click", () => {
+    const isOpen = !element.classList.toggle("folded");
+    button.setAttribute("aria-expanded", String(isOpen));
+    button.textContent = isOpen ? "Show less" : `Show all ${length} characters`;
+  });
+  element.classList.add("folded");
+  return [element, button];
+}
+
+const promptTurn = (text, wanted) => turn("prompt", "Prompt", ...folded(make("p", { class: "prompt" }, ...marked(text || "", wanted)), wanted));
 
 /** Return the start and end of each occurrence of a text in lower case. */
 function occurrences(text, wanted) {

@@ -27,7 +27,7 @@
 
   function answer(title, row) {
     return turn("response", [title, make("span", { class: "about" }, " · score ", make("b", {}, format(row.score)))],
-      make("p", { class: "answer" }, row.response || "(empty)"));
+      ...folded(make("p", { class: "answer" }, row.response || "(empty)")));
   }
 
   function samplesOf(run) {
@@ -196,7 +196,7 @@
     const about = [...several, `KL ${format(row.kl)}`, row.length === 1 ? "1 token" : `${row.length} tokens`, row.ended ? "ended" : "cut off", ...extra];
     return make("div", { class: "response" },
       make("p", { class: "about" }, "score ", make("b", {}, format(row.score)), ` · ${about.join(" · ")}`),
-      promptTurn(row.prompt, wanted), turn("response", "Response", tokens));
+      promptTurn(row.prompt, wanted), turn("response", "Response", ...folded(tokens, wanted)));
   }
 
   function inspect(span, row) {
