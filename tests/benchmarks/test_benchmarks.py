@@ -98,37 +98,6 @@ def test_values_near_5_are_exact_in_bf16() -> None:
     assert error_of_values() < 1e-5
 
 
-@pytest.mark.parametrize(("name", "mean_length"), [("ragged", 40), ("wide", 30)])
-def test_stops_come_as_often_as_the_workload_says(name: str, mean_length: int) -> None:
-    """Also with the spread logits of a wide model, where a random row of the head would be far off."""
-    from workloads import STOP, TEMPERATURE, WORKLOADS, make_models, pythia, tldr
-
-    workload = WORKLOADS[name] if name in WORKLOADS else tldr(pythia(1, 1024, 16, vocabulary=1024))
-    policy = make_models(workload)["model"].float()
-    ids = torch.randint(2, 1024, (2, 24), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        probabilities = (policy(input_ids=ids).logits / TEMPERATURE).softmax(-1)[..., STOP]
-    assert float(probabilities.mean()) == pytest.approx(1 / mean_length, rel=0.25)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_parameters"),
-    [("pythia-160m", 162_322_944), ("pythia-410m", 405_334_016), ("pythia-1b", 1_011_781_632)],
-)
-def test_the_gpu_workloads_have_the_sizes_of_pythia(name: str, num_parameters: int) -> None:
-    """The numbers of parameters that Biderman et al., arXiv 2304.01373, give; made on the device that is named."""
-    from workloads import DEFAULTS, WORKLOADS, make_models
-
-    models = make_models(WORKLOADS[name], "meta")
-    size_of_bias = 50304  # of the head, through which responses stop
-    assert sum(parameter.numel() for parameter in models["model"].parameters()) == num_parameters + size_of_bias
-    for role in ("model", "ref_model", "value_model", "reward_model"):
-        kinds = {(parameter.dtype, parameter.device.type) for parameter in models[role].parameters()}
-        assert kinds == {(torch.bfloat16, "meta")}
-        assert {buffer.device.type for buffer in models[role].buffers()} == {"meta"}
-    assert name not in DEFAULTS["cpu"]
-
-
 @pytest.mark.parametrize(
     ("name", "billions"), [("llama-160m", 0.15), ("llama-410m", 0.37), ("llama-1b", 0.93), ("llama-8b-lora", 8.03)]
 )
@@ -152,24 +121,6 @@ def test_the_default_gpu_workloads_are_what_users_run(name: str, billions: float
     assert name in DEFAULTS["cuda"] and hyper_parameters(workload, 2, "there", "cuda")["bf16"]
 
 
-def test_a_process_that_there_is_no_time_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    import compare
-
-    monkeypatch.setattr(compare, "FOLDER", Path("/nowhere"))
-    slow = {"ours": "/bin/sleep", "trl": "/bin/sleep"}
-    monkeypatch.setattr(compare.subprocess, "run", lambda command, timeout, **_: sleep(command, timeout))
-    given: list[float] = []
-
-    def sleep(command: list[str], timeout: float) -> Any:
-        given.append(timeout)
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    results, failures = compare.measurements(slow, "tiny-llama", 1, 2, 3, deadline=compare.time.monotonic() + 5)
-    assert results == {"ours": [], "trl": []} and failures == dict.fromkeys(slow, compare.LEFT_OUT)
-    assert len(given) == 2 and max(given) <= 5
-    assert compare.row("tiny-llama", 1, results, (1.0, 1.0), failures=failures)[0].count("left out") == 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-8b-lora"])
 def test_what_is_measured_on_a_gpu_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,24 +134,6 @@ def test_what_is_measured_on_a_gpu_runs(name: str, monkeypatch: pytest.MonkeyPat
     assert len(measured["updates"]) == len(measured["lengths"]) == 1
     cells = row(name, 1, {"ours": [measured], "trl": []}, (1e12, 1e12))
     assert cells[0] == name and cells[-1].endswith("%")
-
-
-@pytest.mark.slow
-def test_the_tiny_adapters_are_all_that_is_trained_of_the_policy() -> None:
-    from measure import measure
-    from workloads import WORKLOADS, make_models
-
-    workload = WORKLOADS["tiny-lora"]
-    models = make_models(workload)
-    assert models["ref_model"] is None and models["peft_config"].r == workload.lora_rank
-    before = {name: tensor.clone() for name, tensor in models["model"].state_dict().items()}
-    measured = measure("ours", workload, 2, **models)
-    assert len(measured["lengths"]) == 1
-    now = {name.replace(".base_layer", ""): tensor for name, tensor in models["model"].state_dict().items()}
-    for name, tensor in before.items():
-        torch.testing.assert_close(now.pop(name), tensor, rtol=0, atol=0)
-    assert now and all("lora_" in name for name in now)
-    assert all(tensor.any() for name, tensor in now.items() if "lora_B" in name)
 
 
 def test_on_a_gpu_phases_end_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,52 +203,6 @@ def test_shares_of_the_bound_count_the_threads_of_a_cpu_alone() -> None:
     assert utilization("tiny", [], "another") == "- *tiny*: not measured."
 
 
-def test_a_trainer_that_fails_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL runs out of memory in its first process; it is not started again, our figures are kept, the run goes on."""
-    import compare
-
-    started = tmp_path / "started"
-    pythons = {"ours": tmp_path / "ours", "trl": tmp_path / "trl"}
-    pythons["ours"].write_text(f"#!/bin/sh\necho log\necho '{json.dumps(process_results(1.0, 10.0))}'\n")
-    complaint = "printf 'Traceback\\nOutOfMemoryError: a|b\\n\\n' >&2\nexit 1\n"
-    pythons["trl"].write_text(f"#!/bin/sh\necho $3 $6 >> {started}\n{complaint}")
-    for file in pythons.values():
-        file.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(pythons["ours"]))
-    command = ["compare", "--trl-python", str(pythons["trl"]), "--workloads", "tiny", "tiny-pythia", "--threads", "1"]
-    monkeypatch.setattr(sys, "argv", [*command, "--device", "cpu", "--output", str(tmp_path / "table.md")])
-    for name in ("matmul_rate", "bandwidth"):
-        monkeypatch.setattr(compare, name, lambda dtype, device: 1e9)
-    monkeypatch.setattr(compare, "versions", lambda python: "versions")
-    (tmp_path / "table.md").write_text(SECTIONS)
-    compare.main()
-    rows = [
-        line.split(" | ") for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| tiny")
-    ]
-    assert [line[0] for line in rows] == [
-        f"| {name} (trl failed: OutOfMemoryError: a/b)" for name in ("tiny", "tiny-pythia")
-    ]
-    assert all(line[2:6] == ["5.00 / -", "-", "4.00 / -", "-"] for line in rows)
-    assert all(line[9:12] == ["10", "-", "-"] and line[-1] != "- |" for line in rows)
-    assert started.read_text().splitlines() == ["tiny --device=cpu", "tiny-pythia --device=cpu"]
-
-
-SECTIONS = "a\n<!-- compare.py cpu -->\nold\n<!-- end -->\nb\n<!-- compare.py cuda -->\nold\n<!-- end -->\nc\n"
-
-
-def test_a_device_s_section_is_replaced_and_the_rest_stays() -> None:
-    from compare import FOLDER as folder
-    from compare import with_section
-
-    ours = (folder / "RESULTS.md").read_text()
-    assert with_section(SECTIONS, "cuda", "new") == SECTIONS[::-1].replace("dlo", "wen", 1)[::-1]
-    for device in ("cpu", "cuda"):
-        text = with_section(ours, device, "new")
-        assert text != ours and with_section(text, device, "new") == text
-    with pytest.raises(ValueError, match=r"section from .*tpu"):
-        with_section(SECTIONS, "tpu", "new")
-
-
 def test_the_row_of_an_option_leaves_the_first_updates_out() -> None:
     from options import COLUMNS, row
 
@@ -326,19 +213,6 @@ def test_the_row_of_an_option_leaves_the_first_updates_out() -> None:
     cells = row("slow", run(30.0, 9.0, 1.0, 2.0, 3.0, 4.0, 2.0), run(20.0, 1.0, 1.0, 1.0, 1.5, 1.5, 1.5))
     assert len(cells) == len(COLUMNS)
     assert cells == ["slow", "48.00", "12.00", "2.00x", "3.00", "3.00", "6.00", "30", "1.50x"]
-
-
-@pytest.mark.slow
-def test_operations_are_listed_by_phase() -> None:
-    from operations import profiled, rows
-    from workloads import WORKLOADS
-
-    figures = profiled(WORKLOADS["tiny"])
-    assert figures.keys() == {"generate", "score", "learn"}
-    assert any("_FusedLogprobsBackward" in figure.key for figure in figures["learn"])
-    assert not any("Backward" in figure.key for figure in figures["score"])
-    first, second = rows("tiny", "learn", figures["learn"], 2)
-    assert first[:2] == ["tiny", "learn"] and int(first[3].rstrip("%")) >= int(second[3].rstrip("%")) > 0
 
 
 @pytest.mark.thorough

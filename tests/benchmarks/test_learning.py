@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,91 +98,6 @@ def a_cell(variant: str, seed: int, gold: float, unique: float = 1.0) -> dict[st
         "first": {"gold": 0.25, **figures, "unique": 1.0}, "final": {"gold": gold, **figures},
         "points": [{"update": 0, "gold": 0.25, "kl": 0.0}, {"update": 30, "gold": gold, "kl": 5.0}],
     }  # fmt: skip
-
-
-def test_what_was_killed_goes_on_with_the_cells_that_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import run
-
-    (tmp_path / "results.jsonl").write_text(json.dumps(a_cell("plain", 0, 0.5)) + '\n{"task": "stor')
-    started: list[list[str]] = []
-
-    def start(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
-        if command[0] == "git":
-            said = {"rev-parse": "abc123\n", "status": " M rlhf_ppo/trainer.py\n"}[command[1]]
-            return subprocess.CompletedProcess(command, 0, said)
-        started.append(command)
-        cell = a_cell(command[3], int(command[4]), 0.75)
-        failed = command[3] == "trl"
-        return subprocess.CompletedProcess(command, int(failed), "noise\n" + json.dumps(cell) + "\n")
-
-    monkeypatch.setattr(run.subprocess, "run", start)
-    monkeypatch.setattr(run, "module_of", lambda name: type("Module", (), {"prepare": staticmethod(lambda *_: None)}))
-    words = ["run.py", "--tasks", "stories", "--seeds", "2", "--options", "plain", "kl_stop=0.5", "--updates", "3"]
-    words += ["--data", str(tmp_path), "--work", str(tmp_path), "--against-trl", str(tmp_path), "--jobs", "1"]
-    monkeypatch.setattr(run.sys, "argv", words)
-    with pytest.raises(SystemExit, match="2 cells have failed; the same command tries them again"):
-        run.main()
-    assert [(command[3], command[4]) for command in started] == [
-        ("trl", "0"), ("kl_stop=0.5", "0"), ("trl", "1"), ("plain", "1"), ("kl_stop=0.5", "1")
-    ]  # fmt: skip
-    assert all("--updates=3" in command for command in started)
-    started.clear()
-    with pytest.raises(SystemExit):
-        run.main()
-    assert [(command[3], command[4]) for command in started] == [("trl", "0"), ("trl", "1")]
-    before, *new = run.read_results(tmp_path)
-    assert "commit" not in before and len(new) == 3
-    assert all((cell["commit"], cell["dirty"], cell["purpose"]) == ("abc123", True, "report") for cell in new)
-    started.clear()
-    monkeypatch.setattr(run.sys, "argv", [*words, "--first-seed", "10", "--purpose", "selection"])
-    with pytest.raises(SystemExit):
-        run.main()
-    chose = [(cell["seed"], cell["purpose"]) for cell in run.read_results(tmp_path)[4:]]
-    assert chose == [(10, "selection")] * 2 + [(11, "selection")] * 2
-    assert [*run.cells(["arithmetic"], ["plain", "kl_target"], [0])] == [("arithmetic", "plain", 0)]
-    assert [*run.cells(run.TASKS, ["ptx_coef"], [0])] == [("preferences", "ptx_coef", 0)]
-    recommended = {task: [cell[1] for cell in run.cells([task], ["preset:recommended"], [0])] for task in run.TASKS}
-    assert recommended == {
-        "stories": ["preset:recommended"],
-        "preferences": ["preset:recommended", "preset:recommended,kl_coef=0.14"],
-        "arithmetic": ["preset:recommended", "preset:recommended,kl_coef=0.24"],
-    }
-    with pytest.raises(SystemExit):
-        run.command_line(["--data", ".", "--options", "no_such_option"])
-    assert "there is no option 'no_such_option'" in capsys.readouterr().err
-
-
-def test_tables_have_means_errors_and_collapses_and_pictures_are_drawn(tmp_path: Path) -> None:
-    from report import collapsed, draw, draw_ends, draw_examples, written
-
-    results = [a_cell("trl", seed, gold) for seed, gold in enumerate((0.5, 0.7))]
-    results += [a_cell("kl_stop", seed, gold) for seed, gold in enumerate((0.2, 0.9))]
-    lines = list(written(results))
-    of_trl = "0.600 [-0.671, 1.871] | 5.00 [5.00, 5.00] | 1.200 [-1.341, 3.741]"  # 12.706 standard errors of 0.1
-    assert f"| TRL 1.12 | 2 | {of_trl} | - | - | 2 | 0 | - |" in lines
-    means = "0.550 [-3.897, 4.997] | 5.00 [5.00, 5.00] | 1.100 [-7.794, 9.994]"
-    difference = "-0.050 [-3.227, +3.127] paired | -0.050 [-1.616, +1.516]"  # -0.3 and 0.2; of two degrees of freedom
-    assert f"| `kl_stop` | 2 | {means} | {difference} | 1 | 1 | none |" in lines
-    chose = [cell | {"purpose": "selection"} for cell in results if cell["variant"] == "kl_stop"]
-    assert any(line.startswith("| `kl_stop` (selection) | 2 |") for line in written([*results[:2], *chose]))
-    assert collapsed(a_cell("plain", 0, 0.9, unique=0.1)) and collapsed(a_cell("plain", 0, float("nan")))
-    draw(results, ["trl"], tmp_path)
-    draw_ends(results, tmp_path / "ends.svg")
-    assert not draw_examples(results, tmp_path / "examples.svg")
-    curves = {key: [1.0, 2.0] for key in ("step", "objective/scores", "objective/kl", "policy/entropy_avg")}
-    examples = [a_cell("plain", 0, 0.5) | {"task": task, "curves": curves} for task in ("stories", "hole", "collapse")]
-    examples[1]["health"] = {"kl": 7, "judge": 9}
-    assert draw_examples(examples, tmp_path / "examples.svg")
-    assert {file.name for file in tmp_path.iterdir()} == {
-        "learning-frontier.svg", "learning-curves.svg", "ends.svg", "examples.svg"
-    }  # fmt: skip
-    lines = list(written([*results, *examples]))
-    assert "Of 2 runs of rlhf_ppo that improved, health checks spoke in 0." in lines
-    assert (
-        "Run that was made to be over-optimised, 30 updates, seed 0: `kl` at update 7, `judge` at update 9." in lines
-    )
 
 
 def test_gold_at_equal_kl_is_the_distance_of_two_parallel_lines() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,66 +178,7 @@ def test_the_derived_arguments_are_filled(tokenizer, tmp_path):
     assert (args.mini_batch_size, args.local_mini_batch_size, args.num_total_batches) == (2, 2, 3)
 
 
-def test_by_keyword_and_without_total_episodes(tokenizer, tmp_path):
-    made = models(pythia_config())
-    args = trl_arguments(tmp_path, total_episodes=None, num_train_epochs=2)
-
-    trainer = PPOTrainer(
-        args=args,
-        processing_class=tokenizer,
-        model=made.policy,
-        ref_model=made.ref_policy,
-        reward_model=made.reward_model,
-        value_model=made.value_model,
-        train_dataset=tokenized(tokenizer, POSTS[:8]),
-        eval_dataset=tokenized(tokenizer, POSTS[:3]),
-        peft_config=None,
-    )
-
-    assert (args.total_episodes, args.num_total_batches) == (16, 4)
-    assert trainer.train().global_step == 4
-
-
-def test_the_names_of_the_documented_interface_exist():
-    import rlhf_ppo
-
-    assert {"PPOConfig", "PPOTrainer", "generate", "batch_generation", "forward", "truncate_response"} <= set(
-        rlhf_ppo.__all__
-    )
-
-
 # ---- what TRL's trainer could not do, or did not say ----
-
-
-def test_evaluate_works_before_and_after_training(make_trainer):
-    trainer = make_trainer(eval_dataset=Dataset.from_list(prompt_rows(5)), reward_model=tiny_scorer(), **QUICK)
-
-    before, again = trainer.evaluate(), trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-
-    same = {key for key in before if not key.endswith(("runtime", "per_second"))}
-    assert {"eval_score", "eval_kl", "eval_response_length_mean", "eval_ended_frac"} <= same
-    assert all(before[key] == again[key] for key in same)
-    assert before["eval_kl"] == 0.0 and after["eval_kl"] != 0.0
-
-
-def test_episodes_per_second_are_no_integer(make_trainer):
-    """TRL logged `int(episodes / seconds)`, which is 0 for a large model."""
-    trainer = make_trainer(callbacks=[Slow()], **QUICK)
-    trainer.train()
-
-    logged = [entry["eps"] for entry in trainer.state.log_history if "eps" in entry]
-    assert len(logged) == 3
-    assert all(0.0 < eps < 4.0 for eps in logged)  # 2 episodes take at least half a second
-    assert not all(float(eps).is_integer() for eps in logged)
-
-
-class Slow(TrainerCallback):
-    """Makes an update take its time."""
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        time.sleep(0.5)
 
 
 def test_the_default_goes_on_after_eos_and_says_so(make_trainer, monkeypatch):
@@ -321,20 +261,6 @@ def test_the_side_on_which_a_collator_pads_changes_nothing(make_trainer, side):
 
     for name, value in ends[0].items():
         assert torch.equal(ends[1][name], value), name
-
-
-def test_text_columns_beside_the_tokens_do_not_reach_trl_s_collator(make_trainer):
-    """`DataCollatorWithPadding` cannot make tensors of strings; TRL's trainer crashed on them."""
-    rows = [{**row, "prompt_text": "w1 w2", "lengths": 2} for row in prompt_rows(8)]
-
-    trainer = make_trainer(
-        train_dataset=Dataset.from_list(rows),
-        data_collator=DataCollatorWithPadding(make_tokenizer()),
-        reward_model=tiny_scorer(),
-        **QUICK,
-    )
-
-    assert trainer.train().global_step == 3
 
 
 # ---- any sequence-classification model ----

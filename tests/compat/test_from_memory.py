@@ -27,34 +27,9 @@ dataset = load_dataset("json", data_files="prompts.jsonl", split="train")
 args = PPOConfig(output_dir="out", **tiny)
 trainer = PPOTrainer(model="models/sft", reward_funcs=reward_len, args=args, train_dataset=dataset)
 """,
-    "the data set by its path": """
-args = PPOConfig("out", **tiny)
-trainer = PPOTrainer(args, model="models/sft", reward_funcs=reward_len, train_dataset="prompts.jsonl")
-""",
     "the data set that save_to_disk wrote, also to evaluate": """
 args = PPOConfig("out", eval_strategy="steps", eval_steps=1, **tiny)
 trainer = PPOTrainer(args, model="models/sft", reward_funcs=reward_len, train_dataset="saved", eval_dataset="saved")
-""",
-    "several reward functions with weights": """
-def has_w4(prompts, completions, **kwargs):
-    return [float("w4" in completion) for completion in completions]
-
-args = PPOConfig("out", reward_weights=[1.0, 0.5], **tiny)
-trainer = PPOTrainer(args, model="models/sft", reward_funcs=[reward_len, has_w4], train_dataset="prompts.jsonl")
-""",
-    "a reward function that reads a column": """
-def matches(completions, answer, **kwargs):
-    return [float(wanted in completion) for completion, wanted in zip(completions, answer)]
-
-trainer = PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_funcs=matches, train_dataset="prompts.jsonl")
-""",
-    "an async reward function": """
-async def reward_async(prompts, completions, **kwargs):
-    return [1.0 for _ in completions]
-
-trainer = PPOTrainer(
-    PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward_async, train_dataset="prompts.jsonl"
-)
 """,
     "trl.experimental.ppo: models as objects and a reward model": """
 tokenizer = AutoTokenizer.from_pretrained("models/sft", padding_side="left")
@@ -88,16 +63,6 @@ trainer = PPOTrainer(
     peft_config=LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"),
 )
 """,
-    "a callback": """
-class Prints(TrainerCallback):
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        print(sorted(logs))
-
-trainer = PPOTrainer(
-    PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward_len, train_dataset="prompts.jsonl",
-    callbacks=[Prints()],
-)
-""",
     "the old trainer: a loop over queries and step()": """
 import torch
 
@@ -109,23 +74,6 @@ stats = trainer.step(queries, responses, [torch.tensor(1.0) for _ in responses])
 """,
 }
 FAILS = {
-    "GRPO: beta and max_completion_length": (
-        """PPOConfig("out", beta=0.04, max_completion_length=64, epsilon=0.2, num_iterations=2)""",
-        "'beta' (use kl_coef), 'max_completion_length' (use response_length), 'epsilon' (use cliprange)",
-    ),
-    "DPO: a loss of DPO": (
-        """PPOConfig("out", loss_type="sigmoid")""",
-        "'loss_type' (use policy_loss ('ppo', 'gspo', 'cispo', 'dis' or a function) and loss_aggregation)",
-    ),
-    "the old config": (
-        """PPOConfig("out", model_name="gpt2", ppo_epochs=4, init_kl_coef=0.2, log_with="wandb")""",
-        "'model_name' (PPOTrainer takes the model: PPOTrainer(args, model=...)), 'ppo_epochs' (use num_ppo_epochs), "
-        "'init_kl_coef' (use kl_coef), 'log_with' (use report_to",
-    ),
-    "the old trainer: config= and tokenizer=": (
-        """PPOTrainer(config=PPOConfig("out", **tiny), tokenizer=None, model="models/sft")""",
-        "'config' (use args), 'tokenizer' (use processing_class)",
-    ),
     "the old trainer: generate()": (
         """PPOTrainer(PPOConfig("out", **tiny), model="models/sft").generate([])""",
         "no attribute 'generate' (use trainer.policy_model.generate(...), or train() with reward_funcs",
@@ -149,29 +97,6 @@ PPOTrainer(PPOConfig("out", **tiny), model=model, reward_funcs=reward_len, train
     "no reward": (
         """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", train_dataset="prompts.jsonl")""",
         "reward_model and reward_funcs are both None: pass one of them, or both",
-    ),
-    "a file that is not there": (
-        """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_funcs=len, train_dataset="promts.jsonl")""",
-        "train_dataset='promts.jsonl': there is no such file or directory",
-    ),
-    "fewer episodes than a batch": (
-        """PPOConfig("out", **{**tiny, "total_episodes": 3})""",
-        "total_episodes=3 is less than the 4 episodes of one update",
-    ),
-    "a reward that returns too few numbers": (
-        """
-def reward(completions, **kwargs):
-    return [1.0]
-
-PPOTrainer(
-    PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward, train_dataset="prompts.jsonl"
-).train()
-""",
-        "the reward function 'reward' returned 1 rewards for 4 completions: return one per completion",
-    ),
-    "a model in the place of the arguments": (
-        """PPOTrainer("models/sft", reward_funcs=reward_len, train_dataset="prompts.jsonl")""",
-        "args must be a PPOConfig, got str",
     ),
 }
 

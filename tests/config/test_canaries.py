@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import pickle
 import re
@@ -114,3 +115,11 @@ def test_no_field_is_written_with_a_secret(config: Any, tmp_path: Any) -> None:
             written += [json.dumps(args.to_dict(), default=str), str(args.to_sanitized_dict())]
             unsafe += [field.name] * any(map(leaks, written))
     assert sorted({*unsafe}) == []
+
+
+@pytest.mark.parametrize("config", [PPOConfig, SFTArguments, RewardArguments])
+def test_copies_keep_the_secrets_that_files_do_not(config: Any, tmp_path: Any) -> None:
+    args = config(output_dir=str(tmp_path), hub_token=CANARY, use_cpu=True, bf16=False, report_to="none")
+    assert copy.copy(args).hub_token == copy.deepcopy(args).hub_token == CANARY
+    read = pickle.loads(pickle.dumps(args))
+    assert (read.hub_token, read.output_dir, read.learning_rate) == (None, args.output_dir, args.learning_rate)

@@ -63,12 +63,6 @@ def test_odd_numbers_of_a_json_text(argument: str, text: str) -> None:
     assert "sys.set_int_max_str_digits" not in str(raised.value)
 
 
-def test_a_key_that_stands_twice() -> None:
-    for argument in ("reward_weights", "health_thresholds"):
-        with pytest.raises(ValueError, match=f"^{argument}.*the key kl is repeated"):
-            config(**{argument: '{"kl": 1, "kl": 2}'})
-
-
 def test_numbers_that_are_one() -> None:
     args = config(reward_weights=[np.float32(0.5), Fraction(1, 4), 0], health_thresholds={"kl": np.float32(3)})
     assert repr(args.reward_weights) == "[0.5, 0.25, 0]" and repr(args.health_thresholds) == "{'kl': 3.0}"

@@ -175,14 +175,6 @@ def test_clip_ranges_that_are_given_are_in_force_with_every_loss(
         assert bool(of_gspo) is (ranges == GSPO) and "beside it: cliprange" not in line
 
 
-def test_a_plain_parser_and_a_later_choice_of_the_loss_have_its_clip_ranges() -> None:
-    words = ["--output_dir", "out", "--use_cpu", "--report_to", "none", "--policy_loss", "gspo"]
-    (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(words)
-    assert (args.cliprange, args.cliprange_high) == GSPO
-    args = dataclasses.replace(made(), policy_loss="gspo")
-    assert (args.cliprange, args.cliprange_high) == GSPO
-
-
 @pytest.mark.parametrize("preset", [None, *PRESETS])
 @pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "dis"])
 def test_no_option_replaces_a_given_one(preset: str | None, policy_loss: str) -> None:

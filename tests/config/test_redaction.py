@@ -5,39 +5,31 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import copy
 import json
 import logging
 import os
-import pickle
 import subprocess
 import sys
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from datasets import Dataset
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli.main import main
-from rlhf_ppo.cli.training import RewardArguments, SFTArguments
 from rlhf_ppo.compat.environments import make_environment
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.config.redaction import (
-    hide_from_ps,
     is_secret,
     redact_in_place,
     redact_text,
     redact_url,
     redacted,
-    restore_hidden_words,
 )
-from rlhf_ppo.pipeline.running import run_pipeline, start_python
-from rlhf_ppo.pipeline.steps import Step, read_pipeline
-from rlhf_ppo.reporting.model_card import model_card
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.resolve import resolve_reward
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
@@ -105,35 +97,6 @@ def test_a_command_line_is_hidden_in_place() -> None:
     assert words == ["--hub_token", "***", "--token=***", "--reward_funcs", "http://h/x", "--stop_token", "eos"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"hub_token": KEY},
-        {"hub_token": 7474747474},
-        {"reward_funcs": ["length", with_secrets("http://h/x")]},
-        {"judge_url": with_secrets("https://h/v1")},
-        {"dataset_name": with_secrets("https://h/rows.jsonl")},
-        {"judge_options": json.dumps({"headers": {"X-Api-Key": f'{KEY}"{HUB}'}, "seed": 1})},
-        {"model_init_kwargs": {"token": [KEY, HUB], "dtype": "bfloat16"}},
-        {"reward_funcs": f"keyword(api_key='{KEY}')"},
-        {"lr_scheduler_kwargs": {"comet": {"access_key": KEY, "cookie": HUB}}},
-    ],
-)
-def test_what_starts_a_step_holds_secrets_in_its_environment_only(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["train", *Step("ppo", "ppo", Path("out"), {"seed": 1, **options}).argv()]
-    hidden, environment = hide_from_ps(words)
-    assert not leaks(" ".join(hidden)) and "7474747474" not in " ".join(hidden)
-    assert not leaks(json.dumps(redacted(options))) and "7474747474" not in json.dumps(redacted(options))
-    assert hidden[:3] == ["train", "--seed", "1"] and len(environment) == 1
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert restore_hidden_words(hidden) == words
-    assert not environment.keys() & os.environ.keys() and restore_hidden_words(hidden) == hidden
-    assert hide_from_ps(["train", "--stop_token", "eos"]) == (["train", "--stop_token", "eos"], {})
-
-
 def test_a_traceback_of_the_program_shows_no_secret(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["rlhf-ppo", "--version"])
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
@@ -148,24 +111,6 @@ def test_a_traceback_of_the_program_shows_no_secret(capsys: Any, monkeypatch: py
 
 
 # ---- Arguments ----
-
-
-@pytest.mark.parametrize("config", [PPOConfig, SFTArguments, RewardArguments])
-def test_arguments_are_written_without_secrets_and_copied_with_them(config: Any, tmp_path: Path) -> None:
-    deepspeed = {"comet": {"enabled": True, "api_key": KEY}}
-    args = config(output_dir=str(tmp_path), hub_token=HUB, use_cpu=True, bf16=False, report_to="none")
-    args.accelerator_config.extra = None
-    args.lr_scheduler_kwargs = deepspeed  # stands for any nested setting
-    if config is PPOConfig:
-        args.vllm_server_base_url = with_secrets("http://localhost:8000")
-    written = [pickle.dumps(args), args.to_json_string(), str(args.to_sanitized_dict()), repr(args), str(args)]
-    assert not any(map(leaks, written))
-    read = pickle.loads(pickle.dumps(args))
-    assert read.hub_token is None and (read.output_dir, read.learning_rate) == (args.output_dir, args.learning_rate)
-    for copied in (copy.copy(args), copy.deepcopy(args)):
-        assert copied.hub_token == HUB and copied.lr_scheduler_kwargs == deepspeed
-    if config is SFTArguments:
-        assert args.to_dict()["eos_token"] == args.eos_token
 
 
 def test_params_show_no_token() -> None:
@@ -244,15 +189,6 @@ def test_errors_of_arguments_show_no_secret(make: Callable[[], Any]) -> None:
     assert not leaks("".join(traceback.format_exception_only(raised.value)))
 
 
-def test_a_card_shows_no_secret() -> None:
-    address = with_secrets("https://host/data.jsonl")
-    card = model_card(
-        model_name="m", base_model=address, dataset=address, reward_sources=[address], hyperparameters={}, metrics={},
-        versions={},
-    )  # fmt: skip
-    assert not leaks(card.text) and "data.jsonl" in card.text
-
-
 # ---- Whole runs ----
 
 
@@ -309,32 +245,6 @@ def test_a_run_writes_and_prints_no_secret(
     assert_clean(tmp_path, printed, expects)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ending", ["succeeds", "fails"])
-def test_a_command_line_writes_and_prints_no_secret(ending: str, server: Any, tmp_path: Path) -> None:
-    tiny_policy().save_pretrained(tmp_path / "sft")
-    make_tokenizer().save_pretrained(tmp_path / "sft")
-    tiny_scorer().save_pretrained(tmp_path / "reward")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1 w2"}\n' * 8)
-    server.replies = [] if ending == "succeeds" else [lengths, lengths, echo, echo]  # of update 1 and its samples
-    environment = {
-        **os.environ,
-        "HF_TOKEN": ENVIRONMENT,
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(tmp_path),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    command = [sys.executable, "-m", "rlhf_ppo", "train", "--sft_model_path", "sft", "--dataset_name", "prompts.jsonl"]
-    command += ["--output_dir", "run", "--hub_token", HUB, "--reward_funcs", with_secrets(url(server)), "--use_cpu"]
-    command += ["--report_to", "wandb", "--per_device_train_batch_size", "2", "--total_episodes", "4"]
-    command += ["--response_length", "4", "--save_steps", "1", "--logging_steps", "1", "--bf16", "False"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
-    assert (done.returncode == 0) == (ending == "succeeds"), done.stderr[-3000:]
-    if ending == "fails":
-        assert f"endpoint {url(server)}, asked for the rows" in done.stderr
-    assert_clean(tmp_path, done.stdout + done.stderr, ("checkpoint-1/training_args.bin:", ".wandb"))
-
-
 # ---- The pipeline ----
 
 
@@ -365,44 +275,6 @@ def place(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Path(f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
     Path("run.yaml").write_text(PIPELINE.format(hub=HUB, url=with_secrets(url(server))))
     return tmp_path
-
-
-class Started:
-    """Stands in for a step's process, which has ended well; keeps command line and environment."""
-
-    all: ClassVar[list[tuple[list[str], dict[str, str]]]] = []
-
-    def __init__(self, words: list[str], env: dict[str, str], **_: Any) -> None:
-        self.all.append((words, env))
-        folder = Path(words[words.index("--output_dir") + 1])
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").touch()
-
-    def wait(self) -> int:
-        return 0
-
-    def send_signal(self, number: int) -> None: ...
-
-
-def test_a_pipeline_writes_prints_and_passes_on_no_secret_but_by_the_environment(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(Started, "all", [])
-    monkeypatch.setattr(subprocess, "Popen", Started)
-    Path("run.yaml").write_text(Path("run.yaml").read_text().partition("judge:")[0])
-    main(["pipeline", "run.yaml", "--dry_run"])
-    read = read_pipeline("run.yaml")
-    assert run_pipeline(read, start_python) == 0 and len(Started.all) == 3
-    for (words, environment), step in zip(Started.all, read.steps, strict=True):
-        assert not leaks(" ".join(words))
-        monkeypatch.setenv("RLHF_PPO_HIDDEN_WORDS", environment["RLHF_PPO_HIDDEN_WORDS"])
-        assert restore_hidden_words(words[words.index("rlhf_ppo") + 1 :]) == [step.command, *step.argv()]
-    assert HUB in " ".join(read.steps[0].argv())
-    written = Path("out/pipeline.json")
-    assert "***" in written.read_text() and not leaks(written.read_bytes())
-    assert not leaks("".join(capsys.readouterr()))
-    Path("run.yaml").write_text(Path("run.yaml").read_text().replace(HUB, "hf_new"))  # which makes no other model
-    assert run_pipeline(read_pipeline("run.yaml"), start_python) == 0 and len(Started.all) == 3
 
 
 def command_lines() -> Iterator[bytes]:

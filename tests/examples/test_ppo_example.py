@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 import shlex
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,15 +195,6 @@ def test_lora(run, local, tmp_path):
     assert first == again  # the same seed, the same adapter to start from
 
 
-def test_an_adapter_s_directory_is_a_policy_that_starts_at_its_own_reference(run, local, tmp_path):
-    pytest.importorskip("peft")
-    run(f"{local} --use_peft --lora_r 2 --output_dir adapter")
-    (start,) = [entry for entry in run(f"{local} --sft_model_path adapter").state.log_history if entry["step"] == 1]
-
-    assert start["objective/kl"] == 0
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-
-
 def test_the_value_model_is_trained_in_32_bits_whatever_the_others_are_loaded_in(run, local):
     trainer = run(f"{local} --dtype bfloat16 --use_peft")
 
@@ -212,19 +202,8 @@ def test_the_value_model_is_trained_in_32_bits_whatever_the_others_are_loaded_in
     assert trainer.policy_model.get_base_model().dtype == trainer.reward_model.dtype == torch.bfloat16
 
 
-def test_options_from_yaml_and_the_command_line_over_them(run, local, tmp_path):
-    (tmp_path / "run.yaml").write_text("kl_coef: 0.25\ngamma: 0.5\nlearning_rate: 1e-4\nstop_token_id: 7\n")
-
-    trainer = run(f"{local} --config run.yaml --gamma 0.75")
-
-    args = trainer.args
-    assert (args.kl_coef, args.gamma, args.learning_rate) == (0.25, 0.75, 1e-2)
-    assert (args.stop_token, trainer.tokens.stop) == (None, 7)
-
-
 def test_a_given_pad_token_is_kept(run, local, tmp_path):
     make_tokenizer(pad_token="w9").save_pretrained(tmp_path / "sft")
-
     assert run(local).processing_class.pad_token == "w9"
 
 
@@ -233,100 +212,3 @@ def test_the_tokenizer_is_the_sft_model_s_where_no_other_is_named(run, local, tm
 
     assert "--model_name_or_path" not in options
     assert run(options).processing_class.name_or_path == str(tmp_path / "sft")
-
-
-def test_a_named_test_split_is_evaluated_on(run, local, tmp_path):
-    DatasetDict({"train": prompts(24), "dev": prompts(2)}).save_to_disk(tmp_path / "both")
-
-    trainer = run(f"{local} --dataset_name both --dataset_test_split dev")
-
-    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (24, 2)
-
-
-def test_a_stream(run, local, tmp_path):
-    prompts(120).to_json(tmp_path / "many.jsonl")
-
-    trainer = run(f"{local} --dataset_name many.jsonl --dataset_streaming")
-
-    assert trainer.state.global_step == 2 and not hasattr(trainer.train_dataset, "__len__")
-
-
-# ---- Resuming ----
-
-
-@pytest.mark.usefixtures("determinism_restored")
-def test_a_second_start_resumes_and_ends_like_one_run(run, local, tmp_path):
-    options = f"{local} --total_episodes 16 --save_steps 1 --full_determinism"
-    whole = run(f"{options} --output_dir whole").policy_model.state_dict()
-    run(f"{options} --output_dir stopped")
-    for later in (3, 4):
-        (tmp_path / "stopped" / f"checkpoint-{later}" / "trainer_state.json").unlink()
-    (tmp_path / "stopped" / "model.safetensors").unlink()
-    shutil.rmtree(tmp_path / "stopped" / "checkpoint-1")
-
-    resumed = run(f"{options} --output_dir stopped --resume_from_checkpoint True")
-
-    assert resumed.state.global_step == 4
-    assert not (tmp_path / "stopped" / "checkpoint-1").exists()  # what was done is not done again
-    for name, value in resumed.policy_model.state_dict().items():
-        assert torch.equal(value, whole[name]), name
-
-
-def test_nothing_in_the_output_directory_is_deleted(run, local, tmp_path):
-    (tmp_path / "out" / "checkpoint-7").mkdir(parents=True)
-    (tmp_path / "out" / "checkpoint-7" / "weights").touch()
-
-    run(local)
-
-    assert (tmp_path / "out" / "checkpoint-7" / "weights").exists()
-
-
-# ---- Errors ----
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--dataset_name nowhere.jsonl", "dataset_name='nowhere.jsonl': there is no such file or directory"),
-        ("--dataset_train_split descriptiveness", r"dataset_train_split='descriptiveness', .* \['train'\]"),
-        ("--dataset_test_split dev", r"dataset_test_split='dev', .* \['train'\]"),
-        ("--dataset_name other.jsonl", r"columns \['question'\], but none of `prompt`"),
-        ("--dataset_name few.jsonl", "the training set has 3 prompts, fewer than the 4"),
-    ],
-)
-def test_bad_data_is_named(run, local, tmp_path, options, message, capsys):
-    prompts(24).rename_column("prompt", "question").to_json(tmp_path / "other.jsonl")
-    prompts(3).to_json(tmp_path / "few.jsonl")
-
-    with pytest.raises(SystemExit):
-        run(f"{local} {options}")
-    assert re.search(f"^ppo.py: error: .*{message}", capsys.readouterr().err, re.MULTILINE)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so 4 bits may work")
-@pytest.mark.parametrize("option", ["load_in_4bit", "load_in_8bit"])
-def test_quantization_needs_a_gpu_and_says_so_before_anything_is_loaded(run, option, capsys):
-    with pytest.raises(SystemExit):
-        run(f"--dataset_name nowhere.jsonl --sft_model_path nowhere --{option} --use_peft")
-    assert f"{option}=True quantizes with bitsandbytes, which needs a CUDA GPU" in capsys.readouterr().err
-
-
-# ---- Code of strangers ----
-
-
-def test_code_beside_a_model_runs_only_when_trusted(run, local, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(tmp_path / "modules")
-    (tmp_path / "sft" / "modeling_foreign.py").write_text(
-        "from pathlib import Path\nfrom transformers import LlamaForCausalLM\n"
-        f"Path({str(tmp_path / 'it_ran')!r}).touch()\nclass Foreign(LlamaForCausalLM): pass\n"
-    )
-    config = json.loads((tmp_path / "sft" / "config.json").read_text())
-    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_foreign.Foreign"}}
-    (tmp_path / "sft" / "config.json").write_text(json.dumps(config))
-
-    run(local)
-    assert not (tmp_path / "it_ran").exists()
-
-    run(f"{local} --trust_remote_code --overwrite_output_dir")
-    assert (tmp_path / "it_ran").exists()
