@@ -169,9 +169,10 @@ def fail(program: str, *messages: str) -> NoReturn:
     """Print one sentence, or a list of them, on stderr, once per machine, and exit with code 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         lines = [redact_urls(" ".join(message.split())) for message in messages]
-        if len(lines) > 1:
-            lines = [f"{len(lines)} problems:", *(f"  - {line}" for line in lines)]
-        print_text(f"{program}: error: " + "\n".join(lines), sys.stderr)
+        first, rest = (lines[0], []) if len(lines) == 1 else (f"{len(lines)} problems:", lines)
+        print_text(f"{program}: error: {first}", sys.stderr, "red")
+        for line in rest:
+            print_text(f"  - {line}", sys.stderr)
     raise SystemExit(2)
 
 

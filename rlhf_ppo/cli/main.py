@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ def print_commands() -> None:
     for name, (_, does) in COMMANDS.items():
         table.add_row(cell(f"  {name}", "cyan"), cell(does))
     console.print(table)
-    console.print("\n`rlhf-ppo COMMAND --help` shows the options of a command. Try first: rlhf-ppo demo")
+    print_text("\n`rlhf-ppo COMMAND --help` shows the options of a command. Try `rlhf-ppo demo` first.")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -89,8 +90,21 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print a traceback with control characters escaped and secrets hidden."""
+    """Print a traceback, of the user's code only if the error is noted as its own, without secrets."""
+    if any(note.startswith("raised ") for note in getattr(error, "__notes__", ())):
+        error = error.with_traceback(_of_user(traceback))
     print_text(redact_traceback(error).rstrip(), sys.stderr)
+
+
+def _of_user(traceback: TracebackType | None) -> TracebackType | None:
+    """Return the frames after the last frame of this package and of Python's imports."""
+    found, frame = traceback, traceback
+    while frame is not None:
+        name = frame.tb_frame.f_code.co_filename
+        if name.startswith((f"{PACKAGE}{os.sep}", "<frozen")):
+            found = frame.tb_next or found
+        frame = frame.tb_next
+    return found
 
 
 # ---- configs ----

@@ -300,7 +300,7 @@ logger = visible_logger(__name__)
 
 
 def default_bf16(args: TrainingArguments) -> bool:
-    """Return whether a run without a given `bf16` uses bf16; rank 0 warns once if the device does not support it.
+    """Return whether a run without a given `bf16` uses bf16; rank 0 warns once if its GPU does not support it.
 
     Args:
         args: Gives `fp16` and `use_cpu`; devices need not be set up yet.
@@ -310,10 +310,8 @@ def default_bf16(args: TrainingArguments) -> bool:
     on_cpu = args.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
     if not on_cpu and (is_torch_bf16_gpu_available() or is_torch_xla_available()):
         return True
-    if os.environ.get("RANK", "0") == "0":  # processes are not set up yet
-        logger.warning_once(
-            "bf16 stays off: no accelerator is used that can do it. (bf16=True, use_cpu=True forces it.)"
-        )
+    if torch.cuda.is_available() and not on_cpu and os.environ.get("RANK", "0") == "0":  # no processes yet
+        logger.warning_once("bf16 is off, because this GPU does not support it; fp16=True saves as much memory")
     return False
 
 

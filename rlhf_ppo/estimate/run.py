@@ -234,7 +234,7 @@ def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_u
     processes_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by launchers
     besides = describe_processes(estimate, processes_per_node, seconds, device_memory)
     return (
-        f"Estimated per device: {size(estimate.peak)} of memory, at least {seconds:.2g} s per update, {total} in all."
+        f"Estimate per device: {size(estimate.peak)}; at least {seconds:.2g} s an update, {total} in all."
     ) + f"\n{besides}" * bool(besides)
 
 

@@ -11,9 +11,11 @@ import contextlib
 import functools
 import inspect
 import itertools
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +43,9 @@ LogExtra = Callable[[str, list[Any]], None]
 RESERVED_ARGUMENTS = (
     "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "policy_answers"
 )  # fmt: skip
+_SHOWN_OF_ROW = ("prompts", "completions")
+SECONDS_TO_FIND_ROW = 5.0
+"""Time to find the row on which a reward function fails."""
 # Columns that GRPO passes under other names, or not at all.
 _NOT_PASSED = ("prompt", "completion", "completion_ids", "input_ids", "attention_mask", EPISODE_COLUMN)
 
@@ -115,7 +120,7 @@ class RewardFunction:
             with interruptible():
                 return self.submit(batch).result()
         arguments = self.arguments(batch)
-        with interruptible(), naming(self.name, len(batch)), torch.no_grad():
+        with interruptible(), self._naming(len(batch), arguments), torch.no_grad():
             if self.timeout is None:
                 returned = _call(self.function, arguments, len(batch))
             else:
@@ -136,7 +141,7 @@ class RewardFunction:
         return with_timeout(scores, self.timeout, self._timeout_error(batch), on_timeout=abandon_event_loop)
 
     async def _score_async(self, batch: ScoringBatch, arguments: Mapping[str, Any]) -> Tensor:
-        with naming(self.name, len(batch)):
+        with self._naming(len(batch)):
             try:
                 returned = await self.function(**arguments)
             except asyncio.CancelledError:
@@ -145,6 +150,21 @@ class RewardFunction:
                     raise
                 raise RuntimeError("it raised CancelledError itself") from None
         return self._checked(returned, batch)
+
+    def _naming(self, num_rows: int, arguments: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
+        """Add a note to the function's errors: its name, the update, and the row if one alone fails with it."""
+
+        def details(error: Exception) -> str:
+            updates = self.trainer_state_getter().global_step
+            after = f" after update {updates}" if updates else " in the first update"
+            if arguments is None or isinstance(error, ConnectionError | TimeoutError):  # another call takes as long
+                return after
+            if (row := failing_row(self.function, arguments, num_rows, type(error))) is None:
+                return after
+            shown = [f"{name}={arguments[name][row]!r:.200}" for name in _SHOWN_OF_ROW if name in arguments]
+            return f"{after}; row {row} alone fails too: {', '.join(shown)}"
+
+        return naming(self.name, num_rows, details)
 
     def _checked(self, returned: Any, batch: ScoringBatch) -> Tensor:
         mask, written = batch.response_mask, batch.written
@@ -351,14 +371,36 @@ def described(function: Any, name: str) -> str:
 
 
 @contextlib.contextmanager
-def naming(name: str, num_rows: int) -> Iterator[None]:
-    """Add a note with the reward function's name to its errors."""
+def naming(name: str, num_rows: int, details: Callable[[Exception], str] = lambda _: "") -> Iterator[None]:
+    """Add a note with the reward function's name, its rows and details to its errors."""
     try:
         with naming_exits(f"the reward function {name!r}"):
             yield
     except Exception as error:
-        error.add_note(f"raised by the reward function {name!r}, given the rows 0 to {num_rows - 1}")
+        error.add_note(f"raised by the reward function {name!r}, given the rows 0 to {num_rows - 1}{details(error)}")
         raise
+
+
+def failing_row(function: Callable[..., Any], arguments: Mapping[str, Any], num_rows: int, kind: type) -> int | None:
+    """Return the first row that raises the same error if the function gets it alone; None after a few seconds.
+
+    Args:
+        function: A function that has failed on all rows.
+        arguments: Its arguments; lists have a value for each row.
+        num_rows: Number of rows.
+        kind: The type of the error.
+    """
+    end = time.monotonic() + SECONDS_TO_FIND_ROW
+    for row in range(num_rows):
+        if time.monotonic() > end:
+            return None
+        alone = {name: value[row : row + 1] if isinstance(value, list) else value for name, value in arguments.items()}
+        try:
+            _call(function, alone, 1)
+        except Exception as error:
+            if type(error) is kind:
+                return row
+    return None
 
 
 @contextlib.contextmanager

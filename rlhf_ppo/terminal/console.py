@@ -168,7 +168,7 @@ def _fit(parts: _Parts, width: int | None) -> str:
 _ROWS = {
     "objective/scores": "score",
     "objective/raw_scores": "score before scaling",
-    "objective/kl": "KL to the reference",
+    "objective/kl": "KL to reference, nats",
     "objective/rlhf_reward": "score and KL penalty",
     "response/length_mean": "response length, tokens",
     "response/ended_frac": "share that ended",
@@ -181,7 +181,7 @@ _ROWS = {
 }
 _EVALUATION_ROWS = {
     "eval_score": "held-out score",
-    "eval_kl": "held-out KL",
+    "eval_kl": "held-out KL, nats",
     "eval_ended_frac": "held-out share that ended",
 }
 
@@ -205,7 +205,8 @@ def summary_table(log_history: Sequence[Logs]) -> Table | None:
     for logs, rows in ((updates, _with_rewards(_ROWS, updates)), (evaluations, _EVALUATION_ROWS)):
         for key, meaning in rows.items():
             if values := [float(log[key]) for log in logs if key in log]:
-                table.add_row(cell(meaning), *map(format_number, (values[0], values[-1], min(values), max(values))))
+                form = "{:.0%}".format if "share" in meaning else format_number
+                table.add_row(cell(meaning), *map(form, (values[0], values[-1], min(values), max(values))))
     return table
 
 

@@ -13,6 +13,7 @@ import sys
 import textwrap
 from typing import Any, TextIO
 
+from rich.console import Console
 from rich.text import Text
 
 _BIDI = "\u202a-\u202e\u2066-\u2069"
@@ -20,6 +21,7 @@ _CONTROL = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029{_BIDI}\ud800-\u
 _CONTROL_IN_LINE = re.compile(f"[\t\n]|{_CONTROL.pattern}")
 _FORMULA = re.compile("'*[=+\\-@\t\n\uff1d\uff0b\uff0d\uff20]")
 _MARKUP = re.compile(r"""(?<!\w)[_./-]|[_./-](?!\w)|(?<=www)\.|[!"#$&()*+:<=>@\[\\\]^`{|}~]""", re.IGNORECASE)
+_CODE = re.compile("`[^`]*`")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
 
 
@@ -84,10 +86,20 @@ def cell(value: object, style: str = "") -> Text:
     return Text(visible(str(value)), style)
 
 
-def print_text(text: object, file: TextIO | None = None) -> None:
-    """Print an escaped text to stdout or another stream; a terminal gets lines that break between words."""
+def print_text(text: object, file: TextIO | None = None, style: str = "") -> None:
+    """Print an escaped text; a terminal gets lines that break between words, and colours.
+
+    Args:
+        text: The text.
+        file: The stream; None is stdout.
+        style: A style of rich, such as "bold red"; other streams than a terminal get plain text.
+    """
     stream = file or sys.stdout
-    print(_fitted(visible(str(text)), stream), file=stream, flush=True)
+    shown = _fitted(visible(str(text)), stream)
+    if style:
+        Console(file=stream).print(Text(shown, style), soft_wrap=True)
+    else:
+        print(shown, file=stream, flush=True)
 
 
 def _fitted(text: str, stream: Any) -> str:
@@ -99,13 +111,15 @@ def _fitted(text: str, stream: Any) -> str:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """Break a line between words; long words, such as paths, stay whole, and a continued line keeps its indent."""
+    """Break a line between words; paths and `commands` stay whole, and a continued line keeps its indent."""
     if len(line) <= width:
         return [line]
     indent = " " * (len(line) - len(line.lstrip(" -")))
-    return textwrap.wrap(
-        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    glued = _CODE.sub(lambda found: found[0].replace(" ", "\0") if len(found[0]) < width else found[0], line)
+    parts = textwrap.wrap(
+        glued, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
     )
+    return [part.replace("\0", " ") for part in parts]
 
 
 def visible_logger(name: str) -> Any:

@@ -54,7 +54,7 @@ def figures_of_run(monkeypatch: pytest.MonkeyPatch, capsys: Any, *options: str) 
     monkeypatch.setattr("rlhf_ppo.estimate.run.measure_rates", lambda *_: (1e6, 1e6))
     commands.train([*OPTIONS, *options])
     figures = {name: size(getattr(forecasts[0], name)) for name in ("peak", *PURPOSES)}
-    assert f"Estimated per device: {figures['peak']} of memory, at least " in capsys.readouterr().out
+    assert f"Estimate per device: {figures['peak']}; at least " in capsys.readouterr().out
     return figures
 
 

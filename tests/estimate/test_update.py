@@ -317,19 +317,19 @@ def test_a_run_starts_with_one_line(
         monkeypatch.setattr(f"rlhf_ppo.estimate.run.{step.__name__}", noting(step, measured))
     trainer = make_trainer(disable_tqdm=False, eval_dataset=[{"input_ids": [5, 6]}] * 2, total_episodes=8)
     trainer.evaluate()
-    assert measured == [] and "Estimated" not in capsys.readouterr().out
+    assert measured == [] and "Estimate" not in capsys.readouterr().out
     trainer.train()
     trainer.train()
     estimate = forecast(trainer)
     assert estimate is not None
     assert estimate.weights == held(trainer.model.parameters())
     assert sorted(measured) == ["estimate_update", "measure_rates", "optimizer_bytes_per_parameter"]
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Estimated per device")]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Estimate per device")]
     text = describe(estimate, torch.device("cpu"), torch.float32, trainer.sizes.num_total_batches)
-    assert line.partition(", at least")[0] == text.partition(", at least")[0]
-    assert " s per update, " in line
+    assert line.partition("; at least")[0] == text.partition("; at least")[0]
+    assert " s an update, " in line
     make_trainer(disable_tqdm=True, total_episodes=8).train()
-    assert "Estimated" not in capsys.readouterr().out
+    assert "Estimate" not in capsys.readouterr().out
 
 
 def noting(function: Callable[..., Any], called: list[str]) -> Callable[..., Any]:
@@ -399,7 +399,7 @@ def test_what_cannot_be_counted_or_measured_can_still_be_trained(
     warnings: list[str] = []
     monkeypatch.setattr("rlhf_ppo.estimate.run.logger.warning", warnings.append)
     make_trainer(disable_tqdm=False, total_episodes=8).train()
-    assert "Estimated" not in capsys.readouterr().out
+    assert "Estimate" not in capsys.readouterr().out
     assert warnings == ["No estimate of memory and time: RuntimeError: no such kernel"]
 
 

@@ -78,7 +78,7 @@ def test_all_rows_are_generated_at_once_unless_memory_is_small(
     estimate = first.forecast()
     assert estimate is not None
     line = estimate_run.describe(estimate, torch.device("cuda"), torch.bfloat16, num_updates=2)
-    assert line.startswith("Estimated per device: ") and line.endswith(" in all.")
+    assert line.startswith("Estimate per device: ") and line.endswith(" in all.")
     of_three = dataclasses.replace(estimate, rows_per_call=3).generation
     memory = SimpleNamespace(total_memory=(estimate.resident - estimate.freed + of_three) / 0.9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *given: memory)

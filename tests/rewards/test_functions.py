@@ -208,7 +208,7 @@ def test_functions_run_without_gradients(is_async: bool, tokenizer: PreTrainedTo
 def test_what_the_function_raises_comes_through_with_its_name(
     is_async: bool, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    class NoNetwork(OSError): ...
+    class NoNetwork(ConnectionError): ...
 
     def flaky(**_: Any) -> list[float]:
         raise NoNetwork("no route")
@@ -219,7 +219,18 @@ def test_what_the_function_raises_comes_through_with_its_name(
     function = flaky_async if is_async else flaky
     with pytest.raises(NoNetwork, match="no route") as error:
         source(function, tokenizer)(make_batch())
-    assert error.value.__notes__ == [f"raised by the reward function {function.__name__!r}, given the rows 0 to 2"]
+    [note] = error.value.__notes__
+    assert note == f"raised by the reward function {function.__name__!r}, given the rows 0 to 2 after update 5"
+
+
+def test_the_row_that_fails_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    def fragile(prompts: list[str], completions: list[str]) -> list[float]:
+        return [1 / len(text) for text in completions]
+
+    with pytest.raises(ZeroDivisionError) as error:
+        source(fragile, tokenizer)(make_batch())
+    [note] = error.value.__notes__
+    assert note.endswith("after update 5; row 1 alone fails too: prompts='w4', completions=''")
 
 
 def test_an_async_client_keeps_its_loop_between_calls(tokenizer: PreTrainedTokenizerFast) -> None:

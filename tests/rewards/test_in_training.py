@@ -246,7 +246,11 @@ def test_slow_rewards_run_while_the_models_do(make_trainer: MakeTrainer, monkeyp
 
 
 FAILURES: dict[str, tuple[Callable[..., Any] | list[Reply], type[Exception], str]] = {
-    "a function raises": (lambda _: [][0], IndexError, "raised by the reward function 'judge', given the rows 0 to 3"),
+    "a function raises": (
+        lambda _: [][0],
+        IndexError,
+        "raised by the reward function 'judge', given the rows 0 to 3 in the first update",
+    ),
     "a function returns NaN": (lambda ids: [0.0] * (len(ids) - 1) + [np.nan], ValueError, "'judge' .* nan for row 3"),
     "a function returns too few": (lambda _: [1.0], ValueError, "'judge' returned 1 rewards for 4 completions"),
     "a server drops the connection": (

@@ -159,7 +159,9 @@ def test_the_note_of_a_failing_async_function_survives(tokenizer: PreTrainedToke
     source = RewardFunction(broken, tokenizer, TrainerState)
     with pytest.raises(RuntimeError, match="no answer") as error:
         Scorer([source], None)(make_batch())
-    assert error.value.__notes__ == ["raised by the reward function 'broken', given the rows 0 to 2"]
+    assert error.value.__notes__ == [
+        "raised by the reward function 'broken', given the rows 0 to 2 in the first update"
+    ]
 
 
 def test_slow_sources_run_between_start_and_the_call_and_are_asked_once(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -123,13 +123,25 @@ def test_a_log_message_is_visible(caplog):
 @pytest.mark.parametrize("width", [60, 80, 140, 200])
 def test_a_terminal_gets_lines_that_break_between_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    text = "  - " + "several words and a/long/path.json " * 9
+    text = "  - " + "several words, a/long/path.json and `a command --with options` " * 9
     terminal, file = Terminal(), io.StringIO()
 
     print_text(text, terminal)
-    print_text(text, file)
+    print_text(text, file, "red")
 
     lines = terminal.getvalue().splitlines()
     assert max(map(len, lines)) <= width and all(line.startswith("    ") for line in lines[1:])
     assert " ".join(terminal.getvalue().split()) == " ".join(text.split())
+    assert all(line.count("`") % 2 == 0 for line in lines)  # a command is in one line
     assert file.getvalue() == f"{text}\n"
+
+
+@pytest.mark.parametrize(("no_color", "begins"), [("", "\x1b[31m"), ("1", "error")])
+def test_a_terminal_has_colours_unless_the_user_wants_none(
+    no_color: str, begins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    terminal = Terminal()
+    print_text("error: [bold]", terminal, "red")
+    assert terminal.getvalue().startswith(begins) and "error: [bold]" in terminal.getvalue()
