@@ -65,9 +65,7 @@ def make_vllm(args: PPOConfig, policy: Any, tokenizer: Any, rows: int) -> Any:
     from rlhf_ppo.generation.vllm import start_vllm
 
     patch_trl()
-    engine = start_vllm(args, policy, Accelerator(cpu=True), tokenizer, STOPS[0], rows)
-    engine.vllm.generation_kwargs["stop_token_ids"] = STOPS
-    return engine
+    return start_vllm(args, policy, Accelerator(cpu=True), tokenizer, rows)
 
 
 def main() -> None:

@@ -220,7 +220,7 @@ class PPOTrainer(TrainerBase):
         self._estimate = RunEstimate(args, self.sizes, self.accelerator, self.train_dataset, *trained, frozen)
         baselines = BaselineCompletions.of(run.reward_funcs, run.tokenizer, tokens.ended)
         self._rollouts = Sampler(run, baselines, self.reference)
-        given = (args, models.policy, self.accelerator, run.tokenizer, tokens.stop, tokens.stop_strings)
+        given = (args, models.policy, self.accelerator, run.tokenizer, tokens.stop_strings)
         rows = (lambda: self._estimate.generation_rows, self.sizes.local_batch_size)
         self._engine = make_engine(*given, baselines.kinds, *rows) if engine is None else engine
         if self._episodes is not None:

@@ -216,7 +216,7 @@ def respond(
         top_p=how.top_p, local_rollout_forward_batch_size=how.batch_size, report_to="none", seed=how.seed,
         bf16=model.dtype == torch.bfloat16, use_cpu=model.device.type == "cpu",
     )  # fmt: skip
-    engine = make_engine(args, model, Accelerator(), tokenizer, tokenizer.eos_token_id, None)
+    engine = make_engine(args, model, Accelerator(), tokenizer, None)
     _check_lengths(max(len(row["input_ids"]) for row in encoded), how, getattr(engine, "longest_sequence", None))
     config = (greedy_config if how.is_greedy else sampling_config)(args, ends[0] if ends else None)
     config.eos_token_id = ends or None

@@ -105,7 +105,6 @@ def make_engine(
     policy: nn.Module,
     accelerator: Accelerator,
     tokenizer: PreTrainedTokenizerBase,
-    stop_token_id: int | None,
     stop_strings: StopStrings | None,
     baseline_kinds: Sequence[str] = (),
     rows: Callable[[], int] | None = None,
@@ -118,7 +117,6 @@ def make_engine(
         policy: The policy that is trained.
         accelerator: Knows the processes and the kind of sharding.
         tokenizer: The policy's tokenizer.
-        stop_token_id: Ends a row; None: rows end at the length limit.
         stop_strings: Texts that end a row too, or None. Only transformers' `generate` stops there; responses of other
             engines are cut there afterwards, which gives the same responses for more work.
         baseline_kinds: Kinds of baselines that reward functions compare with.
@@ -146,7 +144,7 @@ def make_engine(
                 "set generation_engine to 'continuous' or 'transformers'"
             )
         at_once = args.generation_batch_size or local_batch_size or args.local_rollout_forward_batch_size
-        return start_vllm(args, policy, accelerator, tokenizer, stop_token_id, at_once)
+        return start_vllm(args, policy, accelerator, tokenizer, at_once)
     if engine == "transformers":
         if not is_sharded(policy):  # otherwise the first call probes
             generation_needs(policy)

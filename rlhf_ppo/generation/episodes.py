@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,6 +110,19 @@ class EpisodeRecord:
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """What ranks exchange in each round if all of them must sample as many rows, for as many tokens; else nothing.
+
+    Attributes:
+        most: Returns the largest of each number over all ranks.
+        together: Raises an error of one rank in its block on all ranks.
+    """
+
+    most: Callable[[list[int]], list[int]] = list
+    together: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
 @dataclass
 class EpisodePlayer:
     """Plays the episodes of a batch.
@@ -117,34 +131,46 @@ class EpisodePlayer:
         sample: Samples the turns.
         conversations: Renders prompts and answers.
         limits: What ends turns and episodes.
-        in_step: Takes the number of this rank's running episodes, and returns the most of any rank, where all ranks
-            must sample the same number of rows in each round; None where they need not.
+        ranks: What ranks exchange in each round.
         seconds: Time that tools and environments took.
     """
 
     sample: Sample
     conversations: Conversations
     limits: EpisodeLimits
-    in_step: Callable[[int], int] | None = None
+    ranks: Ranks = Ranks()
     seconds: float = 0.0
 
-    def play(self, prompts: Prompts, episodes: Sequence[Episode]) -> tuple[Responses, Prompts]:
-        """Play a batch's episodes to their ends.
+    def begin(self, prompts: Prompts, episodes: Sequence[Episode]) -> list[EpisodeRecord]:
+        """Tokenize the prompts of a batch.
 
         Args:
             prompts: `B` rows; their ids are not read, since the text of `reset` is part of the prompt.
             episodes: Their environments, which have been reset.
 
+        Raises:
+            ValueError: A prompt is empty, or leaves no room for a token.
+        """
+        given = prompts.columns.get("prompt", [None] * len(prompts))
+        return [self._begun(episode, prompt) for episode, prompt in zip(episodes, given, strict=True)]
+
+    def play(self, prompts: Prompts, records: list[EpisodeRecord]) -> tuple[Responses, Prompts]:
+        """Play a batch's episodes to their ends.
+
+        Args:
+            prompts: `B` rows.
+            records: What `begin` returned.
+
         Returns:
             The responses, with gaps where the policy did not write, and the prompts that they follow. The column
             `prompt` has the texts of `reset`; `EPISODE_COLUMN` has an `EpisodeRecord` for each row.
         """
-        given = prompts.columns.get("prompt", [None] * len(prompts))
-        records = [self._begun(episode, prompt) for episode, prompt in zip(episodes, given, strict=True)]
         device, running = prompts.input_ids.device, records
-        while self._most_running(running):
-            self._take_turns(running, device)
-            running = [record for record in self._answered(running) if not record.is_over]
+        while (num_and_most := self._of_all_ranks(running))[0]:
+            with self.ranks.together():
+                self._take_turns(running, *num_and_most, device)
+                self._answer(running)
+                running = [record for record in running if not record.is_over]
         ids = left_padded([record.prompt_ids for record in records], self.limits.pad).to(device)
         mask = left_padded([[1] * len(record.prompt_ids) for record in records], 0).bool().to(device)
         own = {"prompt": [record.prompt for record in records], EPISODE_COLUMN: records}
@@ -177,18 +203,20 @@ class EpisodePlayer:
                 )
         return EpisodeRecord(episode, whole, ids, room)
 
-    def _most_running(self, running: Sequence[EpisodeRecord]) -> int:
-        return len(running) if self.in_step is None else self.in_step(len(running))
-
     # ---- Turns ----
 
-    def _take_turns(self, running: Sequence[EpisodeRecord], device: torch.device) -> None:
+    def _of_all_ranks(self, running: Sequence[EpisodeRecord]) -> tuple[int, int]:
+        """Return the number of rows of the next call, and for how many tokens; a longer turn is continued later."""
+        limit, left = self.limits.longest_sequence, [record.left for record in running]
+        longest = max((len(record.prompt_ids) + len(record.ids) for record in running), default=1)
+        own = [len(running), max(left, default=1), longest]
+        number, most, longest = self.ranks.most(own)
+        return number, most if limit is None else min(most, limit.tokens - longest)
+
+    def _take_turns(self, running: Sequence[EpisodeRecord], number: int, most: int, device: torch.device) -> None:
         """Sample the next turn of each running episode, and append its tokens."""
         rows = [record.prompt_ids + record.ids for record in running]
-        most, limit = max((record.left for record in running), default=1), self.limits.longest_sequence
-        if limit is not None:  # of one call; a longer turn is continued in the next
-            most = min(most, limit.tokens - max((len(row) for row in rows), default=1))
-        filling = [[self.limits.pad]] * (0 if self.in_step is None else self._filling(len(rows)))
+        filling = [[self.limits.pad]] * (number - len(rows))
         mask = left_padded([[1] * len(row) for row in [*rows, *filling]], 0).bool().to(device)
         contexts = Prompts(left_padded([*rows, *filling], self.limits.pad).to(device), mask, {})
         sampled = self.sample(contexts, most)
@@ -199,10 +227,6 @@ class EpisodePlayer:
         for row, record in enumerate(running):
             turn = self._cut(ids[row][: int(lengths[row])], record)
             record.extend(turn, True, None if logprobs is None else logprobs[row][: len(turn)])
-
-    def _filling(self, num_rows: int) -> int:
-        assert self.in_step is not None
-        return self.in_step(num_rows) - num_rows
 
     def _cut(self, ids: list[int], record: EpisodeRecord) -> list[int]:
         """Cut what was sampled behind a stop token or stop string, and at the episode's length."""
@@ -223,8 +247,8 @@ class EpisodePlayer:
 
     # ---- Answers ----
 
-    def _answered(self, running: Sequence[EpisodeRecord]) -> list[EpisodeRecord]:
-        """Let tools and environments answer the turns that are over, and return the episodes."""
+    def _answer(self, running: Sequence[EpisodeRecord]) -> None:
+        """Let tools and environments answer the turns that are over."""
         calling: list[tuple[EpisodeRecord, list[dict[str, Any]]]] = []
         acting: list[tuple[EpisodeRecord, str]] = []
         for record in running:
@@ -250,7 +274,6 @@ class EpisodePlayer:
             elif self._may_act(record):
                 calling.append((record, calls))
         self._ask(calling, acting)
-        return list(running)
 
     def _may_act(self, record: EpisodeRecord) -> bool:
         if self.limits.max_rounds is not None and record.rounds >= self.limits.max_rounds:

@@ -78,6 +78,12 @@ def length_and_filling(config: GenerationConfig) -> tuple[int, int]:
     return config.max_new_tokens, config.pad_token_id
 
 
+def stop_tokens(config: GenerationConfig) -> list[int]:
+    """Return the tokens that end a row: `eos_token_id`, which may be a number, a list or None."""
+    given: Any = config.eos_token_id
+    return [] if given is None else [given] if isinstance(given, int) else list(given)
+
+
 def prompt_rows(prompts: Prompts) -> list[list[int]]:
     """Return each prompt's ids without padding."""
     rows = zip(prompts.input_ids.cpu(), prompts.attention_mask.cpu(), strict=True)
@@ -140,8 +146,7 @@ def sample_with(
     ids = answer.ids
     width, (most, _) = ids.shape[1], length_and_filling(config)
     lengths = torch.full_like(ids[:, 0], width) if answer.lengths is None else answer.lengths.to(ids.device)
-    given = config.eos_token_id
-    stops = sent(torch.tensor([] if given is None else given, dtype=ids.dtype).flatten(), ids.device)
+    stops = sent(torch.tensor(stop_tokens(config), dtype=ids.dtype), ids.device)
     sampled = torch.arange(width, device=ids.device) < lengths[:, None]
     is_stop = torch.isin(ids, stops) & sampled
     is_real = sampled & (is_stop.cumsum(dim=1) - is_stop.long() == 0)

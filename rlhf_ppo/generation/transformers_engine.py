@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from rlhf_ppo.data.experience import split_until
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import pad_right, padding_columns, sent
-from rlhf_ppo.generation.protocol import Sampled, length_and_filling
+from rlhf_ppo.generation.protocol import Sampled, length_and_filling, stop_tokens
 from rlhf_ppo.generation.sampling import (
     FiniteLogitsCheck,
     changed,
@@ -226,7 +226,7 @@ class CompactionCriterion(StoppingCriteria):
 
     Args:
         finished: Rows that have ended by themselves, bool `(B,)`; updated after each token.
-        stop_token_id: The stop token, several, or None.
+        stop_tokens: End rows.
         stop_strings: Ends rows too, or None.
         most_left: Number of unfinished rows at which `generate` ends.
         checks_signals: Raise `Stopped` after a token if a signal has arrived that ends the run.
@@ -235,14 +235,12 @@ class CompactionCriterion(StoppingCriteria):
     def __init__(
         self,
         finished: Tensor,
-        stop_token_id: int | Sequence[int] | None,
+        stop_tokens: Sequence[int],
         stop_strings: StopsAtStrings | None,
         most_left: int,
         checks_signals: bool = True,
     ) -> None:
-        single = [] if stop_token_id is None else [stop_token_id]
-        self.stop_tokens = stop_token_id if isinstance(stop_token_id, Sequence) else single
-        self.finished, self.stop_strings = finished, stop_strings
+        self.finished, self.stop_tokens, self.stop_strings = finished, stop_tokens, stop_strings
         self.most_left, self.checks_signals = most_left, checks_signals
 
     def __call__(self, input_ids: Any, scores: Any = None, **kwargs: Any) -> Any:
@@ -313,7 +311,7 @@ def generate_compacting(
         how.max_new_tokens = longest - input_ids.shape[1]
         finished = torch.zeros(len(rows), dtype=torch.bool, device=input_ids.device)
         most_left = 0 if synced_gpus else int(UNFINISHED_SHARE * len(rows))
-        criterion = CompactionCriterion(finished, config.eos_token_id, strings, most_left, not synced_gpus)
+        criterion = CompactionCriterion(finished, stop_tokens(config), strings, most_left, not synced_gpus)
         with raising_on_all_ranks_if_stopped(model) if synced_gpus else nullcontext():
             output = model.generate(
                 input_ids=input_ids,

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlhf_ppo.config.redaction import hide_secrets, redact_url, redact_urls, secrets_of
 from rlhf_ppo.data.prompts import PositionLimit, Prompts
-from rlhf_ppo.generation.protocol import Sampled, prompt_rows, stack_rows
+from rlhf_ppo.generation.protocol import Sampled, length_and_filling, prompt_rows, stack_rows, stop_tokens
 from rlhf_ppo.models.adapters import preserve_base
 from rlhf_ppo.models.capabilities import vocab_size
 from rlhf_ppo.processes.distributed import (
@@ -325,7 +325,7 @@ class VLLMEngine:
         Args:
             policy: The policy that the engine was made for; its weights are read by TRL's adapter.
             prompts: `B` left-padded prompts; ids under the mask are ignored.
-            config: The sampling distribution; the stop token and the length limit were set when vLLM started.
+            config: The sampling distribution, the stop token (or several) and the length limit.
 
         Returns:
             The responses and their log-probabilities.
@@ -340,6 +340,9 @@ class VLLMEngine:
             self._is_current = True
         for name, value in _distribution(config).items():
             setattr(self.vllm, name, value)
+        # Only these tokens end a row, not the EOS that vLLM would add.
+        self.vllm.max_completion_length, _ = length_and_filling(config)
+        self.vllm.generation_kwargs |= {"ignore_eos": True, "stop_token_ids": stop_tokens(config)}
         self._suppress([token for token in config.suppress_tokens or [] if token < vocab_size(policy)])
         with self._failing_together(), self._same_random_numbers():
             with interruptible() if self.can_be_left else nullcontext():
@@ -416,7 +419,6 @@ def start_vllm(
     policy: nn.Module,
     accelerator: Accelerator,
     tokenizer: PreTrainedTokenizerBase,
-    stop_token_id: int | None,
     rows: int,
 ) -> VLLMEngine:
     """Start a colocated vLLM, or connect to a server.
@@ -426,7 +428,6 @@ def start_vllm(
         policy: The policy that is trained.
         accelerator: Knows the processes.
         tokenizer: The policy's tokenizer.
-        stop_token_id: Ends a row, or None.
         rows: Number of rows to generate at once.
 
     Raises:
@@ -460,8 +461,6 @@ def start_vllm(
         model_impl=args.vllm_model_impl,
         max_completion_length=args.response_length,
         logprobs=0,  # of the sampled token alone
-        # Only the stop token ends a row, which may be another one than EOS or none.
-        generation_kwargs={"ignore_eos": True, "stop_token_ids": [] if stop_token_id is None else [stop_token_id]},
     )
     served = _model_of_server(args, vllm) if is_server else _model_of_colocated(vllm)
     _say_precision(args, policy, accelerator, str(served["dtype"]).removeprefix("torch."))

@@ -22,6 +22,7 @@ from rlhf_ppo.generation.episodes import (
     EpisodeLimits,
     EpisodePlayer,
     EpisodeRecord,
+    Ranks,
     responses_of_function,
     stop_ids,
 )
@@ -29,7 +30,7 @@ from rlhf_ppo.generation.protocol import GenerationEngine, Sampled, prompt_rows,
 from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.unwrapping import gathers_in_passes
-from rlhf_ppo.processes.distributed import derive_seed, num_processes
+from rlhf_ppo.processes.distributed import derive_seed, num_processes, raise_on_all_ranks
 from rlhf_ppo.rewards.environments import rewards_of
 from rlhf_ppo.rewards.scorer import RewardSource
 from rlhf_ppo.training.rollouts import Play
@@ -67,6 +68,7 @@ class EpisodeRollouts:
             _check_rollout_func(rollout_func, tools, environment_factory)
         else:
             check_versions()
+            _check_waiting(args)
         self.environments = Environments(
             dict(environment_factory) if isinstance(environment_factory, Mapping) else environment_factory,
             tools or (),
@@ -221,13 +223,16 @@ class EpisodeRollouts:
 
         given = (self.args.response_length, self.args.max_tool_calling_iterations, stops, run.tokens.stop_strings)
         limits = EpisodeLimits(*given, run.longest_sequence, run.tokens.pad)
-        in_step = partial(_most_of_ranks, run) if self._needs_step(run, policy) else None
+        ranks = Ranks(partial(_most_of_ranks, run), partial(raise_on_all_ranks, run.accelerator))
         assert self.conversations is not None
-        player = EpisodePlayer(sample, self.conversations, limits, in_step)
+        player = EpisodePlayer(sample, self.conversations, limits, ranks if self._needs_step(run, policy) else Ranks())
         self.environments.release()
         columns = prompts.columns
         rows = [{name: copy.copy(values[row]) for name, values in columns.items()} for row in range(len(prompts))]
-        responses, played = player.play(prompts, self.environments.start(rows, self._seeds(run, len(rows))))
+        with raise_on_all_ranks(run.accelerator):  # the first pass of a sharded policy waits for all ranks
+            records = player.begin(prompts, self.environments.start(rows, self._seeds(run, len(rows))))
+        with raise_on_all_ranks(run.accelerator):
+            responses, played = player.play(prompts, records)
         self._log(run, played.columns[EPISODE_COLUMN], player.seconds)
         return responses, played
 
@@ -277,8 +282,20 @@ class EpisodeRollouts:
         return responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
 
 
-def _most_of_ranks(run: RunState, number: int) -> int:
-    return int(run.gather(torch.tensor([number], device=run.args.device)).max())
+def _most_of_ranks(run: RunState, numbers: list[int]) -> list[int]:
+    return run.gather(torch.tensor([numbers], device=run.args.device)).amax(dim=0).tolist()
+
+
+def _check_waiting(args: PPOConfig) -> None:
+    """Raise where tools may keep other processes waiting longer than these wait for each other."""
+    seconds, rounds = args.tool_timeout, args.max_tool_calling_iterations or 1
+    if num_processes(args) == 1 or (seconds is not None and seconds * rounds < args.ddp_timeout):
+        return
+    given = "None, any time" if seconds is None else f"{seconds:g} seconds, in {rounds} rounds"
+    raise ValueError(
+        f"tool_timeout={given}, may last longer than the other processes wait, ddp_timeout={args.ddp_timeout} "
+        "seconds: lower tool_timeout or max_tool_calling_iterations, or raise ddp_timeout"
+    )
 
 
 def _check_rollout_func(rollout_func: Any, tools: Any, environment_factory: Any) -> None:

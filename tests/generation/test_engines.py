@@ -151,7 +151,7 @@ def make(
     tokens = special_tokens(args, tokenizer)
     kinds = BaselineCompletions.of(functions, tokenizer, lambda _: torch.tensor([])).kinds
     accelerator = accelerator or Accelerator(cpu=True)
-    how = (tokens.stop, tokens.stop_strings, kinds, None, local_batch_size)
+    how = (tokens.stop_strings, kinds, None, local_batch_size)
     return make_engine(args, tiny_policy(), accelerator, tokenizer, *how)
 
 
@@ -167,7 +167,7 @@ def test_each_engine_gets_what_it_needs(make_args: Any, vllm_installed: None) ->
     engine = make(make_args, **given)
     assert engine.rows_per_call() == 7 and engine.stop_strings.strings == ("w3",)
     vllm = {"generation_engine": "vllm", **given}
-    assert make(make_args, **vllm).vllm[-2:] == (1, 7)  # the stop token, and rows at once
+    assert make(make_args, **vllm).vllm[-1] == 7  # rows at once
     assert make(make_args, **vllm, local_batch_size=12).vllm[-1] == 12
     assert make(make_args, **vllm, local_batch_size=12, generation_batch_size=3).vllm[-1] == 3
 

@@ -30,6 +30,7 @@ from rlhf_ppo import PPOConfig
 from rlhf_ppo.config import arguments as engine_arguments
 from rlhf_ppo.generation import vllm
 from rlhf_ppo.generation.protocol import sample_with
+from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.generation.vllm import VLLMEngine, start_vllm
 from rlhf_ppo.models.adapters import preserve_base
@@ -86,9 +87,19 @@ def test_ids_that_are_never_sampled_have_a_bias_in_that_call_only(make_vllm_args
     fake = fake_generation([[7]], [[[-0.5]]])
     engine, policy = VLLMEngine(fake), tiny_policy()
     engine.sample(policy, prompts([4]), sampling_config(make_vllm_args(), 1, list(range(30, 40))))
-    assert fake.generation_kwargs == {"ignore_eos": True, "logit_bias": {30: -100.0, 31: -100.0}}
+    assert fake.generation_kwargs["logit_bias"] == {30: -100.0, 31: -100.0}
     engine.sample(policy, prompts([4]), sampling_config(make_vllm_args(), 1))
-    assert fake.generation_kwargs == {"ignore_eos": True}
+    assert "logit_bias" not in fake.generation_kwargs
+
+
+@pytest.mark.parametrize(("ends", "stops"), [(1, [1]), ([1, 5], [1, 5]), (None, [])])
+def test_each_call_has_its_own_stop_tokens_and_length(make_vllm_args: MakeArgs, ends: Any, stops: list[int]) -> None:
+    fake = fake_generation([[7]], [[[-0.5]]])
+    engine, config = VLLMEngine(fake), sampling_config(make_vllm_args(), 1)
+    for length in (9, 4):
+        engine.sample(tiny_policy(), prompts([4]), changed(config, max_new_tokens=length, eos_token_id=ends))
+        assert fake.max_completion_length == length
+        assert fake.generation_kwargs == {"ignore_eos": True, "stop_token_ids": stops}
 
 
 def test_more_ids_than_vllm_can_keep_from_being_sampled(make_vllm_args: MakeArgs) -> None:
@@ -273,20 +284,17 @@ def test_every_argument_is_passed_on(make_vllm_args: MakeArgs, monkeypatch: pyte
     policy, accelerator, tokenizer = tiny_policy(), Accelerator(cpu=True), make_tokenizer()
     policy.name_or_path = "somewhere"
 
-    start_vllm(args, policy, accelerator, tokenizer, stop_token_id=5, rows=16)
+    start_vllm(args, policy, accelerator, tokenizer, rows=16)
 
     passed = made.call_args.kwargs
     assert {f"vllm_{name}": value for name, value in passed.items() if f"vllm_{name}" in given} == given
     assert passed["mode"] == "colocate" and passed["model"] is policy and passed["processing_class"] is tokenizer
     assert passed["max_num_seqs"] == 32 and passed["max_completion_length"] == 9 and passed["logprobs"] == 0
-    assert passed["generation_kwargs"] == {"ignore_eos": True, "stop_token_ids": [5]}
-    start_vllm(args, policy, accelerator, tokenizer, stop_token_id=None, rows=16)
-    assert made.call_args.kwargs["generation_kwargs"] == {"ignore_eos": True, "stop_token_ids": []}
 
 
 def test_a_policy_made_in_memory_cannot_be_colocated(make_vllm_args: MakeArgs) -> None:
     with pytest.raises(ValueError, match=r"vllm_mode='colocate' loads the model from .*; save_pretrained it"):
-        start_vllm(make_vllm_args(), tiny_policy(), Accelerator(cpu=True), make_tokenizer(), 1, 2)
+        start_vllm(make_vllm_args(), tiny_policy(), Accelerator(cpu=True), make_tokenizer(), 2)
 
 
 # ---- How long a prompt may be ----
@@ -445,7 +453,7 @@ def test_a_server_gets_the_weights_then_the_prompts(make_vllm_args: MakeArgs, se
         vllm_mode="server", vllm_server_base_url=url, temperature=0.8, top_k=5, top_p=0.9, min_p=0.1, response_length=6
     )
     policy = tiny_policy()
-    engine = start_vllm(args, policy, Accelerator(cpu=True), make_tokenizer(), stop_token_id=1, rows=2)
+    engine = start_vllm(args, policy, Accelerator(cpu=True), make_tokenizer(), rows=2)
 
     sampled = engine.sample(policy, prompts([5, 9, 3], [20]), sampling_config(args, 1))
 
@@ -472,7 +480,7 @@ def test_a_signal_breaks_off_a_request(make_vllm_args: MakeArgs, server: Any) ->
 
     handler.do_POST = never
     args = make_vllm_args(vllm_mode="server", vllm_server_base_url=url)
-    engine = start_vllm(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), stop_token_id=1, rows=2)
+    engine = start_vllm(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), rows=2)
     engine.vllm.sync_weights = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     before = time.monotonic()
     with StopOnSignal(lambda flags: flags, pending=lambda: "it ends").listening(), pytest.raises(Stopped):
@@ -489,7 +497,7 @@ def test_an_adapter_is_sent_merged_and_the_base_stays_bit_for_bit(make_vllm_args
     lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, lora_alpha=32)
     policy = peft.get_peft_model(tiny_policy().bfloat16(), lora)
     before = {name: weight.clone() for name, weight in policy.named_parameters()}
-    engine = start_vllm(args, policy, Accelerator(cpu=True), make_tokenizer(), stop_token_id=1, rows=2)
+    engine = start_vllm(args, policy, Accelerator(cpu=True), make_tokenizer(), rows=2)
 
     for _ in range(3):
         engine.sample(policy, prompts([4]), sampling_config(args, 1))
@@ -512,7 +520,7 @@ def test_a_server_whose_logprobs_cannot_be_corrected_for(make_vllm_args: MakeArg
     url, handler = server
     handler.model_config["logprobs_mode"] = "raw_logprobs"
     args = make_vllm_args(vllm_mode="server", vllm_server_base_url=url)
-    start = (tiny_policy(), Accelerator(cpu=True), make_tokenizer(), 1, 2)
+    start = (tiny_policy(), Accelerator(cpu=True), make_tokenizer(), 2)
     with pytest.raises(ValueError, match=r"--logprobs-mode raw_logprobs.*importance_sampling_correction=False"):
         start_vllm(args, *start)
     args.importance_sampling_correction = False
@@ -556,7 +564,7 @@ def is_over(server: Any) -> Iterator[threading.Event]:
 def connected(make_vllm_args: MakeArgs, url: str, **given: Any) -> Any:
     given = {"vllm_mode": "server", "vllm_server_base_url": url.replace("http://", "http://somebody:secret@"), **given}
     args = make_vllm_args(vllm_server_timeout=0.2, **given)
-    return start_vllm(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), stop_token_id=1, rows=2), args
+    return start_vllm(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), rows=2), args
 
 
 UNUSABLE = (

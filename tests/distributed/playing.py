@@ -1,0 +1,118 @@
+"""What two processes play: episodes of very different lengths, with tools that hang and environments that fail."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from accelerate.utils import gather
+from datasets import Dataset
+
+from rlhf_ppo.environments.text import text_environment
+from rlhf_ppo.generation.protocol import Sampled, prompt_rows
+from rlhf_ppo.generation.transformers_engine import TransformersEngine
+from tests import conftest
+from tests.distributed.scenarios import launched_as, make_trainer, whole_parameters
+
+EOS = 1
+
+
+class Walk:
+    """As many turns as the row says; step `hangs` never returns, and `fails` names what raises."""
+
+    def __init__(self, extras: dict[str, Any] | None = None) -> None:
+        self.row, self.steps = extras or {}, 0
+
+    def reset(self) -> tuple[str, dict[str, Any]]:
+        if self.row.get("fails") == "reset":
+            raise ValueError("no board")
+        return "w5", {}
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        if self.steps == self.row.get("hangs"):
+            time.sleep(1e6)
+        observation = 7 if self.row.get("fails") == "step" and self.steps == 3 else "w8 w9 w10"[: 2 + self.steps]
+        wrong = object() if observation == 7 else observation
+        return wrong, self.steps / 10, self.steps >= self.row["turns"], False, {}
+
+
+class Speaking:
+    """transformers' `generate` with all its passes, whose words are replaced by others that the context gives."""
+
+    reads_sharded = False
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def sample(self, policy: Any, prompts: Any, config: Any) -> Sampled:
+        self.calls.append(len(prompts))
+        inner = TransformersEngine(lambda: 2, None, gather)
+        inner.sample(policy, prompts, config)
+        rows = []
+        for ids in prompt_rows(prompts):
+            generator = torch.Generator().manual_seed(sum(place * token for place, token in enumerate(ids, 1)))
+            length = int(torch.randint(0, 3, (), generator=generator))
+            rows.append([*torch.randint(3, 32, (length,), generator=generator).tolist(), EOS][: config.max_new_tokens])
+        lengths = torch.tensor([len(row) for row in rows])
+        padded = torch.tensor([row + [0] * (int(lengths.max()) - len(row)) for row in rows])
+        return Sampled(padded, None, lengths)
+
+    def policy_changed(self) -> None: ...
+
+
+ROWS = [{"prompt": f"w{row} w1", "turns": 1 if row < 4 else 9} for row in range(8)]
+
+
+def play(
+    output_dir: str,
+    models: str,
+    local_batch_size: int = 4,
+    changes: dict[int, dict[str, Any]] | None = None,
+    given: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Take one SGD step of rate 1 on episodes of 1 turn (the first rank's) and of 9 (the second's)."""
+    engine = Speaking()
+    rows = [{"hangs": 0, "fails": "", **row, **(changes or {}).get(number, {})} for number, row in enumerate(ROWS)]
+    arguments = {
+        "train_dataset": Dataset.from_list(rows), "eval_dataset": None, "engine": engine,
+        "environment_factory": text_environment(Walk), "reward_funcs": conftest.count_w4,
+    }  # fmt: skip
+    trainer = make_trainer(
+        output_dir, models, given=arguments | (given or {}),
+        **{
+            "gradient_accumulation_steps": local_batch_size // 2, "response_length": 60, "num_ppo_epochs": 1,
+            "num_mini_batches": 1, "max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0,
+            "train_sampling_strategy": "sequential", "gae_level": "turn", "bootstrap_truncated": True,
+            "tool_timeout": 0.7, **options,
+        },
+    )  # fmt: skip
+    turns: list[list[int]] = []
+    collect = trainer.collect_rollout
+
+    def noting(*arguments: Any) -> Any:
+        rollout = collect(*arguments)
+        starts = rollout.response_mask[:, 1:] & ~rollout.response_mask[:, :-1]
+        turns.append((starts.sum(dim=1) + rollout.response_mask[:, 0]).tolist())
+        return rollout
+
+    trainer.collect_rollout = noting
+    trainer.train()
+    return {
+        **launched_as(trainer),
+        "log": trainer.state.log_history,
+        "parameters": whole_parameters(trainer),
+        "turns": turns[0],
+        "calls": engine.calls,
+    }
+
+
+def error_of_play(**arguments: Any) -> str:
+    """Play what must fail; return this rank's error."""
+    try:
+        play(**arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
