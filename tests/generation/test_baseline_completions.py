@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.processes.distributed import upcoming_seed
-from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS, PreferenceReward
+from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
 from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run
 
@@ -156,30 +155,6 @@ def test_a_resumed_run_is_the_same(make_trainer: Any, tmp_path: Any, opponent: s
     resumed = make_trainer(reward_funcs=Watching(opponent), **arguments)
     resumed.train(resume_from_checkpoint=True)
     assert_identical(end_of_run(resumed), end_of_run(whole))
-
-
-def test_sample_tables_compare_too(make_trainer: Any) -> None:
-    trainer = make_trainer(
-        reward_funcs=functools.partial(Watching("reference")), train_dataset=ROWS, eval_dataset=ROWS[:4]
-    )
-    table = trainer.generate_completions()
-    assert set(table["score"]) <= {-1.0, 0.0, 1.0}
-
-
-def test_without_a_comparison_nothing_is_generated_twice(make_trainer: Any) -> None:
-    trainer = make_trainer(train_dataset=ROWS)
-    assert trainer._rollouts.baselines.kinds == ()
-    dataset_only = make_trainer(reward_funcs=PreferenceReward(len, "dataset", "number"), train_dataset=ROWS)
-    assert dataset_only._rollouts.baselines.kinds == ()
-    both = [Watching("self"), Watching("reference"), Watching("self")]
-    assert make_trainer(reward_funcs=both, train_dataset=ROWS)._rollouts.baselines.kinds == tuple(OPPONENT_COLUMNS)
-
-
-def test_metrics_of_the_comparison_are_logged(make_trainer: Any) -> None:
-    trainer = run(make_trainer, Watching("reference"))
-    entry = trainer.state.log_history[0]
-    assert entry["preference/win_rate"] == pytest.approx((1 + entry["rewards/preference/mean"]) / 2)
-    assert entry["preference/failed"] == 0
 
 
 def test_a_seed_that_takes_no_number() -> None:

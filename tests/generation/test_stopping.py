@@ -284,17 +284,3 @@ def test_a_run_with_stop_strings(make_trainer: Any, padding_side: str, stop_toke
         assert not any(stop in text_before for stop in STOPS), text
         assert len(text.split()) == 12 or any(stop in last for stop in STOPS) or last == "<eos>"
     assert trainer.evaluate()["eval_ended_frac"] >= 0
-
-
-def test_no_stop_token_is_asked_for_where_there_are_stop_strings(make_trainer: Any, caplog: Any) -> None:
-    make_trainer(stop_token=None, stop_strings=["w4"])
-    assert "No stop token is set" not in caplog.text
-
-
-def test_a_penalty_needs_something_that_ends_a_response(make_trainer: Any) -> None:
-    bare = make_tokenizer()
-    bare.eos_token = None
-    arguments = {"processing_class": bare, "stop_token": None, "missing_eos_penalty": 1.0}
-    with pytest.raises(ValueError, match=r"missing_eos_penalty=1\.0 needs .*stop_strings"):
-        make_trainer(**arguments)
-    make_trainer(**arguments, stop_strings=["w4"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import runpy
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -16,12 +14,11 @@ import huggingface_hub
 import pytest
 import torch
 import transformers.utils.hub
-from datasets import Dataset
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from rlhf_ppo.training.publishing import HubError
-from tests.conftest import count_w4, make_tokenizer, tiny_policy, tiny_scorer
+from tests.conftest import count_w4, tiny_policy, tiny_scorer
 from tests.reporting.local_hub import LocalHub, Request, local_hub
 from tests.runs import QUICK
 
@@ -218,26 +215,6 @@ def test_trackio_publishes_its_tables_only_into_a_space_that_is_named(make_train
     assert seen == [False, "me/curves"]
 
 
-def test_the_example_names_its_prompts(make_trainer, hub, tmp_path, monkeypatch):
-    for model, name in ((tiny_policy(), "sft"), (tiny_scorer(), "reward")):
-        model.save_pretrained(tmp_path / name)
-        make_tokenizer().save_pretrained(tmp_path / name)
-    Dataset.from_dict({"prompt": ["w1 w2"] * 8}).to_json(tmp_path / "prompts.jsonl")
-    monkeypatch.chdir(tmp_path)
-    options = (
-        "--dataset_name prompts.jsonl --sft_model_path sft --reward_model_path reward --output_dir out --push_to_hub "
-        "--per_device_train_batch_size 2 --total_episodes 2 --response_length 2 --num_sample_generations 0 --use_cpu"
-    )
-    monkeypatch.setattr("sys.argv", ["ppo.py", *options.split()])
-
-    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "ppo.py"), run_name="__main__")
-
-    assert hub.made[0]["name"] == "out"
-    assert (hub.commits[-1].repository, hub.commits[-1].message) == ("somebody/out", "End of training")
-    card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert "on the prompts of `prompts.jsonl`" in card.text and "trained from `sft`" in card.text
-
-
 # ---- The card ----
 
 
@@ -282,47 +259,3 @@ def test_an_adapter_s_card_says_so(make_trainer, hub):
     assert (data.library_name, data.base_model) == ("peft", "some-org/tiny-sft")
     assert "adapter_model.safetensors" in hub.commits[0].files
     assert "model.safetensors" not in hub.commits[0].files
-
-
-def test_the_card_says_what_a_judge_found(make_trainer):
-    trainer = make_trainer(hub_model_id="some-org/tiny-ppo")
-    said = {"win_rate": 0.647, "interval": [0.6, 0.69], "wins": 60, "losses": 30, "ties": 8, "failed": 2}
-    judged = Path(trainer.args.output_dir, "judged")
-    judged.mkdir(parents=True)
-    options = {"opponent": str(judged / "models" / "sft"), "judge_model": "gpt-4o-mini"}
-    (judged / "win_rate.json").write_text(json.dumps({**said, "options": options}))
-    options = {"opponent_column": "reference", "judge": "rewards.py:brevity"}
-    (judged / "win_rate-2.json").write_text(json.dumps({**said, "win_rate": 0.5, "options": options}))
-    (judged / "win_rate-3.json").write_text("broken off")
-    (judged / "win_rate-4.json").write_text(
-        json.dumps({**said, "win_rate": None, "interval": None, "options": options})
-    )
-
-    trainer.create_model_card()
-
-    lines = [line for line in card_of(trainer).text.splitlines() if line.startswith("- Win rate")]
-    assert sorted(lines) == [
-        "- Win rate 50.00% (95% interval 60.00% to 69.00%) against `the column reference` on 98 prompts, each judged "
-        "in both orders by `rewards.py:brevity`",
-        "- Win rate 64.70% (95% interval 60.00% to 69.00%) against `sft` on 98 prompts, each judged in both orders by "
-        "`gpt-4o-mini`",
-    ]
-
-
-def test_models_made_in_memory_have_no_name_to_give(make_trainer):
-    trainer = make_trainer(reward_model=tiny_scorer(), hub_model_id=None)
-
-    trainer.create_model_card()
-
-    card = card_of(trainer)
-    assert card.data.base_model is None and card.data.model_name == "run"
-    assert "- `reward_model`" in card.text
-
-
-def test_only_the_main_process_writes(make_trainer, monkeypatch):
-    trainer = make_trainer()
-    monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
-
-    trainer.create_model_card()
-
-    assert not Path(trainer.args.output_dir, "README.md").exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +110,6 @@ def test_bytes_that_make_no_character_end_no_run(shared_data: Path) -> None:
     ]
 
 
-def test_texts_of_tokens_make_up_the_text(shared_data: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260K")
-    ids = [*tokenizer("Once upon a time, a café in 日本.").input_ids, tokenizer.eos_token_id]
-    texts = texts_of_tokens(tokenizer, ids)
-    assert "".join(texts) == tokenizer.decode(ids) and texts[0] != "Once upon" and "" in texts  # parts of 日
-
-
 # ---- Files stay ----
 
 
@@ -154,17 +145,6 @@ def test_another_run_in_the_directory_has_files_of_its_own(tmp_path: Path) -> No
     ]
     Run("c", earlier={"b": 1}).save(tmp_path)  # which goes on from the second one's first update
     assert list(find_completions(tmp_path)) == [1]
-
-
-def test_of_a_killed_write_nothing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def dies(table: Any, file: Any, **settings: Any) -> None:
-        file.write_bytes(b"PAR1")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(completion_files.pq, "write_table", dies)
-    with pytest.raises(OSError):
-        write_completions(tmp_path, [row()], Run("a"))
-    assert list((tmp_path / "completions").iterdir()) == []
 
 
 def test_a_full_disk_is_named(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

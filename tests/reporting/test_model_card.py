@@ -2,14 +2,11 @@ import os
 from pathlib import Path
 
 import pytest
-import transformers
 from huggingface_hub import ModelCard
 
 from rlhf_ppo.reporting.judgements import Judgement
 from rlhf_ppo.reporting.model_card import (
     FinalMetrics,
-    hyperparameters,
-    installed_versions,
     model_card,
     with_judgements,
 )
@@ -85,12 +82,6 @@ def test_local_paths_stay_private(saved, tmp_path, monkeypatch):
     assert "secret" not in card.text and str(tmp_path) not in card.text
 
 
-def test_a_run_without_metrics_or_data_set_says_so(saved):
-    text = saved(metrics={}, base_model=None, dataset=None, reward_sources=[]).text
-
-    assert "None logged." in text and "None named." in text and "None`" not in text
-
-
 def test_final_metrics_are_the_last_logged_of_each_without_timings():
     log = [
         {"step": 1, "epoch": 0.5, "objective/kl": 0.1, "loss/value_avg": 2.0, "time/rollout": 3.0, "lr": 1e-6},
@@ -131,18 +122,3 @@ def test_a_card_reads_what_was_logged_since_the_last_one(make_trainer):
     trainer.create_model_card()
     card = Path(trainer.args.output_dir, "README.md").read_text()
     assert "| objective/kl | 3 |" in card and "loss/policy_avg" not in card
-
-
-def test_hyperparameters_are_those_of_the_configuration(tmp_path):
-    from rlhf_ppo.config import PPOConfig
-
-    found = hyperparameters(PPOConfig(output_dir=str(tmp_path), kl_coef=0.125, seed=7, lr_scheduler_type="cosine"))
-
-    assert found["kl_coef"] == 0.125 and found["seed"] == 7 and found["num_ppo_epochs"] == 4
-    assert found["lr_scheduler_type"] == "cosine"  # the word, not the enumeration's repr
-    assert "missing_eos_penalty" not in found and "stop_token_id" not in found
-
-
-def test_installed_versions_are_the_imported_ones():
-    assert installed_versions()["transformers"] == transformers.__version__
-    assert "rlhf_ppo" in installed_versions()

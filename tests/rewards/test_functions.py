@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import math
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,11 @@ from accelerate import PartialState
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerState
 
+from rlhf_ppo.processes.distributed import _portable
 from rlhf_ppo.rewards import RewardFunction, ScoringBatch
-from rlhf_ppo.rewards.functions import function_name
-from rlhf_ppo.rewards.scorer import Scorer, check_scores
+from rlhf_ppo.rewards.functions import LoggedByFunctions, function_name
+from rlhf_ppo.rewards.scorer import Scorer, WrongRewardError, check_scores
+from tests.conftest import make_tokenizer
 
 PAD, EOS = 0, 1
 STATE = TrainerState(global_step=5)
@@ -108,7 +111,7 @@ def test_arguments_and_scores_are_those_of_grpo(form: str, is_async: bool, token
     log_metric, log_extra = trainer._log_metric, trainer._log_completion_extra
     ours = source(function, tokenizer, log_metric=log_metric, log_extra=log_extra)(batch)
     assert torch.equal(ours.nan_to_num(99), theirs[:, 0].nan_to_num(99))
-    for name in ("log_metric", "log_extra"):  # ours are checked, see test_functions_logs.py
+    for name in ("log_metric", "log_extra"):  # ours are checked
         assert all(callable(call.pop(name)) for call in calls)
     assert calls[1] == calls[0]
     loop.close()
@@ -143,21 +146,6 @@ def test_columns_cannot_take_the_place_of_the_arguments(tokenizer: PreTrainedTok
     assert seen["prompts"] == ["w0 w1", "w4", "w5"]
 
 
-def test_logged_metrics_and_columns_arrive(tokenizer: PreTrainedTokenizerFast) -> None:
-    def reward(completions: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
-        log_metric("share", 0.5)
-        log_extra("note", ["a", "b", "c"])
-        return [1.0] * len(completions)
-
-    metrics: list[Any] = []
-    extra: list[Any] = []
-    source(reward, tokenizer, log_metric=lambda *m: metrics.append(m), log_extra=lambda *e: extra.append(e))(
-        make_batch()
-    )
-    assert metrics == [("share", 0.5)] and extra == [("note", ["a", "b", "c"])]
-    assert source(reward, tokenizer)(make_batch()).tolist() == [1.0, 1.0, 1.0]  # nobody listens
-
-
 class Judge:
     def __call__(self, completions: list[str], **_: Any) -> list[float]:
         return [float(len(text)) for text in completions]
@@ -180,9 +168,11 @@ def test_callable_objects(judge: Any, is_async: bool, tokenizer: PreTrainedToken
 def test_names() -> None:
     def good(**_: Any) -> None: ...
 
-    assert function_name(good) == function_name(functools.partial(functools.partial(good), a=1)) == "good"
-    assert function_name(lambda: 0) == "lambda"
-    assert function_name(Judge()) == "Judge"
+    named = functools.partial(functools.partial(good, b=2), a=1)
+    assert function_name(good) == function_name(named) == "good"
+    named.__name__ = "outer"  # pyright: ignore[reportAttributeAccessIssue]
+    assert function_name(named) == function_name(functools.partial(named)) == "outer"
+    assert (function_name(lambda: 0), function_name(Judge())) == ("lambda", "Judge")
 
 
 def test_a_given_name_wins_and_errors_use_it(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -250,11 +240,6 @@ def test_an_async_client_keeps_its_loop_between_calls(tokenizer: PreTrainedToken
     assert loops[0] is loops[1] and not loops[0].is_closed()
 
 
-def test_something_that_cannot_be_called_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(TypeError, match="'accuracy', which cannot be called"):
-        source("accuracy", tokenizer)
-
-
 @pytest.mark.parametrize(
     "returned",
     [
@@ -270,6 +255,7 @@ def test_something_that_cannot_be_called_is_refused(tokenizer: PreTrainedTokeniz
 def test_any_sequence_of_numbers_is_accepted(returned: Any) -> None:
     scores = check_scores(returned, "f", [2, 2, 2])
     assert scores.dtype == torch.float32 and scores.tolist() == [1.0, 0.5, 1.0] and not scores.requires_grad
+    assert check_scores([None, 2, None], "f", [2, 2, 2]).tolist() == pytest.approx([NAN, 2, NAN], nan_ok=True)
 
 
 def test_a_list_in_each_row_rewards_tokens() -> None:
@@ -290,11 +276,6 @@ def test_rewards_per_token_have_the_width_of_the_responses(is_async: bool, token
 
     rewards = source(ids_async if is_async else ids, tokenizer)(make_batch())
     assert rewards.tolist() == [[4.0, 5.0, EOS], [EOS, 0.0, 0.0], [8.0, 8.0, 8.0]]
-
-
-def test_none_is_not_scored() -> None:
-    scores = check_scores([None, 2, None], "f", [2, 2, 2])
-    assert scores.isnan().tolist() == [True, False, True] and scores[1] == 2
 
 
 @pytest.mark.parametrize(
@@ -332,16 +313,6 @@ def test_anything_else_names_the_function_the_row_and_the_fix(returned: Any, kin
     assert "reward function 'my_reward'" in str(error.value) and "return " in str(error.value).rsplit(": ", 1)[1]
 
 
-def test_a_partial_with_a_name_of_its_own_goes_by_it() -> None:
-    def inner(completions: list[str]) -> list[float]:
-        return [0.0] * len(completions)
-
-    named = functools.partial(functools.partial(inner))
-    assert function_name(named) == "inner"
-    named.__name__ = "outer"  # pyright: ignore[reportAttributeAccessIssue]
-    assert function_name(named) == "outer" == function_name(functools.partial(named))
-
-
 @pytest.mark.parametrize("empty", [None, math.nan, math.inf, "no number"])
 def test_what_is_returned_for_tokens_of_a_tool_is_not_read(empty: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     """The policy wrote the first and the third token; what is missing for one of these is an error as ever."""
@@ -356,3 +327,72 @@ def test_what_is_returned_for_tokens_of_a_tool_is_not_read(empty: Any, tokenizer
     own = RewardFunction(lambda **_: [[1.0, 2.0, empty], None], tokenizer, lambda: STATE)
     with pytest.raises((TypeError, ValueError), match="for row 0, token 2"):
         own(gaps)
+
+
+# ---- What a function logs is checked at the call ----
+
+
+def scored(call: Any) -> LoggedByFunctions:
+    """Score three completions with a function that makes a call of `log_metric` and `log_extra`."""
+    logged = LoggedByFunctions()
+
+    def judged(completions: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+        call(log_metric, log_extra)
+        return [0.0] * len(completions)
+
+    RewardFunction(judged, make_tokenizer(), lambda: STATE, logged.log_metric, log_extra=logged.log_extra)(
+        make_batch()
+    )
+    return logged
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda metric, extra: metric("m", 10**400), r"log_metric\('m', 10+\): pass numbers below 1e308"),
+        (lambda metric, extra: metric("m", 10**5000), r"log_metric\('m', an integer of thousands of digits\)"),
+        (lambda metric, extra: metric("m", "high"), r"log_metric\('m', 'high'\): pass one number"),
+        (lambda metric, extra: metric("m", None), r"log_metric\('m', None\): pass one number"),
+        (lambda metric, extra: metric("\ud800", 1.0), r"log_metric\('\\ud800', '\\ud800'\): .*half of a surrogate"),
+        (lambda metric, extra: metric(3, 1.0), r"log_metric\(3, None\): pass a text as the name"),
+        (lambda metric, extra: extra("c", ["a", "b"]), r"log_extra\('c', \['a', 'b'\]\): it has 2 values: .* 3 compl"),
+        (lambda metric, extra: extra("c", "abc"), r"log_extra\('c', 'abc'\): pass a list of 3 values"),
+        (lambda metric, extra: extra("c", None), r"log_extra\('c', None\): pass a list of 3 values"),
+        (lambda metric, extra: extra("c", ["a", "\ud800", 3]), r"log_extra\('c', '\\ud800'\): .*half of a surrogate"),
+        (lambda metric, extra: extra("c", [1, 2, 10**400]), r"log_extra\('c', 10+\): pass numbers below 1e308"),
+        (lambda metric, extra: extra("\ud800", [1, 2, 3]), r"log_extra\('\\ud800', .*half of a surrogate"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_logged_is_refused_at_the_call(call: Any, said: str) -> None:
+    with pytest.raises(WrongRewardError, match=f"^the reward function 'judged' called {said}"):
+        scored(call)
+
+
+def test_all_ranks_raise_the_same() -> None:
+    with pytest.raises(WrongRewardError) as raised:
+        scored(lambda metric, extra: extra("c", ["a"]))
+    other = pickle.loads(pickle.dumps(_portable(raised.value, rank=1)))
+
+    assert (type(other), str(other)) == (WrongRewardError, str(raised.value))
+
+
+@pytest.mark.parametrize("value", [1, True, 0.5, float("nan"), np.float32(2), torch.tensor([3.0]), "4"])
+def test_what_python_takes_for_a_number_is_logged(value: Any) -> None:
+    (logged,) = scored(lambda metric, extra: metric("m", value)).values["m"]
+
+    assert logged == float(value) or logged != logged
+
+
+def test_columns_hold_any_values_and_names_are_visible() -> None:
+    values = [None, {"a": [1]}, torch.zeros(2)]
+    logged = scored(lambda metric, extra: (extra("c\x1b[2J\n", iter(values)), metric("m\x1b", 1.0)))
+
+    assert logged.columns == {r"c\x1b[2J\n": values} and logged.values == {r"m\x1b": [1.0]}
+
+
+def test_nothing_logged_exchanges_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under NCCL they travel through the device, for which the host waits several times in each update."""
+    exchanged: list[Any] = []
+    monkeypatch.setattr("rlhf_ppo.rewards.functions.gather_object", lambda own: exchanged.extend(own) or own)
+    assert LoggedByFunctions().drain() == {} and exchanged == []
+    assert scored(lambda metric, extra: metric("m", 2.0)).drain() == {"m": 2.0} and exchanged == [{"m": [2.0]}]

@@ -7,7 +7,6 @@ import dataclasses
 import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -126,32 +125,6 @@ def test_evaluation_clips_in_deviations_of_training_and_leaves_the_moments_alone
     assert metrics["eval_rewards/numbers/mean"] == pytest.approx(15.0)
     assert trainer.score_moments.state_dict() == moments
     assert all(abs(entry["objective/scores"]) <= 0.5 for entry in trainer.state.log_history if "loss" in entry)
-
-
-@pytest.mark.parametrize(
-    "weights", ['{"share_of_w4": 2.0, "reward_model": 0}', {"reward_model": 0, "share_of_w4": 2.0}]
-)
-def test_weights_by_name_and_as_json(weights: Any, make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK, reward_model=tiny_scorer(seed=7), reward_funcs=share_of_w4, reward_weights=weights)
-    trainer.train()
-    entry = trainer.state.log_history[0]
-    assert entry["objective/scores"] == pytest.approx(2 * entry["rewards/share_of_w4/mean"])
-    assert entry["rewards/reward_model/std"] > 0
-
-
-def test_rewards_by_name_file_and_label(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def seven(completions, **_):\n    return [7.0] * len(completions)\n")
-    names = {0: "helpful", 1: "harmless"}
-    trainer = make_trainer(
-        **QUICK,
-        reward_model=tiny_scorer(num_labels=2, id2label=names),
-        reward_head="harmless",
-        reward_funcs=["length_penalty", f"{tmp_path}/mine.py:seven"],
-    )
-    trainer.train()
-    entry = trainer.state.log_history[0]
-    assert (entry["rewards/seven/mean"], entry["rewards/length_penalty/mean"]) == (7.0, 0.0)
-    assert "rewards/reward_model/mean" in entry
 
 
 # ---- Responses that nothing scored ----

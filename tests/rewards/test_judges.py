@@ -235,12 +235,6 @@ def test_a_conversation_is_judged_through_the_chat_template(places: None, read: 
     assert all(sum(ids[: len(prompt)] == prompt for ids in read) == 2 for prompt in asked)
 
 
-def test_numbers_are_checked(places: None, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        evaluate([*OPTIONS, "length", "--temperature", "1e-9"])
-    assert "temperature=1e-09 must be in [0.001, 1000]" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

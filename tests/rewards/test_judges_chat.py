@@ -51,11 +51,6 @@ def test_no_answer_closes_the_tag_that_it_stands_in(server: Any) -> None:
         assert f"<response A {tag}>\n{first}\n</response A {tag}>" in question
 
 
-def test_a_tag_differs_with_each_text_and_their_order() -> None:
-    texts = ["p a b", "p b a", "p a c", "q a b", "p\ud800 a b", "pa  b"]
-    assert len({tag_of(*each.split(" ")) for each in texts}) == len(texts)
-
-
 PAIRS = [["one", "two"], ["three", "four"], ["five", "six"]]
 
 
@@ -107,19 +102,12 @@ def test_an_answer_of_another_shape_names_the_address_without_its_secrets(choice
     assert "s3cret" not in str(raised.value) and len(str(raised.value)) < 500
 
 
-@pytest.mark.parametrize("text", [None, "", "Once upon a time", 7])
-def test_a_reply_without_a_verdict_is_a_failed_one(text: Any, server: Any) -> None:
-    server.replies = [says(completion(text)), says(completion("A")), says(completion("B"))]
-
-    assert ask(server) == [None, 0.0, 1.0]
-
-
 def test_replies_without_a_verdict_are_said_with_one_of_them(
     server: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     thoughts = f"{'Let me think. ' * 20}First, the"
-    server.replies = [says(completion(text, ends)) for text, ends in ((thoughts, "length"), ("C", "stop"), ("A", ""))]
+    server.replies = [says(completion(text, ends)) for text, ends in ((thoughts, "length"), (None, "stop"), ("A", ""))]
 
     assert ask(server) == [None, None, 0.0]
     (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("rlhf_ppo")]

@@ -59,12 +59,6 @@ def test_what_one_wins_the_other_loses(rows: list[tuple[str, str]]) -> None:
     assert [one for one, (a, b) in zip(forth, rows, strict=True) if a == b] == [0.0] * sum(a == b for a, b in rows)
 
 
-def test_identical_answers_are_not_asked_about() -> None:
-    judge = Recorder(longer)
-    assert compare(judge, ["a", "b"], ["a", "b"]) == [0.0, 0.0]
-    assert judge.calls == []
-
-
 @pytest.mark.parametrize("failure", [-1, None, torch.tensor(-1)])
 @pytest.mark.parametrize("order", [0, 1, 2], ids=["first", "second", "both"])
 def test_a_failed_verdict_leaves_the_row_unscored_and_is_counted(failure: Any, order: int) -> None:
@@ -106,29 +100,27 @@ def test_conversations_are_judged_as_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "error", "message"),
+    ("judge", "options", "error", "message"),
     [
-        ([0], ValueError, "returned 1 verdicts for 2 pairs"),
-        ([0, 2], ValueError, "returned 2; return 0, 1 or between"),
-        ([0, math.nan], ValueError, "returned nan"),
-        (["a", 0], TypeError, "returned 'a'; return 0, 1, or -1"),
+        ([0], {}, ValueError, "returned 1 verdicts for 2 pairs"),
+        ([0, 2], {}, ValueError, "returned 2; return 0, 1 or between"),
+        ([0, math.nan], {}, ValueError, "returned nan"),
+        (["a", 0], {}, TypeError, "returned 'a'; return 0, 1, or -1"),
+        (
+            longer,
+            {"column": "chosen"},
+            ValueError,
+            "no column 'chosen' with the opponents' responses; add it",
+        ),
+        (longer, {"opponent": "nobody"}, ValueError, "opponent='nobody' must be one of"),
+        (3, {}, TypeError, "judge=3 cannot be called"),
     ],
 )
-def test_wrong_verdicts(returned: Any, error: type[Exception], message: str) -> None:
+def test_wrong_judges_and_verdicts(judge: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = (lambda prompts, pairs: judge) if isinstance(judge, list) else judge
     with pytest.raises(error, match=message):
-        compare(lambda prompts, pairs: returned, ["a"], ["b"])
-
-
-def test_a_missing_column() -> None:
-    with pytest.raises(ValueError, match="no column 'chosen' with the opponents' responses; add it to the data set"):
-        PreferenceReward(longer, opponent="dataset")(prompts=["p"], completions=["a"])
-
-
-def test_wrong_arguments() -> None:
-    with pytest.raises(TypeError, match="judge=3 cannot be called"):
-        PreferenceReward(3)
-    with pytest.raises(ValueError, match="opponent='nobody' must be one of"):
-        PreferenceReward(longer, opponent="nobody")
+        reward = PreferenceReward(given, **{"opponent": "dataset", "column": "gold", **options})
+        reward(prompts=["p"], completions=["a"], gold=["b"])
 
 
 def test_feedback_on_one_pair() -> None:

@@ -45,12 +45,6 @@ def test_a_run_prints_a_line_for_each_log_and_a_table(
     assert capsys.readouterr().out.count("After update 3") == 1
 
 
-def test_what_is_logged_can_be_shown_whole(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
-    make_trainer(**QUICK, log_console="full").train()
-    printed = capsys.readouterr().out
-    assert printed.count("'policy/approxkl_avg'") == 3 and "update " not in printed
-
-
 def test_only_the_main_process_prints(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make_trainer(**QUICK, disable_tqdm=False)
     capsys.readouterr()

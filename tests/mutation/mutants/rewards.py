@@ -8,14 +8,6 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         "scorer.py",
         "tests/rewards/test_shaping.py::test_before_the_first_update_an_evaluation_takes_the_moments_of_its_own_scores",
     ): [("total = scores + token_scores", "total = scores")],
-    (
-        "scorer.py",
-        "tests/rewards/test_shaping.py::test_normalized_scores_are_paid_their_distance_from_the_mean_of_all",
-    ): [
-        ("(scores - _mean(args, unit)) / unit.std", "scores / unit.std"),
-        ("(scores - _mean(args, unit)) / unit.std", "scores - _mean(args, unit)"),
-        ("_of_tokens(rollout) / std", "_of_tokens(rollout)"),
-    ],
     ("judges.py", "tests/rewards/test_judges.py"): [
         ("float(second > first)", "float(second < first)"),
         ("0.5 if first == second else float(second > first)", "float(second > first)"),
@@ -49,6 +41,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("scorer.py", "tests/rewards/test_shaping.py::test_the_order_by_hand"): [
         ("clip_scores(scores, args.score_clip)", "scores"),
+        ("(scores - _mean(args, unit)) / unit.std", "scores / unit.std"),
+        ("(scores - _mean(args, unit)) / unit.std", "scores - _mean(args, unit)"),
         ("_of_tokens(rollout) / std", "_of_tokens(rollout)"),
     ],
 }
