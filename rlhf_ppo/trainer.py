@@ -17,7 +17,7 @@ from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments, masked_white
 from rlhf_ppo.algorithm.penalties import KLController, check_coefficient, token_rewards
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.experience import Experience
-from rlhf_ppo.data.prompts import NoPrompts, PromptCollator, Prompts, check_lengths, num_rows
+from rlhf_ppo.data.prompts import NoPrompts, PromptCollator, Prompts, check_lengths, may_hold_chats, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
@@ -232,7 +232,10 @@ class PPOTrainer(TrainerBase):
         surroundings = (self.accelerator, lambda: self.state, run.logged, run.guard.refuse)
         self.scorer = construction.make_scorer(args, models.rewards, run.reward_funcs, run.tokenizer, *surroundings)
         is_given = {"has_engine": engine is not None, "has_evaluation": self.eval_dataset is not None}
-        is_given["has_episodes"] = self._episodes is not None
+        is_given["has_episodes"] = self._episodes is not None and self._episodes.rollout_func is None
+        unread = args.chat_template_kwargs is None or self._episodes is not None
+        is_given["has_chats"] = unread or may_hold_chats(self.train_dataset, self.eval_dataset)
+        is_given |= dict(zip(("has_optimizer", "has_schedule"), self._optimization.replaces, strict=True))
         others = (models, self._policy_loss, self.kl_controller)
         checks.warn_of_odd_options(run, *others, is_stepped=self._is_stepped, **is_given)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from rlhf_ppo.config.arguments import EPISODE_OPTIONS
+from rlhf_ppo.config.arguments import EPISODE_OPTIONS, GSPO_CLIP_RANGES
 from rlhf_ppo.config.ppo_config import PPOConfig
 from rlhf_ppo.config.presets import PRESETS
 from rlhf_ppo.config.redaction import redacted
@@ -28,6 +28,10 @@ class RunContext:
         gathers_weights: DeepSpeed ZeRO-3 shards the policy.
         has_16_bits: Something is computed or stored in 16 bits.
         has_episodes: There are tools or environments.
+        has_chats: A prompt may be a conversation.
+        has_optimizer: An optimizer was passed.
+        has_schedule: A learning-rate scheduler was passed.
+        has_accelerator: The run computes on a GPU or another accelerator.
     """
 
     is_stepped: bool = False
@@ -41,6 +45,10 @@ class RunContext:
     gathers_weights: bool = False
     has_16_bits: bool = False
     has_episodes: bool = False
+    has_chats: bool = True
+    has_optimizer: bool = False
+    has_schedule: bool = False
+    has_accelerator: bool = True
 
 
 _VLLM = tuple(name for name in PPOConfig.__dataclass_fields__ if name.startswith("vllm_"))
@@ -48,8 +56,21 @@ _VLLM_SERVER = tuple(name for name in _VLLM if "server" in name or name == "vllm
 _VLLM_COLOCATED = tuple(name for name in _VLLM if name not in (*_VLLM_SERVER, "vllm_mode"))
 _ENGINE = ("generation_engine", "generation_batch_size", *_VLLM)
 _SAMPLING = ("top_k", "top_p", "min_p", *_ENGINE)
-_PROMPTS = ("max_prompt_length", "dataset_num_proc", "reward_weights", "reward_timeout")
-_CORRECTION = ("importance_sampling_correction", "importance_sampling_mode", "importance_sampling_clip_max")
+_PROMPTS = ("max_prompt_length", "dataset_num_proc", "reward_weights", "reward_timeout", "chat_template_kwargs")
+_WEIGHTS = ("importance_sampling_mode", "importance_sampling_clip_max")
+_CORRECTION = ("importance_sampling_correction", *_WEIGHTS)
+_CLIPS = ("cliprange", "cliprange_high", "dual_clip", "cliprange_value")
+_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_WARM_UP = ("warmup_ratio", "warmup_steps")
+_WITHOUT_BETAS = {*("sgd", "schedule_free_sgd", "adafactor", "adagrad", "lomo"), *("rmsprop", "rmsprop_bnb")}
+_WITHOUT_WARM_UP = ("constant", "reduce_lr_on_plateau", "greedy")
+
+_ONE_STEP = ("an update is one optimizer step, before which all ratios are 1", "raise num_ppo_epochs")
+
+
+def _is_one_step(args: PPOConfig) -> bool:
+    return args.num_ppo_epochs == args.num_mini_batches == 1 and args.old_logprobs == "training"
+
 
 # fmt: off
 UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, RunContext], bool], str, str], ...] = (
@@ -59,8 +80,25 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, RunContext], bool], st
     ((*_CORRECTION, "old_logprobs"),
      lambda args, run: args.generation_engine == "transformers" and not (run.has_engine or run.is_stepped),
      "generation_engine='transformers' gives no log-probabilities", "use 'continuous' or 'vllm'"),
-    (("importance_sampling_correction",), lambda args, _: args.old_logprobs == "sampling",
+    (_CORRECTION, lambda args, _: args.old_logprobs == "sampling",
      "old_logprobs='sampling' takes its place", "set old_logprobs='training'"),
+    (_WEIGHTS, lambda args, _: not args.importance_sampling_correction,
+     "importance_sampling_correction is False", "set importance_sampling_correction=True"),
+    (_CLIPS, lambda args, run: _is_one_step(args) and not run.has_loss, *_ONE_STEP),
+    (("policy_loss",), lambda args, _: _is_one_step(args) and args.policy_loss in ("gspo", "cispo", "dis"), *_ONE_STEP),
+    (("critic_learning_rate", "cliprange_value"), lambda args, _: args.vf_coef == 0,
+     "vf_coef is 0, so nothing trains the value model", "raise vf_coef"),
+    (("lam", "lam_policy", "lam_critic", "length_adaptive_alpha", "bootstrap_truncated"),
+     lambda args, _: args.gamma == 0, "gamma is 0, so no later reward counts", "raise gamma"),
+    (("chat_template_kwargs",), lambda _, run: not run.has_chats,
+     "the prompts are texts or ids", "use prompts that are lists of messages"),
+    (("learning_rate", "weight_decay", "optim", *_ADAM), lambda _, run: run.has_optimizer,
+     "optimizers[0] is passed", "set it in that optimizer"),
+    (("lr_scheduler_type", *_WARM_UP), lambda _, run: run.has_schedule,
+     "optimizers[1] is passed", "set it in that scheduler"),
+    (_ADAM, lambda args, _: args.optim in _WITHOUT_BETAS, "the optimizer has no such number", "choose another optim"),
+    (_WARM_UP, lambda args, _: args.lr_scheduler_type in _WITHOUT_WARM_UP,
+     "this lr_scheduler_type has no warm-up", "use 'constant_with_warmup'"),
     (_SAMPLING, lambda _, run: run.is_stepped, "step() is given responses", "use train()"),
     (_PROMPTS, lambda _, run: run.is_stepped, "step() is given responses and scores", "use train()"),
     (_ENGINE, lambda _, run: run.has_engine, "an engine is passed to the trainer", "pass engine=None"),
@@ -89,6 +127,7 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, RunContext], bool], st
     (("lm_head_float32",), lambda _, run: not run.has_16_bits,
      "the run computes in float32", "set bf16=True or fp16=True"),
     (("ds3_gather_for_generation",), lambda _, run: not run.gathers_weights, "no DeepSpeed ZeRO-3 runs", "use ZeRO-3"),
+    (("offload_frozen",), lambda _, run: not run.has_accelerator, "the run computes on the CPU", "use a GPU"),
     (("offload_frozen",), lambda _, run: not run.has_frozen,
      "no frozen model has weights of its own", "pass ref_model or reward_model"),
     (("reward_timeout",), lambda _, run: not run.has_functions, "there are no reward functions", "pass reward_funcs"),
@@ -123,12 +162,18 @@ def unused_options(args: PPOConfig, run: RunContext) -> dict[str, str]:
         For each option a text with its value, the reason and the remedy.
     """
     of_preset = PRESETS.get(args.preset or "", {})
+    of_loss = GSPO_CLIP_RANGES if args.policy_loss == "gspo" else {}
     defaults = {field.name: field.default for field in fields(PPOConfig) if field.default is not MISSING}
     found = dict[str, str]()
     for options, holds, reason, remedy in UNUSED:
         for name in options:
             value: Any = getattr(args, name)
-            if value in (defaults[name], of_preset.get(name, defaults[name])) or name in found:
+            value = getattr(value, "value", value)  # of an enumeration
+            if name in found or value in (
+                defaults[name],
+                of_preset.get(name, defaults[name]),
+                of_loss.get(name, defaults[name]),
+            ):
                 continue
             if holds(args, run):
                 found[name] = f"{name}={redacted(value, name)!r:.60} ({reason}: {remedy}, or leave it out)"

@@ -344,6 +344,12 @@ def num_rows(dataset: Any) -> int | None:
     return len(dataset) if has_length(dataset) else None
 
 
+def may_hold_chats(*given: Any) -> bool:
+    """Return whether the first row of a data set, or of a dict of them, is a conversation; streams may hold some."""
+    each = [part for one in given for part in (one.values() if isinstance(one, Mapping) else [one])]
+    return any(num_rows(part) is None or is_conversation(part[0].get("prompt")) for part in each if part is not None)
+
+
 def prepare_prompts(
     dataset: Any,
     tokenizer: PreTrainedTokenizerBase,

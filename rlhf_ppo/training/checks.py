@@ -336,7 +336,8 @@ def warn_of_odd_options(run: RunState, models: Any, policy_loss: Any, kl_control
         models: The trainer's `Models`.
         policy_loss: The policy loss that replaces PPO's, or None.
         kl_controller: The KL controller.
-        **given: `is_stepped`, `has_engine`, `has_evaluation` and `has_episodes` of `RunContext`.
+        **given: `is_stepped`, `has_engine`, `has_evaluation`, `has_episodes`, `has_chats`, `has_optimizer` and
+            `has_schedule` of `RunContext`.
     """
     args, dtypes = run.args, {parameter.dtype for parameter in models.policy.parameters()}
     of_name = POLICY_LOSSES.get(args.policy_loss)
@@ -346,6 +347,7 @@ def warn_of_odd_options(run: RunState, models: Any, policy_loss: Any, kl_control
         has_controller=args.kl_target is None and not isinstance(kl_controller, FixedKLController),
         has_functions=bool(run.reward_funcs),
         has_frozen=models.frozen_reference is not None or bool(models.rewards),
+        has_accelerator=run.accelerator.device.type != "cpu",
         gathers_weights=zero_stage(run.accelerator) == 3,
         has_16_bits=run.accelerator.mixed_precision in ("bf16", "fp16") or bool(dtypes & _16_BITS),
         **given,

@@ -154,6 +154,7 @@ class Optimization:
 
     Attributes:
         given: The instances among them, for Trainer.
+        replaces: Whether `optimizers` gives the optimizer, and whether it gives the scheduler.
         policy_groups: Indices of the policy's parameter groups, if critic warm-up holds them under DeepSpeed.
 
     Raises:
@@ -165,6 +166,7 @@ class Optimization:
         optimizer, scheduler = checked_pair(optimizers)
         self._make_optimizer: MakeOptimizer | None = None if isinstance(optimizer, Optimizer) else optimizer
         self._make_scheduler: MakeScheduler | None = None if isinstance(scheduler, _SCHEDULERS) else scheduler
+        self.replaces = (optimizer is not None, scheduler is not None)
         self.given = (None if self._make_optimizer else optimizer, None if self._make_scheduler else scheduler)
         self._settings: Settings | None = None
         self._is_deepspeed, self.policy_groups = False, list[int]()

@@ -37,9 +37,12 @@ from tests.rewards.local_server import Request, drop, lengths, says, url
 from tests.runs import QUICK
 
 HUB, ENVIRONMENT, USER, PASSWORD, KEY = "hf_QxHub71", "hf_QxEnv72", "QxUser73", "Qx@Pass/74", "QxKey75"
+INIT, TEMPLATE, SENT = "QxInit76", "QxTemplate77", "QxSent78"
+OF_SERVERS = {"RLHF_PPO_REWARD_TOKEN": "QxReward79", "RLHF_PPO_JUDGE_TOKEN": "QxJudge80"}
+TOKENS = {"HF_TOKEN": ENVIRONMENT, **OF_SERVERS, "OPENAI_API_KEY": "QxOpenAI81", "WANDB_API_KEY": "QxWandb82"}
 WRITTEN = "Qx%40Pass%2F74"
 BASIC = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
-SECRETS = [HUB, ENVIRONMENT, USER, PASSWORD, WRITTEN, KEY, BASIC]
+SECRETS = [HUB, USER, PASSWORD, WRITTEN, KEY, BASIC, INIT, TEMPLATE, SENT, *TOKENS.values()]
 
 
 def with_secrets(address: str) -> str:
@@ -251,14 +254,17 @@ def test_a_run_writes_and_prints_no_secret(
 PIPELINE = """
 output_dir: out
 common: {{use_cpu: true, bf16: false, report_to: none, hub_token: "{hub}", max_steps: 1}}
-sft: {{model_name_or_path: sft, dataset_name: texts.jsonl, max_length: 8}}
+sft: {{model_name_or_path: sft, dataset_name: texts.jsonl, max_length: 8, model_init_kwargs: {{token: {init}}}}}
 reward: {{model_name_or_path: reward, dataset_name: pairs.jsonl, max_length: 8}}
 ppo:
   dataset_name: prompts.jsonl
-  reward_funcs: ["{url}"]
+  reward_funcs: ["{url}", "{plain}"]
   response_length: 4
   per_device_train_batch_size: 2
-judge: {{dataset_name: prompts.jsonl, num_prompts: 2, max_new_tokens: 4, judge: "{url}"}}
+  chat_template_kwargs: {{api_key: {template}}}
+judge:
+  {{dataset_name: prompts.jsonl, num_prompts: 2, max_new_tokens: 4, judge_model: m, judge_url: "{plain}",
+   judge_options: '{{"password": "{sent}"}}'}}
 report: {{}}
 """
 
@@ -273,7 +279,8 @@ def place(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = {"texts": {"text": "w1 w2 w3"}, "prompts": {"prompt": "w1 w2"}, "pairs": {"chosen": "w1", "rejected": "w2"}}
     for name, row in rows.items():
         Path(f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
-    Path("run.yaml").write_text(PIPELINE.format(hub=HUB, url=with_secrets(url(server))))
+    given = {"url": with_secrets(url(server)), "plain": url(server).replace("/score", "")}
+    Path("run.yaml").write_text(PIPELINE.format(hub=HUB, init=INIT, template=TEMPLATE, sent=SENT, **given))
     return tmp_path
 
 
@@ -284,10 +291,16 @@ def command_lines() -> Iterator[bytes]:
             yield path.read_bytes()
 
 
+def scores_or_judges(request: Request) -> None:
+    verdict = {"choices": [{"message": {"content": "A"}, "finish_reason": "stop"}]}
+    lengths(request) if "completions" in request.body else request.answer(json.dumps(verdict))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
-def test_a_whole_pipeline_shows_no_secret_in_files_output_or_command_lines(place: Path) -> None:
-    environment = {**os.environ, "HF_TOKEN": ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parents[2])}
+def test_a_whole_pipeline_shows_no_secret_in_files_output_or_command_lines(place: Path, server: Any) -> None:
+    environment = {**os.environ, **TOKENS, "PYTHONPATH": str(Path(__file__).parents[2])}
+    server.replies = [scores_or_judges] * 999
     with open("printed.txt", "wb") as printed:
         process = subprocess.Popen(
             [sys.executable, "-m", "rlhf_ppo", "pipeline", "run.yaml"], env=environment, stdout=printed, stderr=printed
@@ -300,5 +313,8 @@ def test_a_whole_pipeline_shows_no_secret_in_files_output_or_command_lines(place
     assert process.returncode == 0, Path("printed.txt").read_text()[-3000:]
     for command in ("sft", "reward", "train", "judge", "report"):
         assert any(f"rlhf_ppo\0{command}\0".encode() in line for line in seen), command
+    sent = {headers["Authorization"] for headers, _ in server.requests}
+    assert sent == {f"Basic {BASIC}", *(f"Bearer {token}" for token in OF_SERVERS.values())}
+    assert SENT in {body.get("password") for _, body in server.requests}
     assert not [line for line in seen if leaks(line)]
     assert_clean(place / "out", Path("printed.txt").read_text(), ("pipeline.json", "win_rate.json", "report.html"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -89,11 +90,13 @@ IDLE_ALONE: dict[str, Any] = {
     "importance_sampling_mode": "sequence",
     "old_logprobs": "sampling",
     "log_kl": True,
+    "offload_frozen": True,
     "lm_head_float32": True,
     "ds3_gather_for_generation": False,
     "num_sample_generations": 3,
     "health_judge": "eval_kl",
     "hub_files": ["completions/*"],
+    "chat_template_kwargs": {"enable_thinking": False},
     "max_tool_calling_iterations": 2,
     "tool_timeout": 5.0,
     "tool_isolation": "process",
@@ -124,7 +127,7 @@ ELSEWHERE: dict[str, str] = {
         ("gradient_checkpointing", "generation_batch_size", "local_rollout_forward_batch_size", "dataset_num_proc"),
         "how much is computed at once, not what",
     ),
-    **dict.fromkeys(("offload_frozen", "max_tokens_per_micro_batch", "bf16"), "where and how, not what"),
+    **dict.fromkeys(("max_tokens_per_micro_batch", "bf16"), "where and how, not what"),
     **dict.fromkeys(("num_completions_to_keep", "log_console", "exp_name"), "files and lines"),
     "logging_steps": "a run of two updates logs the first and the last",
     "overwrite_output_dir": "of directories with checkpoints",
@@ -132,7 +135,6 @@ ELSEWHERE: dict[str, str] = {
     "save_critic": "it adds files; tests/test_decoding.py",
     "critic_audit_steps": "an error without eval_dataset; tests/evaluation/test_critic_audit.py",
     "critic_warmup_explained_variance": "an error without critic_warmup_steps",
-    "chat_template_kwargs": "the prompts are texts",
     "reward_head": "an error without a reward model",
     "ptx_coef": "an error without ptx_dataset",
     "generation_engine": "other engines have tests of their own",
@@ -204,6 +206,21 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"health_judge": "x", "health_checks": False}, {"has_evaluation": True}, "health_checks is False"),
     ({"tool_memory_limit": 9}, {"has_episodes": True}, "threads have no memory of their own"),
     ({"exp_name": "mine", "run_name": "other"}, {}, "run_name is set"),
+    (
+        {"importance_sampling_clip_max": 3.0, "importance_sampling_correction": False},
+        {"has_engine": True},
+        "importance_sampling_correction is False",
+    ),
+    ({"importance_sampling_mode": "sequence", "old_logprobs": "sampling"}, {"has_engine": True}, "takes its place"),
+    ({"dual_clip": 3.0, "num_ppo_epochs": 1}, {}, "an update is one optimizer step"),
+    ({"policy_loss": "dis", "num_ppo_epochs": 1}, {}, "before which all ratios are 1"),
+    ({"lam": 0.5, "gamma": 0.0}, {}, "gamma is 0"),
+    ({"critic_learning_rate": 0.5, "vf_coef": 0.0}, {}, "nothing trains the value model"),
+    ({"chat_template_kwargs": {"a": 1}}, {"has_chats": False}, "the prompts are texts or ids"),
+    ({"learning_rate": 1e-4}, {"has_optimizer": True}, "optimizers[0] is passed"),
+    ({"lr_scheduler_type": "cosine"}, {"has_schedule": True}, "optimizers[1] is passed"),
+    ({"adam_beta1": 0.8, "optim": "sgd"}, {}, "the optimizer has no such number"),
+    ({"warmup_steps": 3, "lr_scheduler_type": "constant"}, {}, "this lr_scheduler_type has no warm-up"),
 ]
 
 
@@ -222,7 +239,7 @@ def test_a_presets_options_are_not_the_users() -> None:
 
 
 def test_every_name_of_the_table_is_an_option() -> None:
-    assert {name for options, *_ in UNUSED for name in options} <= OWN
+    assert {name for options, *_ in UNUSED for name in options} <= {field.name for field in fields(PPOConfig)}
 
 
 def test_a_loss_an_engine_and_a_controller_take_the_place_of_options(
