@@ -65,6 +65,7 @@ _WARM_UP = ("warmup_ratio", "warmup_steps")
 _WITHOUT_BETAS = {*("sgd", "schedule_free_sgd", "adafactor", "adagrad", "lomo"), *("rmsprop", "rmsprop_bnb")}
 _WITHOUT_WARM_UP = ("constant", "reduce_lr_on_plateau", "greedy")
 
+_OF_RATIOS = ("gspo", "cispo", "dis")
 _ONE_STEP = ("an update is one optimizer step, before which all ratios are 1", "raise num_ppo_epochs")
 
 
@@ -85,7 +86,7 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, RunContext], bool], st
     (_WEIGHTS, lambda args, _: not args.importance_sampling_correction,
      "importance_sampling_correction is False", "set importance_sampling_correction=True"),
     (_CLIPS, lambda args, run: _is_one_step(args) and not run.has_loss, *_ONE_STEP),
-    (("policy_loss",), lambda args, _: _is_one_step(args) and args.policy_loss in ("gspo", "cispo", "dis"), *_ONE_STEP),
+    (("policy_loss",), lambda args, _: _is_one_step(args) and args.policy_loss in _OF_RATIOS, *_ONE_STEP),
     (("critic_learning_rate", "cliprange_value"), lambda args, _: args.vf_coef == 0,
      "vf_coef is 0, so nothing trains the value model", "raise vf_coef"),
     (("lam", "lam_policy", "lam_critic", "length_adaptive_alpha", "bootstrap_truncated"),

@@ -57,8 +57,6 @@ OPTIONS: dict[str, list[Any]] = {
     "importance_sampling_clip_max": [0.5, 1.2],
     "importance_sampling_mode": ["sequence", "masked"],
     "old_logprobs": ["sampling"],
-    "importance_sampling_mode": ["sequence", "masked"],
-    "old_logprobs": ["sampling"],
     # Rewards
     "reward": ["several", "tokens", "some None", "some None of one", "None in the second update", "model"],
     "reward_weights": [[0.5, -2.0, 3.0], {"length": 3.0, "reward_model": 0.5, "share": 0.0}],
@@ -142,8 +140,6 @@ NEEDS: dict[str, Configuration] = {
     "optim": _ADAM,  # with a larger epsilon than usual: float32's noise in a gradient of 0 moves nothing
     "importance_sampling_clip_max": _SAYS,
     "importance_sampling_correction": _SAYS,
-    "importance_sampling_mode": _SAYS,
-    "old_logprobs": _SAYS,
     "importance_sampling_mode": _SAYS,
     "old_logprobs": _SAYS,
     "stop_token_id": {"stop_token": None},
