@@ -3,6 +3,7 @@
     pip install rlhf-ppo gymnasium
     python examples/agent_frozen_lake.py
     python examples/agent_frozen_lake.py --credit episode  # without a critic: the same credit for all tokens
+    python examples/agent_frozen_lake.py --size 8 --moves 40 --updates 23 --progress  # rewards of turns
 
 The model is made here: it first learns the format (a word and a stop token) from random play, then PPO trains it with
 0/1 at the goal. One update plays 128 episodes of at most 20 moves. Nothing is downloaded.
@@ -16,6 +17,7 @@ import random
 import time
 from typing import Any
 
+import gymnasium
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -62,13 +64,38 @@ def make_player(tokenizer: PreTrainedTokenizerFast, size: int, seed: int, steps:
     return model
 
 
-def make_lake(size: int, moves: int, slippery: bool, rate: float) -> Any:
-    """Make the game, which Gymnasium cuts after so many moves."""
-    import gymnasium
+class Progress(gymnasium.Wrapper):
+    """Pays each step towards the goal, 0.6 for the whole way; a fall costs nothing."""
 
+    def step(self, action: Any) -> Any:
+        """Step, and add the progress to the reward."""
+        before = self._progress()
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        gain = 0.0 if terminated and not has_won(self) else self._progress() - before
+        return observation, float(reward) + 0.6 * gain, terminated, truncated, info
+
+    def _progress(self) -> float:
+        game: Any = self.unwrapped
+        return sum(divmod(int(game.s), game.ncol)) / (2 * game.ncol - 2)
+
+
+def has_won(environment: Any) -> bool:
+    """Return whether the player is at the goal."""
+    game = environment.unwrapped
+    return int(game.s) == game.ncol * game.nrow - 1
+
+
+def make_lake(size: int, moves: int, slippery: bool, rate: float, progress: bool) -> Any:
+    """Make the game, which Gymnasium cuts after so many moves."""
     slips: dict[str, Any] = {"success_rate": rate} if slippery else {}
     name = f"{size}x{size}"
-    return gymnasium.make("FrozenLake-v1", map_name=name, is_slippery=slippery, max_episode_steps=moves, **slips)
+    lake = gymnasium.make("FrozenLake-v1", map_name=name, is_slippery=slippery, max_episode_steps=moves, **slips)
+    return Progress(lake) if progress else lake
+
+
+def won(environments: list[Any], **columns: Any) -> list[float]:
+    """Score 1 for a game that was won."""
+    return [float(has_won(environment.inner)) for environment in environments]
 
 
 def place(observation: Any, environment: Any) -> str:
@@ -95,15 +122,15 @@ class Curve(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Keep an update's share."""
-        if logs and "rewards/turns/mean" in logs:
-            self.won.append(logs["rewards/turns/mean"])
+        if logs and "rewards/won/mean" in logs:
+            self.won.append(logs["rewards/won/mean"])
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
     """Train a player; return the curve and the share of held-out episodes that it wins."""
     torch.set_num_threads(1)
     tokenizer, curve = make_tokenizer(), Curve()
-    given = (options.size, options.moves, options.slippery, options.rate)
+    given = (options.size, options.moves, options.slippery, options.rate, options.progress)
     args = PPOConfig(
         options.output_dir,
         overwrite_output_dir=True,
@@ -115,6 +142,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         stop_token="eos",
         temperature=1.0,
         gae_level=options.gae,
+        reward_weights={"won": 0.0},
         gamma=0.99,
         lam=0.95,
         learning_rate=1e-3,
@@ -140,12 +168,13 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         make_player(tokenizer, options.size, options.seed),
         eval_dataset=[{"prompt": ""}] * 500,
         callbacks=[curve],
+        reward_funcs=[won],
         environment_factory=text_environment(lambda: make_lake(*given), place, MOVES, "what ? {observation}"),
     )
     start = time.process_time()
     trainer.train()
     seconds = time.process_time() - start
-    held_out = trainer.evaluate()["eval_rewards/turns/mean"]
+    held_out = trainer.evaluate()["eval_rewards/won/mean"]
     reached = next((index + 1 for index, won in enumerate(curve.won) if won >= 0.9), None)
     return {
         **{"seed": options.seed, "credit": options.credit, "gae_level": options.gae, "held_out": round(held_out, 3)},
@@ -163,6 +192,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=31, help="updates of 128 episodes")
     parser.add_argument("--slippery", action="store_true")
     parser.add_argument("--rate", type=float, default=1 / 3, help="success_rate with --slippery")
+    parser.add_argument("--progress", action="store_true", help="pay each step towards the goal")
     parser.add_argument("--gae", default="turn", choices=("turn", "token"))
     parser.add_argument("--credit", default="turn", choices=("turn", "episode"))
     parser.add_argument("--output_dir", default="frozen_lake")
