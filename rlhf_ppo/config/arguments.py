@@ -144,6 +144,10 @@ class HealthThresholds:
         reward_accuracy: Smallest accuracy of the reward model on held-out pairs.
         win_rate: Smallest upper end of the interval of the judge's win rate, after training.
         critic_gain: Smallest lower end of the interval of `critic/gain_over_prompt`.
+        failed_calls: Largest `tools/failure_frequency`.
+        cut_episodes: Largest share of episodes that a limit cuts.
+        invalid_turns: Largest `episode/invalid_turns_frac`.
+        no_calls: Smallest `tools/call_frequency`, as a share of the first one logged.
     """
 
     patience: int = 3
@@ -167,6 +171,10 @@ class HealthThresholds:
     reward_accuracy: float | None = 0.6
     win_rate: float | None = 0.5
     critic_gain: float | None = 0.0
+    failed_calls: float | None = 0.5
+    cut_episodes: float | None = 0.5
+    invalid_turns: float | None = 0.5
+    no_calls: float | None = 0.05
 
 
 _COUNTS = {"patience", "explained_variance_logs", "judge_falls"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -257,6 +258,26 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
         observation = [{"type": "text", "text": observation}]
     added: Any = observation
     return [*prompt[:-1], {**prompt[-1], "content": content + added}]
+
+
+# Conversations as text
+
+
+def as_json(messages: Messages) -> str:
+    """Write messages as JSON."""
+    return json.dumps(list(messages), ensure_ascii=False, default=str)
+
+
+def as_lines(messages: str) -> str:
+    """Return messages, given as JSON, as text with a line for each: who speaks, and calls as `name(arguments)`."""
+    lines: list[str] = []
+    for message in json.loads(messages):
+        calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
+        texts = [_text_of_content(message.get("content") or "")]
+        texts += [f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
+        who = message.get("name") or message["role"]
+        lines.append(f"{who}: {' '.join(' '.join(text.split()) for text in texts if text)}")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
+from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json, as_lines
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered
@@ -233,8 +234,12 @@ def sample_rows(
 
     Returns:
         `B` dicts with `query` (without special tokens), `response` (with its stop token and tool output),
-        `score`, the reward sources' scores under `by_source`, and the extra columns under `extra`.
+        `score`, the reward sources' scores under `by_source`, and the extra columns under `extra`; episodes of several
+        turns have the column `messages`, as JSON.
     """
+    extra = dict(extra)
+    if (episodes := extra.pop(EPISODE_COLUMN, None)) is not None:
+        extra["messages"] = [as_json(episode["messages"]) for episode in episodes]
     queries = [ids[real].tolist() for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
     answers = [ids[real].tolist() for ids, real in zip(responses.responses, responses.episode_mask, strict=True)]
     by_source = {name: values.tolist() for name, values in scores.by_source.items()}
@@ -315,8 +320,9 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
 
 
 def print_table(df: pd.DataFrame, num_rows: int = NUM_PRINTED, title: str | None = None) -> None:
-    """Print the first `num_rows` samples in the terminal, with texts cut to `NUM_LINES` lines."""
-    console = Console()
+    """Print the first `num_rows` samples in the terminal, with texts cut to a few lines."""
+    console, num_lines = Console(), NUM_LINES * (4 if "messages" in df else 1)
+    df = _in_turns(df)
     table = Table(show_lines=True, title=None if title is None else cell(title), title_justify="left")
     for column in df.columns:
         table.add_column(cell(column))
@@ -325,14 +331,25 @@ def print_table(df: pd.DataFrame, num_rows: int = NUM_PRINTED, title: str | None
     others = sum(3 + max(len(str(column)), 10) for column in df.columns[num_texts:])
     width = max(12, (console.width - others) // max(num_texts, 1) - 3)
     for row in rows:
-        table.add_row(*[cell(_cut(value, width) if isinstance(value, str) else _figure(value)) for value in row])
+        table.add_row(
+            *[cell(_cut(value, width, num_lines) if isinstance(value, str) else _figure(value)) for value in row]
+        )
     console.print(table)
 
 
-def _cut(text: str, width: int) -> str:
-    """Return the beginning of a text, as many words as fit into `NUM_LINES` lines."""
+def _in_turns(df: pd.DataFrame) -> pd.DataFrame:
+    """Show conversations in place of responses, a line for each message."""
+    if "messages" not in df:
+        return df
+    pairs = zip(df["messages"], df["model response"], strict=True)
+    shown = [as_lines(messages) if isinstance(messages, str) else response for messages, response in pairs]
+    return df.assign(**{"model response": shown}).drop(columns="messages")
+
+
+def _cut(text: str, width: int, num_lines: int) -> str:
+    """Return the beginning of a text, as many words as fit into so many lines."""
     wrapped = [part for line in text.splitlines() for part in textwrap.wrap(line, width) or [""]]
-    return text if len(wrapped) <= NUM_LINES else "\n".join([*wrapped[: NUM_LINES - 1], "..."])
+    return text if len(wrapped) <= num_lines else "\n".join([*wrapped[: num_lines - 1], "..."])
 
 
 def save_table(df: pd.DataFrame, trainer: Trainer) -> None:

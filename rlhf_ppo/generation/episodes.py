@@ -103,6 +103,16 @@ class EpisodeRecord:
         """Whether nothing follows."""
         return self.ended or bool(self.cut)
 
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What tables and files show: `messages`, `turn_reward` for each turn, and `end`, as JSON values.
+
+        The end is what cut it, `done` if the environment ended it, or `answer` if the policy did.
+        """
+        by_policy = not self.episode.kind.is_text and self.messages[-1]["role"] == "assistant"
+        end = self.cut or ("answer" if by_policy else "done")
+        return {"messages": self.messages, "turn_reward": self.turn_rewards, "end": end}
+
     def extend(self, ids: Sequence[int], written: bool, logprobs: Sequence[float] | None = None) -> None:
         """Append tokens that the policy wrote, or others."""
         self.ids += ids

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, count
+from itertools import accumulate, compress, count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf_ppo.checkpoints.files import replacing
 from rlhf_ppo.checkpoints.run import Run
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.rewards.scorer import masked_kl
 
@@ -28,6 +29,14 @@ COMPLETIONS_DIR = "completions"
 
 TOKEN_VALUES = ("token_value", "token_advantage", "token_kl", "token_reward")
 """Values of each token that the policy wrote; null for others."""
+
+EPISODE_COLUMNS = {
+    "messages": pa.string(),
+    "end": pa.string(),
+    "turn_reward": pa.list_(pa.float32()),
+    "token_turn": pa.list_(pa.int32()),
+}
+"""Columns of episodes of several turns, which other responses lack."""
 
 _TYPES: dict[str, pa.DataType] = {
     "step": pa.int32(),
@@ -134,6 +143,8 @@ class KeptCompletions:
             (after shaping), `rewards/<name>` of each source, `kl` (nats; None without a reference, also for tokens),
             `length` (tokens that the policy wrote), `ended`, `extra/<name>`; and, in lists over the response's tokens,
             `token_id`, `token_text`, `token_written` (False for tokens of a tool or environment) and `TOKEN_VALUES`.
+            Episodes of several turns have `messages` (JSON), `end` (what ended or cut it), `turn_reward` (the
+            environment's reward of each turn) and `token_turn` (number of the turn, None between turns).
         """
         if self._noted is not None and self._noted.step == step:
             self._rows, self._noted = self._rows_of(self._noted), None
@@ -148,6 +159,8 @@ class KeptCompletions:
         figures = dict(zip(noted.per_token, per_token, strict=True))
         in_prompt, in_response, written = (mask.tolist() for mask in noted.masks)
         columns = {name: values.tolist() for name, values in noted.columns.items()}
+        extra = dict(noted.extra)
+        episodes = extra.pop(EPISODE_COLUMN, None)
         rows = []
         for row in range(len(prompts)):
             prompt = list(compress(prompts[row], in_prompt[row]))
@@ -165,11 +178,12 @@ class KeptCompletions:
                     "kl": columns["kl"][row] if "kl" in columns else None,
                     "length": sum(own),
                     "ended": bool(columns["stopped"][row]),
-                    **{f"extra/{name}": _plain(values[row]) for name, values in noted.extra.items()},
+                    **{f"extra/{name}": _plain(values[row]) for name, values in extra.items()},
                     "token_id": response,
                     "token_text": texts_of_tokens(self.tokenizer, response),
                     "token_written": own,
                     **of_tokens,
+                    **({} if episodes is None else _episode(episodes[row], own)),
                 }
             )
         return rows
@@ -196,6 +210,14 @@ def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> l
             stream = DecodeStream(skip_special_tokens=False)
             texts.append("\ufffd" + (stream.step(tokenizer.backend_tokenizer, token) or ""))
     return texts
+
+
+def _episode(episode: Mapping[str, Any], written: Sequence[bool]) -> dict[str, Any]:
+    """Return the `EPISODE_COLUMNS`; a turn is an unbroken run of tokens that the policy wrote."""
+    turns = accumulate(own and not before for before, own in pairwise([False, *written]))
+    of_tokens = [number - 1 if own else None for number, own in zip(turns, written, strict=True)]
+    given = {"end": episode["end"], "turn_reward": [float(reward) for reward in episode["turn_reward"]]}
+    return {"messages": as_json(episode["messages"]), **given, "token_turn": of_tokens}
 
 
 def _of_policy(values: Iterable[float], written: list[bool]) -> list[float | None]:
@@ -300,7 +322,8 @@ def _is_of(path: Path, run: Run, step: int) -> bool:
 def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [_stored(row.get(name)) for row in rows] for name in names}
-    return pa.table({name: _array(values, _TYPES.get(name)) for name, values in columns.items()})
+    types = _TYPES | EPISODE_COLUMNS
+    return pa.table({name: _array(values, types.get(name)) for name, values in columns.items()})
 
 
 def _stored(value: Any) -> Any:

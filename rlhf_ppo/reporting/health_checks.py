@@ -545,3 +545,66 @@ def _no_gradient(history: History, limits: HealthThresholds) -> str | None:
     if limits.no_gradient is None or not found or max(found) > limits.no_gradient:
         return None
     return f"the gradient norm is {found[-1]:.2g}"
+
+
+# Episodes of several turns
+
+
+@_check(
+    "failed_calls",
+    "most calls of tools fail",
+    "the policy calls tools or arguments that do not exist, or a tool is broken or too slow",
+    (
+        "read the answers (num_completions_to_keep)",
+        "raise tool_timeout",
+        "start from a model that knows the tools (sft_model_path)",
+    ),
+)
+def _failed_calls(history: History, limits: HealthThresholds) -> str | None:
+    share = _share_above(history, limits.failed_calls, ("tools/failure_frequency",), limits.patience)
+    return None if share is None else f"{share:.0%} of the calls of tools fail"
+
+
+@_check(
+    "cut_episodes",
+    "most episodes are cut",
+    "a limit is too low for the task, or the policy does not come to an end",
+    ("raise response_length", "raise max_tool_calling_iterations", "raise tool_timeout", "set missing_eos_penalty"),
+)
+def _cut_episodes(history: History, limits: HealthThresholds) -> str | None:
+    cuts = [f"episode/cut_by_{cut}_frac" for cut in ("length", "calls", "time")]
+    share = _share_above(history, limits.cut_episodes, cuts, limits.patience)
+    return None if share is None else f"{share:.0%} of the episodes are cut by a limit"
+
+
+@_check(
+    "invalid_turns",
+    "most turns are no valid action",
+    "the policy has left the format of the environment's actions, or never knew it",
+    ("raise kl_coef", "lower learning_rate", "start from a model that knows the format (sft_model_path)"),
+)
+def _invalid_turns(history: History, limits: HealthThresholds) -> str | None:
+    share = _share_above(history, limits.invalid_turns, ("episode/invalid_turns_frac",), limits.patience)
+    return None if share is None else f"{share:.0%} of the turns are no valid action"
+
+
+@_check(
+    "no_calls",
+    "the policy no longer calls tools",
+    "calls cost more than they bring: they fail, they take length, or the answer without them is paid as well",
+    ("raise the weight of what calls bring (reward_weights)", "raise kl_coef", "lower learning_rate"),
+)
+def _no_calls(history: History, limits: HealthThresholds) -> str | None:
+    calls, first = history.last("tools/call_frequency", limits.patience), history.first("tools/call_frequency")
+    if limits.no_calls is None or not calls or not max(calls) < limits.no_calls * first:
+        return None
+    return f"calls of tools have fallen from {first:.3g} to {calls[-1]:.3g} per episode"
+
+
+def _share_above(history: History, limit: float | None, metrics: Sequence[str], count: int) -> float | None:
+    """Return the newest sum of metrics if it was above a limit in the last `count` logs."""
+    found = [history.last(metric, count) for metric in metrics]
+    if limit is None or not all(found):
+        return None
+    sums = [sum(values) for values in zip(*found, strict=True)]
+    return sums[-1] if min(sums) > limit else None

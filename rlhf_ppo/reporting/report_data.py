@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import HealthThresholds
 from rlhf_ppo.config.redaction import is_secret, redacted
+from rlhf_ppo.data.conversation import as_lines
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
 from rlhf_ppo.reporting.health import warnings_of
 from rlhf_ppo.reporting.health_checks import CHECKS, RunContext
@@ -263,13 +264,20 @@ def _samples(path: Path) -> list[dict[str, Any]]:
         return [
             {
                 "prompt": from_csv_cell(str(row["query"])),
-                "response": from_csv_cell(str(row["model response"])),
+                "response": _sampled_text(row),
                 "score": math.nan if row["score"] == "" else float(row["score"]),
             }
             for row in rows
         ]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
+
+
+def _sampled_text(row: Mapping[Any, Any]) -> str:
+    """Return a sample's response; of an episode of several turns a line for each message."""
+    if messages := row.get("messages"):
+        return as_lines(from_csv_cell(str(messages)))
+    return from_csv_cell(str(row["model response"]))
 
 
 def _responses(files: Mapping[int, Path], num_tokens: int) -> list[dict[str, Any]]:
@@ -297,7 +305,19 @@ def _response(row: Mapping[str, Any]) -> dict[str, Any]:
         "id": row["token_id"],
         "written": row["token_written"],
         "tokens": figures,
+        "episode": None if row.get("messages") is None else _episode(row),
     }
+
+
+def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ended an episode, the rewards of its turns, and who answered each turn."""
+    speakers: list[list[str]] = []
+    for message in json.loads(row["messages"]):
+        if message["role"] == "assistant":
+            speakers.append([])
+        elif speakers:
+            speakers[-1].append(str(message.get("name") or "environment"))
+    return {"end": row["end"], "turn_reward": row["turn_reward"], "speakers": [", ".join(each) for each in speakers]}
 
 
 def _four_digits(value: float | None) -> float | None:

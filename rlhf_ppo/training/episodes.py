@@ -252,24 +252,29 @@ class EpisodeRollouts:
     def _log(self, run: RunState, records: Sequence[EpisodeRecord], seconds: float) -> None:
         """Log what the episodes of all ranks were like."""
         names = sorted({name for kind in self.environments.kinds.values() for name in kind.tools})
-        calls = [call for record in records for call in record.calls]
+        acted = [call for record in records if record.episode.kind.is_text for call in record.calls]
+        calls = [call for record in records if not record.episode.kind.is_text for call in record.calls]
         turns = sum(len(record.turn_ends) for record in records)
         of_others = sum(record.written.count(False) for record in records)
         cuts = [sum(record.cut == cut for record in records) for cut in CUTS]
         by_tool = [sum(called == name for called, _, _ in calls) for name in names]
         failed, waited = sum(failed for _, failed, _ in calls), sum(took for _, _, took in calls)
-        own = [len(records), len(calls), failed, waited, turns, of_others, *cuts, *by_tool]
+        invalid = sum(failed for _, failed, _ in acted)
+        own = [len(records), len(calls), failed, waited, turns, of_others, len(acted), invalid, *cuts, *by_tool]
         summed = run.sum_over_ranks(torch.tensor(own, dtype=torch.float32, device=self.args.device)).tolist()
-        num, called, failures, latency, turns, others, *more = summed
+        num, called, failures, latency, turns, others, actions, wrong, *more = summed
         run.timer.move(seconds, "generate", "environment")
         logged = {"episode/turns_mean": turns / num, "environment/tokens_mean": others / num}
         logged |= {f"episode/cut_by_{cut}_frac": more[place] / num for place, cut in enumerate(CUTS)}
+        if any(kind.is_text for kind in self.environments.kinds.values()):
+            logged["episode/invalid_turns_frac"] = wrong / max(actions, 1)
         if names:
             logged |= {"tools/call_frequency": called / num, "tools/failure_frequency": failures / max(called, 1)}
             logged |= {"tools/latency_s": latency / max(called, 1)}
             logged |= {f"tools/{name}/calls": more[len(CUTS) + place] / num for place, name in enumerate(names)}
         for name, value in logged.items():
             run.logged.log_metric(name, value)
+        run.logged.log_extra(EPISODE_COLUMN, [record.summary for record in records])
 
     def _roll_out(self, trainer: Trainer, run: RunState, *given: Any) -> tuple[Responses, Prompts]:
         """Let `rollout_func` make the responses to the prompts, the second of what `Play` takes."""

@@ -33,6 +33,11 @@ def series(key: str, values: list[Any]) -> list[dict[str, Any]]:
     return [{**HEALTHY, "step": step, key: value} for step, value in enumerate(values, start=1)]
 
 
+def cut(by_length: list[float], by_calls: list[float]) -> list[dict[str, Any]]:
+    pairs = zip(series("episode/cut_by_length_frac", by_length), by_calls, strict=True)
+    return [{**log, "episode/cut_by_calls_frac": calls, "episode/cut_by_time_frac": 0.0} for log, calls in pairs]
+
+
 def judged(verdicts: list[float], scores: list[float]) -> list[dict[str, Any]]:
     pairs = zip(series("objective/scores", scores), verdicts, strict=True)
     return [
@@ -132,6 +137,26 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
         series("grad_norm", [1.0, 0.0, 0.0, 0.0]),
         series("grad_norm", [0.0, 0.0, 1e-3]),
         "is 0",
+    ),
+    "failed_calls": (
+        series("tools/failure_frequency", [0.9, 0.6, 0.7]),
+        series("tools/failure_frequency", [0.9, 0.5, 0.9]),
+        "70% of the calls",
+    ),
+    "cut_episodes": (
+        cut([0.3, 0.2, 0.1], [0.3, 0.4, 0.5]),
+        cut([0.3, 0.1, 0.3], [0.3, 0.4, 0.3]),
+        "60% of the episodes are cut",
+    ),
+    "invalid_turns": (
+        series("episode/invalid_turns_frac", [0.6, 0.7, 0.8]),
+        series("episode/invalid_turns_frac", [0.5, 0.5, 0.5]),
+        "80% of the turns",
+    ),
+    "no_calls": (
+        series("tools/call_frequency", [2.0, 0.09, 0.0, 0.05]),
+        series("tools/call_frequency", [2.0, 0.09, 0.1, 0.05]),
+        "from 2 to 0.05 per episode",
     ),
 }  # fmt: skip
 

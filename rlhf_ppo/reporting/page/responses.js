@@ -54,6 +54,7 @@
 
   const now = { updates: [], update: null, edges: [], bin: null, all: false, chosen: null };
   const colouring = () => document.querySelector("input[name=colour]:checked").value;
+  const ENDS = { answer: "ended by the policy", done: "ended by the environment", length: "cut by its length", calls: "cut by the number of calls", time: "cut by the time limit", environment: "cut by the environment" };
   const NAMES = { value: "value", advantage: "advantage (whitened)", kl: "KL, nats", reward: "reward" };
 
   function responsesOf(run) {
@@ -173,14 +174,16 @@
 
   function response(row, wanted, centre, half) {
     const figures = row.tokens[colouring()], isHit = tokensOf(row, wanted);
-    const tokens = make("p", { class: "tokens", tabindex: "0" }, ...row.text.map((text, index) => {
+    const spans = row.text.map((text, index) => {
       const span = make("span", { "data-index": index }, text);
       if (isHit[index]) span.classList.add("hit");
       if (text === "") span.classList.add("part");
       if (!row.written[index]) span.classList.add("gap");
       else if (figures[index] !== null) span.style.background = tint((figures[index] - centre) / half);
       return span;
-    }));
+    });
+    const block = (kind, title, part) => turn(kind, title, ...folded(make("p", { class: "tokens", tabindex: "0" }, ...part), wanted));
+    const tokens = make("div", {}, ...(row.episode ? conversation(row, spans, block) : [block("response", "Response", spans)]));
     const choose = (event) => { if (event.target.dataset.index) inspect(event.target, row); };
     tokens.addEventListener("pointerover", choose);
     tokens.addEventListener("click", choose);
@@ -188,15 +191,31 @@
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (!step) return;
       event.preventDefault();
-      const at = now.chosen?.parentElement === tokens ? Number(now.chosen.dataset.index) + step : 0;
-      if (tokens.children[at]) inspect(tokens.children[at], row);
+      const at = spans.includes(now.chosen) ? Number(now.chosen.dataset.index) + step : 0;
+      if (spans[at]) inspect(spans[at], row);
     });
     const several = Object.keys(row.rewards).length > 1 ? Object.entries(row.rewards).map(([name, score]) => `${name} ${format(score)}`) : [];
     const extra = Object.entries(row.extra).map(([name, value]) => `${name} ${value}`);
-    const about = [...several, `KL ${format(row.kl)}`, row.length === 1 ? "1 token" : `${row.length} tokens`, row.ended ? "ended" : "cut off", ...extra];
+    const about = [...several, `KL ${format(row.kl)}`, row.length === 1 ? "1 token" : `${row.length} tokens`, row.episode ? ENDS[row.episode.end] : row.ended ? "ended" : "cut off", ...extra];
     return make("div", { class: "response" },
       make("p", { class: "about" }, "score ", make("b", {}, format(row.score)), ` · ${about.join(" · ")}`),
-      promptTurn(row.prompt, wanted), turn("response", "Response", ...folded(tokens, wanted)));
+      promptTurn(row.prompt, wanted), tokens);
+  }
+
+  /** Return the blocks of an episode: turns with value, advantage and reward, and between them who answered. */
+  function conversation(row, spans, block) {
+    const blocks = [], sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
+    let number = 0;
+    for (let from = 0, to = 0; from < spans.length; from = to) {
+      while (to < spans.length && row.written[to] === row.written[from]) to += 1;
+      const part = (name) => row.tokens[name].slice(from, to);
+      const figures = ` · value ${format(row.tokens.value[from])} · advantage ${format(sum(part("advantage")) / (to - from))} · reward ${format(sum(part("reward")))} (environment ${format(row.episode.turn_reward[number] ?? 0)})`;
+      blocks.push(row.written[from]
+        ? block("response", [`Turn ${number + 1}`, make("span", { class: "about" }, figures)], spans.slice(from, to))
+        : block("prompt", `Answer: ${row.episode.speakers[number - 1] || "environment"}`, spans.slice(from, to)));
+      if (row.written[from]) number += 1;
+    }
+    return blocks;
   }
 
   function inspect(span, row) {
