@@ -20,7 +20,8 @@ from rlhf_ppo.config.redaction import is_secret, redacted
 from rlhf_ppo.data.conversation import as_lines
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
 from rlhf_ppo.reporting.health import warnings_of
-from rlhf_ppo.reporting.health_checks import CHECKS, RunContext
+from rlhf_ppo.reporting.health_checks import CHECKS
+from rlhf_ppo.reporting.history import RunContext
 from rlhf_ppo.reporting.judgements import JUDGED, Judged, judged_data, over_seeds
 from rlhf_ppo.reporting.plots import PANELS, mean_curve
 from rlhf_ppo.reporting.run_log import SETTINGS_NAME, Log, RecordedRun, grouped
