@@ -590,6 +590,7 @@ class PPOTrainer(TrainerBase):
     def learn(self, model: nn.Module, experience: Experience) -> float | Tensor:
         """Take `num_ppo_epochs * num_mini_batches` optimizer steps, with new mini-batches in every epoch.
 
+        With `num_critic_epochs` above `num_ppo_epochs`, further epochs train the value model alone.
         A signal interrupts learning between two micro-batches; the resumed run takes the remaining steps.
 
         Args:
@@ -600,14 +601,16 @@ class PPOTrainer(TrainerBase):
         Returns:
             Gradient norm of the last step, before clipping.
         """
-        run = self._run
+        run, num_shared = self._run, self.args.num_ppo_epochs * self.args.num_mini_batches
         model.train()
         with self._learning.learning(model, experience) as (learned, statistics), run.timer.phase("learn"):
             for minibatch in self._learning.minibatches(learned, statistics):
+                self._warmup.in_critic_epoch = learned.num_minibatches >= num_shared
                 norm = self.update(model, minibatch, statistics)
                 if run.guard.is_update_cut:
                     break
                 learned.grad_norm = norm
+            self._warmup.in_critic_epoch = False
             run.metrics |= self._warmup.metrics(statistics.metrics(run.sum_over_ranks, run.gather))
         self._engine.policy_changed()
         return learned.grad_norm
@@ -636,7 +639,7 @@ class PPOTrainer(TrainerBase):
         for part, is_last in self._learning.micro_batches(parts):
             with accumulate(self.accelerator, model, is_last):
                 loss, (output, policy, value) = self._backward(model, part, num_tokens)
-            statistics.add(part, output, policy, value)
+            statistics.add(part, output, None if self._warmup.in_critic_epoch else policy, value)
             losses.append(loss * self.accelerator.num_processes)
         losses[-1] = losses[-1] + of_texts
         grad_norm = self._optimizer_step(model, losses, statistics)
@@ -651,7 +654,7 @@ class PPOTrainer(TrainerBase):
         in memory. Several processes, `torch_compile`, and an overridden `compute_loss` use `compute_loss` and one
         backward pass.
         """
-        if self._warmup.is_active and not self._has_own_loss:
+        if self._warmup.freezes_policy and not self._has_own_loss:
             return self._critic_only_backward(model, part, num_tokens)
         if self._sequential_backward:
             with self._forward_context():
@@ -673,12 +676,12 @@ class PPOTrainer(TrainerBase):
             output = model(*part.batch, only="value_model", places=part.places)
             value = self.value_loss(output.values, part)
         term = value_term(value, part, num_tokens, self.args)
-        if self._warmup.is_active:
+        if self._warmup.freezes_policy:
             term = term + zero_of_policy(model, self._unwrapped(model).policy)
         return backward(self.accelerator, term), output, value
 
     def _critic_only_backward(self, model: nn.Module, part: Experience, num_tokens: float) -> tuple[Tensor, Losses]:
-        """Like `_backward`, without the policy: in warm-up its log-probabilities are those of the rollout."""
+        """Like `_backward`, without the policy, whose log-probabilities are those of the rollout."""
         loss, of_values, value = self._value_backward(model, part, num_tokens)
         as_sampled = ResponseLogprobs(part.logprobs, torch.full_like(part.logprobs, torch.nan))
         return loss, (output_of(as_sampled, of_values), no_policy_loss(part.logprobs), value)
@@ -718,7 +721,7 @@ class PPOTrainer(TrainerBase):
         output = PolicyAndValueOutput(*model(*inputs.batch, places=inputs.places))
         policy, value = self.policy_loss(output.logprobs, inputs), self.value_loss(output.values, inputs)
         policy_share = policy_term(policy, output, inputs, num_tokens, self.args)
-        if self._warmup.is_active:  # a gradient of 0, because DDP and DeepSpeed wait for every gradient
+        if self._warmup.freezes_policy:  # a gradient of 0, because DDP and DeepSpeed wait for every gradient
             policy_share = 0.0 * policy_share
         loss = policy_share + value_term(value, inputs, num_tokens, self.args)
         return (loss, (output, policy, value)) if return_outputs else loss

@@ -433,12 +433,12 @@ class TrainerBase(Trainer):
         if self.is_deepspeed_enabled and accelerator.optimizer_step_was_skipped:
             grad_norm = math.inf  # it has stepped, or skipped an overflow
         if run.guard.allows_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm):
-            statistics.add_grad_norms(norms)
+            statistics.add_grad_norms(None if self._warmup.in_critic_epoch else norms)
             run.fire("on_pre_optimizer_step")
             self.optimizer.step()
             run.fire("on_optimizer_step")
             for loss in losses:
-                self._tr_loss += loss / (args.num_ppo_epochs * args.num_mini_batches)
+                self._tr_loss += loss / (args.num_learning_epochs * args.num_mini_batches)
         else:
             statistics.drop_last(len(losses))
             if accelerator.scaler is not None:

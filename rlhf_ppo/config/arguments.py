@@ -323,6 +323,16 @@ class RecipeArguments:
         "Learning rate of the value model, with the schedule of learning_rate, such as 1e-5 with learning_rate 1e-6. "
         "None: learning_rate.",
     )
+    num_critic_epochs: Annotated[int, Interval(1, 1000)] | None = _option(
+        None,
+        "Passes of the value model over each rollout, such as 2 with num_ppo_epochs=1 (arXiv 2607.07508): it learns "
+        "alone in those after num_ppo_epochs. None: num_ppo_epochs.",
+    )
+    critic_freeze: str = _option(
+        "none",
+        "Parameters of the value model that are not trained: 'none', 'attention' (arXiv 2607.07508), or a regular "
+        "expression found in their names, such as 'embed|layers.0'.",
+    )
     critic_warmup_steps: Count = _option(
         0,
         "PPO updates at the start of a run that train only the value model, on returns with lambda 1, such as 10; "

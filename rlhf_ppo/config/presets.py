@@ -76,6 +76,22 @@ PRESETS = MappingProxyType[str, dict[str, Any]](
             "cliprange": 0.2,
             "cliprange_high": 0.28,
         },
+        "sao": {
+            "num_generations": 1,
+            "old_logprobs": "sampling",
+            "policy_loss": "dis",
+            "cliprange": 0.8,
+            "cliprange_high": 3.0,
+            "num_ppo_epochs": 1,
+            "num_mini_batches": 1,
+            "num_critic_epochs": 2,
+            "critic_freeze": "attention",
+            "critic_warmup_steps": 10,
+            "length_adaptive_alpha": 0.05,
+            "lam_critic": 1.0,
+            "gamma": 1.0,
+            "temperature": 1.0,
+        },
     }
 )
 """Options of each preset, by name; docs/recipes.md gives their sources."""
@@ -113,11 +129,11 @@ class RemembersNames(ExplainsUnknown):
 class PresetArguments(RemembersNames):
     """The `preset` argument, whose options replace the defaults of a derived dataclass."""
 
-    preset: Literal["trl", "nplus", "aitraining", "recommended", "reasoning"] | None = _option(
+    preset: Literal["trl", "nplus", "aitraining", "recommended", "reasoning", "sao"] | None = _option(
         None,
         "Take the defaults of several options from a recipe, which is printed when training starts: TRL's PPO, that "
-        "of arXiv 2403.17031 (N+ implementation details), AITraining's, the one recommended here, or one for rule "
-        "rewards without a KL penalty. Options given beside it win.",
+        "of arXiv 2403.17031 (N+ implementation details), AITraining's, the one recommended here, one for rule "
+        "rewards without a KL penalty, or SAO's (arXiv 2607.07508). Options given beside it win.",
     )
 
     def resolve_preset(self) -> None:

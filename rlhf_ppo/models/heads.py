@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -283,6 +284,49 @@ def multiply_in_float32(head: nn.Module) -> None:
 def is_in_float32(head: nn.Module) -> bool:
     """Tell whether a head, which may have adapters, multiplies in float32."""
     return any(type(layer) is Float32Linear for layer in head.modules())
+
+
+# ---- The trained value model ----
+
+_ATTENTION = r"(^|\.)(self_?)?(attn|attention)\."
+"""Parameters of attention layers, by transformers' names; a norm beside attention is not one."""
+
+
+def freeze_critic(value_model: nn.Module, policy: nn.Module, pattern: str) -> None:
+    """Keep parameters of the value model at their initial values: they get no gradient and no optimizer state.
+
+    A frozen attention keeps a value model from overfitting: SAO, 2607.07508.
+
+    Args:
+        value_model: The value model; changed in place.
+        policy: The trained language model, which may share weights.
+        pattern: "none", "attention", or a regular expression found in the names of the parameters to freeze.
+
+    Raises:
+        ValueError: The pattern is no regular expression, matches no trainable parameter or all of them, or matches a
+            trainable parameter of the policy.
+    """
+    if pattern == "none":
+        return
+    given = f"critic_freeze={pattern!r}"
+    try:
+        frozen = re.compile(_ATTENTION if pattern == "attention" else pattern, re.IGNORECASE)
+    except re.error as error:
+        raise ValueError(
+            f"{given} is no regular expression ({error}); use 'attention', or one like 'layers.0'"
+        ) from error
+    trainable = {name: each for name, each in value_model.named_parameters() if each.requires_grad}
+    found = {name: each for name, each in trainable.items() if frozen.search(name)}
+    if not found or len(found) == len(trainable):
+        raise ValueError(
+            f"{given} matches {'all' if found else 'none of the'} trainable parameters of the value model; the names "
+            f"are like {next(iter(trainable))} and {list(trainable)[-1]}"
+        )
+    of_policy = {id(each) for each in policy.parameters()}
+    if shared := next((name for name, each in found.items() if id(each) in of_policy), None):
+        raise ValueError(f"{given} matches {shared}, which the policy trains too; leave it out of the pattern")
+    for parameter in found.values():
+        parameter.requires_grad_(False)
 
 
 def empty_classifier(model: nn.Module) -> nn.Module:

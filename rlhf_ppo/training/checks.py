@@ -437,8 +437,8 @@ def check_optimization(args: PPOConfig, optimizers: Sequence[Any], sizes: Sizes)
             raise ValueError(f"{given} cannot be used: {error}") from error
 
 
-def check_warmup(args: PPOConfig, policy: nn.Module, value_model: nn.Module) -> None:
-    """Check that the value model can learn alone during critic warm-up.
+def check_critic_alone(args: PPOConfig, policy: nn.Module, value_model: nn.Module) -> None:
+    """Check that the value model can learn alone, during critic warm-up or in `num_critic_epochs`.
 
     Args:
         args: The arguments.
@@ -449,22 +449,21 @@ def check_warmup(args: PPOConfig, policy: nn.Module, value_model: nn.Module) -> 
         ValueError: It cannot.
     """
     steps, gate = args.critic_warmup_steps, args.critic_warmup_explained_variance
-    if steps == 0:
-        if gate is not None:
-            raise ValueError(
-                f"critic_warmup_explained_variance={gate} ends a warm-up that critic_warmup_steps=0 does not begin; "
-                "set critic_warmup_steps to the most updates that it may last"
-            )
+    if steps == 0 and gate is not None:
+        raise ValueError(
+            f"critic_warmup_explained_variance={gate} ends a warm-up that critic_warmup_steps=0 does not begin; "
+            "set critic_warmup_steps to the most updates that it may last"
+        )
+    if not args.critic_learns_alone:
         return
-    for name in ("vf_coef", "critic_learning_rate"):
-        if getattr(args, name) == 0:
-            raise ValueError(
-                f"critic_warmup_steps={steps} trains the value model alone, but with {name}=0 it learns nothing; "
-                f"raise {name}"
-            )
+    name, off = ("critic_warmup_steps", 0) if steps else ("num_critic_epochs", None)
+    given = f"{name}={getattr(args, name)} trains the value model alone"
+    for rate in ("vf_coef", "critic_learning_rate"):
+        if getattr(args, rate) == 0:
+            raise ValueError(f"{given}, but with {rate}=0 it learns nothing; raise {rate}")
     own = {id(each) for each in value_model.parameters() if each.requires_grad}
     if not own - {id(each) for each in policy.parameters()}:
         raise ValueError(
-            f"critic_warmup_steps={steps} trains the value model alone, but it has no trainable parameters of its "
-            "own; give it some (value_peft_config, or requires_grad_ on its head), or set critic_warmup_steps=0"
+            f"{given}, but it has no trainable parameters of its own; give it some (value_peft_config, or "
+            f"requires_grad_ on its head), or set {name}={off}"
         )

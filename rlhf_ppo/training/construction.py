@@ -40,7 +40,7 @@ from rlhf_ppo.models.capabilities import (
     shared_vocabulary,
 )
 from rlhf_ppo.models.frozen import FrozenScorer, Offload, cast_frozen_weights
-from rlhf_ppo.models.heads import check_classifier, multiply_head_in_float32, reads_last_token
+from rlhf_ppo.models.heads import check_classifier, freeze_critic, multiply_head_in_float32, reads_last_token
 from rlhf_ppo.models.loading import (
     check_runs_on,
     check_value_model,
@@ -68,7 +68,7 @@ from rlhf_ppo.rewards.functions import LoggedByFunctions, RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel, tokenizer_beside
 from rlhf_ppo.rewards.scorer import Refuse, RewardSource, Scorer, is_reward_source
-from rlhf_ppo.training.checks import check_warmup
+from rlhf_ppo.training.checks import check_critic_alone
 from rlhf_ppo.training.run_state import SpecialTokens
 
 T = TypeVar("T")
@@ -279,7 +279,8 @@ def assemble_models(
         reference = make_reference(policy, reference_model, *named, args.temperature)
     _set_up_language_models(args, policy, reference)
     prepare_trainable(policy, critic)
-    check_warmup(args, policy, critic)
+    freeze_critic(critic, policy, args.critic_freeze)
+    check_critic_alone(args, policy, critic)
     # Before Trainer moves the weights that a reward model shares with the policy.
     rewards = [replace(reward, scorer=FrozenScorer(reward.model)) for reward in rewards]
     if args.offload_frozen:  # unless it shares the policy's weights

@@ -253,11 +253,12 @@ class CriticWarmup:
 
     Attributes:
         is_over: Whether the explained variance has reached the threshold.
+        in_critic_epoch: Whether the current mini-batch belongs to one of `num_critic_epochs` after the policy's last.
     """
 
     def __init__(self, run: RunState) -> None:
         self.run, self.args = run, run.args
-        self.is_over = False
+        self.is_over = self.in_critic_epoch = False
         self._hooks: list[Any] = []
         self._held: set[int] = set()
         self._left_out: list[tuple[Tensor, Tensor | None]] = []
@@ -266,6 +267,11 @@ class CriticWarmup:
     def is_active(self) -> bool:
         """Whether only the value model learns in the current update."""
         return not self.is_over and self.run.state.global_step < self.args.critic_warmup_steps
+
+    @property
+    def freezes_policy(self) -> bool:
+        """Whether only the value model learns from the current mini-batch."""
+        return self.is_active or self.in_critic_epoch
 
     def maybe_end(self, rollout: Rollout, returns: Tensor) -> bool:
         """End warm-up if the values explain enough of the returns' variance.
@@ -292,8 +298,8 @@ class CriticWarmup:
         return True
 
     def drop_policy_gradients(self, policy: nn.Module) -> None:
-        """Remove the gradients of the policy's parameters during warm-up."""
-        if self.is_active:
+        """Remove the gradients of the policy's parameters where only the value model learns."""
+        if self.freezes_policy:
             for parameter in policy.parameters():
                 parameter.grad = None
 
@@ -325,7 +331,7 @@ class CriticWarmup:
             ]
 
     def _hide(self, optimizer: Any, *_: Any) -> None:
-        if self.is_active:
+        if self.freezes_policy:
             held = [group for group in optimizer.param_groups if id(group) in self._held]
             self._left_out = [(each, each.grad) for group in held for each in group["params"]]
             for each, _grad in self._left_out:
@@ -406,7 +412,8 @@ class InterruptibleLearning:
         self.partial = loaded
 
     def _begun_with(self) -> dict[str, int]:
-        learned_by = {name: getattr(self.args, name) for name in ("num_ppo_epochs", "num_mini_batches", "seed")}
+        names = ("num_ppo_epochs", "num_learning_epochs", "num_mini_batches", "seed")
+        learned_by = {name: getattr(self.args, name) for name in names}
         return learned_by | {"the number of prompts": self._num_prompts, _PTX: int(self.args.ptx_coef > 0)}
 
     @contextmanager
@@ -444,7 +451,8 @@ class InterruptibleLearning:
         """
         args, update = self.args, self.run.state.global_step
         generator = minibatch_generator(args.seed, update, args.process_index)
-        minibatches = learned.experience.minibatches_of_epochs(args.num_ppo_epochs, args.num_mini_batches, generator)
+        num_epochs = args.num_learning_epochs
+        minibatches = learned.experience.minibatches_of_epochs(num_epochs, args.num_mini_batches, generator)
         for minibatch in itertools.islice(minibatches, learned.num_minibatches, None):
             self.run.streams.mark()
             if self.partial is not None:
@@ -463,6 +471,8 @@ class InterruptibleLearning:
         per_epoch, limit = self.args.num_mini_batches, self.args.kl_stop
         if limit is None or learned.num_minibatches % per_epoch:
             return False
+        if learned.num_minibatches > per_epoch * self.args.num_ppo_epochs:
+            return False  # the policy has not moved in this epoch
         statistics.num_epochs = learned.num_minibatches // per_epoch
         kl = statistics.mean_kl(learned.epoch_start, self.run.sum_over_ranks)
         learned.epoch_start = len(statistics.sums)
@@ -509,7 +519,7 @@ class InterruptibleLearning:
         """Return the learned part of a partial update for the log; None between updates."""
         if self.partial is None:
             return None
-        num_minibatches = self.args.num_ppo_epochs * self.args.num_mini_batches
+        num_minibatches = self.args.num_learning_epochs * self.args.num_mini_batches
         return f"{self.partial.num_minibatches} of {num_minibatches} mini-batches learned"
 
 

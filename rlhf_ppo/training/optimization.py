@@ -221,9 +221,9 @@ class Optimization:
     def rated(self, optimizer: Optimizer, model: nn.Module, args: PPOConfig) -> Optimizer:
         """Apply `args.critic_learning_rate` to the value model's parameters.
 
-        Under DeepSpeed, which flattens each group, critic warm-up needs separate groups too.
+        Under DeepSpeed, which flattens each group, a value model that learns alone needs separate groups too.
         """
-        is_held = self._is_deepspeed and args.critic_warmup_steps > 0
+        is_held = self._is_deepspeed and args.critic_learns_alone
         if is_held or args.critic_learning_rate is not None:
             optimizer = with_critic_groups(optimizer, model, args.critic_learning_rate)
         if is_held:
@@ -296,8 +296,8 @@ def with_critic_groups(optimizer: Optimizer, model: nn.Module, rate: float | Non
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not critic & held:
         raise ValueError(
-            f"{'critic_warmup_steps' if rate is None else f'critic_learning_rate={rate}'} needs an optimizer with "
-            f"groups of parameters, which {type(optimizer).__name__} has not; choose another optim"
+            f"{'training the value model alone' if rate is None else f'critic_learning_rate={rate}'} needs an "
+            f"optimizer with groups of parameters, which {type(optimizer).__name__} has not; choose another optim"
         )
     for group in list(optimizer.param_groups):
         parts = [[p for p in group["params"] if (id(p) in critic) is of_critic] for of_critic in (False, True)]

@@ -168,9 +168,9 @@ class LanguageModeling:
             forward_context: Context of forward passes.
 
         Returns:
-            The loss as the step sums it; 0 during critic warm-up.
+            The loss as the step sums it; 0 where only the value model learns.
         """
-        if self.warmup.is_active:
+        if self.warmup.freezes_policy:
             return 0.0
         run, coef = self.run, self.run.args.ptx_coef
         rows = self._rows()
@@ -193,7 +193,7 @@ class LanguageModeling:
 
     def count_step(self) -> None:
         """Count the rows of a completed step; an interrupted step uses the same rows again."""
-        if not self.warmup.is_active:
+        if not self.warmup.freezes_policy:
             self.num_drawn += self.run.sizes.mini_batch_size
 
     def _rows(self) -> Responses:

@@ -94,6 +94,7 @@ CASES = [
     Case("kl_estimator", "k1", "k3", "k3", ("k2", "K1", None)),
     Case("whiten_rewards", False, "true", True, (1, None)),
     Case("num_ppo_epochs", 4, "1", 1, (*COUNT, 1001, None)),
+    Case("num_critic_epochs", None, "6", 6, (*COUNT, 3, 1001)),
     Case("max_tokens_per_micro_batch", None, "4096", 4096, COUNT),
     Case("num_mini_batches", 1, "4", 4, (*COUNT, None, 3)),  # 3 does not divide 8
     Case("gamma", 1.0, "0.99", 0.99, (-0.1, 1.1, NAN, None)),
@@ -127,6 +128,7 @@ CASES = [
     Case("critic_learning_rate", None, "1e-5", 1e-5, (-1.0, NAN, INF)),
     Case("reference_ema", None, "0.99", 0.99, (-0.1, 1.0, 1.5, NAN)),
     Case("lm_head_float32", False, "true", True, ("yes", None)),
+    Case("critic_freeze", "none", "attention", "attention", (None, 1)),
     Case("critic_warmup_steps", 0, "10", 10, (-1, 1.5, None)),
     Case("critic_audit_steps", 0, "10", 10, (-1, 1.5, None)),
     Case("critic_warmup_explained_variance", None, "0.5", 0.5, (-0.1, 1.0, NAN)),
@@ -267,6 +269,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 """Without these, the option is not read."""
 NOT_RUN = {
     "num_ppo_epochs": "the largest takes minutes",
+    "num_critic_epochs": "the largest takes minutes",
     "total_episodes": "a run may be as long as you like",
     "dataset_num_proc": "each is a process",
 }

@@ -187,6 +187,6 @@ def test_no_option_replaces_a_given_one(preset: str | None, policy_loss: str) ->
     }
     defaults = {f.name: f.default for f in dataclasses.fields(PPOConfig) if f.name in own and f.init}
     given = {name: value for name, value in defaults.items() if value is not None and name != "output_dir"}
-    given |= {"preset": preset, "policy_loss": policy_loss, "cliprange_high": 0.3}
+    given |= {"preset": preset, "policy_loss": policy_loss, "cliprange_high": 0.3, "num_critic_epochs": 4}
     args = made(**given)
     assert {name: getattr(args, name) for name in given} == given

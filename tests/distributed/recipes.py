@@ -9,6 +9,7 @@ FOLLOWING: dict[str, Any] = {
     "score_scaling": False,
     "score_normalization": True,
     "critic_learning_rate": 2e-3,
+    "num_critic_epochs": 3,
 }
 """Those that go on from update to update, or end one: they decide by figures of all ranks."""
 

@@ -49,6 +49,7 @@ class Settings:
     importance_sampling_clip_max: float = 2.0
     importance_sampling_mode: str = "token"
     old_logprobs: str = "training"
+    num_critic_epochs: int | None = None
     reward_weights: Any = None
     score_clip: float = math.inf
     score_scaling: bool = False

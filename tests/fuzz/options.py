@@ -99,6 +99,7 @@ OPTIONS: dict[str, list[Any]] = {
     "loss": ["at once"],
     # Optimization
     "num_ppo_epochs": [1, 3],
+    "num_critic_epochs": [3, 4],
     "num_mini_batches": [1, 4, 8],
     "max_tokens_per_micro_batch": [12, 40],
     "value_model": ["made"],

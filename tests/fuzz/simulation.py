@@ -204,46 +204,49 @@ class Simulation:
 
     def run(self, known: Known, seen: SeenUpdate) -> list[Step]:
         """Simulate the steps of an update, note what is logged of it, and go on to the next."""
-        figures, steps, norms, micro_ratios, texts = [], [], [], [], []
+        figures, of_critic, steps, norms, micro_ratios, texts = [], [], [], [], [], []
         rows_of = matched(known.episodes, seen.steps)
         per_epoch, settings, alone = self.settings.num_mini_batches, self.settings, self.warms_up
-        num_epochs = settings.num_ppo_epochs
+        num_epochs, num_of_policy = settings.num_critic_epochs or settings.num_ppo_epochs, settings.num_ppo_epochs
         for number, (step, rows) in enumerate(zip(seen.steps, rows_of, strict=True)):
             counted = [row for row in rows if row in known.scored]
+            is_of_critic = number >= num_of_policy * per_epoch
             self.grad_norm = 0.0  # of a mini-batch without a score, too
-            taken = self._step(known, step, counted) if counted else None
+            taken = self._step(known, step, counted, is_of_critic) if counted else None
             steps.append(Step({}, {}) if taken is None else taken[0])
-            if taken is not None:
+            if taken is not None and is_of_critic:
+                of_critic.append(taken[1])
+            elif taken is not None:
                 figures.append(taken[1])
                 norms.append(taken[2])
                 texts += taken[3]
                 micro_ratios += ratios_of_parts(known, step, taken[1], counted)
             ends = (number + 1) % per_epoch == 0
-            if ends and settings.kl_stop is not None:
+            if ends and settings.kl_stop is not None and not is_of_critic:
                 epoch = figures[-per_epoch:] if counted or figures else []
                 if epoch and far(epoch) > settings.kl_stop:
-                    num_epochs = (number + 1) // per_epoch
+                    num_epochs = num_of_policy = (number + 1) // per_epoch
                     break
         assert len(seen.steps) == num_epochs * per_epoch, f"{len(seen.steps)} mini-batches, not {num_epochs} epochs"
         check_epochs(rows_of, per_epoch, len(known.episodes))
         logged = rollout_figures(known, self)
         if figures:
-            logged |= learned_figures(figures, norms, micro_ratios, texts, num_epochs, self)
+            logged |= learned_figures(figures, of_critic, norms, micro_ratios, texts, num_of_policy, self)
         if settings.critic_warmup_steps:
             logged["val/critic_warmup"] = float(alone)
         if settings.kl_target is not None:
             logged["objective/kl_coef"] = known.coef
-        self._end(known, seen, logged, figures, texts)
+        self._end(known, seen, logged, figures + of_critic, texts)
         return steps
 
     def _step(
-        self, known: Known, step: SeenStep, rows: list[int]
+        self, known: Known, step: SeenStep, rows: list[int], is_of_critic: bool
     ) -> tuple[Step, TokenLosses, tuple[float, float], list[tuple[float, int]]]:
         settings, episodes = self.settings, [known.episodes[row] for row in rows]
         self.twins.put(step.before)
         logprobs, entropies = self.twins.logprobs(self.twins.policy, episodes, settings.temperature)
         values, _ = self.twins.values(episodes)
-        alone = self.warms_up
+        alone = self.warms_up or is_of_critic
         old = np.concatenate([known.old_logprobs(settings)[row] for row in rows])
         now = cut(old if alone else logprobs.detach().numpy(), episodes)
         own = (now, cut(entropies.detach().numpy(), episodes), cut(values.detach().numpy(), episodes))
@@ -288,7 +291,7 @@ class Simulation:
         self, known: Known, seen: SeenUpdate, logged: dict[str, float], figures: list[TokenLosses], texts: list[Any]
     ) -> None:
         settings = self.settings
-        num_steps = settings.num_ppo_epochs * settings.num_mini_batches
+        num_steps = (settings.num_critic_epochs or settings.num_ppo_epochs) * settings.num_mini_batches
         self.waiting_losses.append(sum(each.loss for each in figures) / num_steps)
         logged["lr"] = settings.learning_rate * settings.rate(self.update)
         self.episode += settings.batch_size
@@ -420,17 +423,20 @@ def engine_figures(known: Known, run: Simulation) -> dict[str, float]:
 
 def learned_figures(
     figures: Sequence[TokenLosses],
+    of_critic: Sequence[TokenLosses],
     norms: Sequence[tuple[float, float]],
     micro_ratios: Rows,
     texts: Sequence[tuple[float, int]],
     num_epochs: int,
     run: Simulation,
 ) -> dict[str, float]:
-    """Means over all tokens that the update has learned from."""
+    """Means over all tokens that the update has learned from; those of the policy leave the critic's epochs out."""
     settings, alone = run.settings, run.warms_up
 
-    def mean(figure: Callable[[TokenLosses], Array]) -> float:
-        return float(np.concatenate([figure(each) for each in figures]).mean())
+    def mean(figure: Callable[[TokenLosses], Array], steps: Sequence[TokenLosses] = figures) -> float:
+        return float(np.concatenate([figure(each) for each in steps]).mean())
+
+    both = [*figures, *of_critic]
 
     logged = {
         "policy/approxkl_avg": mean(lambda each: each.log_ratio**2 / 2),
@@ -439,8 +445,8 @@ def learned_figures(
         "val/ratio_var": float(np.var([each.mean() for each in micro_ratios], ddof=1))
         if len(micro_ratios) > 1
         else 0.0,
-        "loss/value_avg": mean(lambda each: each.value_loss),
-        "val/clipfrac_avg": mean(lambda each: each.value_clipped),
+        "loss/value_avg": mean(lambda each: each.value_loss, both),
+        "val/clipfrac_avg": mean(lambda each: each.value_clipped, both),
         "policy/grad_norm": float(np.mean([policy for policy, _ in norms])),
         "val/grad_norm": float(np.mean([value for _, value in norms])),
     }

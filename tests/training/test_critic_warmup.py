@@ -225,6 +225,63 @@ def test_a_warmup_that_cannot_be_is_an_error(make_trainer: MakeTrainer, given: d
         make_trainer(**WARM | given)
 
 
+# ---- Epochs of the value model alone, and frozen parameters ----
+
+
+@pytest.mark.parametrize("models", MODELS)
+def test_the_policy_does_not_depend_on_num_critic_epochs_within_an_update(
+    make_trainer: MakeTrainer, models: str
+) -> None:
+    ends = []
+    for epochs in (None, 2, 5):
+        run = WARM | {"critic_warmup_steps": 0, "total_episodes": 4, "num_critic_epochs": epochs}
+        trainer = make_trainer(**run | MODELS[models]())
+        trainer.train()
+        own = {id(each) for each in own_of_policy(trainer)}
+        named = [*trainer.model.named_parameters(remove_duplicate=False)]
+        critic = {name: each.detach().clone() for name, each in named if each.requires_grad and id(each) not in own}
+        ends.append(([each.detach().clone() for each in own_of_policy(trainer)], critic, history(trainer)))
+    (policy, critic, log), same, more = ends
+    assert_identical(same[0], policy)
+    assert_identical(same[1], critic)
+    assert_identical(same[2], log)
+    assert_identical(more[0], policy)
+    assert any(not torch.equal(value, more[1][name]) for name, value in critic.items())
+
+
+def test_frozen_parameters_of_the_value_model_stay_without_gradient_and_optimizer_state(
+    make_trainer: MakeTrainer,
+) -> None:
+    trainer = make_trainer(**WARM | {"critic_freeze": "attention", "critic_warmup_steps": 0})
+    before = parameters(trainer)
+    trainer.train()
+    after = parameters(trainer)
+    frozen = {name for name, each in trainer.model.named_parameters() if not each.requires_grad}
+    assert frozen and frozen == {name for name in before if name.startswith("value_model") and ".self_attn." in name}
+    assert {name for name in before if torch.equal(before[name], after[name])} >= frozen
+    stated = {id(each) for each in trainer.optimizer.state}
+    for name, each in trainer.model.named_parameters():
+        assert (id(each) in stated) is (name not in frozen), name
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"critic_freeze": "nothing"}, "critic_freeze='nothing' matches none of the trainable parameters"),
+        ({"critic_freeze": "."}, "critic_freeze='.' matches all trainable parameters"),
+        ({"critic_freeze": "("}, "critic_freeze='\\(' is no regular expression"),
+        ({"critic_freeze": "attention", **over_one_trunk()}, "self_attn.*which the policy trains too"),
+        ({"num_critic_epochs": 1}, "num_critic_epochs=1 is below num_ppo_epochs=2"),
+        ({"num_critic_epochs": 3, "vf_coef": 0.0}, "num_critic_epochs=3 .* with vf_coef=0 it learns nothing"),
+    ],
+)
+def test_critic_options_that_cannot_be_are_errors(
+    make_trainer: MakeTrainer, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_trainer(**WARM | {"critic_warmup_steps": 0} | given)
+
+
 # ---- The gradient's norm of each model ----
 
 

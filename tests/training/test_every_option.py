@@ -70,6 +70,8 @@ CHANGES: dict[str, Any] = {
     "bootstrap_truncated": True,
     "whiten_rewards": True,
     "num_ppo_epochs": 1,
+    "num_critic_epochs": 3,
+    "critic_freeze": "attention",
     "num_mini_batches": 1,
     "gamma": 0.5,
     "lam": 0.3,
