@@ -345,7 +345,7 @@ class PPOConfig(
             )
         self.check_engine()
         check_recipes(self, self.kl_coef)
-        if self.num_learning_epochs < self.num_ppo_epochs:
+        if self.num_critic_epochs is not None and self.num_critic_epochs < self.num_ppo_epochs:
             raise ValueError(
                 f"num_critic_epochs={self.num_critic_epochs} is below num_ppo_epochs={self.num_ppo_epochs}; raise it, "
                 "or lower num_ppo_epochs"
@@ -356,14 +356,9 @@ class PPOConfig(
         check_total_episodes(self.user_value("total_episodes"), *of_process, num_processes=1)
 
     @property
-    def num_learning_epochs(self) -> int:
-        """Passes over each rollout in which any model learns: `num_critic_epochs`, or else `num_ppo_epochs`."""
-        return self.num_ppo_epochs if self.num_critic_epochs is None else self.num_critic_epochs
-
-    @property
     def critic_learns_alone(self) -> bool:
         """Whether some optimizer steps train only the value model."""
-        return self.critic_warmup_steps > 0 or self.num_learning_epochs > self.num_ppo_epochs
+        return self.critic_warmup_steps > 0 or (self.num_critic_epochs or 0) > self.num_ppo_epochs
 
     def count_sizes(self, num_processes: int, num_examples: int | None) -> Sizes:
         """Compute the sizes of a run from the fields that the user set, ignoring those that `fill_derived` wrote.

@@ -366,6 +366,11 @@ def no_policy_loss(logprobs: Tensor) -> PolicyLoss:
     return PolicyLoss(nothing, torch.ones_like(logprobs), nothing.bool())
 
 
+def num_epochs(args: PPOConfig) -> int:
+    """Return the passes over each rollout in which any model learns."""
+    return args.num_ppo_epochs if args.num_critic_epochs is None else args.num_critic_epochs
+
+
 class InterruptibleLearning:
     """Mini-batches of an update; a signal may interrupt them between two micro-batches.
 
@@ -412,8 +417,8 @@ class InterruptibleLearning:
         self.partial = loaded
 
     def _begun_with(self) -> dict[str, int]:
-        names = ("num_ppo_epochs", "num_learning_epochs", "num_mini_batches", "seed")
-        learned_by = {name: getattr(self.args, name) for name in names}
+        learned_by = {name: getattr(self.args, name) for name in ("num_ppo_epochs", "num_mini_batches", "seed")}
+        learned_by["num_critic_epochs"] = num_epochs(self.args)
         return learned_by | {"the number of prompts": self._num_prompts, _PTX: int(self.args.ptx_coef > 0)}
 
     @contextmanager
@@ -451,8 +456,8 @@ class InterruptibleLearning:
         """
         args, update = self.args, self.run.state.global_step
         generator = minibatch_generator(args.seed, update, args.process_index)
-        num_epochs = args.num_learning_epochs
-        minibatches = learned.experience.minibatches_of_epochs(num_epochs, args.num_mini_batches, generator)
+        given = (num_epochs(args), args.num_mini_batches, generator)
+        minibatches = learned.experience.minibatches_of_epochs(*given)
         for minibatch in itertools.islice(minibatches, learned.num_minibatches, None):
             self.run.streams.mark()
             if self.partial is not None:
@@ -519,7 +524,7 @@ class InterruptibleLearning:
         """Return the learned part of a partial update for the log; None between updates."""
         if self.partial is None:
             return None
-        num_minibatches = self.args.num_learning_epochs * self.args.num_mini_batches
+        num_minibatches = num_epochs(self.args) * self.args.num_mini_batches
         return f"{self.partial.num_minibatches} of {num_minibatches} mini-batches learned"
 
 
