@@ -14,7 +14,7 @@ import sys
 import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import pytest
@@ -35,6 +35,7 @@ from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.functions import finished
 from rlhf_ppo.rewards.judges import ChatJudge
 from rlhf_ppo.terminal.text import visible
+from tests.agents.chat import ScriptedEngine, chat_model, chat_tokenizer, turn_text
 from tests.conftest import QUIET, make_tokenizer, tiny_policy, tiny_scorer
 from tests.rewards.local_server import says
 from tests.runs import QUICK
@@ -42,6 +43,8 @@ from tests.runs import QUICK
 MARKUP = "|# heading<script>alert(1)</script><img src=x onerror=alert(1)>$x$`code`[a](http://evil)*b* [red]"
 TEXT = f'=HYPERLINK("http://evil")\x1b[2J\x1b]0;title\x07\x9b31m\rforged\u202e\x00{MARKUP}\n# heading\n| a | b |'
 NAME = "=\x1b[2J\x9b31m\r\u202e|# $x$`b`<b>[a](c)"
+UNKNOWN = NAME.translate({ord("\x1b"): None, ord("\r"): None})
+"""A tool's name that a call in JSON can have."""
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 FORMULA = tuple("=+-@\t\n\r")
 NUMBER = re.compile(r"-?[\d.]+(e-?\d+)?")
@@ -78,8 +81,60 @@ def printed() -> Iterator[io.StringIO]:
         logger.removeHandler(handler)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def says_it(question: str) -> str:
+    """A tool that answers with the text.
+
+    Args:
+        question: Anything.
+    """
+    return TEXT
+
+
+def raises_it() -> str:
+    """A tool that fails with the text."""
+    raise ValueError(TEXT)
+
+
+class Says:
+    """An environment of which each word is the text."""
+
+    turn_rewards: ClassVar[list[float]] = []
+
+    def reset(self, **columns: Any) -> str:
+        return TEXT
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def episodes() -> dict[str, Any]:
+    """Arguments of a trainer that talks with tools and an environment, and calls a tool that there is not."""
+    tokenizer = chat_tokenizer()
+    calls = [("says_it", {"question": TEXT}), ("raises_it", {}), (UNKNOWN, {TEXT: TEXT}), ("says_it", {TEXT: TEXT})]
+    turns = [*(turn_text(tokenizer, "qwen3", call) for call in calls), turn_text(tokenizer, "qwen3", content=TEXT)]
+    rows = [{"prompt": [{"role": "user", "content": TEXT}], NAME: TEXT}] * 4
+
+    def script(context: str, number: int) -> str:
+        return turns[context.count("<tool_response>")]
+
+    return {
+        **{"processing_class": tokenizer, "model": chat_model(tokenizer), "tools": [says_it, raises_it]},
+        **{"environment_factory": type(NAME, (Says,), {}), "engine": ScriptedEngine(tokenizer, script)},
+        **{"train_dataset": rows, "eval_dataset": {NAME: rows[:2]}},
+    }
+
+
+def responses() -> dict[str, Any]:
+    """Arguments of a trainer whose tokens, and prompts, are the text."""
+    rows = Dataset.from_list([{"input_ids": [3 + index, 4], "prompt": TEXT, NAME: TEXT} for index in range(4)])
+    return {
+        **{"processing_class": tokenizer(), "model": tiny_policy(), "value_model": tiny_scorer(seed=2)},
+        **{"train_dataset": rows, "eval_dataset": {NAME: rows.select(range(2))}},
+    }
+
+
+@pytest.fixture(scope="module", params=[responses, episodes], ids=lambda given: given.__name__)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Train for two updates in a directory with a hostile name; return it and what was printed."""
     folder = tmp_path_factory.mktemp("hostile") / NAME
     settings = {
@@ -87,14 +142,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         "num_completions_to_keep": 2, "logging_steps": 1, "report_to": ["tensorboard"], "eval_strategy": "steps",
         "eval_steps": 1, "log_console": "line", "disable_tqdm": True, "stop_token": "eos",
     }  # fmt: skip
-    rows = Dataset.from_list([{"input_ids": [3 + index, 4], "prompt": TEXT, NAME: TEXT} for index in range(4)])
+    if request.param is episodes:
+        settings |= {"response_length": 3000}
     with printed() as found, pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlhf_ppo.estimate.run.RunEstimate.announce", lambda self: None)
         patch.setattr("rlhf_ppo.reporting.model_card._draw", lambda log, path: path.touch())
         trainer = PPOTrainer(
-            args=PPOConfig(**settings), processing_class=tokenizer(), model=tiny_policy(),
-            value_model=tiny_scorer(seed=2), train_dataset=rows, eval_dataset={NAME: rows.select(range(2))},
-            reward_funcs=[named(TEXT), named(f"{TEXT}2")],
+            args=PPOConfig(**settings), reward_funcs=[named(TEXT), named(f"{TEXT}2")], **request.param()
         )  # fmt: skip
         trainer.train()
         trainer.generate_completions()
@@ -125,6 +179,16 @@ def test_every_text_file_of_a_run_is_shown_as_it_is(run: tuple[Path, str]) -> No
     assert {path.suffix for path in files} == {".csv", ".json", ".jsonl", ".md", ".html", ".svg"}
     for path in files:
         assert_shown(path.read_bytes().decode("utf-8"))
+
+
+def test_the_texts_were_there(run: tuple[Path, str], request: pytest.FixtureRequest) -> None:
+    """Tables of responses are data, and unchanged."""
+    tables = [pd.read_parquet(path) for path in run[0].glob("completions/*.parquet")]
+    said = "".join(text for table in tables for text in table["completion"])
+
+    assert TEXT in said
+    if "episodes" in request.node.name:
+        assert said.count(TEXT) >= 8 and said.count("{'error': ") == 3 * said.count('"raises_it"')
 
 
 def test_no_cell_of_a_sample_table_is_a_formula(run: tuple[Path, str]) -> None:
