@@ -66,10 +66,10 @@ def constants(path: Path) -> dict[str, Any]:
 
 
 def _options(options: dict[str, tuple[str, str]], names: set[str]) -> str:
-    rows = ["| Option | Default | |", "|---|---|---|"]
+    rows = ["| Option | Default | Meaning |", "|---|---|---|"]
     for name, (default, text) in options.items():
         rows.append(f'| <span id="{name}"></span>`{name}` | `{default}` | {marked(text, names)} |')
-    return "\n".join(rows)
+    return "\n".join(['<div class="options" markdown>', "", *rows, "", "</div>"])
 
 
 def _refused(table: dict[str, Any]) -> str:

@@ -45,6 +45,8 @@ PANELS: Mapping[str, str] = {
     "lr": "learning rate of the update",
     "learning_rate": "the same, Trainer's key",
     "eps": "episodes per second",
+    "eval_score": "mean score of held-out prompts",
+    "eval_kl": "KL to the reference, held-out prompts",
     "time/generate": "seconds of an update, sampling",
     "time/score": "seconds of an update, rewards",
     "time/evaluate": "seconds of an update, forward passes",

@@ -22,6 +22,8 @@ from rlhf_ppo.terminal.text import visible
 
 SCRIPTS = ("page.js", "chart.js", "curves.js", "overview.js", "judged.js", "responses.js", "settings.js", "live.js")
 """The scripts of the page, in their order."""
+MAX_NAMES = 4
+"""Largest number of runs that the page's title names."""
 
 
 def write_report(
@@ -53,7 +55,9 @@ def write_report(
         )
     read = read_runs(runs)
     data = report_data(read, read_judged(runs, judged)) | {"refresh_seconds": refresh_seconds}
-    page = render_page(data, ", ".join(run.name for run in read))
+    names = [run.name for run in read]
+    more = f" and {len(names) - MAX_NAMES} more runs" if len(names) > MAX_NAMES else ""
+    page = render_page(data, ", ".join(names[:MAX_NAMES]) + more)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)
     return path

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from transformers import TrainingArguments
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import HealthThresholds
@@ -35,7 +36,7 @@ MAX_UPDATES = 16
 MAX_TOKENS = 200_000
 """Approximate number of response tokens in a report."""
 MAX_SAMPLES = 8
-MAX_FRONTIER = 120
+MAX_FRONTIER = 40
 """Largest number of points of score against KL; each is the mean of a stretch of updates."""
 
 _KEY_FIGURES = {
@@ -53,6 +54,14 @@ _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """The 97.5% quantiles of Student's t for 1 to 10 degrees of freedom."""
 
 _HEALTH, _JUDGED = "health/", f"{JUDGED}/"
+_OF_TRAINING = frozenset(
+    (
+        "learning_rate lr_scheduler_type warmup_steps weight_decay optim max_grad_norm per_device_train_batch_size "
+        "gradient_accumulation_steps max_steps num_train_epochs"
+    ).split()
+)
+"""Arguments of TrainingArguments that change what a run learns: listed with PPO's own, before all others."""
+_INHERITED = {each.name for each in dataclasses.fields(TrainingArguments)} - _OF_TRAINING
 _NOT_CHOSEN = frozenset(
     ("output_dir run_name accelerator_config activation_checkpointing dataloader_pin_memory debug do_eval").split()
 )
@@ -216,6 +225,7 @@ def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
         changed = default is not None and is_chosen and any(value != default for value in values)
         row = {"name": name, "values": values, "changed": changed, "differs": is_chosen and len(set(values)) > 1}
         rows.append(row | {"default": default, "help": help_text})
+    rows.sort(key=lambda row: row["name"] in _INHERITED)
     for name in dict.fromkeys(name for run in runs for name in run.settings.made_of):
         values = [_as_text(redacted(run.settings.made_of.get(name), name)) for run in runs]
         rows.append({"name": name, "values": values, "changed": True, "differs": len(set(values)) > 1})

@@ -2,6 +2,7 @@
 // Line charts in SVG, the large view, and downloads as PNG and CSV.
 
 const view = { smoothing: 0, log: false, marks: true };
+const PATH_SMOOTHING = 0.6; // of the line through score and KL, whose points are drawn as they are
 const LEFT = 46, RIGHT = 8, TOP = 12, BOTTOM = 24;
 
 /** Smooth values by an exponential moving average without bias at the start, as TensorBoard does. */
@@ -18,9 +19,10 @@ function smooth(values, weight) {
 function visibleLines(chart) {
   return chart.lines().filter(({ group }) => shownGroups[group]).map((line) => {
     const points = line.points.filter((each) => !view.log || each.y > 0);
-    const smoothed = smooth(points.map((each) => each.level ?? each.y), view.smoothing);
-    const across = chart.isPath ? smooth(points.map((each) => each.x), view.smoothing) : [];
-    const isSmooth = view.smoothing > 0 || points[0]?.level !== undefined;
+    const weight = chart.isPath ? Math.max(PATH_SMOOTHING, view.smoothing) : view.smoothing;
+    const smoothed = smooth(points.map((each) => each.level ?? each.y), weight);
+    const across = chart.isPath ? smooth(points.map((each) => each.x), weight) : [];
+    const isSmooth = weight > 0 || points[0]?.level !== undefined;
     return { ...line, isSmooth, points: points.map((each, index) => ({ ...each, sx: across[index] ?? each.x, sy: isSmooth ? smoothed[index] : each.y })) };
   }).filter((line) => line.points.length > 0);
 }
@@ -93,13 +95,13 @@ function drawLine(svg, line, scale, isPath) {
     svg.append(draw("circle", { cx: scale.x(points[0].x), cy: scale.y(points[0].y), r: 3, fill: colour, class: "line" }));
     return;
   }
-  if (line.isSmooth) svg.append(stroke(points.map((each) => [each.x, each.y]), { opacity: 0.3, "stroke-width": 1, class: "raw" }));
-  svg.append(stroke(points.map((each) => [each.sx, each.sy]), { "stroke-width": 1.8, class: "line", ...(isPath ? { opacity: 0.55 } : {}) }));
+  if (line.isSmooth && !isPath) svg.append(stroke(points.map((each) => [each.x, each.y]), { opacity: 0.3, "stroke-width": 1, class: "raw" }));
+  svg.append(stroke(points.map((each) => [each.sx, each.sy]), { "stroke-width": isPath ? 2.4 : 1.8, class: "line" }));
   if (!isPath) return;
   points.forEach((each, index) => {
     const isFirst = index === 0, isLast = index === points.length - 1;
-    svg.append(draw("circle", { cx: scale.x(each.sx), cy: scale.y(each.sy), r: isFirst || isLast ? 5 : 2.5, stroke: colour,
-      "stroke-width": isFirst ? 2 : 0, fill: isFirst ? "none" : colour, opacity: isFirst || isLast ? 1 : 0.25 + 0.65 * index / points.length }));
+    svg.append(draw("circle", { cx: scale.x(isLast ? each.sx : each.x), cy: scale.y(isLast ? each.sy : each.y), r: isFirst || isLast ? 5 : 2.5,
+      stroke: colour, "stroke-width": isFirst ? 2 : 0, fill: isFirst ? "none" : colour, opacity: isFirst || isLast ? 1 : 0.15 + 0.35 * index / points.length }));
   });
 }
 
@@ -180,9 +182,9 @@ function readLines(svg, lines, scale, x, chart) {
 }
 
 function readPath(svg, lines, scale, x, y) {
-  const distance = (each) => (scale.x(each.sx) - x) ** 2 + (scale.y(each.sy) - y) ** 2;
+  const distance = (each) => (scale.x(each.x) - x) ** 2 + (scale.y(each.y) - y) ** 2;
   const [line, at] = lines.map((each) => [each, nearest(each.points, 0, distance)]).sort((one, other) => distance(one[1]) - distance(other[1]))[0];
-  svg.append(draw("circle", { class: "cursor", cx: scale.x(at.sx), cy: scale.y(at.sy), r: 8, fill: "none" }));
+  svg.append(draw("circle", { class: "cursor", cx: scale.x(at.x), cy: scale.y(at.y), r: 8, fill: "none" }));
   return [make("span", { style: `color: ${colourOf(line.group)}` }, "● "),
     make("span", { class: "readout" }, `update ${at.step}: score ${format(at.y)} at a KL of ${format(at.x)} nats`)];
 }

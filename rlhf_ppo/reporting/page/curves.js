@@ -18,7 +18,7 @@
   });
 
   const frontier = {
-    key: FRONTIER, isPath: true, says: "how far the policy went for its score: ○ first update, ● last",
+    key: FRONTIER, isPath: true, says: "how far the policy went for its score: ○ start, ● end",
     lines: () => data.frontier.map((points, group) => ({ group, points: points.map(({ step, kl, score }) => ({ step, x: kl, y: score, std: 0 })) })),
   };
 

@@ -66,7 +66,7 @@
   function check(name) {
     const about = data.checks[name];
     if (!about) return [make("h3", {}, name)];
-    const line = (title, text) => make("p", {}, ...(title ? [make("b", {}, title)] : []), `${text[0].toUpperCase()}${text.slice(1)}.`);
+    const line = (title, text) => make("p", {}, ...(title ? [make("b", {}, title)] : []), ...withCode(`${text[0].toUpperCase()}${text.slice(1)}.`));
     return [make("h3", {}, name), line("", about.symptom), line("Likely cause: ", about.cause), line("What to do: ", about.advice)];
   }
 
