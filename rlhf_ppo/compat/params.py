@@ -2,11 +2,13 @@
 
 # No postponed annotations: HfArgumentParser reads them.
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
 from rlhf_ppo.config.redaction import redacted
 from rlhf_ppo.config.validation import AtLeastOne, ShareBelowOne, check_ranges, check_type, ranges_of
 from rlhf_ppo.config.validation import option as _option
+
+T = TypeVar("T")
 
 TRAINERS = ("ppo", "reward", "sft")
 """Supported values of `trainer`."""
@@ -15,23 +17,81 @@ ENVIRONMENTS = ("text_generation", "multi_objective", "preference_comparison")
 """Values of `rl_env_type`."""
 
 _NOT_HERE = "Not available here: "
-_SWEEP = "search with PPOTrainer.hyperparameter_search (Optuna) from Python, as docs/usage.md shows"
-_TRL_DPO = "use TRL's DPOTrainer"
-_DISTILL = "use TRL's GKDTrainer"
-_CONVERT = "write the data set with the columns prompt, text, messages, or prompt, chosen and rejected"
-_LOOP = "subclass PPOTrainer, whose steps are methods"
-_SAMPLE = "PPO prints ten tables of greedy samples; num_sample_generations of `rlhf-ppo train` sets the number"
-_METRICS = "pass reward functions with weight 0, which are logged as rewards/<name>/mean"
-_GENERATE = "load the model with transformers' text-generation pipeline, or compare two models with `rlhf-ppo judge`"
-_WANDB = "set W&B's environment variables: WANDB_API_KEY, WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_ID"
-_COLUMNS = "name the columns with prompt_text_column, text_column and rejected_text_column"
+_ABSENT: dict[str, dict[str, Any]] = {
+    "use TRL's DPOTrainer": {"dpo_beta": 0.1},
+    "TRL's trainers append EOS to every text; PPO's prompts never end with EOS": {"add_eos_token": True},
+    "PPO drops prompts that are longer than half of block_size": {"max_prompt_length": 128},
+    "use rl_max_new_tokens (ppo) or block_size": {"max_completion_length": None},
+    "write the data set with the columns prompt, text, messages, or prompt, chosen and rejected": {
+        **dict.fromkeys(("auto_convert_dataset", "use_sharegpt_mapping", "sharegpt_mapping_enabled"), False),
+        "conversation_extension": 1,
+    },
+    "save the tokenizer with the chat template that you want": {"suggested_chat_template": None, "chat_format": None},
+    "name the columns with prompt_text_column, text_column and rejected_text_column": {
+        **{"column_mapping": None, "runtime_mapping": None},
+    },
+    "set eos_token in the tokenizer's directory": {"map_eos_token": False},
+    "pass texts instead of conversations; no template is applied to texts": {"apply_chat_template": True},
+    "use peft and quantization": {"unsloth": False},
+    "start with `accelerate launch --config_file accelerate_configs/<engine>.yaml -m rlhf_ppo llm ...`": {
+        "distributed_backend": None
+    },
+    "use TRL's GKDTrainer": {
+        **{"use_distillation": False, "teacher_model": None, "teacher_prompt_template": None},
+        **{"student_prompt_template": "{input}", "distill_temperature": 3.0, "distill_alpha": 0.7},
+        "distill_max_teacher_length": 512,
+    },
+    "search with PPOTrainer.hyperparameter_search (Optuna) from Python, as docs/usage.md shows": {
+        **{"use_sweep": False, "sweep_backend": "optuna", "sweep_n_trials": 10, "sweep_metric": "eval_loss"},
+        **{"sweep_direction": "minimize", "sweep_params": None, "wandb_sweep": False, "wandb_sweep_id": None},
+    },
+    "set W&B's environment variables: WANDB_API_KEY, WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_ID": dict.fromkeys(
+        ("wandb_sweep_project", "wandb_sweep_entity", "wandb_run_id", "wandb_token")
+    ),
+    "view the run on W&B's site, or plot it with `rlhf-ppo plot`": {"wandb_visualizer": False},
+    "pass reward functions with weight 0, which are logged as rewards/<name>/mean": {
+        **{"use_enhanced_eval": False, "eval_metrics": "perplexity", "custom_metrics": None},
+    },
+    "put the rows into a split of data_path and name it in valid_split": {"eval_dataset_path": None},
+    "evaluation uses batch_size": {"eval_batch_size": 8},
+    "PPO saves the printed samples in _samples of the project": {"eval_save_predictions": False},
+    "run EleutherAI's lm-evaluation-harness on the saved model": {"eval_benchmark": None},
+    "`rlhf-ppo sft --assistant_only_loss` learns from the assistant's messages only": {"token_weights": None},
+    "subclass PPOTrainer, whose steps are methods": {
+        **{"custom_loss": None, "custom_loss_weights": None, "use_forward_backward": False},
+        **{"forward_backward_loss_fn": None, "forward_backward_custom_fn": None, "manual_optimizer_control": False},
+    },
+    "use gradient_accumulation": {"gradient_accumulation_steps": 1},
+    "use gradient_accumulation, or rl_mini_batch_size with ppo": {"optimizer_step_frequency": 1},
+    "use max_grad_norm": {"grad_clip_value": 1.0},
+    "PPO prints ten tables of greedy samples; num_sample_generations of `rlhf-ppo train` sets the number": {
+        **{"sample_every_n_steps": 0, "sample_prompts": None, "sample_temperature": 1.0},
+        **{"sample_top_k": 50, "sample_top_p": 1.0},
+    },
+    "use save_strategy and save_steps": {"manual_checkpoint_control": False},
+    "use save_strategy=steps and save_steps": {"save_state_every_n_steps": 0},
+    "use --resume-from-checkpoint, which continues the run in project_name": {"load_state_from": None},
+    "load the model with transformers' text-generation pipeline, or compare two models with `rlhf-ppo judge`": {
+        **{"inference_prompts": None, "inference_max_tokens": 256, "inference_temperature": 1.0},
+        **{"inference_top_p": 1.0, "inference_top_k": 50, "inference_output": None},
+    },
+}
+"""Alternative: AITraining's options that are not available here, with their defaults."""
+UNAVAILABLE = {name: alternative for alternative, names in _ABSENT.items() for name in names}
+"""AITraining's unsupported options, and their alternatives."""
 
 
-def _absent(default: Any, alternative: str) -> Any:
-    return _option(default, _NOT_HERE + alternative)
+@dataclass_transform(field_specifiers=(_option,))
+def _with_absent(made: type[T]) -> type[T]:
+    """Make a dataclass that also has the options of `_ABSENT`."""
+    for alternative, defaults in _ABSENT.items():
+        for name, default in defaults.items():
+            made.__annotations__[name] = str | None if default is None else type(default)
+            setattr(made, name, _option(default, _NOT_HERE + alternative))
+    return dataclass(made)
 
 
-@dataclass
+@_with_absent
 class LLMTrainingParams:
     """Parameters of a training run, with AITraining's names.
 
@@ -139,81 +199,6 @@ class LLMTrainingParams:
     rl_top_p: float = _option(1.0, "Sample from the most likely tokens whose probabilities sum to p.")
     rl_temperature: float = _option(1.0, "Sampling temperature.")
 
-    # --- Not available here ---
-    add_eos_token: bool = _absent(True, "TRL's trainers append EOS to every text; PPO's prompts never end with EOS")
-    dpo_beta: float = _absent(0.1, _TRL_DPO)
-    max_prompt_length: int = _absent(128, "PPO drops prompts that are longer than half of block_size")
-    max_completion_length: int | None = _absent(None, "use rl_max_new_tokens (ppo) or block_size")
-    auto_convert_dataset: bool = _absent(False, _CONVERT)
-    use_sharegpt_mapping: bool = _absent(False, _CONVERT)
-    sharegpt_mapping_enabled: bool = _absent(False, _CONVERT)
-    suggested_chat_template: str | None = _absent(None, "save the tokenizer with the chat template that you want")
-    column_mapping: str | None = _absent(None, _COLUMNS)
-    runtime_mapping: str | None = _absent(None, _COLUMNS)
-    map_eos_token: bool = _absent(False, "set eos_token in the tokenizer's directory")
-    conversation_extension: int = _absent(1, _CONVERT)
-    apply_chat_template: bool = _absent(True, "pass texts instead of conversations; no template is applied to texts")
-    unsloth: bool = _absent(False, "use peft and quantization")
-    distributed_backend: str | None = _absent(
-        None, "start with `accelerate launch --config_file accelerate_configs/<engine>.yaml -m rlhf_ppo llm ...`"
-    )
-    use_distillation: bool = _absent(False, _DISTILL)
-    teacher_model: str | None = _absent(None, _DISTILL)
-    teacher_prompt_template: str | None = _absent(None, _DISTILL)
-    student_prompt_template: str | None = _absent("{input}", _DISTILL)
-    distill_temperature: float = _absent(3.0, _DISTILL)
-    distill_alpha: float = _absent(0.7, _DISTILL)
-    distill_max_teacher_length: int = _absent(512, _DISTILL)
-    use_sweep: bool = _absent(False, _SWEEP)
-    sweep_backend: str | None = _absent("optuna", _SWEEP)
-    sweep_n_trials: int = _absent(10, _SWEEP)
-    sweep_metric: str | None = _absent("eval_loss", _SWEEP)
-    sweep_direction: str | None = _absent("minimize", _SWEEP)
-    sweep_params: str | None = _absent(None, _SWEEP)
-    wandb_sweep: bool = _absent(False, _SWEEP)
-    wandb_sweep_project: str | None = _absent(None, _WANDB)
-    wandb_sweep_entity: str | None = _absent(None, _WANDB)
-    wandb_sweep_id: str | None = _absent(None, _SWEEP)
-    wandb_run_id: str | None = _absent(None, _WANDB)
-    wandb_token: str | None = _absent(None, _WANDB)
-    wandb_visualizer: bool = _absent(False, "view the run on W&B's site, or plot it with `rlhf-ppo plot`")
-    use_enhanced_eval: bool = _absent(False, _METRICS)
-    eval_metrics: str | None = _absent("perplexity", _METRICS)
-    eval_dataset_path: str | None = _absent(None, "put the rows into a split of data_path and name it in valid_split")
-    eval_batch_size: int = _absent(8, "evaluation uses batch_size")
-    eval_save_predictions: bool = _absent(False, "PPO saves the printed samples in _samples of the project")
-    eval_benchmark: str | None = _absent(None, "run EleutherAI's lm-evaluation-harness on the saved model")
-    chat_format: str | None = _absent(None, "save the tokenizer with the chat template that you want")
-    token_weights: str | None = _absent(
-        None, "`rlhf-ppo sft --assistant_only_loss` learns from the assistant's messages only"
-    )
-    custom_loss: str | None = _absent(None, _LOOP)
-    custom_loss_weights: str | None = _absent(None, _LOOP)
-    custom_metrics: str | None = _absent(None, _METRICS)
-    use_forward_backward: bool = _absent(False, _LOOP)
-    forward_backward_loss_fn: str | None = _absent(None, _LOOP)
-    forward_backward_custom_fn: str | None = _absent(None, _LOOP)
-    gradient_accumulation_steps: int = _absent(1, "use gradient_accumulation")
-    manual_optimizer_control: bool = _absent(False, _LOOP)
-    optimizer_step_frequency: int = _absent(1, "use gradient_accumulation, or rl_mini_batch_size with ppo")
-    grad_clip_value: float | None = _absent(1.0, "use max_grad_norm")
-    sample_every_n_steps: int = _absent(0, _SAMPLE)
-    sample_prompts: str | None = _absent(None, _SAMPLE)
-    sample_temperature: float = _absent(1.0, _SAMPLE)
-    sample_top_k: int = _absent(50, _SAMPLE)
-    sample_top_p: float = _absent(1.0, _SAMPLE)
-    manual_checkpoint_control: bool = _absent(False, "use save_strategy and save_steps")
-    save_state_every_n_steps: int = _absent(0, "use save_strategy=steps and save_steps")
-    load_state_from: str | None = _absent(
-        None, "use --resume-from-checkpoint, which continues the run in project_name"
-    )
-    inference_prompts: str | None = _absent(None, _GENERATE)
-    inference_max_tokens: int = _absent(256, _GENERATE)
-    inference_temperature: float = _absent(1.0, _GENERATE)
-    inference_top_p: float = _absent(1.0, _GENERATE)
-    inference_top_k: int = _absent(50, _GENERATE)
-    inference_output: str | None = _absent(None, _GENERATE)
-
     def __repr__(self) -> str:
         values = [(option.name, getattr(self, option.name)) for option in fields(self)]
         return f"{type(self).__name__}({', '.join(f'{name}={redacted(value, name)!r}' for name, value in values)})"
@@ -280,13 +265,6 @@ class LLMTrainingParams:
         """Type of the environment: `rl_env_type`, or "multi_objective" with `rl_multi_objective`."""
         return "multi_objective" if self.rl_multi_objective else self.rl_env_type
 
-
-UNAVAILABLE: dict[str, str] = {
-    option.name: option.metadata["help"].removeprefix(_NOT_HERE)
-    for option in fields(LLMTrainingParams)
-    if option.metadata["help"].startswith(_NOT_HERE)
-}
-"""AITraining's unsupported options, and their alternatives."""
 
 _USED_BY: dict[str, tuple[str, ...]] = {
     "model_ref": ("ppo",),
