@@ -57,7 +57,7 @@ from rlhf_ppo.processes.distributed import get_logger, raise_on_all_ranks, use_s
 from rlhf_ppo.processes.signals import StopOnSignal, Stopped
 from rlhf_ppo.reporting.health import add_console_and_health, health_settings
 from rlhf_ppo.reporting.metrics import UpdateStatistics, evaluation_columns, noting_out_of_memory, rate
-from rlhf_ppo.reporting.model_card import FinalMetrics, names_of_parts, reward_origins, save_run_card
+from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.rewards.scorer import Scorer, Scores
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.training.checks import check_datasets, check_is_name, check_kept
@@ -160,7 +160,7 @@ class TrainerBase(Trainer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __init__(self, *args: Any, optimizers: Optimizers = (None, None), **kwargs: Any) -> None:
-        self._optimization, self._final_metrics = Optimization(optimizers), FinalMetrics()
+        self._optimization = Optimization(optimizers)
         with naming_hub(kwargs["args"]):  # it creates the repository
             super().__init__(*args, optimizers=cast(Any, self._optimization.given), **kwargs)
         self._optimization.check(self.model, self.accelerator)
@@ -850,8 +850,8 @@ class TrainerBase(Trainer):
             prompts = dataset_name or more.pop("dataset", None) or self.dataset_name
             log, rewards = self.state.log_history, reward_origins(self.reward_models, self.scorer.names)
             save_run_card(
-                self.args, self.policy_model, rewards, log, self._final_metrics.of(log), title=model_name,
-                dataset=prompts, tags=tags, with_curves=not self._run.is_saving, **more,
+                self.args, self.policy_model, rewards, log, title=model_name, dataset=prompts,
+                tags=tags, with_curves=not self._run.is_saving, **more,
             )  # fmt: skip
 
     def push_to_hub(

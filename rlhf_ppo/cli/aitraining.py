@@ -26,7 +26,7 @@ from rlhf_ppo.cli.training import (
     sft_trainer,
     train_and_save,
 )
-from rlhf_ppo.compat import mapping
+from rlhf_ppo.compat import params as mapping
 from rlhf_ppo.compat.environments import REWARD_MODEL, json_object, make_environment
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.config import PPOConfig

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_ppo.config.redaction import redacted
-from rlhf_ppo.config.validation import parse_weights, read_json
+from rlhf_ppo.config.validation import parse_object, parse_weights
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.judges import FeedbackJudge, PreferenceReward, RewardModelJudge
@@ -200,17 +200,7 @@ def json_object(name: str, given: Mapping[str, Any] | str | None) -> dict[str, A
         TypeError: It is not an object.
         ValueError: The text is not JSON.
     """
-    value: Any = given
-    if isinstance(given, str):
-        try:
-            value = read_json(given)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{name}={redacted(given)!r} is no JSON: {error}; write an object in double quotes"
-            ) from error
-    if value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"{name}={redacted(given)!r} must be a dict or the JSON text of an object")
-    return dict(value or {})
+    return parse_object(name, given, '{"length": 1}') or {}
 
 
 def _weights(name: str, given: Mapping[str, Any] | str | None) -> dict[str, float] | None:

@@ -19,8 +19,8 @@ from rlhf_ppo.config.validation import (
     PositiveShare,
     Share,
     ShareBelowOne,
+    parse_object,
     python_number,
-    read_json,
     told,
 )
 from rlhf_ppo.config.validation import option as _option
@@ -191,18 +191,9 @@ def parse_thresholds(given: Any) -> dict[str, float | None] | None:
         TypeError: It has another type, or a value is not a number.
         ValueError: A name is unknown, a number is not finite, or a count is not positive.
     """
-    if isinstance(given, str):
-        try:
-            given = read_json(given)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"health_thresholds={given!r:.80} is no JSON: {error}") from error
+    given = parse_object("health_thresholds", given, '{"kl": 30, "clip_fraction": null}; null turns a check off')
     if given is None:
         return None
-    if not isinstance(given, dict):
-        raise TypeError(
-            f"health_thresholds={given!r} must be a dict of thresholds, such as "
-            """{"kl": 30, "clip_fraction": null}; null (None) turns a check off"""
-        )
     names = [field.name for field in fields(HealthThresholds)]
     if unknown := [name for name in given if name not in names]:
         raise ValueError(f"health_thresholds has no {unknown[0]!r}; there are {', '.join(names)}")
@@ -512,23 +503,3 @@ class AgentArguments:
         None,
         "Further arguments of the chat template, a dict or its JSON text, such as '{\"enable_thinking\": false}'.",
     )
-
-
-def parse_template_kwargs(given: Any) -> dict[str, Any] | None:
-    """Parse the chat template's arguments from Python, YAML or a command line.
-
-    Raises:
-        TypeError: It is no dict with texts for keys.
-        ValueError: It is a text that is no JSON.
-    """
-    if isinstance(given, str):
-        try:
-            given = read_json(given)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"chat_template_kwargs={given!r:.80} is no JSON: {error}") from error
-    if given is not None and not (isinstance(given, dict) and all(isinstance(key, str) for key in given)):
-        raise TypeError(
-            f"chat_template_kwargs={given!r:.80} must be a dict of the template's arguments, such as "
-            """{"enable_thinking": false}"""
-        )
-    return given

@@ -19,7 +19,6 @@ from rlhf_ppo.config.arguments import (
     check_recipes,
     check_warmup_length,
     logging_interval,
-    parse_template_kwargs,
     parse_thresholds,
     resolve_clip_ranges,
 )
@@ -49,6 +48,7 @@ from rlhf_ppo.config.validation import (
     Temperature,
     check_ranges,
     check_type,
+    parse_object,
     parse_strings,
     parse_weights,
     python_number,
@@ -324,7 +324,8 @@ class PPOConfig(
         self.reward_weights = parse_weights("reward_weights", self.reward_weights)
         self.stop_strings = parse_strings("stop_strings", self.stop_strings)
         self.health_thresholds = parse_thresholds(self.health_thresholds)
-        self.chat_template_kwargs = parse_template_kwargs(self.chat_template_kwargs)
+        example = '{"enable_thinking": false}'
+        self.chat_template_kwargs = parse_object("chat_template_kwargs", self.chat_template_kwargs, example)
         helps = {field.name: str(field.metadata.get("help", "")) for field in fields(self)}
         for name, annotation in _checked_annotations().items():
             setattr(self, name, python_number(getattr(self, name)))

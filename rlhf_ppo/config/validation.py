@@ -263,6 +263,33 @@ def _json(name: str, text: str) -> Any:
         raise ValueError(f"{name}: {error}") from error
 
 
+def parse_object(name: str, given: Any, example: str) -> dict[str, Any] | None:
+    """Return a dict that may be given as JSON text; None stays None.
+
+    Args:
+        name: Name of the argument.
+        given: The dict or its text.
+        example: A valid text, for the error message.
+
+    Raises:
+        TypeError: It is no object, or a key is not a text.
+        ValueError: The text is not JSON.
+    """
+    value = given
+    if isinstance(given, str):
+        try:
+            value = read_json(given)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{name}={redacted(given)!r:.80} is no JSON: {error}; write an object in double quotes: {example}"
+            ) from error
+    if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+        raise TypeError(
+            f"{name}={redacted(given)!r:.80} must be a dict or the JSON text of an object, such as {example}"
+        )
+    return None if value is None else dict(value)
+
+
 def read_json(text: str) -> Any:
     """Parse a JSON text; integers that exceed the range of a float become infinite.
 

@@ -229,19 +229,6 @@ def unique_fraction(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> flo
     return len(sums.unique()) / len(sums)
 
 
-def response_metrics(
-    rollout: Rollout, columns: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor]
-) -> dict[str, float]:
-    """Return `rollout_metrics`, and the share of distinct responses.
-
-    Args:
-        rollout: `B` responses of this rank.
-        columns: The columns of all ranks.
-        gather: Concatenates over ranks along the first dimension.
-    """
-    return {**rollout_metrics(columns), "response/unique_frac": unique_fraction(rollout, gather)}
-
-
 def warn_of_unscored(scores: Tensor) -> None:
     """Warn of episodes that no reward scored, if there are any.
 

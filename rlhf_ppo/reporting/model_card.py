@@ -57,7 +57,7 @@ def model_card(
         dataset: Hub name or path of the prompts.
         reward_sources: Names of the reward models and functions.
         hyperparameters: Name to value, see `hyperparameters`.
-        metrics: Name to final value, see `FinalMetrics`.
+        metrics: Name to final value, see `final_metrics`.
         versions: Package to version, see `installed_versions`.
         curves: File name of the run's curves, in the card's directory.
         judgements: Win rates, see `found_judgements`.
@@ -122,33 +122,11 @@ def hyperparameters(args: Any) -> dict[str, Any]:
     return {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
 
 
-class FinalMetrics:
-    """Tracks the last values of a run's metrics; it reads each entry of the growing log once."""
-
-    def __init__(self) -> None:
-        self._log: Sequence[Mapping[str, Any]] = ()
-        self._num_read = 0
-        self._last: dict[str, float] = {}
-
-    def of(self, log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return the last value of every metric of the policy.
-
-        Args:
-            log_history: `trainer.state.log_history`; another list than before is read from its start.
-
-        Returns:
-            Name to value, in alphabetical order, without timings and counters.
-        """
-        if log_history is not self._log:
-            self._log, self._num_read, self._last = log_history, 0, {}
-        for entry in log_history[self._num_read :]:
-            self._last.update((name, value) for name, value in entry.items() if _is_result(name))
-        self._num_read = len(log_history)
-        return dict(sorted(self._last.items()))
-
-
-def _is_result(name: str) -> bool:
-    return name.startswith(_RESULTS) and not name.endswith(_BOOKKEEPING)
+def final_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the last value of every metric of the policy, in alphabetical order, without timings and counters."""
+    found = {name: value for entry in log_history for name, value in entry.items()}
+    of_policy = (name for name in found if name.startswith(_RESULTS) and not name.endswith(_BOOKKEEPING))
+    return {name: found[name] for name in sorted(of_policy)}
 
 
 def _judged(judgements: Sequence[Judgement]) -> str:
@@ -199,7 +177,6 @@ def save_run_card(
     policy: nn.Module,
     rewards: Sequence[str],
     log: Sequence[Any],
-    metrics: Mapping[str, float],
     *,
     title: str | None,
     dataset: str | None,
@@ -216,7 +193,6 @@ def save_run_card(
         policy: The policy.
         rewards: The rewards' origins, see `reward_origins`.
         log: The run's log history.
-        metrics: The last values of its metrics.
         title: The card's title; None takes the last part of `hub_model_id` or `output_dir`.
         dataset: Hub name or path of the prompts.
         tags: One or several additional tags.
@@ -235,7 +211,7 @@ def save_run_card(
         dataset=dataset,
         reward_sources=rewards,
         hyperparameters=hyperparameters(args),
-        metrics=metrics,
+        metrics=final_metrics(log),
         versions=installed_versions(),
         curves=CURVES if (output_dir / CURVES).exists() else None,
         judgements=found_judgements(output_dir),

@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 
 from rlhf_ppo.config.redaction import hide_secrets, redact_url, redact_urls, secrets_of
-from rlhf_ppo.config.validation import Interval, check_range, check_type
+from rlhf_ppo.config.validation import Interval, check_range, check_type, unique_keys
 from rlhf_ppo.terminal.text import visible, visible_logger
 
 logger = visible_logger(__name__)
@@ -229,7 +229,7 @@ class HttpClient:
             async with asyncio.timeout(self.timeout), client:
                 async with client.stream("POST", address, content=body, headers=self._headers()) as response:
                     answer = await self._read(response)
-            return json.loads(answer, object_pairs_hook=_object_without_duplicates)
+            return json.loads(answer, object_pairs_hook=unique_keys)
         except _Failure as failure:
             return failure
         except TimeoutError:
@@ -372,15 +372,6 @@ def _root_cause(error: BaseException) -> BaseException:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     return next((cause for cause in reversed(chain) if isinstance(cause, OSError | ExceptionGroup)), error)
-
-
-def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; raise a `ValueError` if it has a key twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"an object with two values of the key {max(keys, key=keys.count)!r}")
-    return found
 
 
 def _seconds(retry_after: str | None) -> float:

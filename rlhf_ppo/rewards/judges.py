@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -49,17 +49,6 @@ from rlhf_ppo.terminal.text import visible_logger
 logger = visible_logger(__name__)
 
 Pair = tuple[Answer, Answer]
-
-
-class Judge(Protocol):
-    """A function of prompts and pairs of responses, all texts, that compares the responses."""
-
-    def __call__(self, prompts: list[str], pairs: list[list[str]]) -> Sequence[float | None]:
-        """Return for each pair 0 if the first response is better, 1 if the second is.
-
-        Numbers in between are probabilities that the second is better, 0.5 a tie; -1 or None is a failed verdict.
-        """
-        ...
 
 
 class ScoringJudge(ABC):
@@ -211,10 +200,13 @@ class FeedbackJudge:
 
 
 def as_judge(judge: Any) -> Any:
-    """Return a judge from an object with TRL's `judge`, a `Judge`, or a reward function, whose higher score wins.
+    """Return a judge from an object with TRL's `judge`, a pairwise judge, or a reward function: higher scores win.
 
     A function that takes `completions` and `**kwargs`, or `completion_ids`, is a reward function, as `GRPOTrainer`'s.
-    Other functions with three required arguments are for `FeedbackJudge`; all others are a `Judge`.
+    Other functions with three required arguments are for `FeedbackJudge`. All others are pairwise judges: functions
+    `(prompts, pairs)` of texts and pairs of texts. They return for each pair 0 if the first response is better, 1 if
+    the second is; numbers in between are probabilities that the second is better, 0.5 a tie; -1 or None is a failed
+    verdict.
 
     Args:
         judge: The user's object.
@@ -296,7 +288,7 @@ _LAST_WORD = re.compile(r"(?:^|[:\[\"'(*`]|\bis)\s*(A|B|tie)[\s.!\])\"'*`]*$", r
 
 @dataclass
 class ChatJudge:
-    """A `Judge` that asks a language model over HTTP, one request for each pair: `POST <url>/chat/completions`.
+    """A pairwise judge that asks a language model over HTTP, one request for each pair: `POST <url>/chat/completions`.
 
     The verdict is the last word of the reply: A, B or tie, alone or after a colon, quotation mark or bracket. A reply
     without a verdict, and a request that fails after its repetitions, is a failed verdict (None); each reason is

@@ -48,7 +48,7 @@ KEPT = frozenset(
             "_engine",
             "_episodes",
         ),
-        *("_estimate", "_final_metrics", "_is_stepped", "_learning", "_optimization", "_policy_loss"),
+        *("_estimate", "_is_stepped", "_learning", "_optimization", "_policy_loss"),
         *("_preparation", "_printed", "_ptx", "_rollout_metrics", "_rollouts", "_run", "_stop", "_warmup"),
     }
 )

@@ -43,9 +43,10 @@ from rlhf_ppo.reporting.metrics import (
     critic_metrics,
     evaluation_metrics,
     gather_columns,
-    response_metrics,
     rollout_columns,
+    rollout_metrics,
     sampling_metrics,
+    unique_fraction,
     warn_of_unscored,
 )
 from rlhf_ppo.rewards.scorer import Scores, scores_in_reward_unit
@@ -329,7 +330,8 @@ class RolloutMetrics:
         columns = gather_columns(own, run.gather)
         valued = valued_tokens(rollout.loss_mask, args)
         warn_of_unscored(columns["scores"])
-        run.metrics |= response_metrics(rollout, columns, run.gather) | run.logged.drain()
+        unique = unique_fraction(rollout, run.gather)
+        run.metrics |= rollout_metrics(columns) | {"response/unique_frac": unique} | run.logged.drain()
         run.metrics |= critic_metrics(rollout.values, returns, valued, run.sum_over_ranks, run.gather)
         run.metrics |= sampling_metrics(rollout, weights, run.sum_over_ranks, run.gather)
         if not isinstance(kl_controller, FixedKLController):

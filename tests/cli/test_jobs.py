@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import aitraining
 from rlhf_ppo.cli.aitraining import AutoTrainProject, llm
-from rlhf_ppo.compat import mapping
-from rlhf_ppo.compat.params import LLMTrainingParams
+from rlhf_ppo.compat.params import LLMTrainingParams, training_arguments
 from rlhf_ppo.rewards.scorer import ScoringBatch
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 
@@ -226,7 +225,7 @@ def test_the_options_of_models_and_adapters_arrive(options, expected):
     ("value", "expected"), [("bf16", (True, False)), ("fp16", (False, True)), (None, (False, False))]
 )
 def test_mixed_precision(value, expected):
-    arguments = mapping.training_arguments(LLMTrainingParams(trainer="sft", mixed_precision=value))
+    arguments = training_arguments(LLMTrainingParams(trainer="sft", mixed_precision=value))
 
     assert (arguments["bf16"], arguments["fp16"]) == expected
 

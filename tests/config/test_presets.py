@@ -16,8 +16,7 @@ from transformers import HfArgumentParser
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli.arguments import PPOArgumentParser
-from rlhf_ppo.compat.mapping import ppo_arguments
-from rlhf_ppo.compat.params import LLMTrainingParams
+from rlhf_ppo.compat.params import LLMTrainingParams, ppo_arguments
 from rlhf_ppo.config.presets import PRESETS, describe_preset
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"

@@ -113,7 +113,7 @@ ODD: dict[str, Case] = {
     "redirects": Case(status("302 Found", "Location: /elsewhere?key=s3cret"),
                       r"status 302 .*give the address http://127.0.0.1:[0-9]+/elsewhere if you trust it", False),
     "says its rewards twice": Case(respond(b'{"rewards": [1, 2], "rewards": [2, 1]}'),
-                                   "an object with two values of the key 'rewards'"),
+                                   "the key rewards is repeated in the JSON object"),
     "redirects to itself": Case(status("307 Temporary Redirect", "Location: /score"), "status 307", False),
     "says nothing": Case(status("204 No Content"), NO_JSON),
     "is overloaded": Case(status("429 Too Many Requests", "Retry-After: 0"), "status 429"),

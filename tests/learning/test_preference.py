@@ -4,14 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo import PPOTrainer
 from rlhf_ppo.compat.environments import make_environment
-from tests.conftest import QUIET
-from tests.learning.test_stories import NUM_SEEDS, rows
-
-NUM_UPDATES, NUM_EPISODES, NUM_HELD_OUT = 8, 48, 256
+from tests.learning.test_stories import NUM_SEEDS
 
 
 class HappierStory:
@@ -25,37 +21,10 @@ class HappierStory:
 
 
 @pytest.fixture
-def make_trainer(stories, vader, shared_data, tmp_path):
+def make_trainer(story_trainer: Callable[..., PPOTrainer], vader: Any) -> Callable[[int], PPOTrainer]:
     environment = make_environment("preference_comparison", {"judge": HappierStory(vader), "opponent": "reference"})
-
-    def make(seed: int) -> PPOTrainer:
-        args = PPOConfig(
-            output_dir=str(tmp_path / str(seed)),
-            seed=seed,
-            total_episodes=NUM_UPDATES * NUM_EPISODES,
-            per_device_train_batch_size=NUM_EPISODES,
-            per_device_eval_batch_size=NUM_HELD_OUT // 2,
-            response_length=40,
-            temperature=1.0,
-            stop_token="eos",
-            lr_scheduler_type="constant",
-            kl_coef=0.05,
-            learning_rate=7e-4,
-            num_ppo_epochs=2,
-            **QUIET,
-            reward_weights=environment.reward_weights,
-            **environment.settings,
-        )
-        return PPOTrainer(
-            args,
-            AutoTokenizer.from_pretrained(shared_data / "stories260K"),
-            model=AutoModelForCausalLM.from_pretrained(shared_data / "stories260K"),
-            reward_funcs=environment.reward_funcs,
-            train_dataset=rows(stories.openings(stories.HEROES), NUM_EPISODES * NUM_UPDATES),
-            eval_dataset=rows(stories.openings(stories.HELD_OUT_HEROES), NUM_HELD_OUT),
-        )
-
-    return make
+    options = {"learning_rate": 7e-4, "lr_scheduler_type": "constant"}
+    return lambda seed: story_trainer(seed, 8, 48, 256, environment.reward_funcs, **options)
 
 
 @pytest.mark.learning

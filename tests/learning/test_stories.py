@@ -7,54 +7,24 @@ than it by its own objective has `KL < (1 - b) / kl_coef`. (With the raw sum as 
 same run ends at a KL of hundreds, telling "friend friend friend": each friend pays again.)
 """
 
-import itertools
 import os
 import statistics
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_ppo import PPOConfig, PPOTrainer
-from tests.conftest import QUIET
+from rlhf_ppo import PPOTrainer
 
-NUM_UPDATES, NUM_EPISODES, NUM_HELD_OUT, KL_COEF = 20, 64, 128, 0.05
+KL_COEF = 0.05
 NUM_SEEDS = int(os.environ.get("NUM_SEEDS", "1"))
 """`make test-learning` trains with three."""
 
 
-def rows(texts: list[str], num_rows: int) -> Dataset:
-    """Prompts, again from the first one on until there are enough."""
-    return Dataset.from_dict({"prompt": list(itertools.islice(itertools.cycle(texts), num_rows))})
-
-
 @pytest.fixture
-def make_trainer(stories, vader, shared_data, tmp_path):
-    def make(seed: int) -> PPOTrainer:
-        args = PPOConfig(
-            output_dir=str(tmp_path / str(seed)),
-            seed=seed,
-            total_episodes=NUM_UPDATES * NUM_EPISODES,
-            per_device_train_batch_size=NUM_EPISODES,
-            per_device_eval_batch_size=NUM_HELD_OUT,
-            response_length=40,
-            temperature=1.0,
-            stop_token="eos",
-            kl_coef=KL_COEF,
-            learning_rate=5e-4,  # at 1e-3 KL overshoots to 12 nats, which costs more than the reward gains
-            num_ppo_epochs=2,
-            **QUIET,
-        )
-        return PPOTrainer(
-            args,
-            AutoTokenizer.from_pretrained(shared_data / "stories260K"),
-            model=AutoModelForCausalLM.from_pretrained(shared_data / "stories260K"),
-            reward_funcs=vader,
-            train_dataset=rows(stories.openings(stories.HEROES), NUM_EPISODES * NUM_UPDATES),
-            eval_dataset=rows(stories.openings(stories.HELD_OUT_HEROES), NUM_HELD_OUT),
-        )
-
-    return make
+def make_trainer(story_trainer: Callable[..., PPOTrainer], vader: Any) -> Callable[[int], PPOTrainer]:
+    # At a learning rate of 1e-3 KL overshoots to 12 nats, which costs more than the reward gains.
+    return lambda seed: story_trainer(seed, 20, 64, 128, vader, learning_rate=5e-4)
 
 
 @pytest.fixture

@@ -50,116 +50,66 @@ def find(name: str, logs: list[dict[str, Any]], run: RunContext = RUN, **limits:
     return BY_NAME[name].find(History(logs, run), HealthThresholds(**limits))
 
 
-# Name, logs that are just beyond the threshold, logs that are just within, what the finding says.
-CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
-    "first_ratio": (
-        series("val/first_logratio", [0.0, 0.11]),
-        series("val/first_logratio", [0.11, 0.1]),
-        "the log-ratio is 0.11 nats",
-    ),
-    "kl": (  # 20 tokens at 1 nat
-        series("objective/kl", [0.0, 20.1, 21.0, 20.2]),
-        series("objective/kl", [30.0, 30.0, 19.9]),
-        "20.2 nats per response, 1.01 per token, above 1",
-    ),
+# Check: its metric, values just beyond the threshold, values just within, what the finding says.
+OF_METRICS: dict[str, tuple[str, list[float], list[float], str]] = {
+    "first_ratio": ("val/first_logratio", [0.0, 0.11], [0.11, 0.1], "the log-ratio is 0.11 nats"),
+    # 20 tokens at 1 nat
+    "kl": ("objective/kl", [0.0, 20.1, 21.0, 20.2], [30.0, 30.0, 19.9], "20.2 nats per response, 1.01 per token"),
     "kl_growth": (  # means of three: 0, 1, 2.8, 6, which rise by 1, 1.8 and 3.2
-        series("objective/kl", [0.0] * 3 + [1.0] * 3 + [2.8] * 3 + [5.0, 6.0, 7.0]),
-        series("objective/kl", [0.0] * 3 + [1.0] * 3 + [2.7] * 3 + [5.0, 6.0, 7.0]),
-        "by 1, 1.8 and 3.2 nats",
+        "objective/kl", [0.0] * 3 + [1.0] * 3 + [2.8] * 3 + [5.0, 6.0, 7.0],
+        [0.0] * 3 + [1.0] * 3 + [2.7] * 3 + [5.0, 6.0, 7.0], "by 1, 1.8 and 3.2 nats",
     ),
-    "negative_kl": (
-        series("objective/kl", [-2.1, -2.5, -3.0]),
-        series("objective/kl", [-2.1, -1.9, -3.0]),
-        "is -3 nats per response",
-    ),
-    "clip_fraction": (
-        series("policy/clipfrac_avg", [0.1, 0.41, 0.5, 0.45]),
-        series("policy/clipfrac_avg", [0.5, 0.5, 0.39]),
-        "45% of the tokens",
-    ),
-    "entropy": (
-        series("policy/entropy_avg", [2.0, 0.19, 0.1, 0.15]),
-        series("policy/entropy_avg", [2.0, 0.19, 0.1, 0.21]),
-        "from 2 to 0.15 nats",
-    ),
-    "length_limit": (
-        series("response/length_mean", [20.0, 47.5, 48.0, 49.0]),
-        series("response/length_mean", [45.0, 49.0, 49.0, 49.0]),  # they were long from the beginning
-        "from 20 to 49 tokens, of at most 50",
-    ),
-    "length_shrinks": (
-        series("response/length_mean", [20.0, 3.9, 3.0, 2.0]),
-        series("response/length_mean", [20.0, 4.1, 3.0, 2.0]),
-        "from 20 to 2 tokens",
-    ),
-    "ended": (
-        series("response/ended_frac", [0.8, 0.04, 0.04, 0.02]),
-        series("response/ended_frac", [0.0, 0.0, 0.0, 0.0]),  # they never did, and it does not count
-        "98% of the responses have no stop token, where 20% had none at first",
-    ),
-    "repeated": (
-        series("response/unique_frac", [1.0, 0.1, 0.1, 0.1]),
-        series("response/unique_frac", [0.3, 0.1, 0.1, 0.1]),  # there are few answers, such as yes and no
-        "only 10% of the responses differ",
-    ),
-    "reward_variance": (
-        series("rewards/a/std", [1.0, 0.05, 0.0, 0.04]),
-        series("rewards/a/std", [1.0, 0.06, 0.0, 0.04]),
-        "the same reward (a)",
-    ),
+    "negative_kl": ("objective/kl", [-2.1, -2.5, -3.0], [-2.1, -1.9, -3.0], "is -3 nats per response"),
+    "clip_fraction": ("policy/clipfrac_avg", [0.1, 0.41, 0.5, 0.45], [0.5, 0.5, 0.39], "45% of the tokens"),
+    "entropy": ("policy/entropy_avg", [2.0, 0.19, 0.1, 0.15], [2.0, 0.19, 0.1, 0.21], "2 to 0.15 nats"),
+    # The second were long from the beginning.
+    "length_limit": ("response/length_mean", [20.0, 47.5, 48, 49], [45.0, 49, 49, 49], "to 49 tokens, of at most 50"),
+    "length_shrinks": ("response/length_mean", [20.0, 3.9, 3.0, 2.0], [20.0, 4.1, 3.0, 2.0], "from 20 to 2 tokens"),
+    # The second never ended, and it does not count.
+    "ended": ("response/ended_frac", [0.8, 0.04, 0.04, 0.02], [0.0] * 4, "98% of the responses have no stop token"),
+    # The second have few answers, such as yes and no.
+    "repeated": ("response/unique_frac", [1.0, 0.1, 0.1, 0.1], [0.3, 0.1, 0.1, 0.1], "only 10% of the responses"),
+    "reward_variance": ("rewards/a/std", [1.0, 0.05, 0.0, 0.04], [1.0, 0.06, 0.0, 0.04], "the same reward (a)"),
+    "reward_accuracy": ("loss", [0.1], [0.1], "right on 59.0% of held-out pairs"),
+    "explained_variance": ("val/explained_variance", [-0.1] * 20, [-0.1] * 19 + [0.01], "below 0 for 20 logs: -0.1"),
+    "gradient_spike": ("grad_norm", [1.0, 2.0, 3.0, 41.0], [1.0, 2.0, 3.0, 39.0], "is 41, where it was 2"),
+    "no_gradient": ("grad_norm", [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1e-3], "is 0"),
+    "failed_calls": ("tools/failure_frequency", [0.9, 0.6, 0.7], [0.9, 0.5, 0.9], "70% of the calls"),
+    "invalid_turns": ("episode/invalid_turns_frac", [0.6, 0.7, 0.8], [0.5, 0.5, 0.5], "80% of the turns"),
+    "no_calls": ("tools/call_frequency", [2.0, 0.09, 0.0, 0.05], [2.0, 0.09, 0.1, 0.05], "from 2 to 0.05 per episode"),
+}  # fmt: skip
+
+
+def rates(name: str, value: float, low: float, **others: float) -> list[dict[str, Any]]:
+    return [{name: value, f"{name}_low": low, **others}]
+
+
+CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
+    name: (series(key, beyond), series(key, within), words)
+    for name, (key, beyond, within, words) in OF_METRICS.items()
+} | {
     "judge": (
         judged([5.0, 4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0, 5.0]),
         judged([5.0, 4.0, 3.0, 3.0, 1.0], [1.0, 2.0, 3.0, 4.0, 5.0]),
         "eval_score has fallen from 5 to 1 while the score rose",
-    ),
-    "reward_accuracy": (series("loss", [0.1]), series("loss", [0.1]), "right on 59.0% of held-out pairs"),
-    "win_rate": (
-        [{"judged/win_rate": 0.45, "judged/win_rate_low": 0.41, "judged/win_rate_high": 0.49}],
-        [{"judged/win_rate": 0.46, "judged/win_rate_low": 0.42, "judged/win_rate_high": 0.5}],
-        "wins 45.0% of the judged prompts (95% interval 41.0 to 49.0%)",
-    ),
-    "explained_variance": (
-        series("val/explained_variance", [-0.1] * 20),
-        series("val/explained_variance", [-0.1] * 19 + [0.01]),
-        "below 0 for 20 logs: -0.1",
-    ),
-    "critic": (
-        [{"loss": 0.0, "critic/gain_over_prompt": 0.1, "critic/gain_over_prompt_low": 0.0}],
-        [{"loss": 0.0, "critic/gain_over_prompt": 0.1, "critic/gain_over_prompt_low": 0.01}],
-        "the values explain +0.1 more of the Monte Carlo returns' variance than the prompt's mean does (95% interval "
-        "from 0)",
-    ),
-    "gradient_spike": (
-        series("grad_norm", [1.0, 2.0, 3.0, 41.0]),
-        series("grad_norm", [1.0, 2.0, 3.0, 39.0]),
-        "is 41, where it was 2",
-    ),
-    "no_gradient": (
-        series("grad_norm", [1.0, 0.0, 0.0, 0.0]),
-        series("grad_norm", [0.0, 0.0, 1e-3]),
-        "is 0",
-    ),
-    "failed_calls": (
-        series("tools/failure_frequency", [0.9, 0.6, 0.7]),
-        series("tools/failure_frequency", [0.9, 0.5, 0.9]),
-        "70% of the calls",
     ),
     "cut_episodes": (
         cut([0.3, 0.2, 0.1], [0.3, 0.4, 0.5]),
         cut([0.3, 0.1, 0.3], [0.3, 0.4, 0.3]),
         "60% of the episodes are cut",
     ),
-    "invalid_turns": (
-        series("episode/invalid_turns_frac", [0.6, 0.7, 0.8]),
-        series("episode/invalid_turns_frac", [0.5, 0.5, 0.5]),
-        "80% of the turns",
+    "win_rate": (
+        rates("judged/win_rate", 0.45, 0.41, **{"judged/win_rate_high": 0.49}),
+        rates("judged/win_rate", 0.46, 0.42, **{"judged/win_rate_high": 0.5}),
+        "wins 45.0% of the judged prompts (95% interval 41.0 to 49.0%)",
     ),
-    "no_calls": (
-        series("tools/call_frequency", [2.0, 0.09, 0.0, 0.05]),
-        series("tools/call_frequency", [2.0, 0.09, 0.1, 0.05]),
-        "from 2 to 0.05 per episode",
+    "critic": (
+        rates("critic/gain_over_prompt", 0.1, 0.0, loss=0.0),
+        rates("critic/gain_over_prompt", 0.1, 0.01, loss=0.0),
+        "the values explain +0.1 more of the Monte Carlo returns' variance than the prompt's mean does (95% interval "
+        "from 0)",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -316,7 +266,7 @@ def test_windows_shrink_in_a_short_run() -> None:
     [
         ({"kll": 1}, ValueError, "health_thresholds has no 'kll'; there are patience, first_logratio, kl,"),
         ("{", ValueError, "health_thresholds='{' is no JSON"),
-        ([1], TypeError, "must be a dict of thresholds"),
+        ([1], TypeError, "must be a dict or the JSON text of an object, such as"),
         ({"kl": "much"}, TypeError, r"health_thresholds\['kl'\]='much' must be a number; None turns"),
         ({"kl": True}, TypeError, "must be a number"),
         ({"kl": float("nan")}, ValueError, "must be finite; None turns the check off"),

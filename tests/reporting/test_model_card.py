@@ -1,12 +1,11 @@
 import os
-from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 
 from rlhf_ppo.reporting.judgements import Judgement
 from rlhf_ppo.reporting.model_card import (
-    FinalMetrics,
+    final_metrics,
     model_card,
     with_judgements,
 )
@@ -90,35 +89,6 @@ def test_final_metrics_are_the_last_logged_of_each_without_timings():
         {"step": 2, "train_runtime": 9.0},
     ]
 
-    found = FinalMetrics().of(log)
+    found = final_metrics(log)
 
     assert list(found.items()) == [("eval_objective/scores", 0.4), ("loss/value_avg", 2.0), ("objective/kl", 0.2)]
-
-
-class Counted(dict):
-    """An entry of a log that counts how often it is read."""
-
-    reads = 0
-
-    def items(self):
-        Counted.reads += 1
-        return super().items()
-
-
-def test_a_card_reads_what_was_logged_since_the_last_one(make_trainer):
-    """A card is written with every checkpoint: it must not take longer at each."""
-    trainer = make_trainer()
-    trainer.state.log_history += [Counted({"objective/kl": float(step), "step": step}) for step in range(50)]
-    trainer.create_model_card()
-    Counted.reads = 0
-    trainer.state.log_history.append(Counted({"loss/policy_avg": 7.5}))
-    trainer._run.is_saving = True
-    trainer.create_model_card()
-
-    assert Counted.reads == 1
-    card = Path(trainer.args.output_dir, "README.md").read_text()
-    assert "| objective/kl | 49 |" in card and "| loss/policy_avg | 7.5 |" in card
-    trainer.state.log_history = [{"objective/kl": 3.0}]  # as a resumed run has it
-    trainer.create_model_card()
-    card = Path(trainer.args.output_dir, "README.md").read_text()
-    assert "| objective/kl | 3 |" in card and "loss/policy_avg" not in card
