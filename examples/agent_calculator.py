@@ -24,7 +24,7 @@ import torch
 import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 from trl.chat_template_utils import get_training_chat_template
 
 from rlhf_ppo import PPOConfig, PPOTrainer
@@ -70,8 +70,8 @@ def row_of(pair: Pair) -> dict[str, Any]:
 
 def conversation(pair: Pair, has_call: bool, answer: str | None = None) -> list[dict[str, Any]]:
     """Return a conversation that ends with the right answer, or with another one that the tool gives."""
-    row = row_of(pair) | ({} if answer is None else {"answer": answer})
-    messages = list(row["prompt"])
+    row: dict[str, Any] = row_of(pair) | ({} if answer is None else {"answer": answer})
+    messages: list[dict[str, Any]] = list(row["prompt"])
     if has_call:
         call = {"name": "calculate", "arguments": {"expression": messages[0]["content"]}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})

@@ -105,13 +105,13 @@ def place(observation: Any, environment: Any) -> str:
 
 
 class OneCredit(PPOTrainer):
-    """Gives all tokens of an episode the same credit: its reward less the batch's mean, without a critic."""
+    """Without a critic: each token gets what is paid from there on, less the mean of the batch."""
 
     def compute_advantages(self, rollout: Rollout, rewards: Tensor) -> tuple[Tensor, Tensor]:
         """Return the credit as advantages, and returns that nothing learns from."""
-        total = (rewards * rollout.loss_mask).sum(dim=1)
-        advantages = (total - total.mean())[:, None] * rollout.loss_mask
-        return advantages, torch.zeros_like(advantages)
+        rewards = rewards * rollout.loss_mask
+        to_come = rewards.flip(1).cumsum(dim=1).flip(1)
+        return (to_come - rewards.sum(dim=1).mean()) * rollout.loss_mask, torch.zeros_like(rewards)
 
 
 class Curve(TrainerCallback):
@@ -147,7 +147,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         lam=0.95,
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
-        kl_coef=0.0 if options.credit == "episode" else 0.01,
+        kl_coef=0.01,
         vf_coef=0.0 if options.credit == "episode" else 0.5,
         num_ppo_epochs=2,
         num_mini_batches=4,
