@@ -70,7 +70,7 @@ def main() -> None:
     """Train what is missing, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--updates", type=int, default=30)
+    parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
     if given.table:

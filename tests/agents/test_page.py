@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
-from tests.agents.chat import chat_model, chat_tokenizer
+from tests.agents.chat import chat_model, chat_tokenizer, run_ours, run_trl, turn_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 
@@ -26,3 +27,22 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     lake = namespace["lake"]()
     assert lake.reset(seed=0) == " 0 0" and lake.respond("right") == " 0 1"
     assert lake.respond("fly") == " what ? 0 1"
+
+
+def test_the_first_environment_trains_under_trl_and_here_with_the_same_tools(tmp_path: Path) -> None:
+    """TRL does not know `turn_rewards` and `done`, which end and pay an episode here."""
+    namespace: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)[0], namespace)
+    tokenizer, asked = chat_tokenizer(), [{"role": "user", "content": "Use the tool."}]
+    script = [turn_text(tokenizer, "qwen3", ("add", {"number": number})) for number in (1, 2)] + ["Done<|im_end|>"]
+    given = {"environment_factory": namespace["Counter"], "reward_funcs": None}
+    rows = Dataset.from_list([{"prompt": asked, "target": 3}] * 2)
+    trl, ours = (
+        run(tmp_path / run.__name__, "qwen3", script, train_dataset=rows, **given) for run in (run_trl, run_ours)
+    )
+
+    assert [row[0] for row in ours.rows] == [row[0] for row in trl.rows]
+    assert ours.metrics["rewards/Counter/mean"] == trl.metrics["rewards/Counter/mean"] == 1.0
+    assert ours.metrics["rewards/turns/mean"] == pytest.approx(-0.02) and ours.metrics["episode/turns_mean"] == 2
+    assert tokenizer.decode(ours.rows[0][0]).count('"name": "') == 1
+    assert len(ours.rows[0][1]) < len(trl.rows[0][1])

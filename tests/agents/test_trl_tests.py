@@ -1,0 +1,272 @@
+"""TRL's own tests of `rollout_func`, tools and environments, for its GRPOTrainer and for ours, with a scripted engine.
+
+Written after the tests of these names in `tests/test_grpo_trainer.py` of huggingface/trl (Apache License 2.0).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from tests.agents.chat import Seen, chat_tokenizer, run_ours, run_trl, turn_text
+
+Run = Callable[..., Seen]
+ASKED = [{"role": "user", "content": "Q"}]
+THREE = {"per_device_train_batch_size": 3, "num_generations": 3}
+
+
+@pytest.fixture(params=["trl", "ours"])
+def run(request: pytest.FixtureRequest, tmp_path: Any) -> Run:
+    trainer = run_trl if request.param == "trl" else run_ours
+    return lambda *given, **more: trainer(tmp_path, "qwen3", *given, **more)
+
+
+def data(*rows: dict[str, Any]) -> Dataset:
+    return Dataset.from_list([{"prompt": ASKED, **row} for row in rows or ({}, {}, {})])
+
+
+def write(*calls: tuple[str, Any], text: str = "") -> str:
+    return turn_text(chat_tokenizer(), "qwen3", *calls, content=text)
+
+
+DONE = "Done!<|im_end|>"
+
+
+def by_row(*rounds: Sequence[str]) -> Callable[[str, int], str]:
+    """Return a script with a turn for each running row of each round."""
+    places = [itertools.cycle(turns) for turns in rounds]
+    return lambda context, number: next(places[number])
+
+
+def by_length(completions: list[Any], **columns: Any) -> list[float]:
+    """Score episodes differently, so that something is learned."""
+    return [float(len(str(messages)) + place) for place, messages in enumerate(completions)]
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        Their product.
+    """
+    return a * b
+
+
+async def multiply_later(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: The first integer.
+        b: The second integer.
+
+    Returns:
+        Their product.
+    """
+    return a * b
+
+
+# ---- rollout_func ----
+
+
+def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    ids = [[5, 6, 7] for _ in prompts]
+    return {"prompt_ids": [[4] for _ in prompts], "completion_ids": ids, "logprobs": [[-0.1] * 3 for _ in prompts]}
+
+
+def test_rollout_func_makes_the_rollout(run: Run) -> None:
+    called: list[Any] = []
+
+    def noted(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        called.append((prompts, hasattr(trainer, "train")))
+        return rollout(prompts, trainer)
+
+    seen = run([DONE], rollout_func=noted, train_dataset=data({}, {}))
+    assert seen.rows == [([4], [5, 6, 7], [True] * 3)] * 2
+    assert called == [([ASKED, ASKED], True)]
+
+
+def test_rollout_func_s_env_mask_marks_what_the_policy_did_not_write(run: Run) -> None:
+    seen = run(
+        [DONE],
+        rollout_func=lambda prompts, trainer: rollout(prompts, trainer) | {"env_mask": [[1, 0, 1]] * len(prompts)},
+        train_dataset=data({}, {}),
+    )
+    assert seen.rewarded[0]["completion_ids"] == [[5, 6, 7]] * 2
+    length = seen.metrics.get("completions/mean_length", seen.metrics.get("response/length_mean"))
+    assert length == 2
+
+
+@pytest.mark.parametrize("key", ["prompt_ids", "completion_ids", "logprobs"])
+def test_rollout_func_that_lacks_a_key_is_an_error(run: Run, key: str) -> None:
+    def lacking(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        return {name: value for name, value in rollout(prompts, trainer).items() if name != key}
+
+    with pytest.raises(ValueError, match="rollout_func must return keys"):
+        run([DONE], rollout_func=lacking, train_dataset=data({}, {}))
+
+
+def test_rollout_func_s_other_keys_reach_reward_functions(run: Run) -> None:
+    seen = run(
+        [DONE],
+        rollout_func=lambda prompts, trainer: rollout(prompts, trainer) | {"found": list(range(len(prompts)))},
+        train_dataset=data({}, {}),
+    )
+    assert seen.rewarded[0]["found"] == [0, 1]
+
+
+# ---- tools ----
+
+
+@pytest.mark.parametrize("tool", [multiply, multiply_later])
+def test_training_with_tools(run: Run, tool: Any) -> None:
+    """Two of three rows call the tool; a call has a wrong argument."""
+    first = [write((tool.__name__, {"a": 3, "b": 4})), write((tool.__name__, {"a": 3, "c": 4})), write(text="No tool")]
+    given = {"tools": [tool], "reward_funcs": [by_length], "train_dataset": data()}
+    seen = run(by_row(first, [DONE, DONE]), THREE, **given)
+
+    assert seen.metrics["tools/call_frequency"] == pytest.approx(2 / 3)
+    assert seen.metrics["tools/failure_frequency"] == pytest.approx(1 / 2)
+    assert seen.metrics["grad_norm"] > 0
+    assert sum(not all(written) for _, _, written in seen.rows) == 2
+
+
+def test_tools_column_names_and_answers_are_those_of_the_conversation(run: Run) -> None:
+    seen = run([write(("multiply", {"a": 3, "b": 4})), DONE], tools=[multiply], train_dataset=data({}, {}))
+    answer = seen.rewarded[0]["completions"][0][1]
+    assert answer == {"role": "tool", "name": "multiply", "content": "12"}
+
+
+def test_tools_that_are_called_wrongly_end_nothing(run: Run) -> None:
+    """No JSON between the marks: the turn is plain text."""
+    seen = run(["<tool_call>\n{multiply\n</tool_call><|im_end|>", DONE], tools=[multiply], train_dataset=data({}, {}))
+    assert seen.metrics["tools/call_frequency"] == 0 and len(seen.rewarded[0]["completions"][0]) == 1
+
+
+def test_tools_stop_after_max_tool_calling_iterations(run: Run) -> None:
+    call = write(("multiply", {"a": 3, "b": 4}))
+    options = {"max_tool_calling_iterations": 2}
+    seen = run([call], options, tools=[multiply], train_dataset=data({}, {}))
+    assert seen.metrics["tools/call_frequency"] == 2 and len(seen.rewarded[0]["completions"][0]) == 5
+
+
+def test_tools_that_answer_with_an_image_are_refused(tmp_path: Any) -> None:
+    """TRL passes images on to models that see; there are no such policies here."""
+
+    def look() -> list[Any]:
+        """Look."""
+        return [{"type": "image", "image": "pixels"}, {"type": "text", "text": "a cat"}]
+
+    seen = run_ours(tmp_path, "qwen3", [write(("look", {})), DONE], tools=[look], train_dataset=data({}, {}))
+    assert seen.metrics["tools/failure_frequency"] == 1
+    assert "returned an image" in seen.rewarded[0]["completions"][0][1]["content"]
+
+
+# ---- environments ----
+
+
+class Counter:
+    """Counts."""
+
+    def reset(self, **row: Any) -> str:
+        self.count = row.get("start", 0)
+        return f"At {self.count}."
+
+    def increment(self, step: int) -> int:
+        """Count on.
+
+        Args:
+            step: How far.
+        """
+        self.count += step
+        return self.count
+
+
+class Scored(Counter):
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+class ScoredLater(Counter):
+    async def get_reward(self) -> float:
+        return float(self.count)
+
+
+class Endless:
+    """Has no `reset`."""
+
+    def increment(self) -> int:
+        """Count on."""
+        return 1
+
+
+def test_training_with_an_environment(run: Run) -> None:
+    first = [write(("increment", {"step": 2})), write(("increment", {"wrong": 2})), write(text="No")]
+    counts: list[Any] = []
+
+    def reward(completions: list[Any], environments: list[Any], **columns: Any) -> list[float]:
+        counts.extend(environment.count for environment in environments)
+        return by_length(completions)
+
+    given = {"environment_factory": Counter, "reward_funcs": [reward], "train_dataset": data(*[{"start": 5}] * 3)}
+    seen = run(by_row(first, [DONE, DONE]), THREE, **given)
+
+    assert counts == [7, 5, 5] and seen.metrics["grad_norm"] > 0
+    assert seen.metrics["tools/call_frequency"] == pytest.approx(2 / 3)
+    assert seen.metrics["tools/failure_frequency"] == pytest.approx(1 / 2)
+    prompts = [chat_tokenizer().decode(prompt) for prompt, _, _ in seen.rows]
+    assert all("QAt 5." in prompt and "increment" in prompt for prompt in prompts)
+
+
+@pytest.mark.parametrize("factory", [Scored, ScoredLater])
+def test_environment_owns_the_reward(run: Run, factory: type[Counter]) -> None:
+    first = [write(("increment", {"step": step})) for step in (1, 2, 3)]
+    given = {"environment_factory": factory, "reward_funcs": None, "train_dataset": data()}
+    seen = run(by_row(first, [DONE] * 3), THREE, **given)
+
+    assert seen.metrics[f"rewards/{factory.__name__}/mean"] == 2.0 and seen.metrics["grad_norm"] > 0
+
+
+def test_environment_by_column(run: Run) -> None:
+    given = {"environment_factory": {"plain": Counter, "scored": Scored}, "max_steps": 2}
+    rows = data({"environment": "plain", "start": 1}, {"environment": "scored", "start": 2})
+    seen = run([DONE], {"max_steps": given.pop("max_steps")}, train_dataset=rows, **given)
+    texts = {chat_tokenizer().decode(prompt).split("Q")[-1].split("<")[0] for prompt, _, _ in seen.rows}
+    assert texts == {"At 1.", "At 2."}
+
+
+def test_environment_makes_its_own_tasks(run: Run) -> None:
+    seen = run([DONE], {"max_steps": 1}, environment_factory=Scored, train_dataset=None)
+    assert "user\nAt 0." in chat_tokenizer().decode(seen.rows[0][0])
+
+
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "environment without reset": ("reset", {"environment_factory": Endless}),
+    "no_reward_source": ("No reward source", {"environment_factory": Counter, "reward_funcs": None}),
+    "no_reward_source of tools": ("No reward source", {"tools": [multiply], "reward_funcs": None}),
+    "environments without data": ("dict", {"environment_factory": {"a": Scored}, "train_dataset": None}),
+    "environment without a length": (
+        "max_steps",
+        {"environment_factory": Scored, "train_dataset": None, "options": {"max_steps": -1}},
+    ),
+    "neither data nor environment": ("train_dataset", {"train_dataset": None}),
+    "unknown environment": (
+        "among|environment_factory",
+        {"environment_factory": {"a": Scored}, "train_dataset": data({"environment": "b"}, {"environment": "b"})},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_trained(run: Run, case: str) -> None:
+    message, given = WRONG[case]
+    given = {"train_dataset": data({}, {}), "options": None, **given}
+    with pytest.raises((ValueError, TypeError), match=message):
+        run([DONE], given.pop("options"), **given)
