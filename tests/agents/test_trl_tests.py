@@ -238,7 +238,7 @@ def test_environment_by_column(run: Run) -> None:
     given = {"environment_factory": {"plain": Counter, "scored": Scored}, "max_steps": 2}
     rows = data({"environment": "plain", "start": 1}, {"environment": "scored", "start": 2})
     seen = run([DONE], {"max_steps": given.pop("max_steps")}, train_dataset=rows, **given)
-    texts = {chat_tokenizer().decode(prompt).split("Q")[-1].split("<")[0] for prompt, _, _ in seen.rows}
+    texts = {str(chat_tokenizer().decode(prompt)).split("Q")[-1].split("<")[0] for prompt, _, _ in seen.rows}
     assert texts == {"At 1.", "At 2."}
 
 
