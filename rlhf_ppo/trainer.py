@@ -19,12 +19,11 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import NoPrompts, PromptCollator, Prompts, check_lengths, may_hold_chats, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
-from rlhf_ppo.estimate.run import RunEstimate
-from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
+from rlhf_ppo.evaluation.rollouts import check_best_metric
 from rlhf_ppo.generation.protocol import GenerationEngine, length_and_filling, sample_with
 from rlhf_ppo.generation.stopping import join_responses
 from rlhf_ppo.models.logprobs import ResponseLogprobs
-from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseValues
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.models.unwrapping import configuration_kept
 from rlhf_ppo.processes.distributed import (
     get_logger,
@@ -36,16 +35,16 @@ from rlhf_ppo.processes.distributed import (
 )
 from rlhf_ppo.processes.signals import raise_if_stopped
 from rlhf_ppo.reporting.metrics import UpdateStatistics
-from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
+from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch, masked_kl, positive_responses, shape_scores, whole_scores
 from rlhf_ppo.terminal.console import hide_library_warnings
 from rlhf_ppo.trainer_base import TrainerBase
 from rlhf_ppo.training import checks, construction
-from rlhf_ppo.training.construction import ModelOrPath, Models
-from rlhf_ppo.training.datasets import PromptPreparation, batches_of_pass, check_all_data
+from rlhf_ppo.training.construction import ModelOrPath
+from rlhf_ppo.training.datasets import ColumnCheck, batches_of_pass, check_data, load_data
 from rlhf_ppo.training.episodes import EpisodeRollouts
-from rlhf_ppo.training.external_loop import ExternalScores, given_responses
+from rlhf_ppo.training.external_loop import given_responses
 from rlhf_ppo.training.learning import (
     CriticWarmup,
     PolicyLossFunction,
@@ -61,8 +60,8 @@ from rlhf_ppo.training.learning import (
 )
 from rlhf_ppo.training.optimization import Optimizers
 from rlhf_ppo.training.ptx import LanguageModeling
-from rlhf_ppo.training.rollouts import Sampler, output_of, policy_and_value_outputs, reference_logprobs, rollout_of
-from rlhf_ppo.training.run_state import RunState, Stateful, StatefulParts, special_tokens
+from rlhf_ppo.training.rollouts import policy_and_value_outputs, reference_logprobs, rollout_of
+from rlhf_ppo.training.run_state import RunState, Stateful, special_tokens
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -157,87 +156,87 @@ class PPOTrainer(TrainerBase):
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     ) -> None:
+        # Check everything that needs no weights.
         checks.check_subclass(self, PPOTrainer)
-        self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
         checks.check_arguments(args)
+        self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
         self._episodes = episodes = EpisodeRollouts.of(args, tools, environment_factory, rollout_func)
-        of_run = (episodes, reward_funcs, reward_model, train_dataset, eval_dataset)
-        self._is_stepped = all(each is None for each in of_run)
-        functions = [ExternalScores()] if self._is_stepped else resolve_rewards(reward_funcs)
-        functions += [] if episodes is None else episodes.checked_rewards(bool(functions or reward_model))
+        sources = (episodes, reward_funcs, reward_model, train_dataset, eval_dataset)
+        self._is_stepped = all(each is None for each in sources)
+        functions = construction.reward_functions(reward_funcs, reward_model, episodes, self._is_stepped)
         checks.check_models(reward_model, bool(functions), model=model, ref_model=ref_model, value_model=value_model)
-        data = (NoPrompts() if self._is_stepped else train_dataset, eval_dataset)
-        processing_class, train_dataset, eval_dataset = construction.load_inputs(model, processing_class, *data)
-        train_dataset = train_dataset if episodes is None else episodes.prepare(processing_class, train_dataset)
-        checks.check_datasets(args, train_dataset, eval_dataset, needs_prompts=episodes is None)
+        tokenizer = construction.load_tokenizer(model) if processing_class is None else processing_class
+        train_dataset = NoPrompts() if self._is_stepped else train_dataset
+        train_dataset, eval_dataset = load_data(args, tokenizer, train_dataset, eval_dataset, episodes)
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
-        checks.check_others(data_collator, callbacks, optimizers, kl_controller, engine, **adapters)
+        checks.check_others(args, data_collator, callbacks, optimizers, kl_controller, engine, ptx_dataset, **adapters)
         self._policy_loss = resolve_policy_loss(args.policy_loss if policy_loss is None else policy_loss)
-        self.tokens = tokens = special_tokens(args, processing_class)
-        run = self._run = RunState(args, processing_class, tokens, functions)
-        checks.check_optimization(args, optimizers, args.count_sizes(num_processes(args), num_rows(train_dataset)))
-        rewards = load_reward_models(args, reward_model, reward_processing_classes, processing_class)
-        given = (args, model, ref_model, rewards, value_model, peft_config, value_peft_config)
-        models = construction.assemble_models(*given, construction.needs_reference(args, functions, kl_controller))
-        self._set_models(models, construction.make_kl_controller(args, kl_controller))
-        data = self._preparation.both(train_dataset, eval_dataset)  # drops long prompts
-        self.sizes = run.sizes = args.fill_derived(num_processes(args), num_rows(data["train_dataset"]))
-        data |= {"args": args, "processing_class": processing_class, "callbacks": callbacks, "optimizers": optimizers}
+        self.tokens = tokens = special_tokens(args, tokenizer)
+        checks.check_optimization(args, optimizers, num_rows(train_dataset))
+
+        # Load and prepare the models.
+        rewards = load_reward_models(args, reward_model, reward_processing_classes, tokenizer)
+        models = construction.assemble_models(
+            args, model, ref_model, rewards, value_model, **adapters,
+            needs_reference=construction.needs_reference(args, functions, kl_controller),
+        )  # fmt: skip
+        self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
+        self.reward_models = [each.model for each in models.rewards]
+
+        # Tokenize the prompts, make the state of the run, and call Trainer's constructor.
+        preparation = construction.prompt_preparation(args, tokenizer, tokens, models, functions, episodes)
+        train_dataset, eval_dataset = preparation.both(train_dataset, eval_dataset)  # drops long prompts
+        self.sizes = sizes = args.fill_derived(num_processes(args), num_rows(train_dataset))
+        self._run = run = RunState(
+            args, tokenizer, tokens, functions, sizes, preparation.vocabulary, preparation.limit
+        )
+        self.kl_controller = construction.make_kl_controller(args, kl_controller)
+        self._warmup, self.score_moments = CriticWarmup(run), RunningMoments()
+        run.stateful.register("kl_controller", self.kl_controller)
+        if args.score_scaling or args.score_normalization:
+            run.stateful.register("score_moments", self.score_moments)
         use_one_device(args)
         with hide_library_warnings(), configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
             both = PolicyAndValue(models.policy, models.value_model, args.temperature)
-            collate = PromptCollator(tokens.pad) if data_collator is None else data_collator
-            super().__init__(model=both, data_collator=collate, **data)
-        self._make_parts(models, engine, ptx_dataset)
-        self._check_data(data_collator, bool(callbacks))
+            super().__init__(
+                model=both, args=args, data_collator=data_collator or PromptCollator(tokens.pad),
+                train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=tokenizer,
+                callbacks=callbacks, optimizers=optimizers,
+            )  # fmt: skip
 
-    def _check_data(self, data_collator: Callable[..., Any] | None, has_callbacks: bool) -> None:
+        # Make the parts that need Trainer's accelerator.
+        parts = construction.make_parts(
+            self, run, models, preparation, episodes, engine, sequential_backward=self._sequential_backward,
+            generate=lambda *given: self.generate_responses(*given),
+        )  # fmt: skip
+        self._estimate, self._engine, self._preparation, self._rollouts, self.scorer = parts
+        self._ptx = None if ptx_dataset is None else LanguageModeling(run, self._warmup, ptx_dataset)
+        self._check_columns = self._check_data(data_collator, has_callbacks=bool(callbacks))
+        self._warn_of_odd_options(models, has_engine=engine is not None)
+
+    def _check_data(self, data_collator: Callable[..., Any] | None, has_callbacks: bool) -> ColumnCheck:
+        """Check that rewards find their columns, and that the metric for the best model exists."""
         run, episodes = self._run, self._episodes
         collate = data_collator and self._get_collator_with_removed_columns(data_collator, "checking")
-        own_loop = type(self).evaluation_loop is not PPOTrainer.evaluation_loop
-        seen = (run, self.scorer, self.train_dataset, self.eval_dataset, collate, self.reference is not None)
+        check_data(run, self.train_dataset, self.eval_dataset, collate)
         added = () if episodes is None else episodes.columns
-        self._check_columns = check_all_data(*seen, has_callbacks, own_loop, added)
+        check = ColumnCheck(self.scorer.sources, is_off=collate is not None or added is None, added=added or ())
+        check(eval_dataset=self.eval_dataset)
+        if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # an overridden one may return other metrics
+            given = (run.args, self.scorer.names, run.reward_funcs, self.eval_dataset, self.reference is not None)
+            check_best_metric(*given, callbacks_may_log=has_callbacks)
+        return check
 
-    def _set_models(self, models: Models, kl_controller: KLController) -> None:
-        run, args = self._run, self._run.args
-        run.vocabulary, run.longest_sequence = models.vocabulary(run.tokenizer, run.tokens), models.longest_sequence
-        self.kl_controller, self.score_moments, self._warmup = kl_controller, RunningMoments(), CriticWarmup(run)
-        moments = {"score_moments": self.score_moments} if args.score_scaling or args.score_normalization else {}
-        run.stateful = StatefulParts(kl_controller=kl_controller, critic_warmup=self._warmup, **moments)
-        self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
-        self.reward_models = [each.model for each in models.rewards]
-        episodes = self._episodes
-        reads_columns = bool(run.reward_funcs) or models.read_other_tokens or episodes is not None
-        encoder = None if episodes is None else episodes.encoder
-        how = (run.tokenizer, args, run.vocabulary, run.longest_sequence, reads_columns, encoder)
-        self._preparation = PromptPreparation(*how)
-
-    def _make_parts(self, models: Models, engine: GenerationEngine | None, ptx_dataset: Any) -> None:
-        run, args, tokens = self._run, self.args, self.tokens
-        frozen = construction.store_and_place(models, self.model, self.accelerator, args)
-        trained = (models.policy, models.value_model, self._sequential_backward)
-        self._estimate = RunEstimate(args, self.sizes, self.accelerator, self.train_dataset, *trained, frozen)
-        baselines = BaselineCompletions.of(run.reward_funcs, run.tokenizer, tokens.ended)
-        self._rollouts = Sampler(run, baselines, self.reference)
-        given = (args, models.policy, self.accelerator, run.tokenizer, tokens.stop_strings)
-        rows = (lambda: self._estimate.generation_rows, self.sizes.local_batch_size)
-        self._engine = make_engine(*given, baselines.kinds, *rows) if engine is None else engine
-        if self._episodes is not None:
-            self._rollouts.play = self._episodes.player(self, run, self._engine, baselines.kinds)
-        self._preparation = self._preparation.within(self._engine, self.train_dataset, self.eval_dataset)
-        self._rollouts.longest_sequence = self._preparation.longest_sequence
-        checks.check_ptx(args, ptx_dataset)
-        self._ptx = None if ptx_dataset is None else LanguageModeling(run, self._warmup, ptx_dataset)
-        surroundings = (self.accelerator, lambda: self.state, run.logged, run.guard.refuse)
-        self.scorer = construction.make_scorer(args, models.rewards, run.reward_funcs, run.tokenizer, *surroundings)
-        is_given = {"has_engine": engine is not None, "has_evaluation": self.eval_dataset is not None}
-        is_given["has_episodes"] = self._episodes is not None and self._episodes.rollout_func is None
-        unread = args.chat_template_kwargs is None or self._episodes is not None
-        is_given["has_chats"] = unread or may_hold_chats(self.train_dataset, self.eval_dataset)
-        is_given |= dict(zip(("has_optimizer", "has_schedule"), self._optimization.replaces, strict=True))
-        others = (models, self._policy_loss, self.kl_controller)
-        checks.warn_of_odd_options(run, *others, is_stepped=self._is_stepped, **is_given)
+    def _warn_of_odd_options(self, models: construction.Models, has_engine: bool) -> None:
+        episodes, (has_optimizer, has_schedule) = self._episodes, self._optimization.replaces
+        unread = self.args.chat_template_kwargs is None or episodes is not None
+        checks.warn_of_odd_options(
+            self._run, models, self._policy_loss, self.kl_controller, is_stepped=self._is_stepped,
+            has_engine=has_engine, has_evaluation=self.eval_dataset is not None,
+            has_episodes=episodes is not None and episodes.rollout_func is None,
+            has_chats=unread or may_hold_chats(self.train_dataset, self.eval_dataset),
+            has_optimizer=has_optimizer, has_schedule=has_schedule,
+        )  # fmt: skip
 
     @property
     def reward_model(self) -> nn.Module | None:
@@ -457,8 +456,7 @@ class PPOTrainer(TrainerBase):
         """
         model.eval()
         with self._run.timer.phase("generate"):
-            how = (self.generate_responses, self._engine.reads_sharded)
-            responses, prompts = self._rollouts.respond(model, prompts, *how)
+            responses, prompts = self._rollouts.respond(model, prompts)
         return self._evaluate_responses(model, responses, prompts)
 
     def _evaluate_responses(self, model: nn.Module, responses: Responses, prompts: Prompts) -> Rollout:
@@ -651,40 +649,29 @@ class PPOTrainer(TrainerBase):
         """Run the backward pass of a micro-batch; return its loss, and model outputs and losses of each token.
 
         On one process policy and value model have separate backward passes, so that only one model's activations are
-        in memory. Several processes, `torch_compile`, and an overridden `compute_loss` use `compute_loss` and one
-        backward pass.
+        in memory; where the policy is frozen, the value model runs alone. Several processes, `torch_compile`, and an
+        overridden `compute_loss` use `compute_loss` and one backward pass.
         """
-        if self._warmup.freezes_policy and not self._has_own_loss:
-            return self._critic_only_backward(model, part, num_tokens)
-        if self._sequential_backward:
+        freezes_policy = self._warmup.freezes_policy
+        if self._has_own_loss or not (self._sequential_backward or freezes_policy):
+            with self._forward_context():
+                loss, figures = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=num_tokens)
+            return backward(self.accelerator, loss), figures
+        if freezes_policy:  # its log-probabilities are those of the rollout
+            of_policy = ResponseLogprobs(part.logprobs, torch.full_like(part.logprobs, torch.nan))
+            policy_share, policy = 0.0, no_policy_loss(part.logprobs)
+        else:
             with self._forward_context():
                 of_policy = model(*part.batch, only="policy", places=part.places)
                 policy = self.policy_loss(of_policy.logprobs, part)
-            term = policy_term(policy, of_policy, part, num_tokens, self.args)
-            policy_share = backward(self.accelerator, term)
-            value_share, of_values, value = self._value_backward(model, part, num_tokens)
-            return policy_share + value_share, (output_of(of_policy, of_values), policy, value)
+            policy_share = backward(self.accelerator, policy_term(policy, of_policy, part, num_tokens, self.args))
         with self._forward_context():
-            loss, figures = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=num_tokens)
-        return backward(self.accelerator, loss), figures
-
-    def _value_backward(
-        self, model: nn.Module, part: Experience, num_tokens: float
-    ) -> tuple[Tensor, ResponseValues, ValueLoss]:
-        """Run the forward and backward pass of the value loss."""
-        with self._forward_context():
-            output = model(*part.batch, only="value_model", places=part.places)
-            value = self.value_loss(output.values, part)
+            of_values = model(*part.batch, only="value_model", places=part.places)
+            value = self.value_loss(of_values.values, part)
         term = value_term(value, part, num_tokens, self.args)
-        if self._warmup.freezes_policy:
-            term = term + zero_of_policy(model, self._unwrapped(model).policy)
-        return backward(self.accelerator, term), output, value
-
-    def _critic_only_backward(self, model: nn.Module, part: Experience, num_tokens: float) -> tuple[Tensor, Losses]:
-        """Like `_backward`, without the policy, whose log-probabilities are those of the rollout."""
-        loss, of_values, value = self._value_backward(model, part, num_tokens)
-        as_sampled = ResponseLogprobs(part.logprobs, torch.full_like(part.logprobs, torch.nan))
-        return loss, (output_of(as_sampled, of_values), no_policy_loss(part.logprobs), value)
+        term = term + zero_of_policy(model, self._unwrapped(model).policy) if freezes_policy else term
+        loss = policy_share + backward(self.accelerator, term)
+        return loss, (PolicyAndValueOutput(*of_policy, *of_values), policy, value)
 
     @property
     def _sequential_backward(self) -> bool:

@@ -691,10 +691,9 @@ class TrainerBase(Trainer):
 
     def _respond_greedily(self, model: nn.Module, prompts: Prompts) -> tuple[Prompts, Responses, Scores]:
         """Sample greedy responses and the baselines' responses, and score the former."""
-        run, how = self._run, (self.generate_responses, self._engine.reads_sharded)
-        config = greedy_config(self.args, run.tokens.stop, run.vocabulary.never_sampled)
+        config = greedy_config(self.args, self._run.tokens.stop, self._run.vocabulary.never_sampled)
         with noting_out_of_memory("generate"):
-            responses, prompts = self._rollouts.respond(model, prompts, *how, config)
+            responses, prompts = self._rollouts.respond(model, prompts, config)
         with noting_out_of_memory("score"):
             return prompts, responses, self.score_responses(responses, prompts)
 
@@ -732,8 +731,7 @@ class TrainerBase(Trainer):
         self._engine.policy_changed()
         with apart_from_training(run, self.model_wrapped) as model:
             batches = held_out_prompts(sets, partial(self._loader_of, sets), self.args.device)
-            how = (self.generate_responses, self._engine.reads_sharded)
-            continue_prefixes = partial(audit_columns, run, self._rollouts, model, how, self._returns_of_responses)
+            continue_prefixes = partial(audit_columns, run, self._rollouts, model, self._returns_of_responses)
             drawn = (num_prefixes, num_continuations, generator)
             gather: Callable[..., Any] = self.accelerator.gather_for_metrics
             rows = [gather(continue_prefixes(batch, *drawn)) for batch in batches]

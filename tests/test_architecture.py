@@ -33,13 +33,12 @@ FLOORS = (
     {"__main__"},
 )
 MAX_MODULES_IN_ROOT = 5
-MAX_CODE_LINES = 400  # in a file, without docstrings, comments and blank lines
+MAX_CODE_LINES = 450  # in a file, without docstrings, comments and blank lines
 # Trainer finds its overrides on one class only; health checks are one list.
 LONGER = {
-    "rlhf_ppo/trainer.py": 413,  # all arguments of its constructor, and the algorithm
     "rlhf_ppo/trainer_base.py": 668,
 }
-MAX_FUNCTION_LINES = 60  # with the docstring
+MAX_FUNCTION_LINES = 60  # with the docstring, without the signature
 DERIVED = {field.name for field in dataclasses.fields(Sizes)} - {"total_episodes"}
 MAX_CASTS = 36  # in the package; the others say what a library's types do not, once for each
 OTHER_ARGUMENTS = {"rlhf_ppo/cli/judge.py"}  # whose batch_size is an option of that command
@@ -162,7 +161,7 @@ def test_files_and_functions_stay_short(path):
         node.name: length
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and (length := (node.end_lineno or 0) - node.lineno + 1) > MAX_FUNCTION_LINES
+        and (length := (node.end_lineno or 0) - node.body[0].lineno + 1) > MAX_FUNCTION_LINES
     }
 
     assert long_functions == {}

@@ -27,7 +27,7 @@ from rlhf_ppo.config.unused import RunContext, unused_options
 from rlhf_ppo.data.prompts import NoPrompts, check_rows
 from rlhf_ppo.evaluation.critic_audit import check_audit
 from rlhf_ppo.models.reference import Reference
-from rlhf_ppo.processes.distributed import get_logger, preserve_rng, zero_stage
+from rlhf_ppo.processes.distributed import get_logger, num_processes, preserve_rng, zero_stage
 from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR
 from rlhf_ppo.reporting.run_log import SAMPLES_DIR
 from rlhf_ppo.rewards.scorer import Scorer
@@ -36,21 +36,11 @@ from rlhf_ppo.training.optimization import checked_pair
 from rlhf_ppo.training.run_state import RunState, SpecialTokens
 
 KEPT = frozenset(
-    {
-        *("kl_controller", "policy_model", "reference", "reward_models", "score_moments", "scorer", "sizes", "tokens"),
-        *(
-            "value_model",
-            "_as_given",
-            "_check_columns",
-            "_checkpoints",
-            "_directory",
-            "_driver",
-            "_engine",
-            "_episodes",
-        ),
-        *("_estimate", "_is_stepped", "_learning", "_optimization", "_policy_loss"),
-        *("_preparation", "_printed", "_ptx", "_rollout_metrics", "_rollouts", "_run", "_stop", "_warmup"),
-    }
+    """
+    kl_controller policy_model reference reward_models score_moments scorer sizes tokens value_model _as_given
+    _check_columns _checkpoints _directory _driver _engine _episodes _estimate _is_stepped _learning
+    _optimization _policy_loss _preparation _printed _ptx _rollout_metrics _rollouts _run _stop _warmup
+    """.split()
 )
 """Attributes of `PPOTrainer` that Trainer does not have."""
 
@@ -247,21 +237,6 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
         check_rows(eval_dataset, "eval_dataset", columns)
 
 
-def check_ptx(args: PPOConfig, ptx_dataset: Any) -> None:
-    """Check that texts and their coefficient are given together.
-
-    Raises:
-        ValueError: Only one is given.
-    """
-    if args.ptx_coef > 0 and ptx_dataset is None:
-        raise ValueError(
-            f"ptx_coef={args.ptx_coef} weighs a loss on ptx_dataset, but there is none: pass ptx_dataset, or set "
-            "ptx_coef=0"
-        )
-    if ptx_dataset is not None and args.ptx_coef == 0:
-        raise ValueError("ptx_dataset is given, but ptx_coef=0 gives it no weight: set ptx_coef, such as to 1")
-
-
 def _check_lengths_column(args: PPOConfig, dataset: Any) -> None:
     column = args.length_column_name
     features = getattr(dataset, "features", None) or {}
@@ -273,21 +248,31 @@ def _check_lengths_column(args: PPOConfig, dataset: Any) -> None:
 
 
 def check_others(
-    data_collator: Any, callbacks: Any, optimizers: Any, kl_controller: Any, engine: Any, **adapters: Any
+    args: PPOConfig,
+    data_collator: Any,
+    callbacks: Any,
+    optimizers: Any,
+    kl_controller: Any,
+    engine: Any,
+    ptx_dataset: Any,
+    **adapters: Any,
 ) -> None:
     """Check the remaining arguments.
 
     Args:
+        args: The arguments.
         data_collator: A callable, or None.
         callbacks: A list of callbacks, or of their classes, or None.
         optimizers: See `rlhf_ppo.training.optimization.Optimizers`.
         kl_controller: A `KLController`, or None.
         engine: A `GenerationEngine`, or None.
+        ptx_dataset: Texts, if `args.ptx_coef` is above 0.
         **adapters: Adapter configurations by their arguments' names.
 
     Raises:
         TypeError: A value has the wrong type.
-        ValueError: The scheduler belongs to another optimizer, or the KL coefficient is negative or not finite.
+        ValueError: The scheduler belongs to another optimizer, the KL coefficient is negative or not finite, or texts
+            are given without their coefficient, or the reverse.
     """
     if data_collator is not None and not callable(data_collator):
         raise TypeError(
@@ -301,6 +286,13 @@ def check_others(
             raise TypeError(f"callbacks holds {callback!r:.60}, which is no TrainerCallback")
     checked_pair(optimizers)
     _check_doors(kl_controller, engine)
+    if args.ptx_coef > 0 and ptx_dataset is None:
+        raise ValueError(
+            f"ptx_coef={args.ptx_coef} weighs a loss on ptx_dataset, but there is none: pass ptx_dataset, or set "
+            "ptx_coef=0"
+        )
+    if ptx_dataset is not None and args.ptx_coef == 0:
+        raise ValueError("ptx_dataset is given, but ptx_coef=0 gives it no weight: set ptx_coef, such as to 1")
     for name, config in adapters.items():
         if config is not None and not (is_peft_available() and isinstance(config, import_module("peft").PeftConfig)):
             raise TypeError(f"{name} must be a peft.PeftConfig such as LoraConfig, got {type(config).__name__}")
@@ -395,17 +387,19 @@ def check_collator(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None
         raise TypeError(f"data_collator returned {returned}, not a dict with input_ids and attention_mask")
 
 
-def check_optimization(args: PPOConfig, optimizers: Sequence[Any], sizes: Sizes) -> None:
+def check_optimization(args: PPOConfig, optimizers: Sequence[Any], num_rows: int | None) -> None:
     """Check that optimizer and schedule can be made from the arguments, on one number.
 
     Args:
         args: The arguments.
         optimizers: Given optimizer and scheduler, which are not made here.
-        sizes: Sizes of the run.
+        num_rows: Rows of the training set; None for a stream.
 
     Raises:
-        ValueError: One cannot be made, or the schedule follows a metric that is never computed.
+        ValueError: One cannot be made, the schedule follows a metric that is never computed, or the sizes of the run
+            do not fit.
     """
+    num_updates = args.count_sizes(num_processes(args), num_rows).num_total_batches
     if isinstance(optimizers[1], torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR) and args.eval_strategy == "no":
         raise ValueError(
             f"optimizers[1] is a {type(optimizers[1]).__name__}, which follows evaluations, but eval_strategy='no'; "
@@ -427,8 +421,8 @@ def check_optimization(args: PPOConfig, optimizers: Sequence[Any], sizes: Sizes)
             get_scheduler(
                 args.lr_scheduler_type,
                 torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0),
-                args.get_warmup_steps(sizes.num_total_batches),
-                sizes.num_total_batches,
+                args.get_warmup_steps(num_updates),
+                num_updates,
                 settings_of(args.lr_scheduler_kwargs),
             )
         except Exception as error:

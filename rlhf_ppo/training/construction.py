@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from rlhf_ppo.algorithm.penalties import AdaptiveKLController, FixedKLController, KLController
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.validation import parse_weights
 from rlhf_ppo.data.prompts import PositionLimit, smallest
-from rlhf_ppo.data.sources import load_named
 from rlhf_ppo.estimate.counting import copy_without_storage
+from rlhf_ppo.estimate.run import RunEstimate
+from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
+from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.adapters import (
     activate_adapter,
     add_adapter,
@@ -54,7 +56,7 @@ from rlhf_ppo.models.loading import (
 )
 from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.reference import EMAReference, Reference, asks_for_reference, check_can_move, make_reference
-from rlhf_ppo.models.unwrapping import is_peft_model
+from rlhf_ppo.models.unwrapping import as_module, is_peft_model
 from rlhf_ppo.processes.distributed import (
     autocast_dtype,
     get_logger,
@@ -64,14 +66,19 @@ from rlhf_ppo.processes.distributed import (
     raise_on_all_ranks,
     zero_stage,
 )
-from rlhf_ppo.rewards.functions import LoggedByFunctions, RewardFunction
+from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of
+from rlhf_ppo.rewards.resolve import resolve_rewards
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel, tokenizer_beside
-from rlhf_ppo.rewards.scorer import Refuse, RewardSource, Scorer, is_reward_source
+from rlhf_ppo.rewards.scorer import RewardSource, Scorer, is_reward_source
 from rlhf_ppo.training.checks import check_critic_alone
-from rlhf_ppo.training.run_state import SpecialTokens
+from rlhf_ppo.training.datasets import PromptPreparation
+from rlhf_ppo.training.episodes import EpisodeRollouts
+from rlhf_ppo.training.external_loop import ExternalScores
+from rlhf_ppo.training.rollouts import Generate, Sampler
+from rlhf_ppo.training.run_state import RunState, SpecialTokens
 
-T = TypeVar("T")
+logger = get_logger(__name__)
 
 
 def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
@@ -167,8 +174,6 @@ def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = Fal
         return model
     return model.to(accelerator.device)
 
-
-logger = get_logger(__name__)
 
 ModelOrPath = nn.Module | str | os.PathLike[str] | Callable[..., Any]
 """A model, a directory, a hub name, or (except for reward models) a function that returns one of these."""
@@ -377,15 +382,17 @@ def _check_distinct(**models: Any) -> None:
                 )
 
 
-def load_inputs(
-    model: Any, processing_class: PreTrainedTokenizerBase | None, train_dataset: Any, eval_dataset: Any
-) -> tuple[PreTrainedTokenizerBase, Any, Any]:
-    """Return tokenizer and data sets; load those given by name."""
-    return (
-        load_tokenizer(model) if processing_class is None else processing_class,
-        load_named(train_dataset, "train_dataset", ("train",)),
-        load_named(eval_dataset, "eval_dataset", ("test", "validation", "train")),
-    )
+def reward_functions(
+    reward_funcs: Any, reward_model: Any, episodes: EpisodeRollouts | None, is_stepped: bool
+) -> list[Callable[..., Any]]:
+    """Return the reward functions, with the environments' rewards; a placeholder for a trainer that is given scores.
+
+    Raises:
+        TypeError: A value, or the object that it names, cannot be called.
+        ValueError: A name is unknown, or nothing scores the episodes.
+    """
+    functions = [ExternalScores()] if is_stepped else resolve_rewards(reward_funcs)
+    return functions + ([] if episodes is None else episodes.checked_rewards(bool(functions or reward_model)))
 
 
 def load_tokenizer(model: Any) -> PreTrainedTokenizerBase:
@@ -470,61 +477,111 @@ def store_and_place(
     return counted
 
 
-def make_scorer(
+def prompt_preparation(
     args: PPOConfig,
-    rewards: Sequence[LoadedRewardModel],
-    functions: Sequence[Callable[..., Any]],
     tokenizer: PreTrainedTokenizerBase,
-    accelerator: Accelerator,
-    get_state: Callable[[], TrainerState],
-    logged: LoggedByFunctions,
-    refuse: Refuse,
-) -> Scorer:
-    """Combine reward models and reward functions in one scorer, models first.
+    tokens: SpecialTokens,
+    models: Models,
+    functions: Sequence[Callable[..., Any]],
+    episodes: EpisodeRollouts | None,
+) -> PromptPreparation:
+    """Return the tokenization of prompts that all models can read.
+
+    Raises:
+        ValueError: A model cannot embed ids that another one produces.
+    """
+    return PromptPreparation(
+        tokenizer,
+        args,
+        models.vocabulary(tokenizer, tokens),
+        models.longest_sequence,
+        columns_are_read=bool(functions) or models.read_other_tokens or episodes is not None,
+        encoder=None if episodes is None else episodes.encoder,
+    )
+
+
+class Parts(NamedTuple):
+    """Parts of a trainer that need its accelerator."""
+
+    estimate: RunEstimate
+    engine: GenerationEngine
+    preparation: PromptPreparation
+    sampler: Sampler
+    scorer: Scorer
+
+
+def make_parts(
+    trainer: Trainer,
+    run: RunState,
+    models: Models,
+    preparation: PromptPreparation,
+    episodes: EpisodeRollouts | None,
+    engine: GenerationEngine | None,
+    generate: Generate,
+    sequential_backward: bool,
+) -> Parts:
+    """Place the frozen models, and make engine, sampler and scorer.
 
     Args:
-        args: Gives `reward_weights`, `reward_timeout` and `local_rollout_forward_batch_size`.
-        rewards: The reward models of `assemble_models`; they are placed on their devices.
-        functions: The reward functions.
-        tokenizer: The policy's tokenizer, which decodes for functions and for models with another tokenizer.
-        accelerator: Places the models.
-        get_state: Returns the trainer's state, for the functions.
-        logged: Collects values that functions log.
-        refuse: Receives the reason for an invalid score.
+        trainer: The trainer, after Trainer's constructor.
+        run: Its run.
+        models: The models of `assemble_models`.
+        preparation: Tokenizes and checks prompts; the result also knows the engine's limit.
+        episodes: Rollouts of several turns, or None.
+        engine: The engine to use; None makes that of the arguments.
+        generate: The trainer's `generate_responses`.
+        sequential_backward: Whether each trained model has a backward pass of its own.
+    """
+    args, tokens, accelerator = run.args, run.tokens, run.accelerator
+    frozen = store_and_place(models, as_module(trainer.model), accelerator, args)
+    trained = (models.policy, models.value_model, sequential_backward)
+    estimate = RunEstimate(args, run.sizes, accelerator, trainer.train_dataset, *trained, frozen)
+    baselines = BaselineCompletions.of(run.reward_funcs, run.tokenizer, tokens.ended)
+    if engine is None:
+        engine = make_engine(
+            args, models.policy, accelerator, run.tokenizer, tokens.stop_strings, baselines.kinds,
+            rows=lambda: estimate.generation_rows, local_batch_size=run.sizes.local_batch_size,
+        )  # fmt: skip
+    play = None if episodes is None else episodes.player(trainer, run, engine, baselines.kinds)
+    preparation = preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
+    sampler = Sampler(
+        run, generate, engine.reads_sharded, baselines, models.reference, play, preparation.longest_sequence
+    )
+    return Parts(estimate, engine, preparation, sampler, make_scorer(run, models.rewards))
+
+
+def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:
+    """Combine reward models and reward functions in one scorer, models first; place the models.
 
     Raises:
         ValueError: `reward_weights` does not fit.
     """
+    args, accelerator, logged, refuse = run.args, run.accelerator, run.logged, run.guard.refuse
     models = [
         RewardModel(
             place_frozen(reward.made_scorer(), accelerator, reward.offloads),
             args.local_rollout_forward_batch_size,
             lambda: accelerator.autocast(),
-            None if reward.tokenizer is None else (tokenizer, reward.tokenizer),
+            None if reward.tokenizer is None else (run.tokenizer, reward.tokenizer),
             positions(reward.model),
             lambda: raise_on_all_ranks(accelerator),
             refuse,
         )
         for reward in rewards
     ]
-    wrapped: list[RewardSource] = [
+    functions: list[RewardSource] = [
         function
         if is_reward_source(function)
         else RewardFunction(
-            function,
-            tokenizer,
-            get_state,
-            logged.log_metric,
-            log_extra=logged.log_extra,
-            refuse=refuse,
-            timeout=args.reward_timeout,
+            function, run.tokenizer, lambda: run.state, logged.log_metric,
+            log_extra=logged.log_extra, refuse=refuse, timeout=args.reward_timeout,
         )
-        for function in functions
-    ]
+        for function in run.reward_funcs
+    ]  # fmt: skip
     weights = parse_weights("reward_weights", args.reward_weights)
-    own = [source.name for source in wrapped if getattr(source, "is_of_environment", False)]  # weight 1 if not given
+    own = [source.name for source in functions if getattr(source, "is_of_environment", False)]  # weight 1 if not given
     if isinstance(weights, dict):
         weights = dict.fromkeys(own, 1.0) | weights
-    elif weights is not None and len(weights) == len(models) + len(wrapped) - len(own):
+    elif weights is not None and len(weights) == len(models) + len(functions) - len(own):
         weights = [*weights, *[1.0] * len(own)]
-    return Scorer([*models, *wrapped], weights, refuse)
+    return Scorer([*models, *functions], weights, refuse)

@@ -29,15 +29,16 @@ from rlhf_ppo.data.prompts import (
     prompt_column,
     smallest,
 )
-from rlhf_ppo.evaluation.rollouts import check_best_metric
+from rlhf_ppo.data.sources import load_named
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.processes.distributed import isolated_rng
 from rlhf_ppo.rewards.functions import check_columns, check_names_of_columns
 from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS
-from rlhf_ppo.rewards.scorer import RewardSource, Scorer
-from rlhf_ppo.training.checks import check_collator
+from rlhf_ppo.rewards.scorer import RewardSource
+from rlhf_ppo.training.checks import check_collator, check_datasets
+from rlhf_ppo.training.episodes import EpisodeRollouts
 from rlhf_ppo.training.run_state import RunState
 
 
@@ -117,66 +118,38 @@ def batches_of_pass(
             yield batch
 
 
-def check_all_data(
-    run: RunState,
-    scorer: Scorer,
+def load_data(
+    args: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
     train_dataset: Any,
     eval_dataset: Any,
-    collate: Callable[..., Any] | None,
-    has_reference: bool,
-    has_callbacks: bool,
-    is_evaluated_otherwise: bool,
-    added: Sequence[str] | None = (),
-) -> ColumnCheck:
-    """Check that rewards find their columns, and that the metric for the best model exists.
+    episodes: EpisodeRollouts | None,
+) -> tuple[Any, Any]:
+    """Load data sets given by name, and check them; environments may make the prompts.
 
-    Args:
-        run: The run.
-        scorer: The rewards.
-        train_dataset: The prepared prompts.
-        eval_dataset: The prepared evaluation set or sets, or None.
-        collate: The user's collator, which may add columns, or None.
-        has_reference: Whether there is a reference, and thus a KL.
-        has_callbacks: Whether there are callbacks, which may log metrics.
-        is_evaluated_otherwise: Whether an overridden evaluation may return other metrics.
-        added: Columns that the rollout adds; None if unknown.
-
-    Returns:
-        The check of columns, for data sets that are passed later.
+    Raises:
+        TypeError: A value is no data set, or its rows are no dicts.
+        ValueError: One cannot be loaded, or prompts are missing.
     """
-    check_data(run.reward_funcs, collate, run.sizes.local_batch_size, train_dataset, eval_dataset)
-    check = ColumnCheck(scorer.sources, is_off=collate is not None or added is None, added=added or ())
-    check(eval_dataset=eval_dataset)
-    if not is_evaluated_otherwise:
-        given = (run.args, scorer.names, run.reward_funcs, eval_dataset, has_reference)
-        check_best_metric(*given, callbacks_may_log=has_callbacks)
-    return check
+    train_dataset = load_named(train_dataset, "train_dataset", ("train",))
+    eval_dataset = load_named(eval_dataset, "eval_dataset", ("test", "validation", "train"))
+    if episodes is not None:
+        train_dataset = episodes.prepare(tokenizer, train_dataset)
+    check_datasets(args, train_dataset, eval_dataset, needs_prompts=episodes is None)
+    return train_dataset, eval_dataset
 
 
-def check_data(
-    functions: Sequence[Callable[..., Any]],
-    collate: Callable[..., Any] | None,
-    num_checked: int,
-    train_dataset: Any,
-    eval_dataset: Any,
-) -> None:
+def check_data(run: RunState, train_dataset: Any, eval_dataset: Any, collate: Callable[..., Any] | None) -> None:
     """Check that column names are valid arguments of reward functions, and the output of a collator.
-
-    Args:
-        functions: The reward functions.
-        collate: The user's collator; None for the default.
-        num_checked: Rows of an update, used for one batch.
-        train_dataset: The training set.
-        eval_dataset: The evaluation set or sets, or None.
 
     Raises:
         TypeError: The collator returned no prompts.
         ValueError: A column cannot be a function's argument.
     """
-    if functions:
+    if run.reward_funcs:
         check_names_of_columns(train_dataset=train_dataset, eval_dataset=eval_dataset)
     if collate is not None and (length := num_rows(train_dataset)):
-        check_collator(collate, [train_dataset[row] for row in range(min(length, num_checked))])
+        check_collator(collate, [train_dataset[row] for row in range(min(length, run.sizes.local_batch_size))])
 
 
 @dataclass(frozen=True)
@@ -223,11 +196,10 @@ class PromptPreparation:
     columns_are_read: bool = True
     encoder: Callable[[str, Vocabulary], PromptEncoder] | None = None
 
-    def both(self, train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
-        """Return both prepared data sets of a trainer, by their arguments' names."""
+    def both(self, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
+        """Return both prepared data sets of a trainer."""
         train_dataset = self.prepared(train_dataset, "train_dataset")
-        evaluated = None if eval_dataset is None else self.prepared(eval_dataset, "eval_dataset")
-        return {"train_dataset": train_dataset, "eval_dataset": evaluated}
+        return train_dataset, None if eval_dataset is None else self.prepared(eval_dataset, "eval_dataset")
 
     def prepared(self, dataset: Any, name: str) -> Any:
         """Tokenize and check a data set, or each of a dict of data sets.

@@ -262,6 +262,7 @@ class CriticWarmup:
         self._hooks: list[Any] = []
         self._held: set[int] = set()
         self._left_out: list[tuple[Tensor, Tensor | None]] = []
+        run.stateful.register("critic_warmup", self)
 
     @property
     def is_active(self) -> bool:

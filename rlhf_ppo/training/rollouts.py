@@ -32,8 +32,7 @@ from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.generation.sampling import naming_the_model
 from rlhf_ppo.generation.stopping import join_responses
 from rlhf_ppo.generation.transformers_engine import sampling_config
-from rlhf_ppo.models.logprobs import ResponseLogprobs
-from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseValues
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module, gathered
 from rlhf_ppo.processes.distributed import isolated_rng, raise_on_all_ranks, zero_stage
@@ -71,84 +70,72 @@ class Sampler:
 
     Args:
         run: The run.
+        generate: Samples from a language model: `PPOTrainer.generate_responses`.
+        reads_sharded: Whether the engine reads sharded weights.
         baselines: Baselines of the reward functions.
         reference: The reference policy, or None.
-
-    Attributes:
-        longest_sequence: Longest prompt plus response that models and engine support; None without a limit.
         play: Plays episodes of several turns instead of single responses, or None.
+        longest_sequence: Longest prompt plus response that models and engine support; None without a limit.
     """
 
-    play: Play | None = None
-
-    def __init__(self, run: RunState, baselines: BaselineCompletions, reference: Reference | None) -> None:
-        self.run, self.baselines, self.reference = run, baselines, reference
-        self.longest_sequence: PositionLimit | None = None
-
-    def respond(
+    def __init__(
         self,
-        model: nn.Module,
-        prompts: Prompts,
+        run: RunState,
         generate: Generate,
         reads_sharded: bool,
-        config: GenerationConfig | None = None,
+        baselines: BaselineCompletions,
+        reference: Reference | None,
+        play: Play | None,
+        longest_sequence: PositionLimit | None,
+    ) -> None:
+        self.run, self.generate, self.reads_sharded = run, generate, reads_sharded
+        self.baselines, self.reference, self.play = baselines, reference, play
+        self.longest_sequence = longest_sequence
+
+    def respond(
+        self, model: nn.Module, prompts: Prompts, config: GenerationConfig | None = None
     ) -> tuple[Responses, Prompts]:
         """Sample the policy's responses, then the baselines'.
 
         Args:
             model: The prepared `PolicyAndValue`.
             prompts: `B` prompts.
-            generate: Samples from a language model.
-            reads_sharded: Whether the engine reads sharded weights.
             config: Sampling settings of the policy; None uses those of training.
 
         Returns:
             The responses, and the prompts with the baselines' responses as columns.
         """
-        reference = self.reference
-        if (play := self.play) is not None:
-            return self._on_policy(model, prompts, partial(self._playing, play), reads_sharded, config)
+        if self.play is not None:
+            return self._on_policy(model, prompts, self._playing, config)
 
         def respond_as(kind: str) -> Responses:
-            if kind == "self" or reference is None:
-                return self.sample(model, prompts, generate, reads_sharded)
-            with reference.generating(model, self.run.unwrapped(model).policy) as generating:
-                return self.sample(generating, prompts, generate, reads_sharded)
+            if kind == "self" or self.reference is None:
+                return self.sample(model, prompts)
+            with self.reference.generating(model, self.run.unwrapped(model).policy) as generating:
+                return self.sample(generating, prompts)
 
-        responses = self.sample(model, prompts, generate, reads_sharded, config)
+        responses = self.sample(model, prompts, config)
         return responses, self.baselines.respond(prompts, respond_as) if self.baselines.kinds else prompts
 
-    def sample(
-        self,
-        model: nn.Module,
-        prompts: Prompts,
-        generate: Generate,
-        reads_sharded: bool,
-        config: GenerationConfig | None = None,
-    ) -> Responses:
+    def sample(self, model: nn.Module, prompts: Prompts, config: GenerationConfig | None = None) -> Responses:
         """Sample a response of one model to each prompt; arguments as in `respond`."""
-        return self._on_policy(model, prompts, generate, reads_sharded, config)
+        return self._on_policy(model, prompts, self.generate, config)
 
     def _on_policy(
-        self,
-        model: nn.Module,
-        prompts: Prompts,
-        generate: Callable[[nn.Module, Prompts, GenerationConfig], T],
-        reads_sharded: bool,
-        config: GenerationConfig | None,
+        self, model: nn.Module, prompts: Prompts, function: Callable[..., T], config: GenerationConfig | None
     ) -> T:
+        """Call a function with the policy in the form that the engine reads, prompts and settings."""
         run = self.run
-        how = config or sampling_config(run.args, run.tokens.stop, run.vocabulary.never_sampled)
-        if reads_sharded:
-            return generate(run.unwrapped(model).policy, prompts, how)
+        config = config or sampling_config(run.args, run.tokens.stop, run.vocabulary.never_sampled)
+        if self.reads_sharded:
+            return function(run.unwrapped(model).policy, prompts, config)
         gather = run.args.ds3_gather_for_generation
-        return on_whole_policy(model, run.accelerator, gather, lambda whole: generate(whole, prompts, how))
+        return on_whole_policy(model, run.accelerator, gather, lambda whole: function(whole, prompts, config))
 
-    def _playing(
-        self, play: Play, policy: nn.Module, prompts: Prompts, config: GenerationConfig
-    ) -> tuple[Responses, Prompts]:
+    def _playing(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> tuple[Responses, Prompts]:
+        assert self.play is not None
         with self.sampling(policy, "policy"):
-            return play(policy, prompts, config)
+            return self.play(policy, prompts, config)
 
     @contextmanager
     def sampling(self, policy: nn.Module, role: str) -> Iterator[None]:
@@ -269,11 +256,6 @@ def rollout_of(
         token_scores=scores.per_token,
         scores_by_source=scores.by_source,
     )
-
-
-def output_of(policy: ResponseLogprobs, values: ResponseValues) -> PolicyAndValueOutput:
-    """Combine the outputs of two forward passes."""
-    return PolicyAndValueOutput(policy.logprobs, policy.entropy, values.values, values.final_values)
 
 
 def _forward(
@@ -440,7 +422,6 @@ def audit_columns(
     run: RunState,
     sampler: Sampler,
     model: nn.Module,
-    how: tuple[Generate, bool],
     evaluate: Callable[[nn.Module, Responses, Prompts], tuple[Rollout, Tensor]],
     prompts: Prompts,
     num_prefixes: int,
@@ -453,7 +434,6 @@ def audit_columns(
         run: The run.
         sampler: Samples responses.
         model: The `PolicyAndValue`.
-        how: The last arguments of `Sampler.respond`.
         evaluate: Scores responses; returns their rollout and Monte Carlo returns, `(B, T)`.
         prompts: `B` prompts.
         num_prefixes: `K`, prefixes of each response.
@@ -464,13 +444,13 @@ def audit_columns(
         The result of `columns_of`, `(B, K, 4 + M)`.
     """
     args, tokens = run.args, run.tokens
-    responses, prompts = sampler.respond(model, prompts, *how)
+    responses, prompts = sampler.respond(model, prompts)
     rollout, _ = evaluate(model, responses, prompts)
 
     def returns_of(batch: Sequence[Continuation]) -> Tensor:
         config = sampling_config(args, tokens.stop, run.vocabulary.never_sampled)
         config.max_new_tokens = args.response_length - batch[0].cut
-        sampled = sampler.sample(model, prefix_prompts(rollout, batch), *how, config).responses
+        sampled = sampler.sample(model, prefix_prompts(rollout, batch), config).responses
         of_rows = prompts.take([each.row for each in batch])
         ids = joined(rollout, batch, sampled, args.response_length, tokens.pad)
         whole = join_responses(of_rows, ids, tokens.stop, tokens.pad, tokens.stop_strings)

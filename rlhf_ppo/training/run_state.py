@@ -110,10 +110,10 @@ class RunState:
     tokenizer: PreTrainedTokenizerBase
     tokens: SpecialTokens
     reward_funcs: Sequence[Callable[..., Any]]
-    sizes: Sizes = field(init=False)
-    vocabulary: Vocabulary = field(init=False)
-    longest_sequence: PositionLimit | None = field(init=False)
-    stateful: StatefulParts = field(init=False)
+    sizes: Sizes
+    vocabulary: Vocabulary
+    longest_sequence: PositionLimit | None
+    stateful: StatefulParts = field(default_factory=lambda: StatefulParts())
     state: PPOTrainerState = field(init=False)
     control: TrainerControl = field(init=False)
     callbacks: CallbackHandler = field(init=False)
@@ -260,11 +260,9 @@ class Stateful(Protocol):
 class StatefulParts:
     """Registered objects. The main process saves their states, which are the same on all ranks."""
 
-    def __init__(self, **parts: Stateful) -> None:
+    def __init__(self) -> None:
         self._parts: dict[str, Stateful] = {}
         self._initial: dict[str, Mapping[str, Any]] = {}
-        for name, part in parts.items():
-            self.register(name, part)
 
     def register(self, name: str, part: Stateful) -> None:
         """Save a part's state in every checkpoint, and restore it on resume.
