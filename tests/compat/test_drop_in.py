@@ -168,16 +168,6 @@ def test_a_script_with_positional_arguments_in_trl_s_order(tokenizer, tmp_path, 
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").pad_token == "[PAD]"
 
 
-def test_the_derived_arguments_are_filled(tokenizer, tmp_path):
-    made, args = models(pythia_config()), trl_arguments(tmp_path)
-    assert (args.batch_size, args.num_total_batches, args.world_size) == (None, None, None)
-
-    PPOTrainer(args, tokenizer, made.policy, None, made.reward_model, tokenized(tokenizer, POSTS), made.value_model)
-
-    assert (args.world_size, args.local_batch_size, args.micro_batch_size, args.batch_size) == (1, 4, 2, 4)
-    assert (args.mini_batch_size, args.local_mini_batch_size, args.num_total_batches) == (2, 2, 3)
-
-
 # ---- what TRL's trainer could not do, or did not say ----
 
 

@@ -1,17 +1,12 @@
 """Sample tables: their columns, the terminal, and what the experiment trackers' files hold afterwards."""
 
-import html
 import itertools
 import sys
-from contextvars import ContextVar
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
-from transformers import TrainingArguments
-from transformers.integrations.integration_utils import TensorBoardCallback
 
 from rlhf_ppo.evaluation.rollouts import is_due, print_table, report_table, table_of
 
@@ -93,39 +88,10 @@ def test_the_terminal_cuts_texts_to_three_lines(
     assert len(printed.splitlines()) == 7 and "..." in printed and "short" in printed
 
 
-def test_tensorboard_file_holds_the_table(
-    table: pd.DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugin_util import markdown_to_safe_html
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
-    callback = TensorBoardCallback()
-    trainer = make_trainer("tensorboard", callbacks=[object(), callback])
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    report_table(table, trainer)  # training has not begun: passed over
-    callback.on_train_begin(arguments, trainer.state, None)
-    report_table(table, trainer)
-    callback.on_train_end(arguments, trainer.state, None)
-    report_table(table, trainer)
-    events = EventAccumulator(str(tmp_path / "logs")).Reload()
-    [event] = events.Tensors("completions/text_summary")
-    assert event.step == 7
-    shown = markdown_to_safe_html(event.tensor_proto.string_val[0])
-    texts = [cell.split("</t")[0].strip() for cell in shown.replace("<th>", "<td>").split("<td>")[1:]]
-    cells = [html.unescape(text.replace("<br>", "\n")) for text in texts]
-    assert cells[:5] == list(table.columns)
-    assert cells[5:10] == [*table.iloc[0, :2], "1.250", "1.250", "not scored"]
-    assert cells[10:] == [*table.iloc[1, :2], "-0.500", "0.500", "-1.000"]
-
-
-def test_trackio_and_comet_get_the_table_when_a_run_is_active(
-    table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stand-ins with the signatures of trackio 0.43 and comet_ml 3.58; the real ones are tried in test_trackers.py."""
+def test_comet_gets_the_table_when_a_run_is_active(table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with the signatures of comet_ml 3.58; the other trackers are tried in test_trackers.py."""
     calls: list[Any] = []
-    active: ContextVar[Any] = ContextVar("current_run", default=None)
+    active: list[Any] = [None]
 
     class Experiment:
         step: Any = None
@@ -136,32 +102,15 @@ def test_trackio_and_comet_get_the_table_when_a_run_is_active(
         def log_table(self, filename: str, tabular_data: Any = None, headers: Any = False, **to_csv: Any) -> None:
             calls.append((self.step, filename, pd.DataFrame(tabular_data).to_csv(**to_csv)))
 
-    def log(metrics: dict[str, Any], step: int | None = None) -> None:
-        if active.get() is None:
-            raise RuntimeError("Call trackio.init() before trackio.log().")
-        calls.append(metrics)
-
-    trackio: Any = ModuleType("trackio")
-    trackio.log, trackio.Table = log, lambda dataframe: dataframe
-    trackio.context_vars = SimpleNamespace(current_run=active)
     comet: Any = ModuleType("comet_ml")
-    comet.get_running_experiment = active.get
-    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    comet.get_running_experiment = lambda: active[0]
     monkeypatch.setitem(sys.modules, "comet_ml", comet)
 
-    report_table(table, make_trainer("wandb", "trackio", "comet_ml"))
+    report_table(table, make_trainer("wandb", "trackio", "tensorboard", "comet_ml"))
     assert calls == []
-    active.set(Experiment())
-    report_table(table, make_trainer("trackio", "comet_ml"))
-    shown = calls[0]["completions"]  # Trackio shows texts as Markdown
-    assert [html.unescape(text.replace("<br>", "\n")) for text in shown["model response"]] == list(
-        table["model response"]
-    )
-    assert (
-        not shown["model response"].str.replace("<br>", "").str.contains("[<>|*`]").any()
-        and calls[0]["train/global_step"] == 7
-    )
-    assert calls[1] == (7, "completions.csv", table.to_csv())
+    active[0] = Experiment()
+    report_table(table, make_trainer("comet_ml"))
+    assert calls == [(7, "completions.csv", table.to_csv())]
 
 
 def test_other_trackers_are_left_alone(table: pd.DataFrame) -> None:

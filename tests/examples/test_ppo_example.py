@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
 import shlex
 from collections.abc import Callable
@@ -152,15 +151,6 @@ def test_tldr_without_evaluation_needs_no_evaluation_split_and_shows_training_pr
     printed = capsys.readouterr().out
     assert printed.count("After update 2: training prompts") == 1  # the script's own would say the same again
     assert printed.strip().splitlines()[-1].startswith("The policy is in out; its curves: ")
-
-
-def test_a_run_prints_ten_tables_of_samples_without_being_asked(run, local, capsys):
-    options = local.replace("--num_sample_generations 0", "").replace("--total_episodes 8", "--total_episodes 80")
-    run(f"{options} --num_ppo_epochs 1 --num_mini_batches 1", script="ppo_tldr.py")
-
-    printed = capsys.readouterr().out
-    assert len(re.findall(r"query +┃ model response +┃ score", printed)) == 10
-    assert re.findall(r"After update (\d+):", printed)[-1] == "20"
 
 
 def assert_saved_policy_is_the_trained_one(trainer: Any, folder: Path) -> None:

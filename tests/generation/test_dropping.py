@@ -110,15 +110,6 @@ def test_adapters_and_stop_strings() -> None:
     assert ours[:, :2].tolist() == [[11, 12], [8, 9], [9, 10]]
 
 
-def test_nothing_ends_without_a_stop() -> None:
-    shapes = batches_of(policy := scripted_policy({}))
-    policy.generation_config = GenerationConfig()
-    given = prompts([0], [2])
-    ours = generate_compacting(policy, given.input_ids, given.attention_mask.long(), greedy(None, max_new_tokens=4))
-    assert ours.tolist() == [[1, 2, 3, 4], [3, 4, 5, 6]]
-    assert shapes == [(2, 1)] * 4
-
-
 def test_all_rows_stay_where_all_ranks_pass_together(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = scripted_policy({})
     calls: list[dict[str, Any]] = []

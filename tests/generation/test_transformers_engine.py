@@ -204,15 +204,6 @@ def test_it_is_hidden_and_comes_back_also_after_an_error(make_args: MakeArgs) ->
     assert policy.generation_config is own and own.to_dict() == before
 
 
-def test_what_the_distribution_is_made_of_comes_from_the_arguments(make_args: MakeArgs) -> None:
-    args = make_args(response_length=7, temperature=0.9, top_k=11, top_p=0.8, min_p=0.1)
-    config = sampling_config(args, stop_token_id=4)
-    assert (config.max_new_tokens, config.do_sample, config.temperature) == (7, True, 0.9)
-    assert (config.top_k, config.top_p, config.min_p, config.eos_token_id) == (11, 0.8, 0.1, 4)
-    greedy = greedy_config(args, stop_token_id=4)
-    assert (greedy.max_new_tokens, greedy.do_sample, greedy.eos_token_id) == (7, False, 4)
-
-
 # ---- The distribution ----
 
 FALSE_ALARM = 1e-6
@@ -284,11 +275,6 @@ def test_without_top_k_no_token_is_out_of_reach(make_args: MakeArgs) -> None:
     given = Prompts(torch.full((4000, 1), 5), torch.ones(4000, 1, dtype=torch.bool), {})
     sampled = sample(policy, given, sampling_config(make_args(response_length=1), None), rows_per_call=4000)
     assert len(sampled.unique()) == 128
-
-
-def test_the_quantile_is_chi_squares() -> None:
-    assert chi_square_quantile(9, 0.05) == pytest.approx(16.92, rel=0.01)
-    assert chi_square_quantile(9, 1e-6) == pytest.approx(46.0, rel=0.02)
 
 
 # ---- Calls by length ----

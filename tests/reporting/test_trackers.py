@@ -271,17 +271,13 @@ def test_a_comet_that_is_absent_or_too_old_is_refused_with_what_to_install(
 
 @pytest.mark.parametrize("by", ["argument", "environment"])
 def test_a_space_of_trackio_needs_a_login(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    token: list[str | None] = [None]
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: token[0])
     args: Any = SimpleNamespace(report_to=["trackio"], process_index=0, trackio_space_id=None)
     check_keys(args)
-    if by == "argument":
-        args.trackio_space_id = "me/curves"
-    else:
-        monkeypatch.setenv("TRACKIO_SPACE_ID", "me/curves")
+    args.trackio_space_id = "me/curves" if by == "argument" else None
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "me/curves" if by == "environment" else "")
     with pytest.raises(ValueError, match=r"nobody is logged in to the hub, where its space 'me/curves' is"):
         check_keys(args)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: "token")
-    check_keys(args)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    args.process_index = 1  # the main process alone reports
-    check_keys(args)
+    for token[0], args.process_index in (("token", 0), (None, 1)):  # the main process alone reports
+        check_keys(args)

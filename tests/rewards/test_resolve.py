@@ -141,10 +141,6 @@ def test_settings_that_cannot_be_read_or_are_not_there(spec: str, words: str, fo
         resolve_reward(spec)
 
 
-def test_addresses() -> None:
-    assert resolve_reward("https://judge.example/v1/score") == RewardEndpoint("https://judge.example/v1/score")
-
-
 def test_modules_are_looked_for_in_the_working_directory_and_beside_a_file(folder: Path) -> None:
     """As `python -m` and `python file.py` would, which a console script does not."""
     (folder / "rewards_at_work.py").write_text("def f(completions, **_):\n    return [1.5] * len(completions)\n")

@@ -19,7 +19,6 @@ from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.rewards import RewardModel, ScoringBatch
 from rlhf_ppo.rewards.reward_model import answers_of, reward_model_ids, shares_tokens, tokenizer_beside
 from tests.conftest import make_tokenizer, tiny_scorer
-from tests.recorded_update import stopping_policy
 from tests.runs import QUICK
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -246,36 +245,6 @@ def test_a_response_that_ended_at_a_stop_string_is_finished_for_the_model_too(ma
     closed = own_ids("[user]w6 w7 w8[end][assistant]w9 w10 w11 w12[end]")[1:]
     scores = trainer.score_responses(made, prompts).total.tolist()
     assert scores[2] == pytest.approx(alone(character_model(), closed), abs=1e-5)
-
-
-def test_a_run_logs_what_the_model_says_of_the_texts_alone(make_trainer: MakeTrainer) -> None:
-    class Keeping(PPOTrainer):
-        def score_responses(self, responses: Responses, prompts: Prompts) -> Any:
-            self.scored = super().score_responses(responses, prompts), responses, prompts
-            return self.scored[0]
-
-    texts = Dataset.from_dict({"prompt": ["w1 w2", "w3", "w4 w5 w6", "w7"] * 2, "unused": [0] * 8})
-    trainer = make_trainer(
-        Keeping,
-        **{**QUICK, "total_episodes": 8, "per_device_train_batch_size": 8, "response_length": 8},
-        model=stopping_policy(),
-        reward_model=character_model(),
-        reward_processing_classes=character_tokenizer(),
-        train_dataset=texts,
-    )
-    trainer.train()
-    scores, made, prompts = cast(Any, trainer).scored
-    tokenizer, own, expected, endings = make_tokenizer(), character_tokenizer(), [], set()
-    for row, real in enumerate(made.response_mask):
-        ids = made.responses[row][real].tolist()
-        words = " ".join(tokenizer.convert_ids_to_tokens([i for i in ids if i > 2]))
-        endings.add(ended := ids[-1] == EOS)
-        text = prompts.columns["prompt"][row] + (f" {words}" if words else "")
-        expected.append(alone(character_model(), own(text + "</s>" * ended)["input_ids"]))
-    assert endings == {True, False}
-    assert scores.total.tolist() == pytest.approx(expected, abs=1e-5)
-    logged = trainer.state.log_history[0]["rewards/reward_model/mean"]
-    assert logged == pytest.approx(sum(expected) / len(expected), abs=1e-5)
 
 
 def test_a_text_that_is_too_long_for_the_model_names_the_row(make_trainer: MakeTrainer) -> None:
