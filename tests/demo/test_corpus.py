@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlhf_ppo.demo.corpus import (
+from rlhf_ppo.demo.run import (
     HEROES,
     openings,
     pleasantness,

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_ppo.demo.corpus import openings, pleasantness
-from rlhf_ppo.demo.run import HELD_OUT_SEED, DemoSize, run_demo, tell_stories
+from rlhf_ppo.demo.run import HELD_OUT_SEED, DemoSize, openings, pleasantness, run_demo, tell_stories
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(1800)]
 
