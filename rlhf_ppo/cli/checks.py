@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.trainer_utils import has_length
 from trl.trainer.model_config import ModelConfig
+from trl.trainer.utils import get_peft_config
 
 from rlhf_ppo.checkpoints.run import check_start
 from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOScriptArguments, check_columns
-from rlhf_ppo.cli.errors import Problems
+from rlhf_ppo.cli.errors import USER_ERRORS, Problems
+from rlhf_ppo.cli.estimate import without_weights
 from rlhf_ppo.cli.judge import check_judge, check_responses, load_rows
+from rlhf_ppo.cli.measuring import num_tokens
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import (
     check_model,
     has_reward_model,
     load_tokenizer,
-    policy_tokenizer,
+    loading_settings,
     resumed_checkpoint,
     text_columns,
 )
@@ -29,16 +40,23 @@ from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.preferences import separate_prompts
 from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column
 from rlhf_ppo.data.sources import choose_split, hold_out, load_splits
-from rlhf_ppo.rewards.resolve import check_reward_name, environment_name
+from rlhf_ppo.models.adapters import is_adapter_directory
+from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
+from rlhf_ppo.rewards.functions import RewardFunction
+from rlhf_ppo.rewards.resolve import check_reward_name, environment_name, signature_in_file
+from rlhf_ppo.terminal.console import hide_data_bars, hide_library_warnings
+from rlhf_ppo.training.datasets import PromptPreparation
 
 __all__ = ["Problems", "check_step_options", "parse", "train_and_eval_rows"]
 
-IsComing = Callable[[str], bool]
-"""Whether an earlier step of a pipeline writes a path, which does not exist yet."""
+Origins = Mapping[str, str | None]
+"""For each directory that an earlier step of a pipeline writes: the model that the step starts from, if any."""
 
+MANY_ROWS = 20_000
+"""Rows above which only the first row is tokenized here; the run reads the others."""
 
-def _exists(path: str) -> bool:
-    return False
+_UNKNOWN_OPTIONS = re.compile(r"(?:option |, )(--[\w-]+)")
+_OPTION_OF_ERROR = re.compile(r"^(?:\w+: )?(?:argument )?([\w/-]+)(?=[:=])")
 
 
 # ---- Options ----
@@ -72,9 +90,8 @@ def parse(parser: Any, argv: Sequence[str] | None, problems: Problems) -> Any:
 
 def _without_options(words: Sequence[str], message: str) -> list[str]:
     """Return a command line without the options at the start of an error message."""
-    start = re.match(r"(?:\w+: )?(?:there is no option ([\w, -]+?)(?:;|$)|argument ([\w/-]+):|(\w+)=)", message)
-    names = re.split(r", |/", next(filter(None, start.groups()))) if start else []
-    wrong = {name.lstrip("-").replace("-", "_") for name in names}
+    names = _UNKNOWN_OPTIONS.findall(message) if "there is no option" in message else _OPTION_OF_ERROR.findall(message)
+    wrong = {name.lstrip("-").replace("-", "_") for each in names for name in each.split("/")}
     kept, keeps = [], True
     for word in words:
         if word.startswith("--"):
@@ -87,7 +104,7 @@ def _without_options(words: Sequence[str], message: str) -> list[str]:
 
 
 def check_step_options(
-    problems: Problems, command: str, options: Any, *, coming: IsComing = _exists
+    problems: Problems, command: str, options: Any, *, origins: Origins = MappingProxyType({})
 ) -> tuple[Any, Any]:
     """Check all data, models and rewards that the options of a command name; no weights are loaded.
 
@@ -95,49 +112,84 @@ def check_step_options(
         problems: Gets the problems.
         command: "train", "sft", "reward" or "judge".
         options: The parsed options: `JudgeArguments`, or the three groups of a training command.
-        coming: Tells which paths an earlier step of a pipeline writes.
+        origins: Directories that an earlier step of a pipeline writes.
 
     Returns:
         The rows to train on and to evaluate on, if they could be loaded.
     """
     if command == "judge":
-        _check_judge(problems, options, coming)
+        _check_judge(problems, options, origins)
         return None, None
     script_args, args, model_args = options
-    if not coming(args.output_dir or ""):
+    if (args.output_dir or "") not in origins:
         with problems.collecting():
             if command == "train":
                 check_start(output_directory(args), args.resume_from_checkpoint, args.overwrite_output_dir)
             else:
                 resumed_checkpoint(args)
     if command == "train":
-        return _check_ppo(problems, script_args, args, model_args, coming)
-    return _check_trl(problems, command, script_args, args, model_args, coming)
+        return _check_ppo(problems, script_args, args, model_args, origins)
+    return _check_trl(problems, command, script_args, args, model_args, origins)
+
+
+def _model_at(problems: Problems, path: str, argument: str, origins: Origins, trusts: bool) -> str | None:
+    """Return the existing model that a path is, or will be trained from; None if there is none.
+
+    A model that is missing is a problem, except that of an earlier step, which has reported it.
+    """
+    base: str | None = path
+    while base is not None and base in origins:
+        base = origins[base]
+    if base is not None:
+        with problems.collecting() if base == path else contextlib.suppress(*USER_ERRORS):
+            check_model(base, argument, trusts)
+            return base
+    return None
+
+
+def _tokenizer_at(problems: Problems, base: str | None, argument: str, trusts: bool) -> Any:
+    if base is not None:
+        with problems.collecting():
+            return load_tokenizer(base, trusts, argument)
+    return None
+
+
+def _empty_model(
+    problems: Problems, auto: Any, base: str | None, argument: str, trusts: bool, model_args: ModelConfig
+) -> Any:
+    """Return a model without weights, and check its adapter's options; None if it cannot be made."""
+    if base is None or is_adapter_directory(base):
+        return None
+    try:
+        model = without_weights(auto, base, argument, torch.device("cpu"), loading_settings(trusts, model_args))
+    except Exception:  # a model's own code may not run without weights
+        return None
+    if (peft_config := get_peft_config(model_args)) is not None:
+        with problems.collecting(), hide_library_warnings():
+            get_peft_model(model, peft_config)
+    return model
 
 
 def _check_ppo(
-    problems: Problems, script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig, coming: IsComing
+    problems: Problems, script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig, origins: Origins
 ) -> tuple[Any, Any]:
-    trusts, tokenizer = script_args.trust_remote_code, None
-    if not coming(args.sft_model_path):
-        with problems.collecting():
-            check_model(args.sft_model_path, "sft_model_path", trusts)
-            tokenizer = policy_tokenizer(script_args, args, model_args)
-    if has_reward_model(script_args, args) and not coming(args.reward_model_path):
-        with problems.collecting():
-            check_model(args.reward_model_path, "reward_model_path", trusts)
-    for name in script_args.reward_funcs or ():
-        with problems.collecting():
-            check_reward_name(name)
-    _check_agents(problems, script_args)
+    trusts = script_args.trust_remote_code
+    base = _model_at(problems, args.sft_model_path, "sft_model_path", origins, trusts)
+    named = model_args.model_name_or_path
+    tokenizer = _tokenizer_at(problems, named or base, "model_name_or_path" if named else "sft_model_path", trusts)
+    policy = _empty_model(problems, AutoModelForCausalLM, base, "sft_model_path", trusts, model_args)
+    if has_reward_model(script_args, args):
+        _model_at(problems, args.reward_model_path, "reward_model_path", origins, trusts)
+    _check_code(problems, script_args)
     rows = (None, None)
     with problems.collecting():
         rows = train_and_eval_rows(script_args, always_evaluates=True)
         for name, dataset in zip(("train_dataset", "eval_dataset"), rows, strict=True):
-            if dataset is not None and (first := first_row(dataset)) is not None:
-                _check_prompt(script_args, tokenizer, name, first)
+            if dataset is not None and not script_args.environment:
+                _check_prompts(dataset, name, args, tokenizer, policy)
         if rows[0] is not None and has_length(rows[0]):
             args.count_sizes(1, len(rows[0]))  # more processes need more prompts
+    _check_reward_columns(problems, script_args, rows[0])
     if script_args.ptx_dataset is not None:
         with problems.collecting():
             texts = load_splits(script_args.ptx_dataset, argument="ptx_dataset")
@@ -145,21 +197,40 @@ def _check_ppo(
     return rows
 
 
-def _check_agents(problems: Problems, script_args: PPOScriptArguments) -> None:
-    """Check that the files of tools and environments are there."""
-    named = [("tools", name) for name in script_args.tools or ()]
+def _check_code(problems: Problems, script_args: PPOScriptArguments) -> None:
+    """Check that the files of reward functions, tools and environments are there."""
+    named = [("reward_funcs", name) for name in script_args.reward_funcs or ()]
+    named += [("tools", name) for name in script_args.tools or ()]
     named += [("environment", environment_name(name)[1]) for name in script_args.environment or ()]
     for argument, name in named:
         with problems.collecting():
             check_reward_name(name, argument)
 
 
-def _check_prompt(script_args: PPOScriptArguments, tokenizer: Any, name: str, first: Any) -> None:
-    """Check the first row of a data set, unless an environment makes the prompts."""
-    if script_args.environment:
+def _check_reward_columns(problems: Problems, script_args: PPOScriptArguments, dataset: Any) -> None:
+    """Check that the data set has the columns that reward functions in files require."""
+    if dataset is None or dataset.column_names is None or script_args.environment:
+        return
+    for name in script_args.reward_funcs or ():
+        with problems.collecting():
+            if (function := signature_in_file(name)) is not None:
+                unused: Any = None
+                RewardFunction(function, unused, unused).check_columns(dataset.column_names, "train_dataset")
+
+
+def _check_prompts(dataset: Any, name: str, args: PPOConfig, tokenizer: Any, policy: nn.Module | None) -> None:
+    """Tokenize prompts as the run does; of streams and of many rows, only the first."""
+    first = first_row(dataset)
+    if first is None:
         return
     prompt_column(first, name)
-    if tokenizer is not None:
+    if tokenizer is None:
+        return
+    if policy is not None and has_length(dataset) and len(dataset) <= MANY_ROWS:
+        with hide_data_bars():
+            limits = vocabulary_of(policy), position_limit(policy)
+            PromptPreparation(tokenizer, args, *limits).prepared(dataset, name)
+    else:
         PromptEncoder(tokenizer, name, None).row(first, 0)
 
 
@@ -199,15 +270,17 @@ def _check_trl(
     script_args: DryRunScriptArguments,
     args: Any,
     model_args: ModelConfig,
-    coming: IsComing,
+    origins: Origins,
 ) -> tuple[Any, Any]:
-    path = model_args.model_name_or_path
-    if path is None or not coming(path):
-        with problems.collecting():
-            if path is None:
-                raise ValueError("model_name_or_path=None: give the directory or hub name of the model to train")
-            check_model(path, "model_name_or_path", args.trust_remote_code)
-            load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
+    path, trusts, tokenizer = model_args.model_name_or_path, args.trust_remote_code, None
+    if path is None:
+        problems.add("model_name_or_path=None: give the directory or hub name of the model to train")
+    else:
+        base = _model_at(problems, path, "model_name_or_path", origins, trusts)
+        tokenizer = _tokenizer_at(problems, base, "model_name_or_path", trusts)
+        if model_args.use_peft:
+            auto = AutoModelForSequenceClassification if command == "reward" else AutoModelForCausalLM
+            _empty_model(problems, auto, base, "model_name_or_path", trusts, model_args)
     rows = (None, None)
     with problems.collecting():
         rows = train_and_eval_rows(script_args)
@@ -217,34 +290,62 @@ def _check_trl(
         for dataset in rows:
             if dataset is not None:
                 check_columns(dataset, alternatives)
-                _check_first_texts(script_args.dataset_name, dataset, alternatives)
+                _check_texts(script_args.dataset_name, dataset, alternatives, tokenizer)
+                if command == "reward" and tokenizer is not None:
+                    _check_pair_lengths(script_args.dataset_name, dataset, args.max_length, tokenizer)
     return rows
 
 
-def _check_first_texts(name: str | None, dataset: Any, alternatives: Sequence[set[str]]) -> None:
-    """Check that the columns of the first row hold texts or messages."""
+def _check_texts(name: str | None, dataset: Any, alternatives: Sequence[set[str]], tokenizer: Any) -> None:
+    """Check that the columns hold texts or messages in the first row, and no row lacks them."""
     first = first_row(dataset) or {}
     columns = next((needed for needed in alternatives if needed <= first.keys()), set()) - {"input_ids"}
     for column in sorted(columns):
-        value = first[column]
+        value, place = first[column], f"dataset_name={name!r}: the column `{column}`"
         if not isinstance(value, str) and not is_conversation(value):
             raise ValueError(
-                f"dataset_name={name!r}: the column `{column}` of row 0 holds {value!r:.60} ({type(value).__name__}); "
-                "make it a text or a list of messages"
+                f"{place} of row 0 holds {value!r:.60} ({type(value).__name__}); make it a text or a list of messages"
             )
+        if is_conversation(value) and tokenizer is not None and tokenizer.chat_template is None:
+            raise ValueError(
+                f"{place} holds conversations, and the model's tokenizer has no chat template; choose a chat model, "
+                "or give texts"
+            )
+        if isinstance(dataset, Dataset) and (row := first_null(dataset, column)) is not None:
+            raise ValueError(f"{place} of row {row} holds nothing; remove the row, or fill it in")
 
 
-def _check_judge(problems: Problems, args: JudgeArguments, coming: IsComing) -> None:
+def first_null(dataset: Dataset, column: str) -> int | None:
+    """Return the first row with nothing in a column, or None."""
+    values: Any = dataset.with_format("arrow")[column][:]
+    return int(np.argmax(values.is_null())) if values.null_count else None
+
+
+def _check_pair_lengths(name: str | None, dataset: Any, max_length: int | None, tokenizer: Any) -> None:
+    """Check that a pair is short enough for training; longer pairs are left out."""
+    if max_length is None or not isinstance(dataset, Dataset) or not 0 < len(dataset) <= MANY_ROWS:
+        return
+    prompts = num_tokens(dataset["prompt"], tokenizer) if "prompt" in dataset.column_names else [0] * len(dataset)
+    both = [num_tokens(dataset[column], tokenizer) for column in ("chosen", "rejected")]
+    shortest = min(prompt + max(pair) for prompt, *pair in zip(prompts, *both, strict=True))
+    if shortest > max_length:
+        raise ValueError(
+            f"dataset_name={name!r}: all pairs are longer than max_length={max_length} tokens and would be left out; "
+            f"the shortest has {shortest}: raise max_length"
+        )
+
+
+def _check_judge(problems: Problems, args: JudgeArguments, origins: Origins) -> None:
     with problems.collecting():
         check_judge(args)
-    paths = {name: getattr(args, name) for name in ("model", "opponent")}
-    if not args.asks_chat_model:
-        paths["judge_model"] = args.judge_model
-    for argument, path in paths.items():
-        if path is not None and not coming(path):
-            with problems.collecting():
-                check_model(path, argument, args.trust_remote_code)
-                if argument != "judge_model":
-                    load_tokenizer(path, args.trust_remote_code, argument)
+    trusts, tokenizers = args.trust_remote_code, []
+    for argument in ("model", "opponent", *(() if args.asks_chat_model else ("judge_model",))):
+        if (path := getattr(args, argument)) is not None:
+            base = _model_at(problems, path, argument, origins, trusts)
+            if argument != "judge_model":
+                tokenizers.append(_tokenizer_at(problems, base, argument, trusts))
     with problems.collecting():
-        check_responses(args, load_rows(args))
+        rows = load_rows(args)
+        check_responses(args, rows)
+        for tokenizer in filter(None, tokenizers):
+            PromptEncoder(tokenizer, f"dataset_name={args.dataset_name!r}", None).row(rows[0], 0)

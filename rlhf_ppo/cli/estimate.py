@@ -147,7 +147,7 @@ def models_without_weights(
     peft_config = get_peft_config(model_args)
 
     def make(auto: Any, argument: str, **changes: Any) -> nn.Module:
-        return _without_weights(auto, getattr(args, argument), argument, args.device, settings | changes)
+        return without_weights(auto, getattr(args, argument), argument, args.device, settings | changes)
 
     policy = make(AutoModelForCausalLM, "sft_model_path")
     frozen = [] if peft_config or not asks_for_reference(args) else [make(AutoModelForCausalLM, "sft_model_path")]
@@ -177,7 +177,19 @@ def _can_be_value_model(
     return reads_tokens and isinstance(getattr(reward, "score", None), nn.Module)
 
 
-def _without_weights(auto: Any, path: str, argument: str, device: torch.device, settings: dict[str, Any]) -> nn.Module:
+def without_weights(auto: Any, path: str, argument: str, device: torch.device, settings: dict[str, Any]) -> nn.Module:
+    """Make a model from its configuration: its parameters have shapes and no storage.
+
+    Args:
+        auto: A class such as `AutoModelForCausalLM`.
+        path: Directory or hub name of the model.
+        argument: The option that gave the path, for the error message.
+        device: The device of the parameters.
+        settings: Those of `loading_settings`.
+
+    Raises:
+        ValueError: There is no such model, or it is quantized.
+    """
     if "quantization_config" in settings:
         raise ValueError("load_in_4bit and load_in_8bit cannot be estimated: leave them out")
     loading = {name: settings[name] for name in ("revision", "trust_remote_code")}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_ppo.cli.errors import CommandParser, Problems, user_errors
@@ -54,7 +55,8 @@ def pipeline(argv: Sequence[str] | None = None) -> None:
 def check_steps(pipeline: Pipeline, steps: Iterable[Step]) -> Problems:
     """Check options, data and models of steps as their commands do; each message begins with its section.
 
-    Models that earlier steps write are not looked for. The steps of several seeds differ in nothing to check.
+    Models that earlier steps write stand for the models that these steps start from. The steps of several seeds differ
+    in nothing to check.
 
     Args:
         pipeline: The whole pipeline.
@@ -63,37 +65,43 @@ def check_steps(pipeline: Pipeline, steps: Iterable[Step]) -> Problems:
     Returns:
         The problems of all steps.
     """
-    problems, written = Problems(), {str(step.output_dir) for step in pipeline.steps}
+    problems = Problems()
+    origins = {
+        str(step.output_dir): step.options.get("model_name_or_path", step.options.get("sft_model_path"))
+        for step in pipeline.steps
+    }
     for step in {step.kind: step for step in steps}.values():
         with problems.section(step.kind):
-            check_step(step, problems, written.__contains__)
+            check_step(step, problems, origins)
     return problems
 
 
-def check_step(step: Step, problems: Problems, coming: Callable[[str], bool]) -> None:
+def check_step(step: Step, problems: Problems, origins: Mapping[str, str | None]) -> None:
     """Check the options, data and models of a step.
 
     Args:
         step: The step.
         problems: Gets the problems.
-        coming: Tells which paths the pipeline's steps write.
+        origins: Directories that the pipeline's steps write, and the models that these start from.
     """
     if step.kind == "report":
         from rlhf_ppo.cli.main import report_parser
+        from rlhf_ppo.training.checks import check_output_dir
 
         parser = report_parser()
         parser.exit_on_error = False
         with problems.collecting():
             try:
-                parser.parse_args(step.argv())
+                output = parser.parse_args(step.argv()).output
             except argparse.ArgumentError as error:
                 raise ValueError(str(error)) from None
+            check_output_dir(os.path.dirname(output), "output")
         return
     from rlhf_ppo.cli.checks import check_step_options
     from rlhf_ppo.cli.commands import parse_options
 
     options = parse_options(PROGRAM, step.command, step.argv(), problems)
-    check_step_options(problems, step.command, options, coming=coming)
+    check_step_options(problems, step.command, options, origins=origins)
 
 
 def _show(read: Pipeline, plans: Mapping[str, Plan]) -> None:

@@ -91,8 +91,60 @@ def check_reward_name(spec: str, argument: str = "reward_funcs") -> None:
     place, _ = split_settings(spec)
     if (path := _path_in(place)) is not None:
         _check_file(place, path, argument)
+        _definition(place, path, argument)
     elif not _is_dotted(place):
         resolve_reward(spec, argument)
+
+
+def signature_in_file(spec: str, argument: str = "reward_funcs") -> Callable[..., Any] | None:
+    """Return an empty function with the parameters of a function in a file, without running the file.
+
+    Args:
+        spec: A text for `resolve_reward`.
+        argument: Name of the argument, for errors.
+
+    Returns:
+        The function; None if the text names no file, or not a plain function in it.
+    """
+    place, settings = split_settings(spec)
+    path = _path_in(place)
+    found = None if path is None or not path.is_file() else _definition(place, path, argument)
+    if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) or found.decorator_list:
+        return None
+    given = found.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    for parameter in filter(None, every):
+        parameter.annotation = None
+    given.defaults = [ast.Constant(None) for _ in given.defaults]
+    given.kw_defaults = [default and ast.Constant(None) for default in given.kw_defaults]
+    found.body, found.returns = [ast.Pass()], None
+    names: dict[str, Any] = {}
+    exec(compile(ast.fix_missing_locations(ast.Module([found], [])), "signature", "exec"), names)
+    return functools.partial(names[found.name], **settings)
+
+
+def _definition(spec: str, path: Path, argument: str) -> ast.stmt | None:
+    """Find the definition of a name in a file; None if another statement may define it.
+
+    Raises:
+        ValueError: The file is not Python, or does not contain the name.
+    """
+    name = spec.rpartition(":")[2]
+    try:
+        source = path.read_text(encoding="utf-8")
+        statements = ast.parse(source).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"{argument} holds {redacted(spec)!r}, but {path} cannot be read as Python: {error}"
+        ) from None
+    defined = {
+        each.name: each
+        for each in statements
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    if name not in defined and not re.search(rf"\b{re.escape(name)}\b|import \*|globals\(|__getattr__", source):
+        raise ValueError(f"{argument} holds {redacted(spec)!r}, but {path} has no {name!r}; it defines {[*defined]}")
+    return defined.get(name)
 
 
 def resolve_tools(specs: Sequence[str] | None) -> list[Callable[..., Any]] | None:

@@ -125,8 +125,12 @@ def check_arguments(args: Any) -> None:
     check_keys(args)
 
 
-def check_output_dir(path: str | None) -> None:
+def check_output_dir(path: str | None, argument: str = "output_dir") -> None:
     """Check that a directory is writable, or can be created; create nothing.
+
+    Args:
+        path: The directory.
+        argument: The option that gave it, for the error message.
 
     Raises:
         ValueError: It is not.
@@ -137,16 +141,16 @@ def check_output_dir(path: str | None) -> None:
             raise ValueError("no name holds a null character")
         missing = list(itertools.takewhile(lambda part: not part.exists(), (place, *place.parents)))
     except (OSError, ValueError) as error:
-        raise ValueError(f"output_dir={path!r:.80} cannot be written: {getattr(error, 'strerror', error)}") from error
+        raise ValueError(f"{argument}={path!r:.80} cannot be written: {getattr(error, 'strerror', error)}") from error
     place = missing[-1].parent if missing else place
     if not place.is_dir() or not os.access(place, os.W_OK):
         reason = "may not be written" if place.is_dir() else "is a file"
-        raise ValueError(f"output_dir={path!r} cannot be written, for {str(place)!r} {reason}; name another")
+        raise ValueError(f"{argument}={path!r} cannot be written, for {str(place)!r} {reason}; name another")
     for name in (COMPLETIONS_DIR, SAMPLES_DIR):
         if not missing and (folder := place / name).exists() and not folder.is_dir():
             raise ValueError(
-                f"output_dir={path!r} cannot be written: {folder} is a file, and the run needs a directory there; "
-                "rename it, or choose another output_dir"
+                f"{argument}={path!r} cannot be written: {folder} is a file, and the run needs a directory there; "
+                "rename it, or choose another directory"
             )
 
 

@@ -48,11 +48,12 @@ PPO_QUICK = f"{QUICK} --response_length 4 --per_device_train_batch_size 4"
     [
         (
             "train",
-            f"{PPO_QUICK} --kl_coef -1 --lerning_rate 1 --cliprange=wide --sft_model_path none "
+            f"{PPO_QUICK} --kl_coef -1 --lerning_rate 1 --beta 1 --cliprange=wide --sft_model_path none "
             "--dataset_name no.jsonl --reward_model_path bare --reward_funcs lenght nowhere.py:f "
             "--ptx_dataset gone.jsonl",
             [
                 "argument --cliprange: invalid float value: 'wide'",
+                "there is no option --beta (use kl_coef)",
                 "there is no option --lerning_rate; did you mean --learning_rate?",
                 "kl_coef=-1.0 must be",
                 "sft_model_path='none' could not be loaded",
@@ -129,7 +130,73 @@ def test_paths_that_an_earlier_step_writes_are_not_checked(here):
     options = commands.parse_options("ppo", "train", shlex.split(words), problems)
 
     with problems.section("ppo"):
-        check_step_options(problems, "train", options, coming=lambda path: path == "runs/reward")
+        check_step_options(problems, "train", options, origins={"runs/reward": None})
 
     (message,) = problems.messages
     assert message.startswith("ppo: sft_model_path='runs/sft' could not be loaded")
+
+
+LONG = {"prompt": "w4 " * 40, "chosen": " w4", "rejected": " w7"}
+TALK = [{"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5"}]
+FILES: dict[str, list[Any]] = {
+    "texts": [{"text": "w4 w5"}] * 20,
+    "talks": [{"messages": TALK, "chosen": TALK, "rejected": [*TALK[:1], TALK[1] | {"content": "w6"}]}] * 20,
+    "asked": [{"prompt": TALK[:1]}] * 20,
+    "long": [LONG] * 20,
+    "gaps": [{"prompt": f"w{row}", "text": "w4", "chosen": " w4", "rejected": " w7"} for row in range(10)]
+    + [{"prompt": None, "text": None, "chosen": None, "rejected": " w7"}] * 10,
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "expected"),
+    [
+        ("sft", {}, None),
+        ("sft", {"dataset_name": "gaps.jsonl"}, "the column `text` of row 10 holds nothing"),
+        (
+            "sft",
+            {"dataset_name": "talks.jsonl"},
+            "the column `messages` holds conversations, and the model's tokenizer",
+        ),
+        ("reward", {"dataset_name": "gaps.jsonl"}, "the column `chosen` of row 10 holds nothing"),
+        ("reward", {"dataset_name": "talks.jsonl"}, "the column `chosen` holds conversations"),
+        ("reward", {"dataset_name": "long.jsonl", "max_length": 16}, "the shortest has 41: raise max_length"),
+        ("reward", {"use_peft": True, "lora_target_modules": "nope"}, "Target modules nope not found"),
+        ("ppo", {"dataset_name": "gaps.jsonl"}, "has a prompt of type NoneType"),
+        ("ppo", {"dataset_name": "asked.jsonl"}, "is a conversation, and the tokenizer has no chat template"),
+        ("ppo", {"dataset_name": "long.jsonl", "max_prompt_length": 16}, "are longer than max_prompt_length=16"),
+        ("ppo", {"response_length": 5000}, "lower response_length"),
+        ("ppo", {"reward_funcs": ["own.py:needs"]}, "'needs' requires the arguments ['answer']"),
+        ("ppo", {"reward_funcs": ["own.py:fine", "own.py:made"]}, None),
+        ("ppo", {"reward_funcs": ["own.py:gone"]}, "own.py has no 'gone'; it defines ['needs', 'fine']"),
+        ("ppo", {"reward_funcs": ["torn.py:f"]}, "torn.py cannot be read as Python"),
+        ("judge", {"dataset_name": "asked.jsonl"}, "is a conversation, and the tokenizer has no chat template"),
+        ("report", {"output": "rows.jsonl/report.html"}, "output='rows.jsonl' cannot be written"),
+    ],
+)
+def test_a_pipeline_reads_all_data_before_its_first_step(section, options, expected, here, capsys):
+    """The models that `sft` and `reward` will write stand for `base`, which they start from."""
+    for name, rows in FILES.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("own.py").write_text(
+        "raise SystemExit('a dry run executes no code of the user')\n"
+        "def needs(completions, answer, *, weight: int = 1):\n    return []\n"
+        "async def fine(completions, prompt: str = 'x', **kwargs):\n    return []\nmade = fine\n"
+    )
+    Path("torn.py").write_text("def f(:\n")
+    sections: dict[str, Any] = {
+        "output_dir": "run",
+        "common": {"report_to": "none", "use_cpu": True},
+        "sft": {"model_name_or_path": "base", "dataset_name": "texts.jsonl"},
+        "reward": {"dataset_name": "rows.jsonl"},
+        "ppo": {"dataset_name": "rows.jsonl", "response_length": 4, "per_device_train_batch_size": 4},
+        "judge": {"dataset_name": "rows.jsonl", "judge": "length"},
+        "report": {},
+    }
+    sections[section] |= options
+    Path("run.yaml").write_text(json.dumps(sections))
+    if expected is None:
+        main(["pipeline", "run.yaml", "--dry-run"])
+    else:
+        [problem] = problems_of("pipeline", "run.yaml --dry-run", capsys)
+        assert problem.startswith(f"{section}: ") and expected in problem

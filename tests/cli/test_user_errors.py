@@ -459,7 +459,7 @@ def test_only_one_process_of_a_machine_speaks(capsys, monkeypatch):
 
 
 def test_a_users_own_module_that_fails_keeps_its_frames_of_the_traceback(here, capsys, monkeypatch):
-    Path("failing.py").write_text("raise ValueError('while loading')\n")
+    Path("failing.py").write_text("raise ValueError('while loading')\nreward = len\n")
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(sys, "argv", ["rlhf-ppo", "train", *shlex.split(f"{RUN} --reward_funcs failing.py:reward")])
     with pytest.raises(ValueError, match="while loading") as raised:

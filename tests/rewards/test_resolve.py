@@ -156,7 +156,7 @@ def test_modules_are_looked_for_in_the_working_directory_and_beside_a_file(folde
 
 
 def test_a_name_is_checked_without_running_what_it_names(folder: Path) -> None:
-    (folder / "fails.py").write_text("raise RuntimeError")
+    (folder / "fails.py").write_text("raise RuntimeError\nf = len")
     for spec in ("fails.py:f", "fails.f", "nobody.rewards.brief", "length", "keyword(keywords=['a'])", "http://a/b"):
         check_reward_name(spec)
     for spec, words in (("missing.py:f", "judge holds 'missing.py:f', but there is no"), ("lenght", "judge holds '"),
