@@ -67,20 +67,6 @@ class ScoringBatch:
     columns: Mapping[str, list[Any]]
     ended: Tensor
 
-    def __post_init__(self) -> None:
-        rows, width = self.query_responses.shape
-        if tuple(self.attention_mask.shape) != (rows, width):
-            raise ValueError(f"attention_mask has shape {tuple(self.attention_mask.shape)}, expected {(rows, width)}")
-        if len(self.response_mask) != rows or self.response_mask.shape[1] > width:
-            raise ValueError(
-                f"response_mask has shape {tuple(self.response_mask.shape)}, expected ({rows}, at most {width})"
-            )
-        if tuple(self.ended.shape) != (rows,):
-            raise ValueError(f"ended has shape {tuple(self.ended.shape)}, expected {(rows,)}")
-        for name, values in self.columns.items():
-            if len(values) != rows:
-                raise ValueError(f"column {name!r} has {len(values)} values for {rows} rows")
-
     @classmethod
     def of(cls, responses: Responses, prompts: Prompts, ended: Tensor) -> ScoringBatch:
         """Make a batch of responses, their prompts' columns and whether they ended."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
@@ -21,7 +19,6 @@ from transformers import (
     GPT2Config,
     GPT2Model,
     GPT2PreTrainedModel,
-    GPTNeoXConfig,
     PreTrainedTokenizerFast,
     TrainerCallback,
     get_constant_schedule,
@@ -33,49 +30,7 @@ from rlhf_ppo import PPOConfig, PPOTrainer
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
-POSTS = ["the story of a cat", "a dog said", "once upon a time there was", "why", "they went to the park and"] * 4
-
-
-def pythia_config(**overrides: Any) -> GPTNeoXConfig:
-    """Pythia's shape, of no size; its vocabulary is larger than the tokenizer, as Pythia's is."""
-    values = {
-        "vocab_size": 50304,
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "initializer_range": 0.2,
-    }
-    return GPTNeoXConfig(**{**values, **overrides})
-
-
-@pytest.fixture
-def tokenizer(shared_data: Path) -> PreTrainedTokenizerFast:
-    """Pythia's own tokenizer, prepared as in TRL's examples."""
-    file = shared_data / "tokenizer_neox20b" / "tokenizer.json"
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(file), bos_token="<|endoftext|>", eos_token="<|endoftext|>", padding_side="left"
-    )
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    return tokenizer
-
-
-def models(config: GPTNeoXConfig) -> SimpleNamespace:
-    """Policy, reference, reward and value model, as TRL's examples load them from two checkpoints."""
-    made = {}
-    for name, auto_class, seed in (
-        ("policy", AutoModelForCausalLM, 0),
-        ("ref_policy", AutoModelForCausalLM, 0),
-        ("reward_model", AutoModelForSequenceClassification, 1),
-        ("value_model", AutoModelForSequenceClassification, 1),
-    ):
-        torch.manual_seed(seed)
-        labels = {} if auto_class is AutoModelForCausalLM else {"num_labels": 1}
-        made[name] = auto_class.from_config(pythia_config(**config.to_diff_dict() | labels))
-    return SimpleNamespace(**made)
+POSTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8", "w9 w10", "w11 w12"] * 4
 
 
 def tokenized(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Dataset:
@@ -90,23 +45,12 @@ def tokenized(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Dataset:
 
 def trl_arguments(tmp_path: Path, **overrides: Any) -> PPOConfig:
     values = {
-        "output_dir": str(tmp_path / "run"),
-        "learning_rate": 1e-3,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "total_episodes": 12,
-        "num_ppo_epochs": 2,
-        "num_mini_batches": 2,
-        "local_rollout_forward_batch_size": 3,
-        "missing_eos_penalty": 1.0,
-        "stop_token": "eos",
-        "response_length": 5,
-        "num_sample_generations": 2,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
+        **{"output_dir": str(tmp_path / "run"), "learning_rate": 1e-3, "per_device_train_batch_size": 2},
+        **{"gradient_accumulation_steps": 2, "total_episodes": 12, "num_ppo_epochs": 2, "num_mini_batches": 2},
+        **{"local_rollout_forward_batch_size": 3, "missing_eos_penalty": 1.0, "stop_token": "eos"},
+        **{"response_length": 5, "num_sample_generations": 2, "logging_steps": 1, "report_to": "none"},
     }
-    return PPOConfig(**{**values, **overrides})
+    return PPOConfig(**{**values, "use_cpu": True, **overrides})
 
 
 class Recorder(TrainerCallback):
@@ -128,27 +72,20 @@ class Recorder(TrainerCallback):
 # ---- A whole script ----
 
 
-def test_a_script_with_positional_arguments_in_trl_s_order(tokenizer, tmp_path, capsys):
-    made, args, recorder = models(pythia_config()), trl_arguments(tmp_path), Recorder()
-    wrapped = nn.ModuleList([made.policy, made.value_model])
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
-    scheduler = get_constant_schedule(optimizer)
-    before = {name: value.clone() for name, value in made.ref_policy.state_dict().items()}
+def test_a_script_with_positional_arguments_in_trl_s_order(tmp_path, capsys):
+    """Its tokenizer gets a PAD beyond the models' vocabulary, as in TRL's examples."""
+    tokenizer = make_tokenizer(pad_token=None, padding_side="left")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    policy, ref_policy, reward_model, value_model = tiny_policy(), tiny_policy(), tiny_scorer(1), tiny_scorer(1)
+    recorder = Recorder()
+    optimizer = torch.optim.AdamW(nn.ModuleList([policy, value_model]).parameters(), lr=1e-3)
+    before = {name: value.clone() for name, value in ref_policy.state_dict().items()}
 
     trainer = PPOTrainer(
-        args,
-        tokenizer,
-        made.policy,
-        made.ref_policy,
-        made.reward_model,
-        tokenized(tokenizer, POSTS),
-        made.value_model,
-        DataCollatorWithPadding(tokenizer),
-        tokenized(tokenizer, POSTS[:3]),
-        (optimizer, scheduler),
-        [recorder],
-        None,
-    )
+        trl_arguments(tmp_path), tokenizer, policy, ref_policy, reward_model, tokenized(tokenizer, POSTS), value_model,
+        DataCollatorWithPadding(tokenizer), tokenized(tokenizer, POSTS[:3]),
+        (optimizer, get_constant_schedule(optimizer)), [recorder], None,
+    )  # fmt: skip
     output = trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     table = trainer.generate_completions()
@@ -157,14 +94,14 @@ def test_a_script_with_positional_arguments_in_trl_s_order(tokenizer, tmp_path, 
     assert trainer.state.global_step == 3 and trainer.state.episode == 12
     assert recorder.events == ["train_begin", *["step_end"] * 3, "train_end"]
     assert trainer.optimizer.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]
-    assert any(not torch.equal(value, before[name]) for name, value in made.policy.state_dict().items())
-    assert all(torch.equal(value, before[name]) for name, value in made.ref_policy.state_dict().items())
+    assert any(not torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in ref_policy.state_dict().items())
     assert list(table.columns) == ["query", "model response", "score"]
     assert list(table["query"]) == POSTS[:3]
     assert "model response" in capsys.readouterr().out
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     ids = tokenizer(POSTS[0], return_tensors="pt")["input_ids"]
-    assert torch.equal(saved(ids).logits, made.policy.eval()(ids).logits)
+    assert torch.equal(saved(ids).logits, policy.eval()(ids).logits)
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").pad_token == "[PAD]"
 
 

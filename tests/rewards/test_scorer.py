@@ -213,18 +213,6 @@ def test_answers_that_nobody_came_for_are_given_up(then: str, tokenizer: PreTrai
     assert scorer(batch).total.tolist() == [5.0] * 3
 
 
-def test_the_batch_checks_its_shapes() -> None:
-    ids, mask, ended = torch.zeros(2, 4).long(), torch.ones(2, 4).bool(), torch.ones(2).bool()
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 3\), expected \(2, 4\)"):
-        ScoringBatch(ids, mask[:, :3], mask[:, :2], {}, ended)
-    with pytest.raises(ValueError, match=r"response_mask has shape \(1, 2\)"):
-        ScoringBatch(ids, mask, mask[:1, :2], {}, ended)
-    with pytest.raises(ValueError, match="column 'answer' has 3 values for 2 rows"):
-        ScoringBatch(ids, mask, mask[:, :2], {"answer": [1, 2, 3]}, ended)
-    with pytest.raises(ValueError, match=r"ended has shape \(1,\), expected \(2,\)"):
-        ScoringBatch(ids, mask, mask[:, :2], {}, ended[:1])
-
-
 def test_prompt_and_response_ids_follow_the_masks() -> None:
     batch = ScoringBatch(
         torch.tensor([[0, 5, 0, 1, 0], [1, 1, 7, 0, 8]]),
