@@ -66,7 +66,7 @@ from rlhf_ppo.training.publishing import upload_directory
 # TrlParser reads the annotations, so they are not postponed.
 
 
-class _DefaultBf16(RemembersNames, RedactsSecrets):
+class DefaultBf16(RemembersNames, RedactsSecrets):
     """Base of TRL's configurations with the default of `bf16` of `PPOConfig`: on if the device supports it."""
 
     def __post_init__(self) -> None:
@@ -78,12 +78,12 @@ class _DefaultBf16(RemembersNames, RedactsSecrets):
 
 
 @dataclass(repr=False)
-class SFTArguments(_DefaultBf16, SFTConfig):
+class SFTArguments(DefaultBf16, SFTConfig):
     """TRL's `SFTConfig` with the `bf16` of `PPOConfig`."""
 
 
 @dataclass(repr=False)
-class RewardArguments(_DefaultBf16, RewardConfig):
+class RewardArguments(DefaultBf16, RewardConfig):
     """TRL's `RewardConfig` with the `bf16` of `PPOConfig`."""
 
 

@@ -46,6 +46,7 @@ _TYPES: dict[str, pa.DataType] = {
     "kl": pa.float32(),
     "length": pa.int32(),
     "ended": pa.bool_(),
+    "prompt_id": pa.list_(pa.int32()),
     "token_id": pa.list_(pa.int32()),
     "token_text": pa.list_(pa.string()),
     "token_written": pa.list_(pa.bool_()),
@@ -141,7 +142,7 @@ class KeptCompletions:
         Returns:
             A dict of JSON values for each response: `step`, `prompt` (without special tokens), `completion`, `score`
             (after shaping), `rewards/<name>` of each source, `kl` (nats; None without a reference, also for tokens),
-            `length` (tokens that the policy wrote), `ended`, `extra/<name>`; and, in lists over the response's tokens,
+            `length` (tokens that the policy wrote), `ended`, `extra/<name>`, `prompt_id`; in lists over its tokens,
             `token_id`, `token_text`, `token_written` (False for tokens of a tool or environment) and `TOKEN_VALUES`.
             Episodes of several turns have `messages` (JSON), `end` (what ended or cut it), `turn_reward` (the
             environment's reward of each turn) and `token_turn` (number of the turn, None between turns).
@@ -179,6 +180,7 @@ class KeptCompletions:
                     "length": sum(own),
                     "ended": bool(columns["stopped"][row]),
                     **{f"extra/{name}": _plain(values[row]) for name, values in extra.items()},
+                    "prompt_id": prompt,
                     "token_id": response,
                     "token_text": texts_of_tokens(self.tokenizer, response),
                     "token_written": own,

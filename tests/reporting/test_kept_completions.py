@@ -30,7 +30,7 @@ KEEPS = {**QUICK, "num_completions_to_keep": 3, "logging_steps": 2, "missing_eos
 def row(step: int = 1, **values: Any) -> dict[str, Any]:
     lists = {"token_id": [5], "token_text": ["w2"], "token_written": [True], **{name: [0.5] for name in TOKEN_VALUES}}
     texts = {"step": step, "prompt": "w1", "completion": "w2", "score": 1.0, "rewards/r": 1.0}
-    return {**texts, "kl": 0.5, "length": 1, "ended": True, **lists, **values}
+    return {**texts, "kl": 0.5, "length": 1, "ended": True, "prompt_id": [4], **lists, **values}
 
 
 def logs_a_note(completion_ids: list[list[int]], log_extra: Any, **columns: Any) -> list[float]:
@@ -59,6 +59,7 @@ def test_every_logged_update_has_its_responses_token_by_token(make_trainer: Any)
             assert kept["token_id"] == ids.tolist() and kept["completion"] == tokenizer.decode(ids)
             prompt = rollout.query_responses[index, : rollout.context_length]
             assert kept["prompt"] == tokenizer.decode(prompt, skip_special_tokens=True)
+            assert kept["prompt_id"] == prompt[rollout.attention_mask[index, : rollout.context_length]].tolist()
             kl = (rollout.logprobs - rollout.ref_logprobs)[index][written]
             score = rollout.scores[index] - (0.0 if rollout.stopped[index] else 0.5)
             paid = -trainer.args.kl_coef * kl

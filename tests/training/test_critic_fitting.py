@@ -1,0 +1,102 @@
+"""Value models trained on kept completions: their targets, their loss, and the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, TrainingArguments
+
+from rlhf_ppo.cli.main import main
+from rlhf_ppo.training.critic_fitting import CriticTrainer, collate, examples_of
+from tests.conftest import make_tokenizer, tiny_scorer
+from tests.runs import QUICK, record_rollouts
+
+KEEPS = {**QUICK, "num_completions_to_keep": 8, "logging_steps": 1}
+
+
+@pytest.fixture
+def run(make_trainer: Any) -> tuple[Any, list[Any]]:
+    trainer = make_trainer(**KEEPS)
+    rollouts, returns = record_rollouts(trainer), []
+    compute = trainer.compute_advantages
+    trainer.compute_advantages = lambda *given: returns.append(compute(*given)) or returns[-1]
+    trainer.train()
+    return trainer, list(zip(rollouts, [each[1] for each in returns], strict=True))
+
+
+def test_examples_have_the_returns_that_the_run_trained_its_critic_on(run: Any) -> None:
+    trainer, updates = run
+    examples = iter(examples_of([trainer.args.output_dir], trainer.args.gamma, trainer.args.lam))
+    for rollout, returns in updates:
+        for row in range(min(8, len(rollout))):
+            example, real = next(examples), rollout.attention_mask[row]
+            ids = rollout.query_responses[row]
+            assert example["prompt_id"] + example["token_id"] == ids[real].tolist()
+            mask = rollout.response_mask[row]
+            np.testing.assert_allclose(example["returns"], returns[row][mask], rtol=1e-4, atol=1e-5)
+    assert next(examples, None) is None
+
+
+def test_collated_rows_and_the_loss_by_hand(tmp_path: Path) -> None:
+    rows = [
+        {"prompt_id": [4, 5], "token_id": [6, 7, 1], "token_written": [True, False, True], "returns": [1.0, 0.0, 3.0]},
+        {"prompt_id": [8], "token_id": [9], "token_written": [True], "returns": [-1.0]},
+    ]
+    batch = collate(rows)
+    assert batch["query_responses"].tolist() == [[4, 5, 6, 7, 1], [0, 8, 9, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[True] * 5, [False, True, True, False, False]]
+    assert batch["response_mask"].tolist() == [[True, False, True], [True, False, False]]
+    scorer = tiny_scorer()
+    args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    loss = CriticTrainer(scorer, args, rows).compute_loss(scorer, batch)
+    with torch.no_grad():  # the value before a token is the score of the text up to the token before it
+        values = [float(scorer(input_ids=torch.tensor([ids])).logits) for ids in ([4, 5], [4, 5, 6, 7], [8])]
+    expected = np.mean([0.5 * (value - target) ** 2 for value, target in zip(values, (1.0, 3.0, -1.0), strict=True)])
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_command_fits_a_critic_that_a_run_takes(run: Any, tmp_path: Path, make_trainer: Any) -> None:
+    trainer, _ = run
+    start, fitted = tmp_path / "start", tmp_path / "critic"
+    tiny_scorer().save_pretrained(start)
+    make_tokenizer().save_pretrained(start)
+    words = ["train", "--completions", trainer.args.output_dir, "--model_name_or_path", str(start)]
+    words += [
+        "--output_dir",
+        str(fitted),
+        "--learning_rate",
+        "1e-2",
+        "--num_train_epochs",
+        "30",
+        "--eval_share",
+        "0.3",
+    ]
+    words += ["--report_to", "none", "--lam", "1", "--use_cpu"]
+    main(["critic", *words])
+    examples = examples_of([trainer.args.output_dir], lam=1.0)
+    losses = []
+    for path in (start, fitted):
+        model = AutoModelForSequenceClassification.from_pretrained(path)
+        args = TrainingArguments(str(tmp_path / "unused"), report_to="none", use_cpu=True)
+        losses.append(float(CriticTrainer(model, args, examples).compute_loss(model, collate(examples))))
+    assert losses[1] < 0.5 * losses[0]
+    make_trainer(**KEEPS, value_model=str(fitted), output_dir=str(tmp_path / "again")).train()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fit"], "'fit' is no task"),
+        (["train", "--output_dir", "out"], "completions=None"),
+        (["train", "--output_dir", "out", "--completions", "nowhere"], "model_name_or_path=None"),
+        (["train", "--output_dir", "out", "--completions", "nowhere", "--eval_share", "2"], "eval_share=2"),
+    ],
+)
+def test_mistakes_at_the_command_line(words: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["critic", *words])
+    assert error.value.code == 2 and message in capsys.readouterr().err
