@@ -543,10 +543,8 @@ class PPOTrainer(TrainerBase):
         weights = rollout.importance_weights(args.importance_sampling_clip_max, args.importance_sampling_mode)
         of_tokens = (shaped, returns, whitened)
         scores = self._rollout_metrics.record(rollout, self.kl_controller, self._score_unit, of_tokens, weights)
-        corrects = args.importance_sampling_correction and args.old_logprobs == "training"
-        weights = weights if corrects else None
-        positive = positive_responses(scores, args)
-        return Experience.of(rollout, whitened, returns, weights, positive, args.old_logprobs)
+        weights = weights if args.importance_sampling_correction and args.old_logprobs == "training" else None
+        return Experience.of(rollout, whitened, returns, weights, positive_responses(scores, args), args.old_logprobs)
 
     def shape_rewards(self, rollout: Rollout) -> Tensor:
         """Compute each token's reward: minus its KL penalty, plus its token reward, plus the score at the last token.
@@ -599,16 +597,14 @@ class PPOTrainer(TrainerBase):
         Returns:
             Gradient norm of the last step, before clipping.
         """
-        run, num_shared = self._run, self.args.num_ppo_epochs * self.args.num_mini_batches
+        run = self._run
         model.train()
         with self._learning.learning(model, experience) as (learned, statistics), run.timer.phase("learn"):
             for minibatch in self._learning.minibatches(learned, statistics):
-                self._warmup.in_critic_epoch = learned.num_minibatches >= num_shared
                 norm = self.update(model, minibatch, statistics)
                 if run.guard.is_update_cut:
                     break
                 learned.grad_norm = norm
-            self._warmup.in_critic_epoch = False
             run.metrics |= self._warmup.metrics(statistics.metrics(run.sum_over_ranks, run.gather))
         self._engine.policy_changed()
         return learned.grad_norm

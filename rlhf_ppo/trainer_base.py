@@ -173,7 +173,7 @@ class TrainerBase(Trainer):
         pending = partial(TrainerBase._pending, weakref.proxy(self))
         run.signals = StopOnSignal(run.sum_over_ranks, pending, self.accelerator.num_processes)
         self._rollout_metrics = RolloutMetrics(run)
-        self._learning = InterruptibleLearning(run, self._rollout_metrics.keep)
+        self._learning = InterruptibleLearning(run, self._warmup, self._rollout_metrics.keep)
         self._checkpoints = CheckpointWriter(run, self._directory, self._learning, lambda: self.create_model_card())
         self._stop = SignalStop(
             run, self._learning, lambda *given: self._save_checkpoint(*given), lambda: self.scorer.stop()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
@@ -100,8 +101,8 @@ class CriticTrainer(Trainer):
         eval_dataset: Sequence[Example] | None = None,
         **kwargs: Any,
     ) -> None:
-        if args.world_size > 1:
-            raise ValueError(f"world_size={args.world_size}: a critic is fitted in a single process")
+        if (processes := PartialState().num_processes) > 1:
+            raise ValueError(f"num_processes={processes}: a critic is fitted in a single process; start only one")
         args.remove_unused_columns, args.label_names, args.prediction_loss_only = False, ["returns"], True
         pack_rows(model)
         data: dict[str, Any] = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}

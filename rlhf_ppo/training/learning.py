@@ -380,6 +380,7 @@ class InterruptibleLearning:
 
     Args:
         run: The run.
+        warmup: Learns whether the current mini-batch trains the value model alone.
         keep: Saves the update's metrics in a `PartialUpdate` when learning is interrupted.
 
     Attributes:
@@ -387,8 +388,8 @@ class InterruptibleLearning:
             update to finish.
     """
 
-    def __init__(self, run: RunState, keep: Callable[[PartialUpdate], None]) -> None:
-        self.run, self.args, self.accelerator = run, run.args, run.accelerator
+    def __init__(self, run: RunState, warmup: CriticWarmup, keep: Callable[[PartialUpdate], None]) -> None:
+        self.run, self.args, self.accelerator, self.warmup = run, run.args, run.accelerator, warmup
         self.between = MicroBatchStopCheck(run.signals, self.accelerator.num_processes, self.args.device)
         self.keep = keep
         self.partial: PartialUpdate | None = None
@@ -464,7 +465,10 @@ class InterruptibleLearning:
             if self.partial is not None:
                 self.between.check_before_minibatch()
             start = time.monotonic()
+            num_shared = args.num_ppo_epochs * args.num_mini_batches
+            self.warmup.in_critic_epoch = learned.num_minibatches >= num_shared
             yield minibatch
+            self.warmup.in_critic_epoch = False
             self.between.seconds = time.monotonic() - start
             learned.num_minibatches, learned.num_micro_batches = learned.num_minibatches + 1, 0
             learned.sums, learned.named = list(statistics.sums), list(statistics.named)
