@@ -37,8 +37,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_update
+from rlhf_ppo.models.frozen import FrozenPolicy
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.reference import FrozenPolicy
 from rlhf_ppo.models.unwrapping import as_in_learning, in_eval_mode
 from rlhf_ppo.training.construction import place_frozen, set_up_engine
 from rlhf_ppo.training.rollouts import on_whole_policy

@@ -16,9 +16,8 @@ from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss
 from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments, masked_whiten
 from rlhf_ppo.algorithm.penalties import KLController, check_coefficient, token_rewards
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import NoPrompts, PromptCollator, Prompts, check_lengths, may_hold_chats, num_rows
-from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.evaluation.rollouts import check_best_metric
 from rlhf_ppo.generation.protocol import GenerationEngine, length_and_filling, sample_with
 from rlhf_ppo.generation.stopping import join_responses

@@ -50,8 +50,8 @@ from rlhf_ppo.evaluation.rollouts import (
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.capabilities import detecting_overflow
+from rlhf_ppo.models.frozen import Reference
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding
 from rlhf_ppo.processes.distributed import get_logger, raise_on_all_ranks, use_stream_in_callbacks
 from rlhf_ppo.processes.signals import StopOnSignal, Stopped
@@ -80,7 +80,6 @@ from rlhf_ppo.training.learning import (
 )
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.training.publishing import naming_hub, push_checkpoint, push_policy
-from rlhf_ppo.training.resuming import RunDirectory, apply_own_optimization, draws_anew, resume, run_fingerprint
 from rlhf_ppo.training.rollouts import (
     RolloutMetrics,
     Sampler,
@@ -90,7 +89,17 @@ from rlhf_ppo.training.rollouts import (
     rows_of_samples,
 )
 from rlhf_ppo.training.run_state import LoopState, RunState
-from rlhf_ppo.training.saving import CheckpointWriter, load_models, loading_without_policy_state, without_frozen
+from rlhf_ppo.training.saving import (
+    CheckpointWriter,
+    RunDirectory,
+    apply_own_optimization,
+    draws_anew,
+    load_models,
+    loading_without_policy_state,
+    resume,
+    run_fingerprint,
+    without_frozen,
+)
 from rlhf_ppo.training.search import Recipe, prune_if_due, search
 
 if TYPE_CHECKING:
@@ -730,7 +739,9 @@ class TrainerBase(Trainer):
         generator = np.random.default_rng((self.args.seed, self.args.process_index))
         self._engine.policy_changed()
         with apart_from_training(run, self.model_wrapped) as model:
-            batches = held_out_prompts(sets, partial(self._loader_of, sets), self.args.device)
+            batches = held_out_prompts(
+                sets, lambda name: self.get_eval_dataloader(sets if name is None else sets[name]), self.args.device
+            )
             continue_prefixes = partial(audit_columns, run, self._rollouts, model, self._returns_of_responses)
             drawn = (num_prefixes, num_continuations, generator)
             gather: Callable[..., Any] = self.accelerator.gather_for_metrics
@@ -741,9 +752,6 @@ class TrainerBase(Trainer):
         if self.is_world_process_zero():
             result.save(output_directory(self.args))
         return result
-
-    def _loader_of(self, sets: Any, name: str | None) -> DataLoader:
-        return self.get_eval_dataloader(sets if name is None else sets[name])
 
     def _returns_of_responses(
         self, model: nn.Module, responses: Responses, prompts: Prompts

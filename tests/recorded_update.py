@@ -20,9 +20,8 @@ from numpy.testing import assert_allclose
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import PromptCollator, Prompts
-from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.generation import transformers_engine as engine
 from tests import oracles
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer

@@ -26,7 +26,7 @@ from transformers.trainer_utils import has_length
 from rlhf_ppo.checkpoints.files import check_values, parse_json, read_object, replacing, write_json
 from rlhf_ppo.config.redaction import is_secret
 from rlhf_ppo.config.validation import Interval, check_range, check_type
-from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.processes.distributed import isolated_rng
 
 PROGRESS_NAME = "ppo_state.json"

@@ -37,9 +37,8 @@ from rlhf_ppo.cli.training import (
 )
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
-from rlhf_ppo.data.preferences import separate_prompts
 from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column
-from rlhf_ppo.data.sources import choose_split, hold_out, load_splits
+from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
 from rlhf_ppo.rewards.functions import RewardFunction

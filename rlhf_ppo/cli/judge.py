@@ -21,9 +21,8 @@ from rlhf_ppo.cli.errors import Problems, user_errors
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import load_tokenizer
 from rlhf_ppo.config.redaction import redacted
-from rlhf_ppo.data.preferences import separate_prompts
 from rlhf_ppo.data.prompts import is_conversation
-from rlhf_ppo.data.sources import choose_split, load_splits
+from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts
 from rlhf_ppo.evaluation.win_rate import Answering, WinRate, given_answers, respond
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.reporting.judgements import JUDGED, Judgement, keep, read_win_rate, win_rate_beside

@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_ppo.cli.arguments import check_columns
-from rlhf_ppo.data.preferences import HH_TURN, separate_prompts
 from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column
-from rlhf_ppo.data.sources import choose_split, load_splits
+from rlhf_ppo.data.sources import HH_TURN, choose_split, load_splits, separate_prompts
 from rlhf_ppo.estimate.run import measure_rates
 from rlhf_ppo.models.capabilities import position_limit
 from rlhf_ppo.models.loading import load_pretrained

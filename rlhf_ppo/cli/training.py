@@ -43,8 +43,8 @@ from rlhf_ppo.config.presets import RemembersNames
 from rlhf_ppo.config.redaction import RedactsSecrets, redacted
 from rlhf_ppo.data.sources import choose_split, load_splits
 from rlhf_ppo.models.adapters import is_adapter_directory
+from rlhf_ppo.models.frozen import asks_for_reference
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, wants_code
-from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
 from rlhf_ppo.reporting.judgements import ACCURACY, AT_LEAST, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory

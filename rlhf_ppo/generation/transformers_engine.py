@@ -20,9 +20,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rlhf_ppo.data.experience import split_until
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import pad_right, padding_columns, sent
+from rlhf_ppo.data.rollout import pad_right, padding_columns, sent, split_until
 from rlhf_ppo.generation.protocol import Sampled, length_and_filling, stop_tokens
 from rlhf_ppo.generation.sampling import (
     FiniteLogitsCheck,

@@ -15,8 +15,7 @@ from torch import Tensor
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl, explained_variance
 from rlhf_ppo.algorithm.masked import ReduceSum, ScoreMoments, zero_outside
 from rlhf_ppo.algorithm.penalties import kl_estimate
-from rlhf_ppo.data.experience import Experience
-from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.processes.distributed import get_logger
 from rlhf_ppo.rewards.scorer import masked_kl, shape_scores, token_score_sums

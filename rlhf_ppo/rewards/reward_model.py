@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.preferences import with_explicit_prompt
 from rlhf_ppo.data.prompts import eos_id, is_conversation
 from rlhf_ppo.data.rollout import pad_right
+from rlhf_ppo.data.sources import with_explicit_prompt
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_reward_model, wants_code

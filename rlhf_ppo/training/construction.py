@@ -41,7 +41,16 @@ from rlhf_ppo.models.capabilities import (
     positions,
     shared_vocabulary,
 )
-from rlhf_ppo.models.frozen import FrozenScorer, Offload, cast_frozen_weights
+from rlhf_ppo.models.frozen import (
+    EMAReference,
+    FrozenScorer,
+    Offload,
+    Reference,
+    asks_for_reference,
+    cast_frozen_weights,
+    check_can_move,
+    make_reference,
+)
 from rlhf_ppo.models.heads import check_classifier, freeze_critic, multiply_head_in_float32, reads_last_token
 from rlhf_ppo.models.loading import (
     check_runs_on,
@@ -55,7 +64,6 @@ from rlhf_ppo.models.loading import (
     prepare_trainable,
 )
 from rlhf_ppo.models.logprobs import check_logits
-from rlhf_ppo.models.reference import EMAReference, Reference, asks_for_reference, check_can_move, make_reference
 from rlhf_ppo.models.unwrapping import as_module, is_peft_model
 from rlhf_ppo.processes.distributed import (
     autocast_dtype,

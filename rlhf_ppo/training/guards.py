@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
-from rlhf_ppo.data.experience import Experience
-from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.generation.sampling import NonFiniteLogitsError
 from rlhf_ppo.models.capabilities import weights_not_finite
 from rlhf_ppo.processes.distributed import get_logger, raise_on_all_ranks

@@ -29,8 +29,7 @@ from rlhf_ppo.algorithm.losses import (
 from rlhf_ppo.checkpoints.complete import explaining_load_error
 from rlhf_ppo.checkpoints.state import PartialUpdate, Progress, check_same_update, num_learned_minibatches
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.experience import Experience
-from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.models.logprobs import ResponseLogprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.processes.distributed import get_logger, minibatch_generator, raise_on_all_ranks

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
-from rlhf_ppo.data.experience import micro_batches
-from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.data.rollout import Responses, micro_batches
 from rlhf_ppo.processes.distributed import derive_seed, get_logger
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.training.external_loop import padded_responses

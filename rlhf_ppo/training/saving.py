@@ -1,26 +1,34 @@
-"""Save checkpoints, and the policy alone."""
+"""The run's directory: saving, the run's fingerprint, and resume from a checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
-from accelerate.utils import gather_object
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object, set_seed
 from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from rlhf_ppo.checkpoints.complete import (
     VALUE_MODEL_DIR,
+    check_engine,
     check_fits,
+    check_same_processes,
     commit_checkpoint,
     is_converted_on_save,
+    last_complete_checkpoint,
     load_converted,
     models_with_optimizer_state,
     start_checkpoint,
+    why_incomplete,
 )
 from rlhf_ppo.checkpoints.files import (
     UNFINISHED,
@@ -31,18 +39,47 @@ from rlhf_ppo.checkpoints.files import (
     remove_links,
     write_manifest,
 )
-from rlhf_ppo.checkpoints.run import last_entries
-from rlhf_ppo.checkpoints.state import save_fingerprint
+from rlhf_ppo.checkpoints.run import (
+    Entry,
+    History,
+    Run,
+    check_start,
+    continue_run,
+    full_history,
+    last_entries,
+    locked,
+    parse_resume,
+    rotate,
+    start_run,
+)
+from rlhf_ppo.checkpoints.state import (
+    PPOTrainerState,
+    Progress,
+    comparable_arguments,
+    describe_changes,
+    describe_dataset,
+    hash_of_function,
+    hash_of_text,
+    hash_of_weights,
+    load_fingerprint,
+    num_learned_minibatches,
+    save_fingerprint,
+)
+from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model
-from rlhf_ppo.processes.distributed import is_fsdp, is_sharding, raise_on_all_ranks, zero_stage
-from rlhf_ppo.reporting.run_log import where_results_are
+from rlhf_ppo.processes.distributed import get_logger, is_fsdp, is_sharding, raise_on_all_ranks, zero_stage
+from rlhf_ppo.reporting.completion_files import write_completions
+from rlhf_ppo.reporting.metrics import MetricWindow
+from rlhf_ppo.reporting.run_log import save_settings, where_results_are
+from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.terminal.console import hide_library_warnings, hide_model_bars
 from rlhf_ppo.terminal.text import print_text
+from rlhf_ppo.training.guards import Skipped
 from rlhf_ppo.training.learning import InterruptibleLearning
-from rlhf_ppo.training.resuming import RunDirectory
+from rlhf_ppo.training.optimization import Optimization
 from rlhf_ppo.training.run_state import RunState
 
 CRITIC_DIR = "critic"
@@ -331,3 +368,315 @@ class CheckpointWriter:
                     f"the newest one is {self.guard.last_checkpoint}"
                 )
         return best
+
+
+logger = get_logger(__name__)
+
+
+def run_fingerprint(
+    run: RunState,
+    models: PolicyAndValue,
+    reference: nn.Module | None,
+    reward_models: Sequence[nn.Module],
+    train_dataset: Any,
+) -> dict[str, Any]:
+    """Describe arguments, data, tokenizer, rewards and frozen weights, without secrets.
+
+    Args:
+        run: The run.
+        models: Policy and value model.
+        reference: The reference, if it is a separate model.
+        reward_models: The reward models.
+        train_dataset: The prompts.
+    """
+    trained = [name for name, value in models.named_parameters() if value.requires_grad]
+    return {
+        "arguments": comparable_arguments(run.args),
+        "train_dataset": describe_dataset(train_dataset),
+        "processing_class": _described_tokenizer(run.tokenizer),
+        "reward_funcs": {function_name(function): hash_of_function(function) for function in run.reward_funcs},
+        "reward_model": [hash_of_weights(reward.parameters()) for reward in reward_models],
+        "ref_model": None if reference is None else hash_of_weights(reference.parameters()),
+        "base_model": hash_of_weights(value for value in models.parameters() if not value.requires_grad),
+        "trained": hash_of_text(" ".join(trained)),
+        "num_trained": sum(value.requires_grad for value in models.parameters()),
+    }
+
+
+def compare_with(checkpoint: str, now: dict[str, Any]) -> None:
+    """Log the changes since a checkpoint's run.
+
+    Args:
+        checkpoint: The checkpoint's directory.
+        now: Result of `run_fingerprint`.
+
+    Raises:
+        ValueError: Other parameters are trained; the checkpoint's optimizer has no state for them.
+    """
+    before = load_fingerprint(checkpoint)
+    if before.get("trained") != now["trained"]:
+        raise ValueError(
+            f"resume_from_checkpoint={checkpoint!r} is of a run that trained {before.get('num_trained')} parameters, "
+            f"but {now['num_trained']} are trained now, and they are not the same: its optimizer has no state for "
+            "them; train the same parameters, or start a new run from the checkpoint with model=<checkpoint> and "
+            "value_model=<checkpoint>/value_model"
+        )
+    if lines := describe_changes(before, now):
+        logger.warning("\n  ".join([f"{checkpoint} is resumed with changes:", *lines]))
+
+
+def _described_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    special = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id]
+    return hash_of_text(json.dumps([vocabulary, special, str(getattr(tokenizer, "chat_template", None))]))
+
+
+class RunDirectory:
+    """The directory of a run, and the run's own checkpoints in it.
+
+    Args:
+        args: The arguments.
+        accelerator: Gives the processes.
+        is_deepspeed: Whether DeepSpeed loads checkpoints.
+        is_fsdp: Whether FSDP loads checkpoints.
+
+    Attributes:
+        run: The run.
+    """
+
+    def __init__(self, args: PPOConfig, accelerator: Accelerator, is_deepspeed: bool, is_fsdp: bool) -> None:
+        self.args, self.accelerator = args, accelerator
+        self.is_deepspeed, self.is_fsdp = is_deepspeed, is_fsdp
+        self.run = Run.new()
+        self._history: History | None = None
+        self._given_up: str | None = None  # a warning about abandoned checkpoints
+
+    @contextmanager
+    def opened(self, directory: str, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """Lock a directory in the block; yield the checkpoint to resume from, or None.
+
+        Args:
+            directory: The run's directory.
+            resume_from_checkpoint: As `PPOTrainer.train` takes it.
+        """
+        with ExitStack() as stack:
+            with raise_on_all_ranks(self.accelerator):
+                if self.args.process_index == 0:
+                    os.makedirs(directory, exist_ok=True)
+                    stack.enter_context(locked(directory))
+                    remove_leftovers(directory)
+            yield self._open(directory, resume_from_checkpoint)
+
+    def _open(self, directory: str, resume_from_checkpoint: str | bool | None) -> str | None:
+        """Start a new run, or find the run to continue and its checkpoint."""
+        given = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        wanted = parse_resume(given)
+        opened: list[Any] = [None]
+        self._given_up = None
+        with raise_on_all_ranks(self.accelerator):
+            if self.args.process_index == 0:
+                check_start(directory, wanted, self.args.overwrite_output_dir)
+                if wanted is False:
+                    opened = [(None, start_run(directory, self.args.overwrite_output_dir))]
+                else:
+                    opened = [self._continue_run(directory, wanted)]
+        checkpoint, self.run = broadcast_object_list(opened)[0]
+        with raise_on_all_ranks(self.accelerator):
+            if checkpoint is not None and self.args.should_save and self.args.process_index != 0:
+                _check_whole(checkpoint)  # on another node's disk
+        return checkpoint
+
+    def _continue_run(self, directory: str, wanted: str | bool) -> tuple[str, Run]:
+        checkpoint = _whole_checkpoint(directory, wanted)
+        check_engine(checkpoint, self.is_deepspeed, self.is_fsdp)
+        step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
+        learned = num_learned_minibatches(checkpoint)
+        run, abandoned = continue_run(directory, checkpoint, (step,) if learned is None else (step, learned))
+        later = f"{', '.join(abandoned)}) is not taken for this run's any more: it is neither resumed from nor deleted"
+        told = (
+            f"Going on from {checkpoint}; what comes after it ({later}, and overwritten when its update comes again."
+        )
+        self._given_up = told if abandoned else None
+        return checkpoint, run
+
+    def note(
+        self, directory: str, logged: Sequence[Entry], made_of: Mapping[str, Any], health: Mapping[str, Any]
+    ) -> None:
+        """Write the run's identity and settings into its directory, after all checks have passed.
+
+        Args:
+            directory: The run's directory.
+            logged: Entries logged so far.
+            made_of: Names of policy and rewards.
+            health: Settings of the health checks.
+        """
+        with raise_on_all_ranks(self.accelerator):
+            if self.args.should_save:
+                self.run.save(directory)
+                save_settings(directory, self.args, made_of, health)
+                self._history = History(directory, logged)
+        if self._given_up is not None:
+            logger.warning(self._given_up)
+
+    def write_logged(self, logged: Sequence[Entry], rows: list[dict[str, Any]]) -> None:
+        """Write new log entries, and the kept responses of the logged update.
+
+        Args:
+            logged: Entries logged so far.
+            rows: This rank's responses, from `KeptCompletions.rows`.
+        """
+        kept = self.args.num_completions_to_keep
+        rows = gather_object(rows)[:kept] if kept > 0 else []
+        with raise_on_all_ranks(self.accelerator):
+            self.write_history(logged)
+            if rows and self.args.process_index == 0:
+                write_completions(output_directory(self.args), rows, self.run)
+
+    def write_history(self, logged: Sequence[Entry]) -> None:
+        """Append the new log entries."""
+        if self._history is not None:
+            self._history.write(logged)
+
+    def rotate(self, directory: str, limit: int | None, best: str | None, newest: str | None) -> None:
+        """Delete the run's checkpoints beyond a limit; keep the best and the newest."""
+        rotate(directory, self.run, limit, best, newest)
+
+
+def _whole_checkpoint(directory: str, wanted: str | bool) -> str:
+    """Return the directory of the complete checkpoint to resume from."""
+    if isinstance(wanted, str):
+        _check_whole(wanted)
+        return wanted
+    found = last_complete_checkpoint(directory)
+    if found is None:
+        raise ValueError(
+            f"resume_from_checkpoint=True, but output_dir={directory!r} holds no complete checkpoint; "
+            "leave it out to start a new run"
+        )
+    return found
+
+
+def _check_whole(directory: str) -> None:
+    reason = why_incomplete(directory)
+    if reason is not None:
+        raise ValueError(
+            f"resume_from_checkpoint={directory!r} is no complete checkpoint: {reason}; pass another directory, or "
+            "True for the newest complete one"
+        )
+
+
+def resume(
+    run: RunState,
+    checkpoint: str | None,
+    learning: InterruptibleLearning,
+    num_prompts: int,
+    num_updates_per_epoch: int,
+    fingerprint: Callable[[], dict[str, Any]],
+) -> None:
+    """Restore counts, unlogged metrics and a partial update from a checkpoint, or start without one.
+
+    Args:
+        run: The run, with Trainer's state of the checkpoint.
+        checkpoint: The checkpoint's directory, or None.
+        learning: Takes the partial update.
+        num_prompts: Rows of the data; 0 if unknown.
+        num_updates_per_epoch: Updates of a pass over the data.
+        fingerprint: Describes the run, in the processes that save.
+    """
+    run.progress, accelerator, args = Progress(), run.accelerator, run.args
+    if checkpoint is not None:
+        run.progress = progress = Progress.load(checkpoint)
+        run.state.log_history = full_history(checkpoint, run.state.log_history, progress.num_logged)
+        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        check_same_processes(progress, run.sizes.batch_size, accelerator.num_processes, is_deepspeed)
+        run.state.compute_steps(args, run.sizes.num_total_batches)
+        same_batches = progress.num_generations == args.num_generations
+        find_place(checkpoint, run.state, progress, num_updates_per_epoch, num_prompts, same_batches)
+    run.fingerprint = {}
+    with raise_on_all_ranks(accelerator):
+        if args.should_save or args.process_index == 0:
+            run.fingerprint = fingerprint()
+        if checkpoint is not None and args.process_index == 0:
+            compare_with(checkpoint, run.fingerprint)
+    run.progress.num_prompts = num_prompts
+    run.guard.start(Skipped(**run.progress.skipped))
+    learning.start(checkpoint, run.progress)
+    run.window = MetricWindow(run.progress.pending_metrics)
+    run.state = PPOTrainerState.of(run.state, run.progress.episode)
+
+
+def find_place(
+    checkpoint: str,
+    state: TrainerState,
+    progress: Progress,
+    num_updates_per_epoch: int,
+    num_prompts: int,
+    same_batches: bool = True,
+) -> None:
+    """Set the position in the data at which a resumed run begins; log it if the data has changed.
+
+    Args:
+        checkpoint: The checkpoint's directory.
+        state: The checkpoint's state, with this run's number of updates.
+        progress: The checkpoint's progress; changed data begin a new pass.
+        num_updates_per_epoch: Updates of a pass.
+        num_prompts: Rows of the data; 0 if unknown.
+        same_batches: Whether an update takes as many prompts as before.
+    """
+    if state.global_step >= state.max_steps:
+        logger.warning(
+            f"{checkpoint} is of update {state.global_step} and the run has {state.max_steps}: nothing is left to "
+            "train; for more updates raise max_steps, total_episodes or num_train_epochs."
+        )
+    if progress.batches_in_epoch > 0 and not same_batches:
+        _begin_pass(progress)
+        logger.warning(
+            f"num_generations is another than when {checkpoint} was written in the middle of a pass, and so is the "
+            "number of prompts of an update: a new pass begins. The run is not the one that it would have been "
+            "without the stop."
+        )
+    if not num_prompts:
+        return
+    changed = progress.num_prompts not in (0, num_prompts) or progress.batches_in_epoch > num_updates_per_epoch
+    if changed and progress.batches_in_epoch > 0:
+        _begin_pass(progress)
+        logger.warning(
+            f"train_dataset has {num_prompts} prompts now, and had another number when {checkpoint} was written in "
+            "the middle of a pass: a new pass begins, over the prompts of now. The run is not the one that it would "
+            "have been without the stop."
+        )
+
+
+def _begin_pass(progress: Progress) -> None:
+    progress.epoch, progress.batches_in_epoch = progress.epoch + 1, 0
+
+
+def draws_anew(run: RunState) -> bool:
+    """Return whether the number of processes changed, and reseed them if so."""
+    if run.progress.num_processes == run.accelerator.num_processes:
+        return False
+    set_seed(run.args.seed + run.state.global_step, device_specific=True)
+    run.streams.seed(run.args.seed, run.state.global_step)
+    return True
+
+
+def apply_own_optimization(
+    run: RunState, optimization: Optimization, checkpoint: str, optimizer: Any, learning_rate: Callable[[], float]
+) -> None:
+    """Apply this run's arguments after a checkpoint's optimizer and schedule are loaded.
+
+    Args:
+        run: The run.
+        optimization: This run's settings.
+        checkpoint: The checkpoint's directory.
+        optimizer: The prepared optimizer.
+        learning_rate: Returns the current learning rate.
+    """
+    done = run.state.global_step
+    if is_fsdp(run.accelerator) and done == 0 and not num_learned_minibatches(checkpoint):
+        optimizer.state.clear()  # torch took an empty step to save it; Adam counts that step
+    if (changed := optimization.put_in_force(run.progress.optimization, done)) is not None:
+        logger.warning(
+            f"The checkpoint's optimization was another; in force from update {done + 1} on is: {changed}. The "
+            f"learning rate is {learning_rate():.4g} now."
+        )

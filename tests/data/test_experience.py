@@ -13,9 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_ppo.data.experience import Experience, dealt_evenly, sizes_within, split_until
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Responses, Rollout, pad_right, padding_columns
+from rlhf_ppo.data.rollout import (
+    Experience,
+    Responses,
+    Rollout,
+    dealt_evenly,
+    pad_right,
+    padding_columns,
+    sizes_within,
+    split_until,
+)
 from rlhf_ppo.processes.distributed import minibatch_generator
 
 CPU = torch.device("cpu")

@@ -19,9 +19,8 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.checkpoints.state import PartialUpdate
 from rlhf_ppo.data import rollout as rollout_module
-from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import PromptCollator, Prompts
-from rlhf_ppo.data.rollout import Responses, Rollout, check_shape
+from rlhf_ppo.data.rollout import Experience, Responses, Rollout, check_shape
 from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.judges import FunctionJudge, PreferenceReward

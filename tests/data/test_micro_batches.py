@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.experience import Experience, dealt_evenly
+from rlhf_ppo.data.rollout import Experience, dealt_evenly
 from rlhf_ppo.models.unwrapping import transformers_model
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer

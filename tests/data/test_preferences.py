@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo.data.preferences import with_explicit_prompt
+from rlhf_ppo.data.sources import with_explicit_prompt
 
 
 def say(role: str, content: str) -> dict[str, str]:

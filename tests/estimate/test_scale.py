@@ -11,7 +11,7 @@ import torch
 from benchmarks.scale import Shape, accelerator_of, compared, estimated, models_of, ranks, simulate
 from rlhf_ppo.estimate.run import describe_processes, largest_micro_batch
 from rlhf_ppo.estimate.update import Communication, Estimate, Sharding, Workload, estimate_update
-from rlhf_ppo.models.reference import FrozenPolicy
+from rlhf_ppo.models.frozen import FrozenPolicy
 from rlhf_ppo.training.construction import place_frozen
 
 WORKLOAD = Workload(

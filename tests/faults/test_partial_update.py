@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.checkpoints import last_complete_checkpoint, why_incomplete
 from rlhf_ppo.checkpoints.files import write_manifest
-from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.processes import signals
 from rlhf_ppo.processes.signals import MicroBatchStopCheck, RunStopped
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions

@@ -15,10 +15,9 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.models import frozen
-from rlhf_ppo.models.frozen import Frozen, Offload, cast_frozen_weights
+from rlhf_ppo.models.frozen import Frozen, FrozenPolicy, Offload, cast_frozen_weights
 from rlhf_ppo.models.heads import StoredLinear
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.reference import FrozenPolicy
 from rlhf_ppo.training.construction import place_frozen
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.runs import QUICK, assert_identical, history, parameters

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
-from rlhf_ppo.data.experience import Experience
-from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.reporting.metrics import (
     MetricWindow,

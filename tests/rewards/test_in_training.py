@@ -18,8 +18,7 @@ from transformers import LlamaForCausalLM
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.checkpoints import last_complete_checkpoint
-from rlhf_ppo.data.experience import Experience
-from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.recorded_update import RecordingTrainer, number_of_tokens, share_of_w4, stopping_policy

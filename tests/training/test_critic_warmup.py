@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss
 from rlhf_ppo.config.arguments import HealthThresholds
-from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.reporting.health_checks import CHECKS
 from rlhf_ppo.reporting.history import History
 from rlhf_ppo.training import learning

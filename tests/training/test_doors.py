@@ -19,9 +19,8 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss
 from rlhf_ppo.checkpoints import last_complete_checkpoint
 from rlhf_ppo.checkpoints.files import write_manifest
-from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
 from tests.conftest import tiny_policy

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaForCausalLM, Trainer
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.experience import Experience
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.rewards.scorer import Scores
 from rlhf_ppo.training.checks import KEPT

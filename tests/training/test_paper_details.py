@@ -20,8 +20,7 @@ from numpy.testing import assert_allclose
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.data.experience import Experience
-from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.data.rollout import Experience, Rollout
 from tests.conftest import QUIET, make_tokenizer, prompt_rows
 from tests.runs import history
 

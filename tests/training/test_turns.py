@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_ppo.algorithm.advantages import turn_gae, turn_starts
 from rlhf_ppo.algorithm.losses import ValueLoss, explained_variance
-from rlhf_ppo.data.experience import Experience
+from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.training.learning import advantages_and_returns
 from tests.episodes import RespondsInTurns
 from tests.runs import history, parameters

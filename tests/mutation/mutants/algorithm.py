@@ -46,7 +46,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("logprobs.float() - sampling_logprobs.float()", "sampling_logprobs.float() - logprobs.float()"),
         (".clamp(max=clip_max)", ""),
         (".clamp(max=clip_max)", ".clamp(min=clip_max)"),
-        (".clamp(max=clip_max).detach()", ".clamp(max=clip_max)"),
+        ("sampling_logprobs.float()).detach()", "sampling_logprobs.float())"),
         ("clamp(1 - cliprange, 1 + high)", "clamp(max=1 + high)"),
         ("clamp(1 - cliprange, 1 + high)", "clamp(min=1 - cliprange)"),
         ("clipped = clipped_loss > unclipped_loss", "clipped = clipped_loss >= unclipped_loss"),
