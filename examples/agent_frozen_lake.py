@@ -146,7 +146,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         gamma=0.99,
         lam=0.95,
         learning_rate=1e-3,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type=options.schedule,
         kl_coef=0.01,
         vf_coef=0.0 if options.credit == "episode" else 0.5,
         num_ppo_epochs=2,
@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--slippery", action="store_true")
     parser.add_argument("--rate", type=float, default=1 / 3, help="success_rate with --slippery")
     parser.add_argument("--progress", action="store_true", help="pay each step towards the goal")
+    parser.add_argument("--schedule", default="cosine", help="of the learning rate")
     parser.add_argument("--gae", default="turn", choices=("turn", "token"))
     parser.add_argument("--credit", default="turn", choices=("turn", "episode"))
     parser.add_argument("--output_dir", default="frozen_lake")

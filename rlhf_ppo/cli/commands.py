@@ -36,9 +36,11 @@ from rlhf_ppo.data.sources import hold_out_pairs
 from rlhf_ppo.estimate.run import estimate_run, multiplied_dtype
 from rlhf_ppo.estimate.update import Estimate
 from rlhf_ppo.processes.distributed import mixed_precision_dtype, sequential_backward
+from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.checks import check_output_dir
+from rlhf_ppo.training.episodes import EpisodeRollouts
 
 
 def train(argv: Sequence[str] | None = None) -> PPOTrainer:
@@ -100,7 +102,13 @@ def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: Model
             script_args, always_evaluates=True
         )[0]
 
-    prompt_length, num_prompts = prompts_of(args, policy, load)
+    agents = (resolve_tools(script_args.tools), resolve_environments(script_args.environment))
+    episodes = EpisodeRollouts.of(args, *agents, rollout_func=None)
+    try:
+        prompt_length, num_prompts = prompts_of(args, policy, load, episodes)
+    finally:
+        if episodes is not None:
+            episodes.environments.close()
     sizes = args.fill_derived(devices.count, num_prompts)
     in_turn = sequential_backward(devices.engine == "", args.torch_compile)
     how = (devices.sharding, mixed_precision_dtype(args), in_turn)

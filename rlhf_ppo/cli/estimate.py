@@ -43,6 +43,7 @@ from rlhf_ppo.rewards.reward_model import shares_tokens, tokenizer_beside
 from rlhf_ppo.terminal.console import hide_library_warnings
 from rlhf_ppo.terminal.text import cell
 from rlhf_ppo.training.datasets import PromptPreparation
+from rlhf_ppo.training.episodes import EpisodeRollouts
 
 PURPOSES = {
     "weights": "policy and value model",
@@ -205,13 +206,16 @@ def without_weights(auto: Any, path: str, argument: str, device: torch.device, s
         )
 
 
-def prompts_of(args: PPOConfig, policy: nn.Module, load: Callable[[], tuple[Any, Any]]) -> tuple[int, int | None]:
+def prompts_of(
+    args: PPOConfig, policy: nn.Module, load: Callable[[], tuple[Any, Any]], episodes: EpisodeRollouts | None = None
+) -> tuple[int, int | None]:
     """Return the length of a prompt in tokens and the number of prompts, None if it is not needed.
 
     Args:
         args: Prompts have the length `max_prompt_length` if it is set, otherwise the mean length of the data set.
         policy: The policy.
         load: Loads its tokenizer and the data set; called only if one of them is needed.
+        episodes: Renders prompts with the descriptions of tools; the text of `reset` does not count.
 
     Raises:
         ValueError: The data set is wrong, or a stream without known lengths.
@@ -219,7 +223,10 @@ def prompts_of(args: PPOConfig, policy: nn.Module, load: Callable[[], tuple[Any,
     if args.max_prompt_length is not None and (args.max_steps > 0 or args.total_episodes is not None):
         return args.max_prompt_length, None
     tokenizer, dataset = load()
-    preparation = PromptPreparation(tokenizer, args, vocabulary_of(policy), position_limit(policy))
+    if episodes is not None:
+        dataset = episodes.prepare(tokenizer, dataset)
+    encoder = None if episodes is None else episodes.encoder
+    preparation = PromptPreparation(tokenizer, args, vocabulary_of(policy), position_limit(policy), encoder=encoder)
     rows = preparation.prepared(dataset, "train_dataset")
     if not has_length(rows):
         raise ValueError(
