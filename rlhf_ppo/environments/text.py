@@ -32,7 +32,7 @@ def text_environment(
     - Gymnasium: `reset(seed=) -> (observation, info)`, `step -> (observation, reward, terminated, truncated, info)`.
     - old Gym and RAGEN: `reset(...) -> observation`, `step -> (observation, reward, done, info)`.
     - SkyRL-gym: `init(prompt) -> (conversation, info)`, `step -> {observations, reward, done, metadata}`. A factory
-      with a parameter `extras` makes a new object for each episode, and gets the row.
+      with a parameter `extras` makes a new object for each episode, and gets the row with its seed.
     - OpenRLHF: async `reset({observation, label})`, `step(...) -> {rewards, environment_feedback, done, ...}`.
     - OpenEnv clients, sync or async: `reset()` and `step(action)` return objects with `observation`, `reward`, `done`.
 
@@ -89,7 +89,7 @@ class TextEnvironment:
         if self.is_made_for_row:
             if callable(close := getattr(self.inner, "close", None)):
                 close()
-            self.inner = self.factory(extras=row)
+            self.inner = self.factory(extras=row if seed is None else row | {"seed": seed})
         return _then(self._begin(seed), self._first_text)
 
     def _begin(self, seed: int | None) -> Any:

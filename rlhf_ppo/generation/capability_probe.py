@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from rlhf_ppo.generation.caches import KeptCaches, preallocated_cache, rows_of_cache
 from rlhf_ppo.generation.protocol import generating
 from rlhf_ppo.generation.sampling import default_generation_config
-from rlhf_ppo.generation.transformers_engine import GenerationNeeds, preallocated_cache, rows_of_cache
+from rlhf_ppo.generation.transformers_engine import GenerationNeeds
 from rlhf_ppo.models.capabilities import deviation, rounding
 from rlhf_ppo.models.logprobs import logits
 from rlhf_ppo.models.packing import hidden_states
@@ -55,6 +56,36 @@ def probe_generation(policy: nn.Module, known: GenerationNeeds | None, dtype: to
         needs = _probe_batches(policy) if known is None else known
         needs.preallocates[dtype] = _takes_preallocated_cache(policy)
     return needs
+
+
+@torch.no_grad()
+def probe_continuing(policy: nn.Module) -> bool:
+    """Find out whether rows can be continued from keys and values that were kept, beside other rows than before."""
+    with in_eval_mode(policy), preserve_rng(), default_generation_config(policy):
+        if not preallocated_cache(transformers_model(policy), keeps_all=True):
+            return False
+        ids, mask, forced = _prompts(policy)
+        whole = torch.cat((mask, torch.ones_like(forced, dtype=torch.bool)), dim=1)
+        states = hidden_states(policy, torch.cat((ids, forced), dim=1), whole)
+        return _agree(policy, lambda: _continued_logits(policy, ids, mask, forced), logits(policy, states[:, -2:-1]))
+
+
+def _continued_logits(policy: nn.Module, ids: Tensor, mask: Tensor, forced: Tensor) -> Tensor:
+    """Return the logits `(3, 1, V)` of the last forced token; the first is a turn, those between are its answer.
+
+    The short row, and the two long ones in the other order, continue in calls of their own.
+    """
+    model, found, kept = transformers_model(policy), [], {}
+    rows = KeptCaches(kept, [0, 1, 2])
+    output = _generate(policy, ids, mask, forced[:, :1], **rows.cache(model, ids, mask.long()))
+    rows.keep(torch.arange(3), torch.arange(3), output.past_key_values, output.sequences, mask.long())
+    for names in ([0], [2, 1]):
+        start = int((~mask[names[0]]).sum())
+        context = torch.cat((ids[names, start:], forced[names, :-1]), dim=1)
+        real = torch.ones_like(context)
+        cache = KeptCaches(kept, names).cache(model, context, real)
+        found.append(_generated_logits(policy, context, real, forced[names, -1:], **cache))
+    return torch.cat((found[0], found[1].flip(0)))
 
 
 def _takes_preallocated_cache(policy: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from rlhf_ppo.data.prompts import PositionLimit, Prompts, is_conversation, left_
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.environments.calls import Round, answer_calls, answer_texts
 from rlhf_ppo.environments.pool import Episode
-from rlhf_ppo.generation.protocol import Sampled
+from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled
 from rlhf_ppo.generation.stopping import StopStrings
 
 Sample = Callable[[Prompts, int], Sampled]
@@ -228,7 +228,8 @@ class EpisodePlayer:
         rows = [record.prompt_ids + record.ids for record in running]
         filling = [[self.limits.pad]] * (number - len(rows))
         mask = left_padded([[1] * len(row) for row in [*rows, *filling]], 0).bool().to(device)
-        contexts = Prompts(left_padded([*rows, *filling], self.limits.pad).to(device), mask, {})
+        names = [*(record.episode.row for record in running), *[-1] * len(filling)]
+        contexts = Prompts(left_padded([*rows, *filling], self.limits.pad).to(device), mask, {ROW_COLUMN: names})
         sampled = self.sample(contexts, most)
         ids = sampled.ids.tolist()
         self._knows_logprobs = self._knows_logprobs and sampled.logprobs is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,10 @@ def generating(policy: nn.Module) -> Generates:
     return cast(Generates, transformers_model(policy))
 
 
+ROW_COLUMN = "<row>"
+"""Column of prompts that names each row of a batch of episodes: an int, the same at each of its turns."""
+
+
 class GenerationEngine(Protocol):
     """Samples responses."""
 
@@ -68,6 +72,18 @@ class GenerationEngine(Protocol):
 
     def policy_changed(self) -> None:
         """Note that the policy's weights have changed since the last call of `sample`."""
+        ...
+
+
+@runtime_checkable
+class Continues(Protocol):
+    """An engine that can keep what it has read of an episode for the next turn; any other reads it again."""
+
+    def continuing(self) -> GenerationEngine:
+        """Return an engine for the turns of one batch of episodes, whose prompts name their rows in `ROW_COLUMN`.
+
+        Its `sample` reads of a row that it knows only what is new. The weights stay as they are meanwhile.
+        """
         ...
 
 

@@ -1,28 +1,21 @@
-"""Generation with transformers' `generate`, batch compaction and a preallocated key-value cache."""
+"""Generation with transformers' `generate`: calls of similar lengths, from which finished rows are dropped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import pad_right, padding_columns, sent, split_until
-from rlhf_ppo.generation.protocol import Sampled, length_and_filling, stop_tokens
+from rlhf_ppo.generation.caches import KeptCaches, KeptRows, preallocated_cache, rows_of_cache
+from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled, length_and_filling, stop_tokens
 from rlhf_ppo.generation.sampling import (
     FiniteLogitsCheck,
     changed,
@@ -47,17 +40,25 @@ class TransformersEngine:
         rows_per_call: Returns the largest number of prompts of one `generate` call.
         stop_strings: Texts that end a row too, or None.
         gather: Concatenates a tensor over all ranks.
+        kept: What is kept of rows between calls, or None.
     """
 
     rows_per_call: Callable[[], int]
     stop_strings: StopStrings | None = None
     gather: Callable[[Tensor], Tensor] | None = None
+    kept: KeptRows | None = None
     reads_sharded: bool = False
     called: str = "generation_engine='transformers'"
 
     def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
         """Generate a response to each prompt; see `sample_responses`."""
-        return Sampled(sample_responses(policy, prompts, config, self.rows_per_call(), self.stop_strings, self.gather))
+        kept = self.kept if self.kept is not None and continues(policy) else None
+        given = (self.rows_per_call(), self.stop_strings, self.gather, kept)
+        return Sampled(sample_responses(policy, prompts, config, *given))
+
+    def continuing(self) -> TransformersEngine:
+        """Return an engine for the turns of a batch of episodes, which keeps the rows' caches between its calls."""
+        return replace(self, kept={})
 
     def policy_changed(self) -> None:
         """Do nothing: the policy itself generates."""
@@ -105,12 +106,14 @@ class GenerationNeeds:
         one_by_one: Each prompt needs a call of its own: other rows change what follows, even at equal length.
         keeps_cache: The cache of some rows can be kept; otherwise their tokens are read again.
         preallocates: By the type that autocast casts to, or None: a preallocated cache gives the same logits.
+        continues: By that type: keys and values that were kept between two turns give the same logits.
     """
 
     equal_lengths: bool = False
     one_by_one: bool = False
     keeps_cache: bool = True
     preallocates: dict[torch.dtype | None, bool] = field(default_factory=dict, compare=False)
+    continues: dict[torch.dtype | None, bool] = field(default_factory=dict, compare=False)
 
 
 def generation_needs(policy: nn.Module) -> GenerationNeeds:
@@ -131,6 +134,18 @@ def generation_needs(policy: nn.Module) -> GenerationNeeds:
     return needs
 
 
+def continues(policy: nn.Module) -> bool:
+    """Tell whether caches of a model's rows can be kept between turns; probe it at its first use, as above."""
+    needs, dtype = generation_needs(policy), _autocast_dtype(policy)
+    if gathers_in_passes(policy) or needs.one_by_one or needs.equal_lengths or not needs.keeps_cache:
+        return False
+    if dtype not in needs.continues:
+        from rlhf_ppo.generation.capability_probe import probe_continuing
+
+        needs.continues[dtype] = probe_continuing(policy)
+    return needs.continues[dtype]
+
+
 def _autocast_dtype(policy: nn.Module) -> torch.dtype | None:
     return autocast_dtype(next(policy.parameters()).device.type)
 
@@ -143,6 +158,7 @@ def sample_responses(
     rows_per_call: int,
     stop_strings: StopStrings | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
+    kept: KeptRows | None = None,
 ) -> Tensor:
     """Generate a response for each prompt, in calls with prompts of similar length.
 
@@ -154,16 +170,24 @@ def sample_responses(
         stop_strings: Texts that end a row too, or None.
         gather: Concatenates a tensor over all ranks, which make equally many calls where each pass is one of all
             ranks; None in a single process.
+        kept: What was kept of the rows, by the column `ROW_COLUMN`; of the first `rows_per_call` it is kept again.
 
     Returns:
         Sampled ids, long `(B, T)` with `T <= max_new_tokens`; padding follows a row's end.
     """
     lengths, device = prompts.mask.sum(axis=1), prompts.input_ids.device
-    longest_first = (-lengths).argsort(kind="stable")
+    names = np.array([] if kept is None else prompts.columns[ROW_COLUMN])
+    is_kept = np.zeros(len(lengths), dtype=bool) if kept is None else names < rows_per_call
+    longest_first = np.lexsort((-lengths, ~is_kept))
     in_step, needs = gathers_in_passes(policy), generation_needs(policy)
     max_new_tokens, filling = length_and_filling(config)
     max_rows = 1 if needs.one_by_one else rows_per_call
-    sizes = call_sizes(lengths[longest_first].tolist(), max_new_tokens, max_rows, needs.equal_lengths)
+    sizes = [
+        size
+        for part in (longest_first[: is_kept.sum()], longest_first[is_kept.sum() :])
+        for size in call_sizes(lengths[part].tolist(), max_new_tokens, max_rows, needs.equal_lengths)
+        if len(part)
+    ]
     if in_step and gather is not None:
         sizes = split_until(sizes, int(gather(torch.tensor([len(sizes)], device=device)).max()))
     preallocates = needs.preallocates[_autocast_dtype(policy)]
@@ -179,7 +203,8 @@ def sample_responses(
             first, indices = padding_columns(prompts.mask[rows]), sent(torch.from_numpy(rows), device)
             mask = prompts.attention_mask[indices]
             ids = prompts.input_ids[indices].masked_fill(~mask, 0)
-            how = (config, stop_strings, in_step, needs.keeps_cache, preallocates)
+            caches = KeptCaches(kept, names[rows].tolist()) if kept is not None and is_kept[rows].all() else None
+            how = (config, stop_strings, in_step, needs.keeps_cache, preallocates, caches)
             parts.append(generate_compacting(model, ids[:, first:], mask[:, first:].long(), *how))
     return pad_right(parts, padding_value=filling)[sent(torch.from_numpy(longest_first.argsort()), device)]
 
@@ -279,6 +304,7 @@ def generate_compacting(
     synced_gpus: bool = False,
     keeps_cache: bool = True,
     preallocates: bool = False,
+    kept: KeptCaches | None = None,
 ) -> Tensor:
     """Generate, and drop the finished rows and their key-value cache whenever a quarter of the rows has ended.
 
@@ -291,6 +317,7 @@ def generate_compacting(
         synced_gpus: Every forward pass is one of all ranks: all rows stay until the last has ended.
         keeps_cache: Keep the unfinished rows of the cache; otherwise read their tokens again.
         preallocates: Use a preallocated cache.
+        kept: Continues the rows' caches, and keeps them.
 
     Returns:
         Sampled ids, long `(B, T)` with `T <= max_new_tokens`; `pad_token_id` follows a row's end.
@@ -305,7 +332,8 @@ def generate_compacting(
     strings = None if stop_strings is None else StopsAtStrings(stop_strings, prompt_length)
     how, processors = sampling_processors(changed(config, return_dict_in_generate=True), input_ids.device)
     new_cache = (lambda: preallocated_cache(model)) if preallocates else dict
-    check, cache = FiniteLogitsCheck(), new_cache()
+    check = FiniteLogitsCheck()
+    cache = new_cache() if kept is None else kept.cache(model, input_ids, attention_mask)
     while len(rows) and input_ids.shape[1] < longest:
         how.max_new_tokens = longest - input_ids.shape[1]
         finished = torch.zeros(len(rows), dtype=torch.bool, device=input_ids.device)
@@ -323,6 +351,9 @@ def generate_compacting(
             )
         finished, sampled = check.check_beside(criterion.finished), output.sequences
         result[rows, : sampled.shape[1] - prompt_length] = sampled[:, prompt_length:]
+        if kept is not None:
+            leaves = finished if sampled.shape[1] < longest else torch.ones_like(finished)
+            kept.keep(rows.cpu(), leaves.nonzero().flatten(), output.past_key_values, sampled, attention_mask)
         left = sent((~finished).nonzero().squeeze(1), input_ids.device)
         attention_mask = torch.cat(
             (attention_mask, attention_mask.new_ones(len(rows), sampled.shape[1] - input_ids.shape[1])), dim=1
@@ -330,136 +361,3 @@ def generate_compacting(
         rows, input_ids = rows[left], sampled[left]
         cache = rows_of_cache(output, left) if keeps_cache else new_cache()
     return result[:, : max(1, sampled.shape[1] - prompt_length)]
-
-
-def rows_of_cache(output: Any, rows: Tensor) -> dict[str, Any]:
-    """Keep some rows of the cache of a `generate` call; return it as an argument of the next call.
-
-    Args:
-        output: The result of `generate`.
-        rows: Indices of the rows.
-
-    Returns:
-        `{}` if there is no cache, or its rows cannot be separated.
-    """
-    cache: Any = getattr(output, "past_key_values", None)
-    layers = getattr(cache, "layers", [None])
-    if not all(hasattr(layer, "reorder_cache") for layer in layers):
-        return {}
-    for layer in layers:
-        layer.reorder_cache(rows)  # `batch_select_indices` forgets the states of convolutions and recurrences
-    return {"past_key_values": cache}
-
-
-# ---- Preallocated key-value cache ----
-
-_BLOCK = 128
-"""Tokens by which a buffer grows."""
-
-
-class StateBuffer:
-    """Memory for keys or values `(B, heads, capacity, D)`; a range of it is in use.
-
-    Attributes:
-        view: The range that `keep` returned last; None before the first.
-    """
-
-    def __init__(self) -> None:
-        self.memory, self.start, self.end = torch.empty(0), 0, 0
-        self.view: Tensor | None = None
-
-    def extended(self, kept: Tensor | None, new: Tensor) -> Tensor:
-        """Return the kept states followed by new ones, `(B, heads, n, D)`.
-
-        Args:
-            kept: `view`, or a tensor that the cache was given in its place; None at first.
-            new: The new states.
-        """
-        num_kept, num_new = 0 if kept is None else kept.shape[-2], new.shape[-2]
-        if kept is None or kept is not self.view or self.end + num_new > self.memory.shape[-2]:
-            shape = (*new.shape[:-2], num_kept + num_new + _BLOCK, new.shape[-1])
-            memory = new.new_empty(shape)
-            if kept is not None:
-                memory[..., :num_kept, :].copy_(kept)
-            self.memory, self.start, self.end = memory, 0, num_kept
-        self.memory[..., self.end : self.end + num_new, :].copy_(new)
-        self.end += num_new
-        return self.memory[..., self.start : self.end, :]
-
-    def keep(self, num_last: int | None = None) -> Tensor:
-        """Keep the last states only, all if None, and return them."""
-        if num_last is not None:
-            self.start = max(self.start, self.end - num_last)
-        self.view = self.memory[..., self.start : self.end, :]
-        return self.view
-
-
-class PreallocatedLayer(DynamicLayer):
-    """Keys and values of a layer, in the type that attention computes in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffers = StateBuffer(), StateBuffer()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values `(B, heads, n, D)`; return all of them."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        states = _extended(self, self.buffers, key_states, value_states)
-        self.keys, self.values = (buffer.keep() for buffer in self.buffers)
-        return states
-
-
-class PreallocatedSlidingLayer(DynamicSlidingWindowLayer):
-    """Keys and values of a layer that attends to the last tokens only."""
-
-    def __init__(self, sliding_window: int) -> None:
-        super().__init__(sliding_window=sliding_window)
-        self.buffers = StateBuffer(), StateBuffer()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values `(B, heads, n, D)`; return those that the new tokens may attend to."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.cumulative_length += key_states.shape[-2]
-        states = _extended(self, self.buffers, key_states, value_states)
-        self.keys, self.values = (buffer.keep(self.sliding_window - 1) for buffer in self.buffers)
-        return states
-
-
-def _extended(
-    layer: Any, buffers: tuple[StateBuffer, StateBuffer], keys: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor]:
-    has_some = layer.keys is not None and layer.keys.numel() > 0
-    kept = (layer.keys, layer.values) if has_some else (None, None)
-    dtype = autocast_dtype(keys.device.type)  # without the cast attention casts all of them again at each token
-    return (
-        buffers[0].extended(kept[0], keys.to(dtype or keys.dtype)),
-        buffers[1].extended(kept[1], values.to(dtype or torch.promote_types(keys.dtype, values.dtype))),
-    )
-
-
-def preallocated_cache(model: Any) -> dict[str, Any]:
-    """Make the cache that `generate` would make, with preallocated layers of attention, as an argument of `generate`.
-
-    Args:
-        model: A transformers model.
-
-    Returns:
-        `{}` if `generate` would make a cache of another kind.
-    """
-    name = "_prepare_cache_for_generation"
-    if (
-        getattr(type(model), name, None) is not getattr(GenerationMixin, name)
-        or not model._supports_default_dynamic_cache()
-    ):
-        return {}
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = PreallocatedLayer
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[index] = PreallocatedLayer()
-        elif type(layer) is DynamicSlidingWindowLayer:
-            cache.layers[index] = PreallocatedSlidingLayer(layer.sliding_window)
-    return {"past_key_values": cache}

@@ -26,7 +26,7 @@ from rlhf_ppo.generation.episodes import (
     responses_of_function,
     stop_ids,
 )
-from rlhf_ppo.generation.protocol import GenerationEngine, Sampled, prompt_rows, sample_with
+from rlhf_ppo.generation.protocol import Continues, GenerationEngine, Sampled, prompt_rows, sample_with
 from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.unwrapping import gathers_in_passes
@@ -217,9 +217,11 @@ class EpisodeRollouts:
         if self.args.stop_token == "eos" and any(kind.tools for kind in self.environments.kinds.values()):
             stops = stop_ids(policy, run.tokens.stop)
 
+        turns = engine.continuing() if isinstance(engine, Continues) else engine
+
         def sample(contexts: Prompts, most: int) -> Sampled:
             how = changed(config, max_new_tokens=most, eos_token_id=list(stops) or None)
-            return sample_with(engine, policy, contexts, how, run.tokens.stop_strings)
+            return sample_with(turns, policy, contexts, how, run.tokens.stop_strings)
 
         given = (self.args.response_length, self.args.max_tool_calling_iterations, stops, run.tokens.stop_strings)
         limits = EpisodeLimits(*given, run.longest_sequence, run.tokens.pad)

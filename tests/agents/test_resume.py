@@ -35,7 +35,7 @@ def player() -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     ends: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=128, **sizes, **ends))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=512, **sizes, **ends))
 
 
 class Kill:

@@ -9,14 +9,9 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rlhf_ppo.generation import transformers_engine as caching
-from rlhf_ppo.generation.transformers_engine import (
-    PreallocatedLayer,
-    PreallocatedSlidingLayer,
-    generate_compacting,
-    generation_needs,
-    preallocated_cache,
-)
+from rlhf_ppo.generation import caches as caching
+from rlhf_ppo.generation.caches import PreallocatedLayer, PreallocatedSlidingLayer, preallocated_cache
+from rlhf_ppo.generation.transformers_engine import generate_compacting, generation_needs
 from tests.generation.test_dropping import given_rows, greedy, model_of
 from tests.models.architectures import tiny_model
 

@@ -5,7 +5,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("record.extend(ids, False)", "record.extend(ids, True)"),
         ("ended=torch.tensor([record.ended for record in records], device=device)", "ended=None"),
     ],
-    ("transformers_engine.py", "tests/generation/test_cache.py::test_layers_return_and_keep_what_transformers_do"): [
+    ("caches.py", "tests/generation/test_cache.py::test_layers_return_and_keep_what_transformers_do"): [
         ("buffer.keep(self.sliding_window - 1)", "buffer.keep(self.sliding_window)"),
         ("max(self.start, self.end - num_last)", "self.end - num_last"),
         ("memory[..., :num_kept, :].copy_(kept)", "pass"),

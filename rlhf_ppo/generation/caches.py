@@ -1,0 +1,236 @@
+"""Key-value caches of transformers' `generate`: preallocated ones, and those kept between the turns of episodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationMixin
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from rlhf_ppo.models.unwrapping import autocast_dtype
+
+
+def rows_of_cache(output: Any, rows: Tensor) -> dict[str, Any]:
+    """Keep some rows of the cache of a `generate` call; return it as an argument of the next call.
+
+    Args:
+        output: The result of `generate`.
+        rows: Indices of the rows.
+
+    Returns:
+        `{}` if there is no cache, or its rows cannot be separated.
+    """
+    cache: Any = getattr(output, "past_key_values", None)
+    layers = getattr(cache, "layers", [None])
+    if not all(hasattr(layer, "reorder_cache") for layer in layers):
+        return {}
+    for layer in layers:
+        layer.reorder_cache(rows)  # `batch_select_indices` forgets the states of convolutions and recurrences
+    return {"past_key_values": cache}
+
+
+# ---- Preallocated ----
+
+_BLOCK = 128
+"""Tokens by which a buffer grows."""
+
+
+class StateBuffer:
+    """Memory for keys or values `(B, heads, capacity, D)`; a range of it is in use.
+
+    Attributes:
+        view: The range that `keep` returned last; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.memory, self.start, self.end = torch.empty(0), 0, 0
+        self.view: Tensor | None = None
+
+    def extended(self, kept: Tensor | None, new: Tensor) -> Tensor:
+        """Return the kept states followed by new ones, `(B, heads, n, D)`.
+
+        Args:
+            kept: `view`, or a tensor that the cache was given in its place; None at first.
+            new: The new states.
+        """
+        num_kept, num_new = 0 if kept is None else kept.shape[-2], new.shape[-2]
+        if kept is None or kept is not self.view or self.end + num_new > self.memory.shape[-2]:
+            shape = (*new.shape[:-2], num_kept + num_new + _BLOCK, new.shape[-1])
+            memory = new.new_empty(shape)
+            if kept is not None:
+                memory[..., :num_kept, :].copy_(kept)
+            self.memory, self.start, self.end = memory, 0, num_kept
+        self.memory[..., self.end : self.end + num_new, :].copy_(new)
+        self.end += num_new
+        return self.memory[..., self.start : self.end, :]
+
+    def keep(self, num_last: int | None = None) -> Tensor:
+        """Keep the last states only, all if None, and return them."""
+        if num_last is not None:
+            self.start = max(self.start, self.end - num_last)
+        self.view = self.memory[..., self.start : self.end, :]
+        return self.view
+
+
+class PreallocatedLayer(DynamicLayer):
+    """Keys and values of a layer, in the type that attention computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers = StateBuffer(), StateBuffer()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values `(B, heads, n, D)`; return all of them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        states = _extended(self, self.buffers, key_states, value_states)
+        self.keys, self.values = (buffer.keep() for buffer in self.buffers)
+        return states
+
+
+class PreallocatedSlidingLayer(DynamicSlidingWindowLayer):
+    """Keys and values of a layer that attends to the last tokens only."""
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window=sliding_window)
+        self.buffers = StateBuffer(), StateBuffer()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values `(B, heads, n, D)`; return those that the new tokens may attend to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.cumulative_length += key_states.shape[-2]
+        states = _extended(self, self.buffers, key_states, value_states)
+        self.keys, self.values = (buffer.keep(self.sliding_window - 1) for buffer in self.buffers)
+        return states
+
+
+def _extended(
+    layer: Any, buffers: tuple[StateBuffer, StateBuffer], keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    has_some = layer.keys is not None and layer.keys.numel() > 0
+    kept = (layer.keys, layer.values) if has_some else (None, None)
+    dtype = autocast_dtype(keys.device.type)  # without the cast attention casts all of them again at each token
+    return (
+        buffers[0].extended(kept[0], keys.to(dtype or keys.dtype)),
+        buffers[1].extended(kept[1], values.to(dtype or torch.promote_types(keys.dtype, values.dtype))),
+    )
+
+
+def preallocated_cache(model: Any, keeps_all: bool = False) -> dict[str, Any]:
+    """Make the cache that `generate` would make, with preallocated layers of attention, as an argument of `generate`.
+
+    Args:
+        model: A transformers model.
+        keeps_all: Layers that attend to the last tokens only keep the others, too.
+
+    Returns:
+        `{}` if `generate` would make a cache of another kind.
+    """
+    name = "_prepare_cache_for_generation"
+    if (
+        getattr(type(model), name, None) is not getattr(GenerationMixin, name)
+        or not model._supports_default_dynamic_cache()
+    ):
+        return {}
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = PreallocatedLayer
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = PreallocatedLayer()
+        elif type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = PreallocatedLayer() if keeps_all else PreallocatedSlidingLayer(layer.sliding_window)
+    return {"past_key_values": cache}
+
+
+# ---- Kept between turns ----
+
+KeptRows = dict[int, tuple[np.ndarray, list[tuple[Tensor, Tensor]]]]
+"""Of each row, by its name, the tokens that were read, and each layer's keys and values `(heads, n, D)` of them."""
+
+
+@dataclass(frozen=True)
+class KeptCaches:
+    """Caches of the rows of a `generate` call, which a later call continues.
+
+    A token's keys and values depend on the tokens before it, not on padding: they can move to other columns.
+
+    Attributes:
+        kept: What is kept of rows.
+        names: Names of the rows of this call.
+    """
+
+    kept: KeptRows
+    names: list[int]
+
+    def cache(self, model: Any, ids: Tensor, mask: Tensor) -> dict[str, Any]:
+        """Take the rows' caches, as an argument of `generate`; what they do not hold is read.
+
+        A cache has as many columns for each row: the row that continues with the most tokens decides how many tokens
+        are read of all.
+
+        Args:
+            model: A transformers model that `continues`.
+            ids: The rows' tokens, long `(B, C)`, left-padded.
+            mask: 1 on real tokens, long `(B, C)`.
+        """
+        given = preallocated_cache(model, keeps_all=True)
+        rows, width = ids.cpu().numpy(), ids.shape[1]
+        starts = (mask == 0).sum(dim=1).tolist()
+        taken = [self.kept.pop(name, None) for name in self.names]
+        columns = width
+        for row, start, known in zip(rows, starts, taken, strict=True):
+            columns = min(columns, start + (0 if known is None else _alike(known[0], row[start:])))
+        if columns <= min(starts):
+            return given
+        for index, layer in enumerate(given["past_key_values"].layers):
+            of_rows = [None if known is None else known[1][index] for known in taken]
+            layer.update(
+                *(
+                    _stacked([None if row is None else row[part] for row in of_rows], starts, columns)
+                    for part in (0, 1)
+                )
+            )
+        return given
+
+    def keep(self, rows: Tensor, leaving: Tensor, cache: Any, ids: Tensor, mask: Tensor) -> None:
+        """Keep the caches of rows that leave the batch.
+
+        Args:
+            rows: Indices of the rows of the batch in this call, long `(B,)`.
+            leaving: Indices of those that leave it.
+            cache: The batch's cache of `N` columns.
+            ids: The batch's tokens, long `(B, C)` with `C >= N`.
+            mask: 0 on the padding before them, long `(B, M)`.
+        """
+        starts, tokens = (mask == 0).sum(dim=1).tolist(), ids.cpu().numpy()
+        columns = cache.get_seq_length()
+        for place in leaving.tolist():
+            start = starts[place]
+            states = [
+                (layer.keys[place, :, start:columns].clone(), layer.values[place, :, start:columns].clone())
+                for layer in cache.layers
+            ]
+            self.kept[self.names[int(rows[place])]] = (tokens[place, start:columns], states)
+
+
+def _alike(known: np.ndarray, row: np.ndarray) -> int:
+    """Return how many first tokens are the same, without the row's last, whose logits are needed."""
+    num = min(len(known), len(row) - 1)
+    differs = np.flatnonzero(known[:num] != row[:num])
+    return int(differs[0]) if len(differs) else num
+
+
+def _stacked(rows: list[Tensor | None], starts: list[int], columns: int) -> Tensor:
+    """Stack keys or values `(heads, n, D)` into `(B, heads, columns, D)`, each from its row's start on."""
+    first = next(row for row in rows if row is not None)
+    stacked = first.new_zeros(len(rows), first.shape[0], columns, first.shape[-1])
+    for place, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        if row is not None and start < columns:
+            stacked[place, :, start:] = row[:, : columns - start]
+    return stacked
