@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rlhf_ppo.models.unwrapping import autocast_dtype
@@ -169,33 +170,53 @@ class KeptCaches:
     names: list[int]
 
     def cache(self, model: Any, ids: Tensor, mask: Tensor) -> dict[str, Any]:
-        """Take the rows' caches, as an argument of `generate`; what they do not hold is read.
+        """Take the rows' caches, as an argument of `generate`, which reads what they do not hold.
 
-        A cache has as many columns for each row: the row that continues with the most tokens decides how many tokens
-        are read of all.
+        A cache has as many columns for each row. All rows therefore keep as many unread tokens as the one that has
+        fewest; what others have more is read here, rows with about as many together.
 
         Args:
             model: A transformers model that `continues`.
             ids: The rows' tokens, long `(B, C)`, left-padded.
             mask: 1 on real tokens, long `(B, C)`.
         """
-        given = preallocated_cache(model, keeps_all=True)
-        rows, width = ids.cpu().numpy(), ids.shape[1]
+        width, starts = ids.shape[1], (mask == 0).sum(dim=1).tolist()
+        tokens = [row[start:] for row, start in zip(ids.cpu().numpy(), starts, strict=True)]
+        unread = [len(row) - self._num_known(name, row) for name, row in zip(self.names, tokens, strict=True)]
+        if any(number == len(row) for number, row in zip(unread, tokens, strict=True)):
+            return preallocated_cache(model, keeps_all=True)
+        fewest, groups = min(unread), dict[int, list[int]]()
+        for place, number in enumerate(unread):
+            if number > fewest:
+                groups.setdefault((number - fewest - 1).bit_length(), []).append(place)
+        for places in groups.values():
+            most = max(unread[place] for place in places) - fewest
+            self._read(model, places, ids[places, : width - fewest], mask[places, : width - fewest], most)
+        return self._taken(model, range(len(ids)), starts, width - fewest)
+
+    def _num_known(self, name: int, row: np.ndarray) -> int:
+        """Return how many first tokens are kept of a row, without its last, whose logits are needed."""
+        known = self.kept[name][0][: len(row) - 1] if name in self.kept else row[:0]
+        differs = np.flatnonzero(known != row[: len(known)])
+        return int(differs[0]) if len(differs) else len(known)
+
+    def _read(self, model: Any, places: list[int], ids: Tensor, mask: Tensor, most: int) -> None:
+        """Read the last `most` tokens of rows, some perhaps again, and keep the caches."""
         starts = (mask == 0).sum(dim=1).tolist()
-        taken = [self.kept.pop(name, None) for name in self.names]
-        columns = width
-        for row, start, known in zip(rows, starts, taken, strict=True):
-            columns = min(columns, start + (0 if known is None else _alike(known[0], row[start:])))
-        if columns <= min(starts):
-            return given
+        first, rows = min(starts), torch.arange(len(places))
+        cache = self._taken(model, places, [start - first for start in starts], ids.shape[1] - first - most)
+        how = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
+        given = {"input_ids": ids[:, first:], "attention_mask": mask[:, first:], "generation_config": how}
+        output = model.generate(**given, **cache)
+        of_rows = KeptCaches(self.kept, [self.names[place] for place in places])
+        of_rows.keep(rows, rows >= 0, output.past_key_values, output.sequences, mask[:, first:])
+
+    def _taken(self, model: Any, places: Iterable[int], starts: list[int], columns: int) -> dict[str, Any]:
+        """Stack the first tokens' keys and values of rows, each from its start to `columns`."""
+        given = preallocated_cache(model, keeps_all=True)
+        rows = [self.kept.pop(self.names[place])[1] for place in places]
         for index, layer in enumerate(given["past_key_values"].layers):
-            of_rows = [None if known is None else known[1][index] for known in taken]
-            layer.update(
-                *(
-                    _stacked([None if row is None else row[part] for row in of_rows], starts, columns)
-                    for part in (0, 1)
-                )
-            )
+            layer.update(*(_stacked([row[index][part] for row in rows], starts, columns) for part in (0, 1)))
         return given
 
     def keep(self, rows: Tensor, leaving: Tensor, cache: Any, ids: Tensor, mask: Tensor) -> None:
@@ -203,34 +224,25 @@ class KeptCaches:
 
         Args:
             rows: Indices of the rows of the batch in this call, long `(B,)`.
-            leaving: Indices of those that leave it.
+            leaving: Which of them leave it, bool `(B,)`.
             cache: The batch's cache of `N` columns.
             ids: The batch's tokens, long `(B, C)` with `C >= N`.
             mask: 0 on the padding before them, long `(B, M)`.
         """
         starts, tokens = (mask == 0).sum(dim=1).tolist(), ids.cpu().numpy()
-        columns = cache.get_seq_length()
-        for place in leaving.tolist():
+        columns, of_call = cache.get_seq_length(), rows.tolist()
+        for place in leaving.nonzero().flatten().tolist():
             start = starts[place]
             states = [
                 (layer.keys[place, :, start:columns].clone(), layer.values[place, :, start:columns].clone())
                 for layer in cache.layers
             ]
-            self.kept[self.names[int(rows[place])]] = (tokens[place, start:columns], states)
+            self.kept[self.names[of_call[place]]] = (tokens[place, start:columns], states)
 
 
-def _alike(known: np.ndarray, row: np.ndarray) -> int:
-    """Return how many first tokens are the same, without the row's last, whose logits are needed."""
-    num = min(len(known), len(row) - 1)
-    differs = np.flatnonzero(known[:num] != row[:num])
-    return int(differs[0]) if len(differs) else num
-
-
-def _stacked(rows: list[Tensor | None], starts: list[int], columns: int) -> Tensor:
+def _stacked(rows: list[Tensor], starts: list[int], columns: int) -> Tensor:
     """Stack keys or values `(heads, n, D)` into `(B, heads, columns, D)`, each from its row's start on."""
-    first = next(row for row in rows if row is not None)
-    stacked = first.new_zeros(len(rows), first.shape[0], columns, first.shape[-1])
+    stacked = rows[0].new_zeros(len(rows), rows[0].shape[0], columns, rows[0].shape[-1])
     for place, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        if row is not None and start < columns:
-            stacked[place, :, start:] = row[:, : columns - start]
+        stacked[place, :, start:] = row[:, : max(columns - start, 0)]
     return stacked

@@ -78,7 +78,7 @@ def _continued_logits(policy: nn.Module, ids: Tensor, mask: Tensor, forced: Tens
     model, found, kept = transformers_model(policy), [], {}
     rows = KeptCaches(kept, [0, 1, 2])
     output = _generate(policy, ids, mask, forced[:, :1], **rows.cache(model, ids, mask.long()))
-    rows.keep(torch.arange(3), torch.arange(3), output.past_key_values, output.sequences, mask.long())
+    rows.keep(torch.arange(3), torch.ones(3, dtype=torch.bool), output.past_key_values, output.sequences, mask.long())
     for names in ([0], [2, 1]):
         start = int((~mask[names[0]]).sum())
         context = torch.cat((ids[names, start:], forced[names, :-1]), dim=1)

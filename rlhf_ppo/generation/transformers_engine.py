@@ -325,20 +325,17 @@ def generate_compacting(
     Raises:
         NonFiniteLogitsError, Stopped: Logits are NaN or infinite; a signal has arrived, at any rank if `synced_gpus`.
     """
-    num_rows, prompt_length = input_ids.shape
-    size, filling = length_and_filling(config)
-    result, longest = input_ids.new_full((num_rows, size), filling), prompt_length + size
-    rows = torch.arange(num_rows, device=input_ids.device)
+    prompt_length, (size, filling) = input_ids.shape[1], length_and_filling(config)
+    result, longest = input_ids.new_full((len(input_ids), size), filling), prompt_length + size
+    rows = torch.arange(len(input_ids), device=input_ids.device)
     strings = None if stop_strings is None else StopsAtStrings(stop_strings, prompt_length)
     how, processors = sampling_processors(changed(config, return_dict_in_generate=True), input_ids.device)
     new_cache = (lambda: preallocated_cache(model)) if preallocates else dict
-    check = FiniteLogitsCheck()
-    cache = new_cache() if kept is None else kept.cache(model, input_ids, attention_mask)
+    check, cache = FiniteLogitsCheck(), new_cache() if kept is None else kept.cache(model, input_ids, attention_mask)
     while len(rows) and input_ids.shape[1] < longest:
         how.max_new_tokens = longest - input_ids.shape[1]
-        finished = torch.zeros(len(rows), dtype=torch.bool, device=input_ids.device)
-        most_left = 0 if synced_gpus else int(UNFINISHED_SHARE * len(rows))
-        criterion = CompactionCriterion(finished, stop_tokens(config), strings, most_left, not synced_gpus)
+        most_left, none_yet = 0 if synced_gpus else int(UNFINISHED_SHARE * len(rows)), rows < 0
+        criterion = CompactionCriterion(none_yet, stop_tokens(config), strings, most_left, not synced_gpus)
         with raising_on_all_ranks_if_stopped(model) if synced_gpus else nullcontext():
             output = model.generate(
                 input_ids=input_ids,
@@ -352,12 +349,9 @@ def generate_compacting(
         finished, sampled = check.check_beside(criterion.finished), output.sequences
         result[rows, : sampled.shape[1] - prompt_length] = sampled[:, prompt_length:]
         if kept is not None:
-            leaves = finished if sampled.shape[1] < longest else torch.ones_like(finished)
-            kept.keep(rows.cpu(), leaves.nonzero().flatten(), output.past_key_values, sampled, attention_mask)
+            kept.keep(rows, finished | (sampled.shape[1] >= longest), output.past_key_values, sampled, attention_mask)
         left = sent((~finished).nonzero().squeeze(1), input_ids.device)
-        attention_mask = torch.cat(
-            (attention_mask, attention_mask.new_ones(len(rows), sampled.shape[1] - input_ids.shape[1])), dim=1
-        )[left]
+        attention_mask = nn.functional.pad(attention_mask, (0, sampled.shape[1] - input_ids.shape[1]), value=1)[left]
         rows, input_ids = rows[left], sampled[left]
         cache = rows_of_cache(output, left) if keeps_cache else new_cache()
     return result[:, : max(1, sampled.shape[1] - prompt_length)]
