@@ -59,7 +59,7 @@ _SAMPLING = ("top_k", "top_p", "min_p", *_ENGINE)
 _PROMPTS = ("max_prompt_length", "dataset_num_proc", "reward_weights", "reward_timeout", "chat_template_kwargs")
 _WEIGHTS = ("importance_sampling_mode", "importance_sampling_clip_max")
 _CORRECTION = ("importance_sampling_correction", *_WEIGHTS)
-_CLIPS = ("cliprange", "cliprange_high", "dual_clip", "cliprange_value")
+_CLIPS = ("cliprange", "cliprange_high", "dual_clip")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _WARM_UP = ("warmup_ratio", "warmup_steps")
 _WITHOUT_BETAS = {*("sgd", "schedule_free_sgd", "adafactor", "adagrad", "lomo"), *("rmsprop", "rmsprop_bnb")}
@@ -67,6 +67,10 @@ _WITHOUT_WARM_UP = ("constant", "reduce_lr_on_plateau", "greedy")
 
 _OF_RATIOS = ("gspo", "cispo", "dis")
 _ONE_STEP = ("an update is one optimizer step, before which all ratios are 1", "raise num_ppo_epochs")
+
+
+def _num_passes(args: PPOConfig) -> int:
+    return args.num_critic_epochs or args.num_ppo_epochs
 
 
 def _is_one_step(args: PPOConfig) -> bool:
@@ -86,8 +90,11 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, RunContext], bool], st
     (_WEIGHTS, lambda args, _: not args.importance_sampling_correction,
      "importance_sampling_correction is False", "set importance_sampling_correction=True"),
     (_CLIPS, lambda args, run: _is_one_step(args) and not run.has_loss, *_ONE_STEP),
+    (("cliprange_value",), lambda args, _: args.num_mini_batches == _num_passes(args) == 1,
+     "an update is one optimizer step, before which no value has changed", "raise num_ppo_epochs"),
     (("policy_loss",), lambda args, _: _is_one_step(args) and args.policy_loss in _OF_RATIOS, *_ONE_STEP),
-    (("critic_learning_rate", "cliprange_value"), lambda args, _: args.vf_coef == 0,
+    (("critic_learning_rate", "cliprange_value", "critic_freeze"),
+     lambda args, _: args.vf_coef == args.weight_decay == 0,
      "vf_coef is 0, so nothing trains the value model", "raise vf_coef"),
     (("lam", "lam_policy", "lam_critic", "length_adaptive_alpha", "bootstrap_truncated"),
      lambda args, _: args.gamma == 0, "gamma is 0, so no later reward counts", "raise gamma"),
@@ -123,7 +130,7 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, RunContext], bool], st
     (("lam",),
      lambda args, _: args.lam_critic is not None and (args.lam_policy, args.length_adaptive_alpha) != (None, None),
      "lam_critic and lam_policy or length_adaptive_alpha take its place", "leave one of them None"),
-    (("kl_stop",), lambda args, _: args.num_ppo_epochs == 1,
+    (("kl_stop",), lambda args, _: _num_passes(args) == 1,
      "num_ppo_epochs is 1, so no epoch is left to end", "raise num_ppo_epochs"),
     (("lm_head_float32",), lambda _, run: not run.has_16_bits,
      "the run computes in float32", "set bf16=True or fp16=True"),

@@ -216,6 +216,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"importance_sampling_mode": "sequence", "old_logprobs": "sampling"}, {"has_engine": True}, "takes its place"),
     ({"dual_clip": 3.0, "num_ppo_epochs": 1}, {}, "an update is one optimizer step"),
     ({"policy_loss": "dis", "num_ppo_epochs": 1}, {}, "before which all ratios are 1"),
+    ({"cliprange_value": 0.1, "num_ppo_epochs": 1}, {}, "before which no value has changed"),
     ({"lam": 0.5, "gamma": 0.0}, {}, "gamma is 0"),
     ({"critic_learning_rate": 0.5, "vf_coef": 0.0}, {}, "nothing trains the value model"),
     ({"chat_template_kwargs": {"a": 1}}, {"has_chats": False}, "the prompts are texts or ids"),
@@ -233,6 +234,11 @@ def test_an_option_without_its_partner_is_named_with_its_value_and_the_reason(
     args = PPOConfig("out", use_cpu=True, report_to="none", **options)
     (found,) = unused_options(args, RunContext(**beside)).values()
     assert reason in found and any(found.startswith(f"{name}={value!r} (") for name, value in options.items())
+
+
+def test_more_epochs_of_the_critic_give_its_clip_range_an_effect() -> None:
+    args = PPOConfig("out", use_cpu=True, report_to="none", num_ppo_epochs=1, num_critic_epochs=2, cliprange_value=0.1)
+    assert unused_options(args, RunContext()) == {}
 
 
 def test_a_presets_options_are_not_the_users() -> None:
