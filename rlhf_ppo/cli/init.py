@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
@@ -43,41 +44,45 @@ MINUTES_ON = {"cpu": 15.0, "cuda": 60.0}
 """Default of `--minutes` by the type of device."""
 
 HEAD = Template("""\
-# For `rlhf-ppo pipeline $file`: the steps below, one after the other. The same command continues an interrupted
-# pipeline. `rlhf-ppo sft --help`, `reward`, `train` and `judge` show the options of each step.
-#
-# Expected time on this machine: $time.
+# The steps of `rlhf-ppo pipeline $file`, in order. The same command continues
+# an interrupted pipeline. `rlhf-ppo sft --help`, `reward`, `train` and `judge`
+# show the options of the steps.
+$time
 
 output_dir: $output_dir
-seeds: [0]                 # PPO and the judge run once for each: [0, 1, 2]
-# launch: accelerate_configs/deepspeed_zero2.yaml   # for several GPUs; `rlhf-ppo configs .` writes these files
+seeds: [0]                 # [0, 1, 2] runs PPO and the judge three times
+# for several GPUs; `rlhf-ppo configs .` writes this file:
+# launch: accelerate_configs/deepspeed_zero2.yaml
 
-common:                    # given to every training step
+common:                    # options of every training step
   report_to: none          # or wandb, tensorboard, trackio
   bf16: $bf16
 $common""")
 SECTIONS = {
     "sft": """
-sft:                       # $texts
+$texts
+sft:
   model_name_or_path: $model
   dataset_name: $sft_data
 """,
     "reward": """
-reward:                    # $pairs
+$pairs
+reward:
 $start  dataset_name: $reward_data
 """,
     "judge_reward": """
-judge_reward:              # a second reward model, which judges; PPO never sees it
+judge_reward:              # a second reward model: the judge, unknown to PPO
 $start  dataset_name: $judge_reward_data
 """,
     "ppo": """
-ppo:                       # $prompts
+$prompts
+ppo:
 $ppo_start  dataset_name: $ppo_data
   kl_coef: 0.05            # higher keeps the policy nearer to its start
   missing_eos_penalty: 1.0 # for responses that do not end
 """,
     "judge": """
-judge:                     # the policy against the model it started from, on prompts that PPO has not seen
+judge:                     # policy against SFT model, on prompts new to PPO
   dataset_name: $judge_data
 $opponent$judge""",
 }
@@ -130,8 +135,9 @@ def init(argv: Sequence[str] | None = None) -> None:
 
 
 def _complete(args: argparse.Namespace) -> None:
-    """Ask for missing options."""
-    asks = sys.stdin.isatty()
+    """Ask for missing options, if one that is needed is missing."""
+    is_complete = args.model and args.prompts and (args.preferences or args.reward_funcs)
+    asks = sys.stdin.isatty() and not is_complete
     for name, (question, default) in QUESTIONS.items():
         if getattr(args, name) is None:
             setattr(args, name, _asked(name, question, default) if asks else default)
@@ -150,8 +156,9 @@ def _complete(args: argparse.Namespace) -> None:
 def _asked(name: str, question: str, default: str | None) -> str:
     shown = f" [{default}]" if default else ""
     while True:
+        print_text(f"{question}{shown}:")
         try:
-            answer = input(f"{question}{shown}: ").strip() or default
+            answer = input("> ").strip() or default
         except EOFError:
             print()
             raise ValueError(f"--{name} is missing, and the input has ended") from None
@@ -278,7 +285,9 @@ def written(
     model = scalar(args.model)
     values = {f"{section}_data": scalar(name) for section, name in names.items()}
     has_sft = "sft" in names
-    texts, pairs, prompts = (data[name].describe() if name in data else "" for name in ("sft", "reward", "ppo"))
+    texts, pairs, prompts = (
+        _comment(data[name].describe()) if name in data else "" for name in ("sft", "reward", "ppo")
+    )
     ppo_start = "" if has_sft else f"  sft_model_path: {model}\n"
     if args.reward_funcs:
         ppo_start += f"  reward_funcs: [{scalar(args.reward_funcs)}]\n"
@@ -296,7 +305,7 @@ def written(
         file=visible(args.file, one_line=True),
         output_dir=scalar(args.output_dir),
         bf16=str(bf16).lower(),
-        time=describe_time(proposal.minutes),
+        time=_comment(f"Expected time on this machine: {describe_time(proposal.minutes)}."),
         common="".join(f"  {name}: {_number(value)}\n" for name, value in proposal.sections["common"].items()),
     )
     parts = [head]
@@ -308,6 +317,10 @@ def written(
                 *(f"  {name}: {_number(value)}\n" for name, value in options),
             ]
     return "".join([*parts, "\nreport: {}\n"])
+
+
+def _comment(text: str) -> str:
+    return textwrap.fill(text, 79, initial_indent="# ", subsequent_indent="# ")
 
 
 def _judge(args: argparse.Namespace, names: Mapping[str, str]) -> str:
@@ -356,10 +369,10 @@ def show(
         table.add_row(names[section], cell(each.describe()))
     table.add_row("held out", f"{len(held_out):,} prompts, for the judge")
     table.add_row("time", describe_time(proposal.minutes))
-    for note in proposal.notes:
-        table.add_row("note", cell(note))
+    for note, steps in proposal.notes.items():
+        table.add_row("note", cell(f"{', '.join(steps)}: {note}"))
     if sum(proposal.minutes.values()) > 1.1 * minutes:
-        table.add_row("note", f"The least that makes sense takes longer than {minutes:g} minutes.")
+        table.add_row("note", f"A shorter run than this, in {minutes:g} minutes, would learn nothing.")
     Console(highlight=False).print(table)
 
 

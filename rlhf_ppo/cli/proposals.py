@@ -18,6 +18,9 @@ BYTES_PER_PARAMETER = 40
 """Of PPO in float32: policy and value model with gradients and AdamW's state, reference and reward model."""
 PPO_EPOCHS = 4
 MIN_UPDATES, MAX_UPDATES = 20, 200
+"""Of PPO."""
+MIN_STEPS = 50
+"""Optimizer steps of SFT and of a reward model, if the data suffice."""
 SHORTENED, SMALLEST_BATCH = 32, 16
 """Tokens of a response, and episodes of an update, that are not made fewer to save time."""
 SHARES = {"sft": 0.15, "reward": 0.2, "judge_reward": 0.2}
@@ -31,12 +34,12 @@ class Proposal:
     Attributes:
         sections: Options of each training step and of the judge; `common` is for all training steps.
         minutes: Expected minutes of each step.
-        notes: Sentences about data or memory that do not fit.
+        notes: Sentences about data or memory that do not fit, each with its steps.
     """
 
     sections: Mapping[str, Mapping[str, Any]]
     minutes: Mapping[str, float]
-    notes: Sequence[str]
+    notes: Mapping[str, Sequence[str]]
 
 
 def propose(machine: Machine, data: Mapping[str, Data], num_held_out: int, num_seeds: int, minutes: float) -> Proposal:
@@ -49,7 +52,7 @@ def propose(machine: Machine, data: Mapping[str, Data], num_held_out: int, num_s
         num_seeds: Runs of PPO.
         minutes: About how long all steps may take.
     """
-    notes: list[str] = []
+    notes: dict[str, list[str]] = {}
     seconds = 60 * minutes
     response = _response_length(machine, data)
     needed = machine.parameters * BYTES_PER_PARAMETER
@@ -72,20 +75,20 @@ def propose(machine: Machine, data: Mapping[str, Data], num_held_out: int, num_s
         else:
             batch //= 2
     if response < longest:
-        notes.append(
-            f"ppo: responses end after {response} tokens instead of {longest}, to keep to the time (--minutes)."
-        )
+        _note(notes, "ppo", f"responses end after {response} tokens, not {longest}, to save time (--minutes).")
     if room := sections["ppo"].get("max_prompt_length"):
         share = sum(length > room for length in data["ppo"].prompts) / len(data["ppo"].prompts)
-        notes.append(f"ppo: {share:.0%} of the prompts are longer than {room} tokens and are left out.")
+        _note(notes, "ppo", f"{share:.0%} of the prompts are longer than {room} tokens and are left out.")
     took |= {"ppo": num_seeds * each, "judge": num_seeds * judge_seconds, "report": SECONDS_TO_START}
     sections["judge"] = {"num_prompts": num_held_out, "max_new_tokens": response}
     if needed > machine.memory:
-        notes.append(
-            f"PPO of all weights needs about {needed / 2**30:.0f} GiB or more, and {machine.memory / 2**30:.0f} "
-            "GiB are free. Use LoRA (use_peft: true in `ppo`), or several devices (launch)."
-        )
-    return Proposal(sections, {name: value / 60 for name, value in took.items()}, tuple(notes))
+        memory = f"all weights need about {needed / 2**30:.0f} GiB, and {machine.memory / 2**30:.0f} GiB are free."
+        _note(notes, "ppo", f"{memory} Use LoRA (use_peft: true in `ppo`), or several devices (launch).")
+    return Proposal(sections, {name: value / 60 for name, value in took.items()}, notes)
+
+
+def _note(notes: dict[str, list[str]], step: str, note: str) -> None:
+    notes.setdefault(note, []).append(step)
 
 
 def learning_rate(at_a_billion: float, parameters: int) -> float:
@@ -115,7 +118,7 @@ def _power(number: float) -> int:
 
 
 def _training(
-    name: str, data: Data, machine: Machine, seconds: float, notes: list[str]
+    name: str, data: Data, machine: Machine, seconds: float, notes: dict[str, list[str]]
 ) -> tuple[dict[str, Any], float]:
     """Propose SFT or a reward model: up to three epochs, and fewer in the time that is given."""
     limit = min(MAX_TEXT, machine.positions or MAX_TEXT)
@@ -123,20 +126,19 @@ def _training(
     if too_long := sum(total + 2 > length for total in data.totals) / len(data.totals):
         if too_long > 0.05:
             action = "are cut" if name == "sft" else "are left out"
-            notes.append(f"{name}: {too_long:.0%} of the rows are longer than {length} tokens and {action}.")
+            _note(notes, name, f"{too_long:.0%} of the rows are longer than {length} tokens and {action}.")
     if name != "sft" and len(data.rows) < 1000:
-        notes.append(
-            f"{name}: {len(data.rows):,} pairs are few. A reward model of human preferences usually needs thousands; "
-            "its accuracy on held-out pairs will tell."
-        )
+        few = "fewer than 1,000 pairs. A reward model of human preferences needs thousands; its accuracy will tell."
+        _note(notes, name, few)
     rows = len(data.rows) if name == "sft" else len(data.rows) * 9 // 10  # a tenth of the pairs is held out
     epochs = 1 if rows > 50_000 else 2 if rows > 10_000 else 3
     batch = max(4, min(_power(rows * epochs / 200), BATCH // (1 if name == "sft" else 2)))
     mean = sum(min(total, length) for total in data.totals) / len(data.totals)
     tokens = mean * (1.3 if name == "sft" else 2.6)  # padding; both responses
     step = machine.training(int(batch * tokens)) * 1.25
-    updates = max(1, min(int((seconds - SECONDS_TO_START) / step), rows * epochs // batch))
-    if updates < rows * epochs // batch:
+    every = max(1, rows * epochs // batch)
+    updates = max(min(MIN_STEPS, every), min(int((seconds - SECONDS_TO_START) / step), every))
+    if updates < every:
         epochs = max(round(updates * batch / rows, 2), 0.01)
         updates = max(1, round(epochs * rows / batch))
     options = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import yaml
 
 from rlhf_ppo.cli.init import QUESTIONS, init, scalar
-from rlhf_ppo.cli.measuring import Data, Machine, measure_data
+from rlhf_ppo.cli.measuring import Data, Machine, measure_data, seconds_of
 from rlhf_ppo.cli.pipeline import check_steps
 from rlhf_ppo.cli.proposals import learning_rate, propose
 from rlhf_ppo.data.sources import load_splits
@@ -201,14 +202,14 @@ def test_responses_and_batches_are_smaller_where_twenty_updates_would_take_too_l
 
     assert found.sections["ppo"]["response_length"] == found.sections["judge"]["max_new_tokens"] == 32
     assert found.sections["ppo"]["total_episodes"] <= 25 * 16
-    assert found.notes == ("ppo: responses end after 32 tokens instead of 200, to keep to the time (--minutes).",)
+    assert found.notes == {"responses end after 32 tokens, not 200, to save time (--minutes).": ["ppo"]}
 
 
 def test_few_prompts_and_little_memory_make_small_batches() -> None:
     few = propose(MACHINE, DATA | {"ppo": data(20, 10, 0)}, 4, 1, 15).sections["ppo"]
     assert few["per_device_train_batch_size"] * few["gradient_accumulation_steps"] == 16
     full = propose(replace(MACHINE, memory=10**7 * 40 + 2**26), DATA, 4, 1, 15)
-    assert full.sections["ppo"]["gradient_accumulation_steps"] > 1 and full.notes == ()
+    assert full.sections["ppo"]["gradient_accumulation_steps"] > 1 and full.notes == {}
     assert (
         64 == full.sections["ppo"]["gradient_accumulation_steps"] * full.sections["ppo"]["per_device_train_batch_size"]
     )
@@ -221,10 +222,14 @@ def test_what_does_not_fit_into_the_model_is_named() -> None:
 
     ppo = found.sections["ppo"]
     assert ppo["max_prompt_length"] + ppo["response_length"] == 512 == found.sections["sft"]["max_length"]
-    assert found.notes == (
-        "sft: 100% of the rows are longer than 512 tokens and are cut.",
-        "ppo: 100% of the prompts are longer than 256 tokens and are left out.",
-    )
+    assert found.notes == {
+        "100% of the rows are longer than 512 tokens and are cut.": ["sft"],
+        "100% of the prompts are longer than 256 tokens and are left out.": ["ppo"],
+    }
+
+
+def test_other_programs_do_not_slow_the_measurement() -> None:
+    assert seconds_of(lambda: time.sleep(0.02), torch.device("cpu")) < 0.01
 
 
 @pytest.mark.parametrize("text", ["yes", "a: b", "# c", 'd "e" {f}', "007", "plain/path.jsonl"])
@@ -236,7 +241,7 @@ def test_a_missing_option_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: Iterator[str] = iter(["", "base", "", "", "prompts.jsonl", "", "length"])
     asked: list[str] = []
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda question: (asked.append(question), next(answers))[1])
+    monkeypatch.setattr("builtins.input", lambda mark: (asked.append(mark), next(answers))[1])
     init([])
 
     written = yaml.safe_load(Path("run.yaml").read_text())
@@ -265,8 +270,9 @@ def test_help_names_each_option_once(capsys: Any) -> None:
 
 def test_who_has_pairs_is_asked_for_others_for_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda question: "pairs.jsonl" if "second reward" in question else "")
-    init(ALL.split())
+    answers = iter(["prompts.jsonl", "", "pairs.jsonl"])
+    monkeypatch.setattr("builtins.input", lambda _: next(answers))
+    init("--model base --texts texts.jsonl --preferences pairs.jsonl".split())
 
     assert yaml.safe_load(Path("run.yaml").read_text())["judge_reward"]["dataset_name"] == "pairs.jsonl"
 
