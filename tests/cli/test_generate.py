@@ -1,0 +1,61 @@
+"""The command `rlhf-ppo generate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_ppo.cli.main import main
+from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    for name, model in (("policy", tiny_policy()), ("critic", tiny_scorer())):
+        model.save_pretrained(tmp_path / name)
+        make_tokenizer().save_pretrained(tmp_path / name)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w{row} w5"}) + "\n" for row in range(3)))
+    files = {"model": "policy", "critic": "critic", "dataset_name": "prompts.jsonl", "output": "out.jsonl"}
+    return [word for name, file in files.items() for word in (f"--{name}", str(tmp_path / file))]
+
+
+@pytest.mark.parametrize("how", [["--n", "4"], ["--n", "4", "--weighted"], ["--width", "2", "--block", "3"]])
+def test_it_writes_a_response_and_its_value_for_each_prompt(words: list[str], how: list[str], capsys: Any) -> None:
+    main(["generate", *words, "--max_new_tokens", "6", "--num_prompts", "2", *how])
+    rows = [json.loads(line) for line in Path(words[-1]).read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["w0 w5", "w1 w5"]
+    assert all(isinstance(row["response"], str) and isinstance(row["value"], float) for row in rows)
+    assert "2 responses are in" in capsys.readouterr().out
+    first = Path(words[-1]).read_text()
+    main(["generate", *words, "--max_new_tokens", "6", "--num_prompts", "2", *how])
+    assert Path(words[-1]).read_text() == first, "a seed gives the same responses"
+
+
+def test_the_best_of_more_is_worth_more(words: list[str]) -> None:
+    values = []
+    for n in ("1", "16"):
+        main(["generate", *words, "--max_new_tokens", "6", "--n", n])
+        values.append(sum(json.loads(line)["value"] for line in Path(words[-1]).read_text().splitlines()))
+    assert values[1] > values[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"critic": ""}, "critic is not given"),
+        ({"n": "0"}, "n=0"),
+        ({"critic": "policy"}, "critic"),
+        ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"width": "2", "block": "0"}, "block=0"),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: list[str], change: dict[str, str], message: str, capsys: Any) -> None:
+    given = dict(zip(words[::2], words[1::2], strict=True)) | {f"--{name}": value for name, value in change.items()}
+    if change.get("critic"):
+        given["--critic"] = given["--model"]
+    with pytest.raises(SystemExit) as error:
+        main(["generate", *[word for pair in given.items() for word in pair]])
+    assert error.value.code == 2 and message in capsys.readouterr().err
