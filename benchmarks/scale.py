@@ -5,9 +5,10 @@ nothing. All else is real: accelerate shards policy and value model, this packag
 reduces, and each storage that an operation makes is counted until it is freed. Activations are recomputed, products
 are in bf16. Nothing is measured: streams, fragments of the allocator and NCCL's own buffers are not there.
 
-The table is in GB for each rank, and in brackets what the package estimates. *Loaded*: policy, value model and
-reference before they are sharded. *Generation*: the most while 64 rows of 512 + 512 tokens generate; *learning*: while
-4 rows are learned from. *A micro-batch*, *an update*: bytes that each rank sends; an update has 16 micro-batches.
+The table is in GB for each rank, and in brackets what the package estimates. *Construction*: the most while policy,
+value model and reference are sharded, of which the whole models are a node's. *Generation*: the most while 64 rows of
+512 + 512 tokens generate; *learning*: while 4 rows are learned from. *A micro-batch*, *an update*: bytes that each
+rank sends; an update has 16 micro-batches.
 """
 
 from __future__ import annotations
@@ -136,8 +137,7 @@ class Simulated:
     """What one rank holds and exchanges.
 
     Attributes:
-        whole: Bytes of policy, value model and reference as they are loaded: on the host, for each rank.
-        construction: The most while they were sharded, with those whole models.
+        construction: The most while policy, value model and reference were sharded, with the whole models.
         resident: Weights, gradients and the optimizer's state.
         generation: The most in a decoding step with a full cache.
         learning: The most in a micro-batch.
@@ -145,7 +145,6 @@ class Simulated:
         micro_batch: Those of a forward and backward pass.
     """
 
-    whole: int = 0
     construction: int = 0
     resident: int = 0
     generation: int = 0
@@ -210,7 +209,6 @@ def simulate(shape: Shape, world: int, workload: Workload = WORKLOAD) -> Simulat
         stack.enter_context(held.counting())
         stack.enter_context(mock.patch("rlhf_ppo.models.frozen.pack_rows"))  # whose proof reads numbers
         policy, value_model, reference = models_of(shape)
-        found.whole = held.now
         models: Any = PolicyAndValue(policy, value_model, temperature=1.0)
         set_up_engine(accelerator, models)
         stack.enter_context(as_in_learning(True, None, policy, value_model))
@@ -290,7 +288,7 @@ def compared(found: Simulated, estimate: Estimate, world: int) -> dict[str, tupl
 
     exchanged = estimate.communication
     pairs = {
-        "loaded": (found.whole, estimate.host),
+        "construction": (found.construction, estimate.host),
         "resident": (found.resident, estimate.resident),
         "generation": (found.generation, estimate.resident + estimate.generation - estimate.freed),
         "learning": (found.learning, estimate.resident + estimate.learning),
@@ -306,7 +304,7 @@ def main() -> None:
     parser.add_argument("sizes", nargs="*", default=SHAPES, help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--ranks", nargs="+", type=int, default=WORLDS)
     options = parser.parse_args()
-    columns = ["loaded", "resident", "generation", "learning", "a micro-batch", "an update"]
+    columns = ["construction", "resident", "generation", "learning", "a micro-batch", "an update"]
     print(f"| model | ranks | {' | '.join(columns)} | collectives of a micro-batch |")
     print(f"|{' --- |' * (3 + len(columns))}")
     for size in options.sizes:

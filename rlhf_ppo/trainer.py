@@ -630,7 +630,7 @@ class PPOTrainer(TrainerBase):
         of_texts = 0.0 if self._ptx is None else self._ptx.learn(model, statistics, self._forward_context)
         parts = weighted_micro_batches(minibatch, num_tokens, self._unwrapped(model).packs_rows, run)
         for part, is_last in self._learning.micro_batches(parts):
-            with accumulate(self.accelerator, model, is_last):
+            with accumulate(self.accelerator, model, is_last, self.args):
                 loss, (output, policy, value) = self._backward(model, part, num_tokens)
             statistics.add(part, output, None if self._warmup.in_critic_epoch else policy, value)
             losses.append(loss * self.accelerator.num_processes)

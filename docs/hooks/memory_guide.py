@@ -117,11 +117,13 @@ def gigabytes(size: str) -> Iterator[tuple[str, list[float | None], list[str]]]:
 
 
 def exchanged(estimates: dict[str, Estimate]) -> list[str]:
-    """Write what 8 GPUs load, and what each sends with each engine, with seconds at both rates."""
+    """Write a node's host memory, and what each of 8 GPUs sends with each engine, with seconds at both rates."""
     sent = [estimate.communication.total for estimate in estimates.values()]
-    loaded = 8 * next(iter(estimates.values())).host / 1e9
+    of_fsdp = estimates["fsdp2"]
+    gathered = (of_fsdp.gathered_weights, of_fsdp.gathered_optimizer)
+    held = [f"{number / 1e9:.0f}" for number in (of_fsdp.host, sum(gathered), gathered[0])]
     times = [" and ".join(rounded_seconds(number / rate) for rate in BANDWIDTHS) for number in sent]
-    return [f"{loaded:.0f}", *(f"{number / 1e9:.0f}: {each}" for number, each in zip(sent, times, strict=True))]
+    return [*held, *(f"{number / 1e9:.0f}: {each}" for number, each in zip(sent, times, strict=True))]
 
 
 def numbers_of(engine: str) -> tuple[int, ...]:
@@ -144,7 +146,8 @@ def page(sizes: Iterable[str] = SIZES) -> str:
     columns = ["1 GPU", *(f"{name} x{n}" for name in ("ZeRO-2", "ZeRO-3", "FSDP2") for n in NUMBERS)]
     head = [["size", "trained", *columns], ["---"] * (2 + len(columns))]
     remember = {name: remembering(getattr(estimates, name)) for name in ("count_pass", "count_cache_bytes")}
-    exchange = [["size", "trained", "host", *EXCHANGING.values()], ["---"] * (3 + len(EXCHANGING))]
+    of_host = ["loading", "full checkpoint", "sharded checkpoint"]
+    exchange = [["size", "trained", *of_host, *EXCHANGING.values()], ["---"] * (5 + len(EXCHANGING))]
     with patch.multiple(estimates, **remember):
         for size in sizes:
             for way, values, sent in gigabytes(size):
@@ -185,10 +188,13 @@ fewer rows in generation (`local_rollout_forward_batch_size`), `offload_frozen`,
 
 ## Host memory and communication
 
-The same runs on a node of 8 GPUs. *host*: GB of the node's memory during loading, if every
-process loads every model (DDP, ZeRO-1, ZeRO-2 and FSDP2). Other columns: GB that each GPU sends in an update of
-64 micro-batches and 4 optimizer steps, and the time at 300 GB/s (NVLink within a node) and at 50 GB/s
-(400 Gbit/s per GPU between nodes).
+The same runs on a node of 8 GPUs. *loading*: GB of the node's host memory while models are loaded. Its
+processes map one copy of the weights, also of models that are made from others; the first process has one
+more model while it converts a 16-bit checkpoint. *full checkpoint*, *sharded checkpoint*: GB that an FSDP2
+checkpoint gathers in the first process's host memory, with `FULL_STATE_DICT` and with `SHARDED_STATE_DICT`.
+ZeRO-3 gathers the weights alone, in 16 bits. Other columns: GB that each GPU sends in an update of 64
+micro-batches and 4 optimizer steps, and the time at 300 GB/s (NVLink within a node) and at 50 GB/s (400 Gbit/s
+per GPU between nodes).
 
 {exchanges}
 
@@ -198,8 +204,9 @@ backward pass. The cost of a micro-batch does not depend on its size: use the la
 same). `rlhf-ppo estimate --device_memory 8e10` tells you the size. DDP and ZeRO-1 exchange gradients once per
 optimizer step. FSDP2 can keep parameters gathered between a forward and a backward pass
 (`fsdp_reshard_after_forward: false`), which saves a quarter of the traffic and needs all parameters on each
-GPU. There is no option to reduce gradients only at the last micro-batch of a step: FSDP2
-would keep whole gradients on each GPU, 4 bytes per trained weight.
+GPU. To reduce gradients only at the last micro-batch of a step, set `accelerator_config` to
+`{{"gradient_accumulation_kwargs": {{"sync_each_batch": false}}}}`. FSDP2 then keeps whole gradients on each GPU, 4
+bytes per trained weight; the estimate counts them.
 
 `python benchmarks/scale.py` simulates a rank of 8 and of 64 under FSDP2: the estimate agrees
 ([Many devices](distributed.md#at-scale)).

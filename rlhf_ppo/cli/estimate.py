@@ -22,6 +22,7 @@ from yaml import YAMLError
 from rlhf_ppo.cli.arguments import PPOScriptArguments
 from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.inherited import reduces_once
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.config.validation import AtLeastOne, Interval, check_ranges, option, ranges_of
 from rlhf_ppo.estimate.run import (
@@ -92,13 +93,11 @@ class Devices:
         count: Number of devices.
         engine: Name of the engine that divides memory between them.
         sharding: Parts of memory that it divides.
-        of_node: Number of devices of one node.
     """
 
     count: int
     engine: str
     sharding: Sharding
-    of_node: int
 
 
 def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
@@ -108,19 +107,19 @@ def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
         ValueError: The accelerate configuration cannot be read.
     """
     path = script_args.accelerate_config
-    count, nodes = 1, 1
+    count = 1
     stage, is_fsdp = getattr(args.deepspeed_plugin, "zero_stage", None), bool(args.fsdp)
     if path is not None:
         try:
             config: Any = load_config_from_file(path)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, YAMLError) as error:  # of an empty one
             raise ValueError(f"accelerate_config={path!r} is no configuration of accelerate: {error}") from error
-        count, nodes = config.num_processes, getattr(config, "num_machines", 1)
+        count = config.num_processes
         stage, is_fsdp = (config.deepspeed_config or {}).get("zero_stage"), bool(config.fsdp_config)
     count = script_args.num_devices or count
     engine = "FSDP" if is_fsdp else f"DeepSpeed ZeRO-{stage}" if stage else "DDP" if count > 1 else ""
-    sharding = Sharding.of(stage, is_fsdp, count, mixed_precision_dtype(args))
-    return Devices(count, engine, sharding, -(-count // nodes))
+    sharding = Sharding.of(stage, is_fsdp, count, mixed_precision_dtype(args), reduces_once(args))
+    return Devices(count, engine, sharding)
 
 
 def models_without_weights(
@@ -282,5 +281,5 @@ def show(
         highlight=False,
         soft_wrap=True,
     )
-    if besides := describe_processes(estimate, devices.of_node, seconds, memory):
+    if besides := describe_processes(estimate, seconds, memory):
         console.print(besides, highlight=False, soft_wrap=True)

@@ -120,12 +120,18 @@ def _unsupported(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     config = args.accelerator_config
     if isinstance(config, AcceleratorConfig) and config.split_batches:
         yield "accelerator_config", "drop its split_batches: each process reads per_device_train_batch_size rows"
-    if isinstance(config, AcceleratorConfig) and config.gradient_accumulation_kwargs:
+    if isinstance(config, AcceleratorConfig) and config.gradient_accumulation_kwargs and not reduces_once(args):
         yield "accelerator_config", "drop its gradient_accumulation_kwargs: use gradient_accumulation_steps"
     if isinstance(config, AcceleratorConfig) and not config.use_seedable_sampler:
         yield "accelerator_config", "drop its use_seedable_sampler=False: prompts could not be resumed in their order"
     if args.metric_for_best_model in ("loss", "eval_loss"):
         yield "metric_for_best_model", "evaluation has no loss; use 'score'"
+
+
+def reduces_once(args: TrainingArguments) -> bool:
+    """Return whether FSDP2 keeps whole gradients until the last micro-batch of a step, to exchange them once."""
+    given = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    return given | {"num_steps": 1} == {"sync_each_batch": False, "num_steps": 1}  # Trainer adds num_steps
 
 
 _POSITIVE = Interval(0, math.inf, open_low=True)

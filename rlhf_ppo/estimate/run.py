@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.inherited import reduces_once
 from rlhf_ppo.config.ppo_config import settings_of
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_update
@@ -146,7 +146,8 @@ class RunEstimate:
         if is_stream or self.frozen is None or is_sharded(self.policy):
             return None
         dtype = mixed_precision_dtype(accelerator)
-        sharding = Sharding.of(zero_stage(accelerator), is_fsdp(accelerator), accelerator.num_processes, dtype)
+        engine = zero_stage(accelerator), is_fsdp(accelerator)
+        sharding = Sharding.of(*engine, accelerator.num_processes, dtype, reduces_once(self.args))
         models = (self.policy, self.value_model, self.frozen)
         with torch.enable_grad():  # an evaluation may ask
             return estimate_run(
@@ -231,8 +232,7 @@ def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_u
     seconds = estimate.seconds(*measure_rates(device, dtype))
     total = timedelta(seconds=round(seconds * num_updates))
     device_memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    processes_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by launchers
-    besides = describe_processes(estimate, processes_per_node, seconds, device_memory)
+    besides = describe_processes(estimate, seconds, device_memory)
     return (
         f"Estimate per device: {size(estimate.peak)}; at least {seconds:.2g} s an update, {total} in all."
     ) + f"\n{besides}" * bool(besides)
@@ -241,24 +241,25 @@ def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_u
 # Several processes
 
 
-def describe_processes(estimate: Estimate, processes_per_node: int, seconds: float, memory: float | None) -> str:
+def describe_processes(estimate: Estimate, seconds: float, memory: float | None) -> str:
     """Describe host memory and communication; empty for one process.
 
     Args:
         estimate: The estimate of each process.
-        processes_per_node: Processes of a node, each of which loads all models.
         seconds: Least seconds of an update without communication.
         memory: Bytes of a device; None: unknown.
     """
     exchanged = estimate.communication
     if exchanged.total == 0:
         return ""
-    by = f"{processes_per_node} process{'es' * (processes_per_node > 1)}"
     times = " and ".join(f"{rounded_seconds(exchanged.total / rate)} at {rate / 1e9:.0f} GB/s" for rate in BANDWIDTHS)
     lines = [
-        f"Host memory of each node while models are loaded: {size(estimate.host * processes_per_node)}, by {by}.",
+        f"Host memory of each node while models are loaded: {size(estimate.host)}.",
         f"Each process sends {size(exchanged.total)} per update, which takes {times}.",
     ]
+    if gathered := estimate.gathered_weights:
+        state = f", and {size(optimizer)} with FULL_STATE_DICT" if (optimizer := estimate.gathered_optimizer) else ""
+        lines.append(f"A checkpoint gathers {size(gathered)} in the first process's host memory{state}.")
     if exchanged.per_micro_batch and exchanged.total / BANDWIDTHS[-1] > seconds:
         lines.append(_advice(estimate, memory))
     return " ".join(lines)

@@ -81,6 +81,7 @@ class Sharding:
         buckets: Whether gradients are exchanged through a copy, as under DDP.
         is_fsdp: Whether FSDP2 shards.
         processes: Number of processes.
+        reduces_once: Whether FSDP2 keeps whole gradients until the last micro-batch of a step.
     """
 
     weights: int = 1
@@ -91,9 +92,17 @@ class Sharding:
     buckets: bool = False
     is_fsdp: bool = False
     processes: int = 1
+    reduces_once: bool = False
 
     @classmethod
-    def of(cls, zero_stage: int | None, is_fsdp: bool, num_processes: int, dtype: torch.dtype | None = None) -> Self:
+    def of(
+        cls,
+        zero_stage: int | None,
+        is_fsdp: bool,
+        num_processes: int,
+        dtype: torch.dtype | None = None,
+        reduces_once: bool = False,
+    ) -> Self:
         """Return the sharding of DeepSpeed ZeRO (Rajbhandari et al., arXiv 1910.02054), FSDP or DDP.
 
         Args:
@@ -101,6 +110,7 @@ class Sharding:
             is_fsdp: Whether FSDP shards.
             num_processes: Number of processes.
             dtype: The 16-bit type of matrix products, or None.
+            reduces_once: Whether the arguments ask for one exchange of gradients per step.
         """
         stage = 3 if is_fsdp else zero_stage or 0
         return cls(
@@ -110,6 +120,7 @@ class Sharding:
             buckets=stage == 0 and num_processes > 1,
             is_fsdp=is_fsdp,
             processes=num_processes,
+            reduces_once=is_fsdp and reduces_once,
         )
 
     @property
@@ -163,7 +174,9 @@ class Estimate:
         rows_per_micro_batch: Rows of one pass with gradient.
         rows_per_step: Rows of an optimizer step.
         learning_row: The part of `learning` that each row of a micro-batch adds.
-        host: Bytes that each process needs on the host to load all models, before an engine shards them.
+        host: Bytes of all models, which the processes of a node hold once on the host before an engine shards them.
+        gathered_weights: Bytes of the weights that a checkpoint gathers on the host of the first process.
+        gathered_optimizer: Those of the optimizer's state, with FSDP2's `FULL_STATE_DICT`.
         communication: Bytes that each process exchanges.
     """
 
@@ -183,6 +196,8 @@ class Estimate:
     rows_per_step: int
     learning_row: int
     host: int
+    gathered_weights: int
+    gathered_optimizer: int
     communication: Communication
 
     @property
@@ -239,15 +254,15 @@ def estimate_update(
     count = _UpdateCounter(policy, value_model, frozen, workload, sharding, autocast)
     stored, learned = sharding.stored, count.learned
     gradients = stored_bytes(learned, torch.float32 if stored else None) * (2 if sharding.buckets else 1)
+    is_sharded, num_learned = sharding.weights > 1, sum(map(num_elements, learned))
     frozen_bytes = count.frozen_bytes()
     gathered_outside, reduced_outside = count.outside_block_bytes()
     learning, learning_rows = count.learning_bytes()
     return Estimate(
         weights=stored_bytes(count.trained, stored) // sharding.weights,
         frozen=(max(frozen_bytes, default=0) if offloads else sum(frozen_bytes)) // sharding.weights,
-        gradients=gradients // sharding.gradients,
-        optimizer=int((optimizer_bytes + (4 if stored else 0)) * sum(map(num_elements, learned)))
-        // sharding.optimizer,
+        gradients=gradients // sharding.gradients + sharding.reduces_once * is_sharded * 4 * num_learned,
+        optimizer=int((optimizer_bytes + (4 if stored else 0)) * num_learned) // sharding.optimizer,
         generating_weights=max(count.generating_weights(), gathered_outside),
         generated_row=count_cache_bytes(policy, 1, workload.length, autocast, sharding.in_passes)
         + 4 * _vocabulary(policy),
@@ -261,6 +276,8 @@ def estimate_update(
         rows_per_step=workload.rows // workload.num_mini_batches,
         learning_row=learning_rows // workload.rows_per_micro_batch,
         host=stored_bytes([*count.trained, *(value for model in frozen for value in model.parameters())]),
+        gathered_weights=is_sharded * stored_bytes(count.trained, stored),
+        gathered_optimizer=int(is_sharded * sharding.is_fsdp * optimizer_bytes * num_learned),
         communication=count.communication(),
     )
 
@@ -392,17 +409,18 @@ class _UpdateCounter:
 
         DDP and ZeRO-1 reduce gradients once for an optimizer step, ZeRO-2, ZeRO-3 and FSDP2 for every micro-batch;
         ZeRO-3 and FSDP2 also gather parameters for every forward and backward pass, FSDP2 those outside blocks once
-        for both. Of `S` bytes and `n` processes, each sends `S (n - 1) / n` in an all-gather or a reduce-scatter,
-        twice that in an all-reduce. Gradients have 4 bytes. Norms, metrics and buffers are left out.
+        for both. With `reduces_once` FSDP2 reduces gradients once for a step. Of `S` bytes and `n` processes, each
+        sends `S (n - 1) / n` in an all-gather or a reduce-scatter, twice that in an all-reduce. Gradients have 4
+        bytes. Norms, metrics and buffers are left out.
         """
         workload, sharding = self.workload, self.sharding
         stage = 3 if sharding.weights > 1 else 2 if sharding.gradients > 1 else 1 if sharding.optimizer > 1 else 0
         gradients = 4 * sum(map(num_elements, self.learned))
         rollout, per_pass = self._gathered_bytes() if stage == 3 else (0, 0)
-        per_micro_batch = per_pass + {2: 2 * gradients, 3: gradients}.get(stage, 0)
-        per_step = (2 * gradients if stage < 2 else 0) + (
-            stored_bytes(self.learned, sharding.stored) if stage in (1, 2) else 0
-        )
+        reduced = {2: 2 * gradients, 3: gradients}.get(stage, 0)
+        per_micro_batch = per_pass + (0 if sharding.reduces_once else reduced)
+        per_step = reduced if sharding.reduces_once else 2 * gradients if stage < 2 else 0
+        per_step += stored_bytes(self.learned, sharding.stored) if stage in (1, 2) else 0
         share = (sharding.processes - 1) / sharding.processes
         return Communication(
             int(share * rollout),

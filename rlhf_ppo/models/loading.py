@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from rlhf_ppo.models.heads import (
     reads_last_token,
     scalar_head,
 )
+from rlhf_ppo.models.node_memory import load_once, make_once
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.unwrapping import (
     backbone,
@@ -204,7 +206,7 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
     if original is reward_model:
         return _without_adapters(copy_model(original), "value_model").float().train().requires_grad_(True)
     source = _without_adapters(copy.deepcopy(original), "value_model") if is_peft_model(original) else original
-    value_model = empty_classifier(source)
+    value_model = make_once(lambda: empty_classifier(source))
     if type(backbone(value_model)) is not type(backbone(source)) or scalar_head(value_model) is None:
         raise ValueError(
             f"value_model=None, but {type(value_model).__name__}, the sequence classifier that transformers has for "
@@ -292,7 +294,7 @@ def low_precision_parameters(model: nn.Module) -> list[str]:
     ]
 
 
-def _language_model(path: str | os.PathLike[str], given: str, settings: dict[str, Any]) -> Any:
+def _language_model(given: str, path: str | os.PathLike[str], **settings: Any) -> Any:
     """Load a language model; refuse a missing head, which transformers would fill with random numbers."""
     load: Any = AutoModelForCausalLM.from_pretrained
     loaded, info = load(path, output_loading_info=True, **settings)
@@ -332,10 +334,14 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     if is_adapter_directory(path):
         return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
     try:
+        settings = {"dtype": torch.float32, **kwargs}
         with hide_model_bars(unless_terminal=True):
-            if auto_class is AutoModelForCausalLM:
-                return _language_model(path, given, {"dtype": torch.float32, **kwargs})
-            return auto_class.from_pretrained(path, **{"dtype": torch.float32, **kwargs})
+            load = (
+                functools.partial(_language_model, given)
+                if auto_class is AutoModelForCausalLM
+                else auto_class.from_pretrained
+            )
+            return load_once(lambda dtype: load(path, **settings | {"dtype": dtype}), settings["dtype"])
     except torch.OutOfMemoryError:
         raise
     except OSError as error:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlhf_ppo.models.node_memory import copy_once
+
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedConfig
@@ -290,13 +292,15 @@ def gathered(parameters: Iterable[Tensor], modify: bool = False) -> AbstractCont
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Copy a model; the copy of a sharded model is sharded too, and a rank holds at most one whole parameter.
+    """Copy a model, once for the processes of a node.
+
+    The copy of a sharded model is sharded too, and a rank holds at most one whole parameter.
 
     Args:
         model: A transformers model.
     """
     if not is_sharded(model):
-        return copy.deepcopy(model)
+        return copy_once(model)
     original = transformers_model(model)
     twin = type(original)._from_config(copy.deepcopy(original.config))
     copy_weights(original, twin)

@@ -29,6 +29,7 @@ from rlhf_ppo.algorithm.losses import (
 from rlhf_ppo.checkpoints.complete import explaining_load_error
 from rlhf_ppo.checkpoints.state import PartialUpdate, Progress, check_same_update, num_learned_minibatches
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.inherited import reduces_once
 from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.models.logprobs import ResponseLogprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
@@ -532,13 +533,18 @@ class InterruptibleLearning:
         return f"{self.partial.num_minibatches} of {num_minibatches} mini-batches learned"
 
 
-def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+def accumulate(
+    accelerator: Accelerator, model: nn.Module, is_last: bool, args: PPOConfig
+) -> AbstractContextManager[Any]:
     """Exchange gradients with the last micro-batch only.
 
-    DeepSpeed counts micro-batches itself; FSDP would keep unsharded gradients of both models on every rank.
+    DeepSpeed counts micro-batches itself; FSDP would keep unsharded gradients of both models on every rank, unless the
+    arguments ask for it.
     """
     accelerator.gradient_state._set_sync_gradients(is_last)
-    if is_last or accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+    engine = accelerator.distributed_type
+    is_exchanged = engine == DistributedType.DEEPSPEED or (engine == DistributedType.FSDP and not reduces_once(args))
+    if is_last or is_exchanged:
         return nullcontext()
     return accelerator.no_sync(model)
 

@@ -180,7 +180,7 @@ class LanguageModeling:
         # DeepSpeed keeps the last step's gradient of a parameter without a part in a step's first backward pass.
         only = None if run.accelerator.distributed_type == DistributedType.DEEPSPEED else "policy"
         for part in micro_batches(rows, *cut):
-            with accumulate(run.accelerator, model, is_last=False):
+            with accumulate(run.accelerator, model, False, args):
                 with forward_context():
                     output = model(*part.batch, only=only, places=part.places, temperature=1.0)
                     nll = -output.logprobs.sum()  # 0 on context

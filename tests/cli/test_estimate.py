@@ -83,20 +83,20 @@ def test_an_adapter_is_estimated_without_a_warning(recwarn: pytest.WarningsRecor
 
 
 @pytest.mark.parametrize(
-    ("file", "engine", "sharding", "of_node"),
+    ("file", "engine", "sharding"),
     [
-        ("single_gpu.yaml", "", Sharding(), 1),
-        ("multi_gpu.yaml", "DDP", Sharding(buckets=True, processes=8), 8),
-        ("deepspeed_zero1.yaml", "DeepSpeed ZeRO-1", Sharding(1, 1, 8, processes=8), 8),
-        ("deepspeed_zero2.yaml", "DeepSpeed ZeRO-2", Sharding(1, 8, 8, processes=8), 8),
-        ("deepspeed_zero3.yaml", "DeepSpeed ZeRO-3", Sharding(8, 8, 8, processes=8), 8),
-        ("fsdp2.yaml", "FSDP", Sharding(8, 8, 8, is_fsdp=True, processes=8), 8),
-        ("multi_node.yaml", "DeepSpeed ZeRO-3", Sharding(16, 16, 16, processes=16), 8),
+        ("single_gpu.yaml", "", Sharding()),
+        ("multi_gpu.yaml", "DDP", Sharding(buckets=True, processes=8)),
+        ("deepspeed_zero1.yaml", "DeepSpeed ZeRO-1", Sharding(1, 1, 8, processes=8)),
+        ("deepspeed_zero2.yaml", "DeepSpeed ZeRO-2", Sharding(1, 8, 8, processes=8)),
+        ("deepspeed_zero3.yaml", "DeepSpeed ZeRO-3", Sharding(8, 8, 8, processes=8)),
+        ("fsdp2.yaml", "FSDP", Sharding(8, 8, 8, is_fsdp=True, processes=8)),
+        ("multi_node.yaml", "DeepSpeed ZeRO-3", Sharding(16, 16, 16, processes=16)),
     ],
 )
-def test_the_devices_of_an_accelerate_configuration(file: str, engine: str, sharding: Sharding, of_node: int) -> None:
+def test_the_devices_of_an_accelerate_configuration(file: str, engine: str, sharding: Sharding) -> None:
     given = EstimateArguments(accelerate_config=str(CONFIGS / file))
-    expected = Devices(sharding.processes, engine, sharding, of_node)
+    expected = Devices(sharding.processes, engine, sharding)
     assert devices_of(given, PPOConfig(output_dir="out", use_cpu=True)) == expected
 
 

@@ -9,7 +9,7 @@ from transformers.training_args import OptimizerNames
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.hints import REMOVED
-from rlhf_ppo.config.inherited import REJECTED, REJECTED_VALUES
+from rlhf_ppo.config.inherited import REJECTED, REJECTED_VALUES, reduces_once
 
 HONOURED = """
 use_cpu tf32 ddp_backend ddp_timeout local_rank accelerator_config log_level log_level_replica log_on_each_node
@@ -95,8 +95,9 @@ def test_optimizers_that_need_their_own_loop_are_all_rejected_also_as_enum():
 def test_rejected_parts_of_accelerator_config(config: dict[str, Any], advice: str):
     with pytest.raises(ValueError, match=f"accelerator_config=.*{advice}"):
         PPOConfig(accelerator_config=config)
-    accepted: Any = make(accelerator_config={"even_batches": False}).accelerator_config
-    assert accepted.even_batches is False
+    once = {"even_batches": False, "gradient_accumulation_kwargs": {"sync_each_batch": False}}
+    args: Any = make(accelerator_config=once)
+    assert args.accelerator_config.even_batches is False and reduces_once(args) and not reduces_once(make())
 
 
 @pytest.mark.parametrize("metric", ["loss", "eval_loss"])

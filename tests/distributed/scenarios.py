@@ -261,7 +261,12 @@ def load_policies(whole: str, adapter: str, base: str) -> dict[str, np.ndarray]:
 
 
 def one_step(
-    output_dir: str, models: str, local_batch_size: int, adapted_head: bool = False, tokens_per_chunk: int = 1000
+    output_dir: str,
+    models: str,
+    local_batch_size: int,
+    adapted_head: bool = False,
+    tokens_per_chunk: int = 1000,
+    **overrides: Any,
 ) -> dict[str, Any]:
     """Take one SGD step of rate 1 on responses that do not depend on the ranks; return all parameters and samples.
 
@@ -274,7 +279,7 @@ def one_step(
         output_dir, models, FixedResponses, num_prompts=8, gradient_accumulation_steps=local_batch_size // 2,
         given={"peft_config": adapter} if adapted_head else {},
         num_ppo_epochs=1, num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
-        whiten_rewards=True, missing_eos_penalty=1.0,
+        whiten_rewards=True, missing_eos_penalty=1.0, **overrides,
     )  # fmt: skip
     plugin = trainer.accelerator.state.deepspeed_plugin
     if plugin is not None and plugin.zero_stage == 3:

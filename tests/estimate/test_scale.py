@@ -40,9 +40,11 @@ def test_one_simulated_rank_of_8_holds_and_sends_what_is_estimated(shape: Shape,
     assert pairs["a micro-batch"][0] == pytest.approx(pairs["a micro-batch"][1], rel=1e-3)
 
 
-def of_engine(stage: int | None, is_fsdp: bool, processes: int, **changes: Any) -> Estimate:
+def of_engine(
+    stage: int | None, is_fsdp: bool, processes: int, reduces_once: bool = False, **changes: Any
+) -> Estimate:
     policy, value_model, reference = models_of(Shape(16, 2, 2, 1, 24, 50))
-    sharding = Sharding.of(stage, is_fsdp, processes, torch.bfloat16)
+    sharding = Sharding.of(stage, is_fsdp, processes, torch.bfloat16, reduces_once)
     workload = replace(WORKLOAD, recomputes=False, num_ppo_epochs=3, num_mini_batches=2, **changes)
     return estimate_update(policy, value_model, [reference], workload, 8.0, sharding)
 
@@ -69,7 +71,19 @@ def test_what_engines_exchange_by_hand() -> None:
     in_passes = 2 * (outside + 2 * 2 * layers) + 4 * trained
     assert of_engine(None, True, 4, rows_per_call=32).communication == sent(2 * in_rollout, in_passes, 0)
     assert of_engine(None, False, 1).communication.total == of_engine(None, True, 1).communication.total == 0
-    assert of_engine(None, True, 4).host == 4 * (trained + policy)
+    once = of_engine(None, True, 4, reduces_once=True)
+    assert once.communication == sent(
+        of_engine(None, True, 4).communication.rollout * 4 // 3, in_passes - 4 * trained, 4 * trained
+    )
+    assert once.gradients == 4 * trained // 4 + 4 * trained
+    for stage, is_fsdp, gathered in (
+        (2, False, (0, 0)),
+        (3, False, (2 * trained, 0)),
+        (None, True, (4 * trained, 8 * trained)),
+    ):
+        engine = of_engine(stage, is_fsdp, 4)
+        assert engine.host == 4 * (trained + policy)
+        assert (engine.gathered_weights, engine.gathered_optimizer) == gathered
 
 
 def test_what_is_said_of_several_processes() -> None:
@@ -77,18 +91,22 @@ def test_what_is_said_of_several_processes() -> None:
     made = of_engine(None, True, 4)
     estimate = replace(
         made, weights=10, frozen=0, gradients=0, optimizer=0, learning=20, learning_row=10, rows_per_micro_batch=2,
-        rows_per_step=8, host=2**30, communication=Communication(2**30, 2**29, 4, 0, 1),
+        rows_per_step=8, host=2**30, gathered_weights=2**31, gathered_optimizer=2**32,
+        communication=Communication(2**30, 2**29, 4, 0, 1),
     )  # fmt: skip
-    assert describe_processes(replace(estimate, communication=Communication()), 8, 1.0, None) == ""
-    said = describe_processes(estimate, 8, 1.0, None)
+    assert describe_processes(replace(estimate, communication=Communication()), 1.0, None) == ""
+    said = describe_processes(estimate, 1.0, None)
     assert said == (
-        "Host memory of each node while models are loaded: 8 GiB, by 8 processes. "
-        "Each process sends 3 GiB per update, which takes 0.011 s at 300 GB/s and 0.064 s at 50 GB/s."
+        "Host memory of each node while models are loaded: 1 GiB. "
+        "Each process sends 3 GiB per update, which takes 0.011 s at 300 GB/s and 0.064 s at 50 GB/s. "
+        "A checkpoint gathers 2 GiB in the first process's host memory, and 4 GiB with FULL_STATE_DICT."
     )
-    advised = describe_processes(estimate, 8, 0.06, None)
+    without = replace(estimate, gathered_weights=0, gathered_optimizer=0)
+    assert describe_processes(without, 1.0, None) == said.partition(" A checkpoint")[0]
+    advised = describe_processes(estimate, 0.06, None)
     assert advised.startswith(said) and "512 MiB of it are sent for each of 4 micro-batches" in advised
-    assert describe_processes(estimate, 8, 0.06, 56 / 0.9).endswith("4 rows would fit, and 2 GiB would be sent.")
-    assert describe_processes(estimate, 8, 0.06, 30 / 0.9).endswith("; none larger would fit.")
+    assert describe_processes(estimate, 0.06, 56 / 0.9).endswith("4 rows would fit, and 2 GiB would be sent.")
+    assert describe_processes(estimate, 0.06, 30 / 0.9).endswith("; none larger would fit.")
     assert [largest_micro_batch(estimate, memory / 0.9) for memory in (1, 31, 41, 1000)] == [1, 2, 3, 8]
 
 

@@ -1,4 +1,4 @@
-"""What the process of a run does whose weights or optimizer are on the host."""
+"""What a process does whose weights or optimizer are on the host, and how a frozen model leaves it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from rlhf_ppo.estimate.counting import outside_blocks, stored_bytes
 from tests.distributed import scenarios
+from tests.gpu.conftest import small_policy
 
 
 class NoteDevices(TrainerCallback):
@@ -47,3 +49,15 @@ def train_with_checkpoints(**arguments: Any) -> dict[str, Any]:
     report = scenarios.train_with_checkpoints(given={"callbacks": [devices]}, **arguments)
     DeepSpeedCPUAdam.step = step
     return report | {"weights": devices.weights, "moments": devices.moments}
+
+
+def shard_reference(**arguments: Any) -> dict[str, Any]:
+    """Make a trainer with a reference of eight blocks; return the device's bytes after it and at most, and its own."""
+    policy = small_policy(num_hidden_layers=8)
+    whole, outside = stored_bytes(policy.parameters()), stored_bytes(outside_blocks(policy))
+    start = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    trainer = scenarios.make_trainer(given={"model": policy}, **arguments)
+    most, now = torch.cuda.max_memory_allocated() - start, torch.cuda.memory_allocated() - start
+    sizes = {"whole": whole, "largest": max(outside, (whole - outside) // 8), "now": now, "most": most}
+    return scenarios.launched_as(trainer) | sizes

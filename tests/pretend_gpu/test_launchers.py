@@ -100,6 +100,14 @@ def test_fp16_scales_its_losses(config: str, models: Path, tmp_path: Path) -> No
     assert len(norms) == 3
 
 
+def test_a_frozen_model_is_sharded_block_by_block(models: Path, tmp_path: Path) -> None:
+    """The trained models are on the host yet; beside the shards the device holds one block, or what is outside."""
+    run = {"output_dir": str(tmp_path), "models": str(models)}
+    (report,) = launch("fsdp2", ("tests.pretend_gpu.offloaded.shard_reference", run))
+    assert report["now"] == pytest.approx(report["whole"], rel=0.05)  # a world of one has all shards
+    assert 0 < report["most"] - report["now"] < 1.1 * report["largest"] < 0.4 * report["whole"]
+
+
 @pytest.mark.parametrize("config", sorted(OFFLOADED))
 def test_what_is_offloaded_resumes_bit_for_bit(config: str, models: Path, tmp_path: Path) -> None:
     def call(name: str, **arguments: Any) -> processes.Call:

@@ -1,0 +1,110 @@
+"""Processes of a node hold one copy of the weights that they load, copy and make; measured with two processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.models import node_memory
+from tests import conftest
+from tests.distributed import processes
+from tests.distributed.scenarios import make_trainer
+from tests.gpu.conftest import small_config
+
+SHAPE = {"vocab_size": 12000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
+
+
+def anonymous() -> int:
+    """Bytes of this process that are no mapping of a file or of shared memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+@contextmanager
+def peak_of(bytes_of: Any) -> Iterator[list[int]]:
+    """Yield a list that then holds how much a number of bytes rose at most in the context."""
+    start, found, is_done = bytes_of(), [0], threading.Event()
+
+    def watch() -> None:
+        while not is_done.is_set():
+            found[0] = max(found[0], bytes_of() - start)
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        is_done.set()
+        thread.join()
+
+
+def construct(folder: str, models: str, **frozen: Any) -> dict[str, Any]:
+    """Load a policy and a reward model from 16-bit files, make a reference and a value model, and shard the frozen."""
+    make_trainer(f"{folder}/warm", models)  # what is imported at first use
+    with peak_of(anonymous) as most:
+        trainer = make_trainer(
+            f"{folder}/run", models, given={"model": f"{folder}/policy", "value_model": None, **frozen}
+        )
+    trained = [*trainer.policy_model.parameters(), *trainer.value_model.parameters()]
+    return {
+        "most": most[0],
+        "bytes": 4 * sum(value.numel() for value in trainer.policy_model.parameters()),
+        "dtypes": {str(value.dtype) for value in trained},
+        "sums": [value.double().sum().item() for value in trainer.policy_model.parameters()],
+        "drawn": torch.rand(4).tolist(),
+    }
+
+
+def write(folder: str) -> list[float]:
+    """Write into a shared tensor in the second process; return what each process then has."""
+    PPOConfig(folder, ddp_backend="gloo", bf16=False, use_cpu=True)
+    state = PartialState()
+    (held,) = node_memory.hold_once([torch.full((4,), 3.0 if state.is_main_process else 0.0)])
+    state.wait_for_everyone()
+    if not state.is_main_process:
+        held[1] = 7.0
+    state.wait_for_everyone()
+    return held.tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("large")
+    for name, kind in (("policy", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
+        torch.manual_seed(2)
+        config = small_config(**SHAPE)
+        config.num_labels = 1
+        model: Any = kind(config)
+        model.to(torch.bfloat16).save_pretrained(folder / name)
+        conftest.make_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("config", ["fsdp2", "multi_gpu"])
+def test_two_processes_hold_one_copy_while_models_are_loaded(config: str, folder: Path, models: Path) -> None:
+    """The second process has its shards of the frozen models, and one block; under DDP it has nothing of its own."""
+    arguments: dict[str, Any] = {"folder": str(folder), "models": str(models), "reward_model": str(folder / "reward")}
+    first, second = processes.run(config, f"{__name__}.construct", **arguments, timeout=300)
+    whole = first["bytes"]
+    shards = whole if config == "fsdp2" else 0  # a half of each of two models
+    assert second["most"] < shards + 0.35 * whole
+    assert first["most"] < shards + 1.35 * whole  # that converts each
+    assert first["dtypes"] == second["dtypes"] == {"torch.float32"}
+    assert first["sums"] == second["sums"] and first["drawn"] == second["drawn"]
+
+
+def test_what_a_process_writes_is_its_own(models: Path) -> None:
+    first, second = processes.run("multi_gpu", f"{__name__}.write", folder=str(models))
+    assert (first, second) == ([3.0] * 4, [3.0, 7.0, 3.0, 3.0])
