@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from peft import get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.trainer_utils import has_length
@@ -163,8 +162,10 @@ def _empty_model(
         model = without_weights(auto, base, argument, torch.device("cpu"), loading_settings(trusts, model_args))
     except Exception:  # a model's own code may not run without weights
         return None
-    if (peft_config := get_peft_config(model_args)) is not None:
-        with problems.collecting(), hide_library_warnings():
+    with problems.collecting(), hide_library_warnings():
+        if (peft_config := get_peft_config(model_args)) is not None:
+            from peft import get_peft_model
+
             get_peft_model(model, peft_config)
     return model
 
