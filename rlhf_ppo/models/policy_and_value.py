@@ -116,11 +116,6 @@ class PolicyAndValue(nn.Module):
             transformers_model(model).activation_checkpointing_enable(**kwargs)
             recompute_in_eval_mode(model)
 
-    def gradient_checkpointing_disable(self) -> None:
-        """Keep activations instead of recomputing them."""
-        for model in (self.policy, self.value_model):
-            transformers_model(model).gradient_checkpointing_disable()
-
     def forward(
         self,
         query_responses: Tensor,

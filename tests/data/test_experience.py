@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +19,6 @@ from rlhf_ppo.data.rollout import (
     Rollout,
     dealt_evenly,
     pad_right,
-    padding_columns,
     sizes_within,
     split_until,
 )
@@ -209,13 +207,6 @@ def test_micro_batches_by_rows_and_by_tokens(
     assert torch.equal(tokens, experience().query_responses[experience().attention_mask])
 
 
-def test_micro_batches_of_packed_rows_have_about_equally_many_tokens() -> None:
-    """Rows of 5, 5, 7, 5 and 2 tokens: 7 + 2, 5 + 5, and 5 where one row is left over."""
-    parts = experience().micro_batches(2, None, lambda tensor: tensor, is_packed=True)
-    lengths = [part.attention_mask.sum(dim=1).tolist() for part in parts]
-    assert lengths == [[7, 2], [5, 5], [5]]
-
-
 @given(lengths=st.lists(st.integers(1, 99), min_size=1, max_size=40), max_rows=st.integers(1, 9))
 def test_rows_are_dealt_evenly(lengths: list[int], max_rows: int) -> None:
     """Full parts differ by no more than the longest row."""
@@ -225,49 +216,6 @@ def test_rows_are_dealt_evenly(lengths: list[int], max_rows: int) -> None:
     assert all(part == sorted(part, reverse=True) for part in parts)
     if len(lengths) % max_rows == 0:
         assert max(map(sum, parts)) - min(map(sum, parts)) <= max(lengths)
-
-
-class Counted(int):
-    """A number that counts how often any of its kind is compared or added."""
-
-    operations = 0
-
-    def __lt__(self, other: int) -> bool:
-        Counted.operations += 1
-        return int(self) < int(other)
-
-    def __gt__(self, other: int) -> bool:
-        Counted.operations += 1
-        return int(self) > int(other)
-
-    def __add__(self, other: int) -> int:
-        Counted.operations += 1
-        return Counted(int(self) + int(other))
-
-    def __neg__(self) -> int:
-        return Counted(-int(self))
-
-    def __floordiv__(self, other: int) -> int:
-        return Counted(int(self) // other)
-
-    __radd__ = __add__
-
-
-@pytest.mark.parametrize(
-    "cut",
-    [
-        lambda lengths: dealt_evenly(lengths, 2),
-        lambda lengths: split_until([Counted(len(lengths))], len(lengths)),
-    ],
-    ids=["dealt_evenly", "split_until"],
-)
-def test_cutting_takes_little_more_than_linear_time(cut: Any) -> None:
-    counts = []
-    for num_rows in (500, 4000):
-        Counted.operations = 0
-        cut([Counted(1 + row * 37 % 90) for row in range(num_rows)])
-        counts.append(Counted.operations)
-    assert 0 < counts[1] < 8 * 1.6 * counts[0]
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=9), more=st.integers(0, 9))
@@ -384,20 +332,6 @@ def test_no_two_updates_share_a_shuffling_seed(keys: list[tuple[int, int, int]])
 
 
 # ---- Helpers and shape errors ----
-
-
-def test_pad_right() -> None:
-    parts = [torch.tensor([[1, 2]]), torch.tensor([[3], [4]])]
-    assert pad_right(parts).tolist() == [[1, 2], [3, 0], [4, 0]]
-    assert pad_right(parts, width=3, padding_value=9).tolist() == [[1, 2, 9], [3, 9, 9], [4, 9, 9]]
-
-
-@pytest.mark.parametrize(
-    ("mask", "columns"),
-    [([[0, 0, 1], [0, 1, 1]], 1), ([[1, 1], [0, 1]], 0), ([[0, 0], [0, 0]], 2), ([[0, 1, 0], [0, 1, 0]], 1)],
-)
-def test_padding_columns(mask: list[list[int]], columns: int) -> None:
-    assert padding_columns(np.array(mask, dtype=bool)) == columns
 
 
 @pytest.mark.parametrize(

@@ -96,15 +96,6 @@ def test_a_language_models_directory_gives_a_scalar_model_with_one_label(tmp_pat
 
 
 @pytest.mark.parametrize("load", [load_policy, load_scalar_model])
-def test_directories_without_a_model_are_errors_that_say_so(load: Any, tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("nothing here")
-    with pytest.raises(ValueError, match=rf"model='{tmp_path}' is a directory without a model: it has no config.json"):
-        load(tmp_path, "model")
-    with pytest.raises(ValueError, match=r"model='.*/missing' could not be loaded: it is neither a directory"):
-        load(tmp_path / "missing", "model")
-
-
-@pytest.mark.parametrize("load", [load_policy, load_scalar_model])
 def test_a_directory_whose_weights_are_gone_is_an_error(load: Any, tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"model='{tmp_path}' could not be loaded"):

@@ -152,26 +152,6 @@ def test_impossible_tokens_have_entropy_without_nan() -> None:
 # ---- Chunks ----
 
 
-def gradients_of(model: Any, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    model.zero_grad()
-    values = response_logprobs(model, *batch, 0.7).logprobs
-    (values * torch.arange(values.numel()).view_as(values)).sum().backward()
-    return values.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("tokens_per_chunk", [1, 4, 10])
-def test_chunks_change_neither_values_nor_gradients(tokens_per_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = tiny_policy(initializer_range=0.1), ragged_batch()
-    assert int(batch[2].sum()) == 11  # so 10 leaves a last chunk of one
-    whole, gradients = gradients_of(model, batch)
-    monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", tokens_per_chunk * 32)
-    chunked, gradients_of_chunks = gradients_of(model, batch)
-    assert_allclose(chunked, whole, rtol=1e-6, atol=1e-6)
-    for name, gradient in gradients.items():
-        scale = float(gradient.abs().max())
-        assert_allclose(gradients_of_chunks[name], gradient, rtol=0, atol=1e-6 * scale, err_msg=name)
-
-
 class LargestOutput(TorchDispatchMode):
     """Remembers the largest tensor that any operation makes, forward or backward."""
 

@@ -78,44 +78,6 @@ def test_each_model_trains_on_its_own_output_only() -> None:
     assert all(p.grad is not None for p in model.value_model.parameters())
 
 
-def count_layer_calls(model: PolicyAndValue) -> dict[str, int]:
-    """Forward passes of each model's first layer in one forward and backward."""
-    calls = {"policy": 0, "value_model": 0}
-
-    def count(name: str) -> None:
-        calls[name] += 1
-
-    handles = [
-        part.model.layers[0].self_attn.register_forward_hook(lambda *_, name=name: count(name))
-        for name, part in (("policy", model.policy), ("value_model", model.value_model))
-    ]
-    output = model.train()(*ragged_batch())
-    (output.logprobs.sum() + output.values.sum()).backward()
-    for handle in handles:
-        handle.remove()
-    return calls
-
-
-def test_checkpointing_reaches_both_models_and_can_be_switched_off() -> None:
-    model = PolicyAndValue(tiny_policy(), tiny_scorer(), temperature=1.0)
-    assert count_layer_calls(model) == {"policy": 1, "value_model": 1}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert count_layer_calls(model) == {"policy": 2, "value_model": 2}
-    model.gradient_checkpointing_disable()
-    assert count_layer_calls(model) == {"policy": 1, "value_model": 1}
-
-
-def test_checkpointing_changes_no_gradient() -> None:
-    model = PolicyAndValue(tiny_policy(), tiny_scorer(), temperature=1.0)
-    count_layer_calls(model)
-    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    count_layer_calls(model)
-    for name, parameter in model.named_parameters():
-        assert_allclose(parameter.grad, plain[name], rtol=1e-6, atol=1e-6, err_msg=name)
-
-
 def test_trainer_reads_the_policys_configuration_through_an_adapter() -> None:
     policy = tiny_policy()
     adapted = get_peft_model(policy, LoraConfig(target_modules=["q_proj"]))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.mutation.mutants import TABLES
-from tests.mutation.nursery import PACKAGE, Mutant, Nursery, assert_killed, assert_passed
+from tests.mutation.nursery import Mutant, Nursery, assert_killed, assert_passed
 
 NUM_TRIED = int(os.environ.get("NUM_MUTANTS", "2"))
 """How many of each entry are tried."""
@@ -44,15 +44,7 @@ def mutants(num_of_each: int | None = None) -> list[Any]:
     ]
 
 
-COMPUTE_NOTHING = {"cli", "compat", "demo", "pipeline", "terminal"}
 """Rooms that only pass numbers on: arguments, names, stages, lines."""
-
-
-def test_every_room_that_computes_has_mutants() -> None:
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == {
-        *(TABLES.keys() - {"."}),
-        *COMPUTE_NOTHING,
-    }
 
 
 def test_what_is_broken_is_there() -> None:

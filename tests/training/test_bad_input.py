@@ -74,15 +74,11 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "both stop options": (
         lambda: {"stop_token": "eos", "stop_token_id": 5}, ValueError, "stop_token='eos' and stop_token_id=5 exclude"
     ),
-    "both stop options, the id being 0": (
-        lambda: {"stop_token": "eos", "stop_token_id": 0}, ValueError, "stop_token='eos' and stop_token_id=0 exclude"
-    ),
     "unknown KL estimator": (lambda: {"kl_estimator": "k4"}, ValueError, r"kl_estimator='k4' must be one of .*'k1'"),
     "biased KL estimator": (lambda: {"kl_estimator": "k2"}, ValueError, r"kl_estimator='k2' must be .*biased"),
     "negative penalty": (
         lambda: {"missing_eos_penalty": -1.0}, ValueError, "missing_eos_penalty=-1.0 must be .*greater than 0"
     ),
-    "penalty of nothing": (lambda: {"missing_eos_penalty": 0.0}, ValueError, "missing_eos_penalty=0.0 must be"),
     "steps and episodes that contradict": (
         lambda: {"max_steps": 5, "total_episodes": 16}, ValueError, "max_steps=5 and total_episodes=16 contradict"
     ),
@@ -98,17 +94,6 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     ),
     "an empty data set": (
         lambda: {"train_dataset": ids(), "max_steps": 1, "total_episodes": None}, ValueError, "train_dataset has no r"
-    ),
-    "an empty prompt": (
-        lambda: {"train_dataset": rows_with([], at=67)}, ValueError, "row 67 of train_dataset is empty"
-    ),
-    "a prompt of spaces": (
-        lambda: {"train_dataset": Dataset.from_dict({"prompt": ["w1", "  "]})},
-        ValueError, "row 1 of train_dataset is empty",
-    ),
-    "a prompt that ends in EOS, in the first row": (
-        lambda: {"train_dataset": texts_with("w1 <eos>", at=0)},
-        ValueError, r"row 0 of train_dataset ends in the EOS token \(1\)",
     ),
     "a prompt that ends in EOS, in the last row": (
         lambda: {"train_dataset": texts_with("w1 <eos>", at=99)},
@@ -126,9 +111,6 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         lambda: {"train_dataset": rows_with([5] * 20, at=1), "value_model": tiny_scorer(max_position_embeddings=16)},
         ValueError, "take 24 positions, but the model has 16",
     ),
-    "a token that the model does not know": (
-        lambda: {"train_dataset": rows_with([5, 32], at=3)}, ValueError, "row 3 of train_dataset holds the token id 32"
-    ),
     "no column with prompts": (
         lambda: {"train_dataset": Dataset.from_dict({"question": ["w1"] * 4})},
         ValueError, r"train_dataset has the columns \['question'\], but none of `prompt`",
@@ -140,10 +122,6 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "a stream without an end": (
         lambda: {"train_dataset": Dataset.from_list(prompt_rows(4)).to_iterable_dataset(), "total_episodes": None},
         ValueError, "the training set has no length, so max_steps or total_episodes must be set",
-    ),
-    "an evaluation prompt that ends in EOS": (
-        lambda: {"eval_dataset": texts_with("w1 <eos>", at=99)},
-        ValueError, "row 99 of eval_dataset ends in the EOS token",
     ),
     "an evaluation prompt that is too long": (
         lambda: {"eval_dataset": rows_with([5] * 61, at=7)}, ValueError, "take 65 positions, but the model has 64"
@@ -210,10 +188,6 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "a reward of an unknown name": (
         lambda: {"reward_funcs": [count_w4, "corectness"]},
         ValueError, "holds 'corectness', which names no reward; .*'path/file.py:function'"
-    ),
-    "a reward in a module that is not there": (
-        lambda: {"reward_funcs": [count_w4, "tests.rewards_of_nobody.length"]},
-        ValueError, "holds 'tests.rewards_of_nobody.length', but Python finds no module 'tests.rewards_of_nobody'",
     ),
     "a penalty and a replacement": (
         lambda: {"missing_eos_penalty": 1.0, "missing_eos_score": -1.0},

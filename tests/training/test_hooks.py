@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK
+from tests.runs import QUICK, record_rollouts
 
 MakeTrainer = Callable[..., PPOTrainer]
 
@@ -164,16 +164,21 @@ def test_the_gradient_is_clipped_where_a_norm_is_set(
 def test_episodes_epochs_and_tokens_are_counted(make_trainer: MakeTrainer) -> None:
     rows = prompt_rows(8)
     run = {**QUICK, "total_episodes": 12, "max_steps": 6}
-    tokens = {}
-    for counted in ("no", "all", "non_padding"):
+    tokens, held = {}, {"no": 0, "all": 0, "non_padding": 0}
+    for counted in held:
         trainer = make_trainer(**run, train_dataset=Dataset.from_list(rows), include_num_input_tokens_seen=counted)
+        rollouts = record_rollouts(trainer)
         trainer.train()
         entries = [entry for entry in trainer.state.log_history if "episode" in entry]
         assert [entry["episode"] for entry in entries] == [2, 4, 6, 8, 10, 12]
         assert [entry["epoch"] for entry in entries] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
         assert trainer.state.num_train_epochs == 2  # one and a half, begun twice
         tokens[counted] = trainer.state.num_input_tokens_seen
-    assert tokens["no"] == 0 < tokens["non_padding"] < tokens["all"]
+        logged = [entry.get("num_input_tokens_seen", 0) for entry in trainer.state.log_history]
+        assert logged[-1] == tokens[counted]
+    held["all"] = sum(rollout.attention_mask.numel() for rollout in rollouts)
+    held["non_padding"] = sum(int(rollout.attention_mask.sum()) for rollout in rollouts)
+    assert tokens == held and 0 < held["non_padding"] < held["all"]
 
 
 def test_the_rate_is_that_of_the_schedule_at_every_update(make_trainer: MakeTrainer) -> None:

@@ -12,7 +12,6 @@ from peft import LoraConfig
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.models.unwrapping import backbone
-from rlhf_ppo.processes.distributed import sequential_backward
 from tests.runs import QUICK, history, parameters
 
 RUN = QUICK | {"gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "vf_coef": 0.7, "learning_rate": 0.01}
@@ -63,13 +62,6 @@ def test_the_policys_activations_are_gone_when_the_value_model_runs(make_trainer
     value_model.register_forward_pre_hook(before_value_model)
     trainer.train()
     assert seen == [(True, True)] * (2 * 2 * 2)  # updates, epochs, micro-batches
-
-
-@pytest.mark.parametrize(
-    ("is_alone", "is_compiled", "expected"), [(True, False, True), (False, False, False), (True, True, False)]
-)
-def test_what_is_wrapped_learns_at_once(is_alone: bool, is_compiled: bool, expected: bool) -> None:
-    assert sequential_backward(is_alone, is_compiled) is expected
 
 
 @pytest.mark.parametrize(
