@@ -1,8 +1,9 @@
-"""Gradients of both models over played episodes, against rows without padding whose gaps are context and nothing else."""
+"""Gradients of both models over played episodes, against unpadded rows whose gaps are context and nothing else."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def advantages_of_row(rewards: Any, values: Any, end: float, starts: list[int], 
     if level == "token":
         starts = list(range(len(rewards)))
     bounds = [*starts, len(rewards)]
-    paid = np.array([rewards[a:b].sum() for a, b in zip(bounds, bounds[1:], strict=False)])
+    paid = np.array([rewards[a:b].sum() for a, b in itertools.pairwise(bounds)])
     value = values[starts]
     delta = paid + GAMMA * np.append(value[1:], end) - value
     steps = np.arange(len(delta))
@@ -63,7 +64,7 @@ def expected_gradients(policy: Any, value_model: Any, rollout: Rollout, level: s
         all_values = body.score(body.model(input_ids=unpadded[None]).last_hidden_state)[0, :, 0]
         rewards = rollout.token_scores[row][real[-width:]][written].double().numpy().copy()
         rewards[-1] += float(rollout.scores[row])
-        end = 0.0 if bool(rollout.stopped[row]) else float(all_values[-1])
+        end = 0.0 if bool(rollout.stopped[row]) else float(all_values[-1].detach())
         starts = [k for k, place in enumerate(places.tolist()) if k == 0 or place != places[k - 1] + 1]
         given = (rewards, all_values[places - 1].detach().numpy(), end, starts, level)
         advantages, returns = advantages_of_row(*given)
@@ -100,8 +101,8 @@ def test_gradients_of_both_models(tmp_path: Path, level: str, attention: str, lo
         for row in range(16)
     ]
     trainer: Any = PPOTrainer(
-        ppo_config(tmp_path, **RUN, gae_level=level), tokenizer_of_words(), policy, value_model=value_model, train_dataset=rows,
-        reward_funcs="length", environment_factory=text_environment(Talk), **given,
+        ppo_config(tmp_path, **RUN, gae_level=level), tokenizer_of_words(), policy, value_model=value_model,
+        train_dataset=rows, reward_funcs="length", environment_factory=text_environment(Talk), **given,
     )  # fmt: skip
     models = (trainer.policy_model, trainer.value_model)
     before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}

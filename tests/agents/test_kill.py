@@ -1,0 +1,146 @@
+"""SIGTERM and SIGKILL in each phase of an episode, in threads and processes: bit for bit as if left alone."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.environments.text import TextEnvironment
+from rlhf_ppo.training import episodes
+from tests.agents.chat import ppo_config
+from tests.agents.test_resume import outcome, player, tokenizer_of_words
+from tests.runs import assert_identical
+
+pytestmark = pytest.mark.slow
+
+
+def reached(phase: str) -> None:
+    """Send the signal that the environment variable KILL names when a phase is reached for the n-th time.
+
+    A file counts, because environments may run in other processes.
+    """
+    if os.environ.get("KILL", "").partition(" ")[0] != phase:
+        return
+    _, at, number, process, file = os.environ["KILL"].split(" ")
+    with Path(file).open("ab", buffering=0) as counter:
+        counter.write(b".")
+        if counter.tell() == int(at):
+            os.kill(int(process), int(number))
+            if phase not in ("generate", "learn"):
+                time.sleep(60)
+
+
+class Game:
+    """Depends on its seed and on the moves alone."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        reached("reset")
+        self.dice, self.moves = random.Random(seed), 0
+        return str(self.dice.randrange(10)), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        reached("tool")
+        self.moves += 1
+        done = self.dice.random() < 0.3
+        return str(self.dice.randrange(10)), float("a" in action) + self.dice.random(), done, self.moves == 4, {}
+
+
+class Scored(TextEnvironment):
+    """A text environment that scores its episodes."""
+
+    def get_reward(self) -> float:
+        reached("get_reward")
+        return sum(reward or 0.0 for reward in self.turn_rewards)
+
+
+class Learning(TrainerCallback):
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        reached("learn")
+
+
+def train(folder: str, engine: str, isolation: str, kill: str | None, resume: bool, report: str) -> None:
+    """Train three updates in a process of its own."""
+    if kill is not None:
+        os.environ["KILL"] = kill.replace("PROCESS", str(os.getpid()))
+    sample = episodes.sample_with
+
+    def sampling(*given: Any) -> Any:
+        reached("generate")
+        return sample(*given)
+
+    episodes.sample_with = sampling
+    options = {
+        **{"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 1, "response_length": 24},
+        **{"num_ppo_epochs": 2, "num_mini_batches": 2, "learning_rate": 0.01, "save_strategy": "steps"},
+        **{"save_steps": 1, "gae_level": "turn", "overwrite_output_dir": not resume, "generation_engine": engine},
+        **{"tool_isolation": isolation, "resume_from_checkpoint": resume},
+    }
+    trainer = PPOTrainer(
+        ppo_config(folder, **options), tokenizer_of_words(), player(), callbacks=[Learning()],
+        environment_factory=functools.partial(Scored, Game, None, None, "Invalid action."),
+    )  # fmt: skip
+    trainer.train()
+    Path(report).write_bytes(pickle.dumps(outcome(trainer)))
+
+
+def run(folder: Path, name: str, *given: Any) -> tuple[int | None, Any]:
+    """Train in a new process; return its exit code and outcome."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    report = folder / f"{name}.pickle"
+    process = context.Process(target=train, args=(str(folder / "run"), *given, str(report)))
+    process.start()
+    process.join(200)
+    assert process.exitcode is not None
+    return process.exitcode, pickle.loads(report.read_bytes()) if report.exists() else None
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {
+        engine: run(tmp_path_factory.mktemp(engine), "alone", engine, "thread", None, False)[1]
+        for engine in ("transformers", "continuous")
+    }
+
+
+TERM, KILL = int(signal.SIGTERM), int(signal.SIGKILL)
+CASES = [
+    ("generate", 6, TERM, "transformers", "thread"),
+    ("generate", 7, KILL, "continuous", "process"),
+    ("tool", 10, TERM, "continuous", "thread"),
+    ("tool", 11, KILL, "transformers", "process"),
+    ("reset", 12, TERM, "transformers", "process"),
+    ("reset", 13, KILL, "continuous", "thread"),
+    ("get_reward", 10, TERM, "continuous", "process"),
+    ("get_reward", 11, KILL, "transformers", "thread"),
+    ("learn", 6, TERM, "transformers", "process"),
+    ("learn", 7, KILL, "continuous", "thread"),
+    ("generate", 9, TERM, "continuous", "process"),
+    ("tool", 12, TERM, "transformers", "process"),
+]
+
+
+@pytest.mark.parametrize(("phase", "at", "number", "engine", "isolation"), CASES)
+def test_the_resumed_run_is_the_undisturbed_one(
+    tmp_path: Path, undisturbed: dict[str, Any], phase: str, at: int, number: int, engine: str, isolation: str
+) -> None:
+    kill = f"{phase} {at} {number} PROCESS {tmp_path / 'count'}"
+    start = time.monotonic()
+    code, nothing = run(tmp_path, "killed", engine, isolation, kill, False)
+    assert nothing is None and code == (-KILL if number == KILL else 128 + TERM)
+    assert time.monotonic() - start < 55  # a phase that is given up would have slept for longer
+
+    code, found = run(tmp_path, "resumed", engine, isolation, None, True)
+    assert code == 0
+    assert_identical(found, undisturbed[engine])
