@@ -249,3 +249,17 @@ def keep_rollouts(trainer: Any) -> list[Any]:
     collect = trainer.collect_rollout
     trainer.collect_rollout = lambda *args: rollouts.append(collect(*args)) or rollouts[-1]
     return rollouts
+
+
+def test_text_columns_beside_the_tokens_do_not_reach_trl_s_collator(make_trainer):
+    """`DataCollatorWithPadding` cannot make tensors of strings; TRL's trainer crashed on them."""
+    rows = [{**row, "prompt_text": "w1 w2", "lengths": 2} for row in prompt_rows(8)]
+
+    trainer = make_trainer(
+        train_dataset=Dataset.from_list(rows),
+        data_collator=DataCollatorWithPadding(make_tokenizer()),
+        reward_model=tiny_scorer(),
+        **QUICK,
+    )
+
+    assert trainer.train().global_step == 3

@@ -212,3 +212,13 @@ WITH_ALL = {"config": {"reward_components": {"length": {}, "formatting": {}}}}
 def test_errors_name_the_key_the_value_and_the_fix(env_type: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         make_environment(env_type, **arguments)
+
+
+def test_no_stop_strings() -> None:
+    assert make_environment("text_generation").settings == {}
+    assert make_environment("text_generation", '{"stop_sequences": []}').settings == {}
+
+
+def test_without_weights_each_counts_1() -> None:
+    environment = make_environment("multi_objective", {"reward_components": {"length": {}, "formatting": {}}})
+    assert environment.reward_weights is None and len(environment.reward_funcs) == 2

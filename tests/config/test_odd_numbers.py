@@ -72,3 +72,9 @@ def test_numbers_that_are_one() -> None:
 def test_a_fraction_beyond_what_a_float_holds(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}=-?inf must be"):
         config(**{name: Fraction(10**400)})
+
+
+def test_a_key_that_stands_twice() -> None:
+    for argument in ("reward_weights", "health_thresholds"):
+        with pytest.raises(ValueError, match=f"^{argument}.*the key kl is repeated"):
+            config(**{argument: '{"kl": 1, "kl": 2}'})

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.processes.distributed import upcoming_seed
-from rlhf_ppo.rewards.judges import PreferenceReward
+from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS, PreferenceReward
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
 from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run
 
@@ -165,3 +165,12 @@ def test_a_seed_that_takes_no_number() -> None:
     assert upcoming_seed("a") != seeds[0]
     torch.manual_seed(1)
     assert torch.equal(torch.rand(3), drawn)
+
+
+def test_without_a_comparison_nothing_is_generated_twice(make_trainer: Any) -> None:
+    trainer = make_trainer(train_dataset=ROWS)
+    assert trainer._rollouts.baselines.kinds == ()
+    dataset_only = make_trainer(reward_funcs=PreferenceReward(len, "dataset", "number"), train_dataset=ROWS)
+    assert dataset_only._rollouts.baselines.kinds == ()
+    both = [Watching("self"), Watching("reference"), Watching("self")]
+    assert make_trainer(reward_funcs=both, train_dataset=ROWS)._rollouts.baselines.kinds == tuple(OPPONENT_COLUMNS)

@@ -308,3 +308,17 @@ def test_a_key_of_some_updates_is_averaged_over_those() -> None:
     window.add({"b": 4.0, "eps": 7.0})
     window.add({"a": 3.0, "eps": 6.0})
     assert window.drain() == {"a": 2.0, "eps": 6.0, "b": 4.0}
+
+
+def test_statistics_keep_no_graph() -> None:
+    part, output, policy, value = micro_batch([[1, 1]], 3)
+    loss = policy.loss.clone().requires_grad_()
+    collected = statistics((part, output, policy._replace(loss=loss * 2), value))
+    assert not collected.sums[0].requires_grad
+
+
+def test_a_window_keeps_its_own_copies() -> None:
+    window, metrics = MetricWindow(), {"a": 1.0}
+    window.add(metrics)
+    metrics["a"] = 5.0
+    assert window.drain() == {"a": 1.0}

@@ -3,12 +3,9 @@ import os
 import pytest
 from huggingface_hub import ModelCard
 
+from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.reporting.judgements import Judgement
-from rlhf_ppo.reporting.model_card import (
-    final_metrics,
-    model_card,
-    with_judgements,
-)
+from rlhf_ppo.reporting.model_card import final_metrics, hyperparameters, model_card, with_judgements
 
 VALUES = {
     "model_name": "tldr-ppo",
@@ -92,3 +89,11 @@ def test_final_metrics_are_the_last_logged_of_each_without_timings():
     found = final_metrics(log)
 
     assert list(found.items()) == [("eval_objective/scores", 0.4), ("loss/value_avg", 2.0), ("objective/kl", 0.2)]
+
+
+def test_hyperparameters_are_those_of_the_configuration(tmp_path):
+    found = hyperparameters(PPOConfig(output_dir=str(tmp_path), kl_coef=0.125, seed=7, lr_scheduler_type="cosine"))
+
+    assert found["kl_coef"] == 0.125 and found["seed"] == 7 and found["num_ppo_epochs"] == 4
+    assert found["lr_scheduler_type"] == "cosine"  # the word, not the enumeration's repr
+    assert "missing_eos_penalty" not in found and "stop_token_id" not in found

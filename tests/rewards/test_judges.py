@@ -20,7 +20,7 @@ from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.rewards.local_server import says, url
-from tests.rewards.test_reward_model_tokens import TEMPLATE
+from tests.rewards.test_reward_model_tokens import TEMPLATE, responses
 from tests.runs import QUICK
 
 
@@ -62,18 +62,13 @@ THEIRS = [" sat down", " a big", " no END", " is"]
 ENDINGS = ["eos", "cut", "stop string", "cut"]
 
 
-def responses(tokenizer: Any, prompts: list[list[int]], texts: list[str]) -> Responses:
+def answered(tokenizer: Any, prompts: list[list[int]], texts: list[str]) -> Responses:
     """What a policy would have said, in its tokens: each text behind its question."""
     answers = []
     for question, text, ending in zip(QUESTIONS, texts, ENDINGS, strict=True):
         ids = tokenizer(question + text)["input_ids"][len(tokenizer(question)["input_ids"]) :]
         answers.append(ids + [tokenizer.eos_token_id] * (ending == "eos"))
-    context, length = max(map(len, prompts)), max(map(len, answers))
-    ids, mask = torch.zeros(len(prompts), context + length).long(), torch.zeros(len(prompts), context + length).bool()
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        real = slice(context - len(prompt), context + len(answer))
-        ids[row, real], mask[row, real] = torch.tensor(prompt + answer), True
-    return Responses(ids, mask, mask[:, context:])
+    return responses(list(zip(prompts, answers, strict=True)))
 
 
 @pytest.mark.parametrize("reader", ["metaspace", "byte-level"])
@@ -102,7 +97,7 @@ def test_a_judge_reads_what_the_same_model_reads_in_training(
     prefilled = [[*messages, {"role": "assistant", "content": "Well, my sister"}] for messages in conversations]
     for column in (QUESTIONS, conversations, prefilled):
         encoded = trainer._preparation.prepared(Dataset.from_dict({"prompt": column}), "d")["input_ids"]
-        ours, theirs = responses(tokenizer, encoded, OURS), responses(tokenizer, encoded, THEIRS)
+        ours, theirs = answered(tokenizer, encoded, OURS), answered(tokenizer, encoded, THEIRS)
         context = ours.context_length
         prompts = Prompts(ours.query_responses[:, :context], ours.attention_mask[:, :context], {"prompt": column})
         trainer.scorer.sources, trainer.scorer.names = {"reward_model": sources["reward_model"]}, ["reward_model"]
@@ -114,17 +109,6 @@ def test_a_judge_reads_what_the_same_model_reads_in_training(
         judged = taken(read)
         assert judged.keys() == in_training.keys() and len(judged) == 2 * len(QUESTIONS)
         assert judged == pytest.approx(in_training, abs=1e-6)
-        if policy != reader:
-            texts = sorted(own.decode(ids[ids[0] == own.bos_token_id :]).strip() for ids in judged)
-            before = {id(QUESTIONS): "", id(conversations): "[user]"}.get(id(column), None)
-            whole = [f"{question}{text}" for question, text in zip(QUESTIONS, OURS, strict=True)]
-            if before == "":
-                assert {whole[0] + own.eos_token, whole[1], whole[2] + own.eos_token} <= set(texts)
-            elif before is None:
-                assert any("Well, my sister couldn't find" in text for text in texts)
-            else:
-                closed = f"[user]{QUESTIONS[2]}[end][assistant]{OURS[2].strip()}[end]"
-                assert closed in {text.replace("[assistant] ", "[assistant]") for text in texts}
 
 
 # ---- Every kind of judge ----

@@ -116,3 +116,9 @@ def test_the_bar_is_there_for_a_terminal_alone(
     trainer.train()
     assert "3/3" in stream.getvalue() and stream.getvalue().endswith("\n")
     assert not re.search("update +1|loss|│", capsys.readouterr().out)
+
+
+def test_what_is_logged_can_be_shown_whole(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
+    make_trainer(**QUICK, log_console="full").train()
+    printed = capsys.readouterr().out
+    assert printed.count("'policy/approxkl_avg'") == 3 and "update " not in printed
