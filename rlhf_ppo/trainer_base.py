@@ -75,7 +75,6 @@ from rlhf_ppo.training.learning import (
     CriticWarmup,
     InterruptibleLearning,
     monte_carlo_returns,
-    num_epochs,
     unscaled_gradient_norms,
 )
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
@@ -448,7 +447,7 @@ class TrainerBase(Trainer):
             self.optimizer.step()
             run.fire("on_optimizer_step")
             for loss in losses:
-                self._tr_loss += loss / (num_epochs(args) * args.num_mini_batches)
+                self._tr_loss += loss / self._learning.num_minibatches
         else:
             statistics.drop_last(len(losses))
             if accelerator.scaler is not None:

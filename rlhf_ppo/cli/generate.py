@@ -82,38 +82,38 @@ def generate(argv: Sequence[str] | None = None) -> Decoded:
     program = program_name("generate", argv)
     problems = Problems()
     parser: Any = PPOArgumentParser(GenerateArguments, prog=program)  # pyright: ignore[reportArgumentType]
-    (args,) = parse(parser, argv, problems)
+    (options,) = parse(parser, argv, problems)
     problems.fail(program)
     with user_errors(program):
-        prompts = _prompts(args)
-        found = decode(args, prompts)
+        prompts = _prompts(options)
+        found = decode(options, prompts)
         rows = zip(prompts, found.texts, found.chosen, strict=True)
         lines = [json.dumps({"prompt": each, "response": text, "value": best.value}) for each, text, best in rows]
-        write_text(Path(args.output), "\n".join(lines) + "\n")
+        write_text(Path(options.output), "\n".join(lines) + "\n")
     print_text(
-        f"{len(prompts)} responses are in {args.output}: {found.num_sampled_tokens} tokens sampled, "
+        f"{len(prompts)} responses are in {options.output}: {found.num_sampled_tokens} tokens sampled, "
         f"{found.num_valued_rows} rows read by the critic. To judge them: rlhf-ppo judge "
-        f"--dataset_name {args.output} --model_column response ..."
+        f"--dataset_name {options.output} --model_column response ..."
     )
     return found
 
 
-def _prompts(args: GenerateArguments) -> list[Any]:
-    rows = choose_split(load_splits(args.dataset_name), args.split, "split")
-    rows = rows.select(range(min(args.num_prompts, len(rows))))
+def _prompts(options: GenerateArguments) -> list[Any]:
+    rows = choose_split(load_splits(options.dataset_name), options.split, "split")
+    rows = rows.select(range(min(options.num_prompts, len(rows))))
     return list(rows[prompt_column(rows.column_names, "dataset_name")])
 
 
-def decode(args: GenerateArguments, prompts: Sequence[Any]) -> Decoded:
+def decode(options: GenerateArguments, prompts: Sequence[Any]) -> Decoded:
     """Load policy and critic, and choose a response to each prompt."""
-    settings = {"trust_remote_code": args.trust_remote_code}
-    tokenizer = load_tokenizer(args.model, args.trust_remote_code, "model")
+    settings = {"trust_remote_code": options.trust_remote_code}
+    tokenizer = load_tokenizer(options.model, options.trust_remote_code, "model")
     device = PartialState().device
-    policy: Any = load_pretrained(AutoModelForCausalLM, args.model, "model", dtype="auto", **settings)
-    critic = load_scalar_model(args.critic, "critic", **settings)
-    how = Sampling(args.max_new_tokens, args.temperature, top_p=args.top_p, batch_size=args.batch_size)
-    set_seed(args.seed)
+    policy: Any = load_pretrained(AutoModelForCausalLM, options.model, "model", dtype="auto", **settings)
+    critic = load_scalar_model(options.critic, "critic", **settings)
+    how = Sampling(options.max_new_tokens, options.temperature, top_p=options.top_p, batch_size=options.batch_size)
+    set_seed(options.seed)
     policy, critic = policy.to(device), critic.to(device)
-    if args.width is not None:
-        return value_guided_search(policy, critic, tokenizer, prompts, args.width, args.block, how)
-    return best_of_n(policy, critic, tokenizer, prompts, args.n, how, weighted=args.weighted)
+    if options.width is not None:
+        return value_guided_search(policy, critic, tokenizer, prompts, options.width, options.block, how)
+    return best_of_n(policy, critic, tokenizer, prompts, options.n, how, weighted=options.weighted)

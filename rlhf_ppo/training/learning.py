@@ -367,11 +367,6 @@ def no_policy_loss(logprobs: Tensor) -> PolicyLoss:
     return PolicyLoss(nothing, torch.ones_like(logprobs), nothing.bool())
 
 
-def num_epochs(args: PPOConfig) -> int:
-    """Return the passes over each rollout in which any model learns."""
-    return args.num_ppo_epochs if args.num_critic_epochs is None else args.num_critic_epochs
-
-
 class InterruptibleLearning:
     """Mini-batches of an update; a signal may interrupt them between two micro-batches.
 
@@ -394,6 +389,16 @@ class InterruptibleLearning:
         self.keep = keep
         self.partial: PartialUpdate | None = None
         self._num_prompts = 0
+
+    @property
+    def _num_epochs(self) -> int:
+        args = self.args
+        return args.num_ppo_epochs if args.num_critic_epochs is None else args.num_critic_epochs
+
+    @property
+    def num_minibatches(self) -> int:
+        """Optimizer steps of a whole update."""
+        return self._num_epochs * self.args.num_mini_batches
 
     def start(self, checkpoint: str | None, progress: Progress) -> None:
         """Start a run; read the partial update of the checkpoint, if it has one.
@@ -420,7 +425,7 @@ class InterruptibleLearning:
 
     def _begun_with(self) -> dict[str, int]:
         learned_by = {name: getattr(self.args, name) for name in ("num_ppo_epochs", "num_mini_batches", "seed")}
-        learned_by["num_critic_epochs"] = num_epochs(self.args)
+        learned_by["num_critic_epochs"] = self._num_epochs
         return learned_by | {"the number of prompts": self._num_prompts, _PTX: int(self.args.ptx_coef > 0)}
 
     @contextmanager
@@ -458,8 +463,7 @@ class InterruptibleLearning:
         """
         args, update = self.args, self.run.state.global_step
         generator = minibatch_generator(args.seed, update, args.process_index)
-        given = (num_epochs(args), args.num_mini_batches, generator)
-        minibatches = learned.experience.minibatches_of_epochs(*given)
+        minibatches = learned.experience.minibatches_of_epochs(self._num_epochs, args.num_mini_batches, generator)
         for minibatch in itertools.islice(minibatches, learned.num_minibatches, None):
             self.run.streams.mark()
             if self.partial is not None:
@@ -529,8 +533,7 @@ class InterruptibleLearning:
         """Return the learned part of a partial update for the log; None between updates."""
         if self.partial is None:
             return None
-        num_minibatches = num_epochs(self.args) * self.args.num_mini_batches
-        return f"{self.partial.num_minibatches} of {num_minibatches} mini-batches learned"
+        return f"{self.partial.num_minibatches} of {self.num_minibatches} mini-batches learned"
 
 
 def accumulate(
