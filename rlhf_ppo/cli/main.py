@@ -62,6 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     if argv is None:
         argv, sys.excepthook = restore_hidden_words(sys.argv[1:]), _show_traceback
+    os.environ.setdefault("TQDM_DELAY", "1")  # no bars of steps that take less than a second
     command, *options = argv or ["--help"]
     if command in ("-h", "--help"):
         print_commands()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 _AUTOMATIC_MIXED_PRECISION = "PyTorch's mixed precision is always used: set fp16=True or bf16=True and drop it"
@@ -169,6 +169,11 @@ CONFIG_HINTS: dict[str, str] = {
     "tracker_project_name": _TRACKER,
     "use_score_norm": "use score_normalization",
     "use_score_scaling": "use score_scaling",
+    # RLOOConfig of TRL 0.12 to 0.20
+    "normalize_advantage": "drop it: PPO always whitens advantages",
+    "normalize_reward": "use score_normalization",
+    "rloo_k": "use num_generations",
+    "token_level_kl": "drop it: the KL penalty is paid per token",
     # names from memory
     "batch_size_per_device": "use per_device_train_batch_size",
     "clip_range": _CLIP,
@@ -208,13 +213,55 @@ TRAINER_HINTS: dict[str, str] = {
 """Argument of other trainers that `PPOTrainer` does not have: the argument to use, or why there is none."""
 
 
+HINTS_OF_CONFIG = {name: f"in PPOConfig: {hint}" for name, hint in CONFIG_HINTS.items()}
+"""Hints for options of a configuration that are given to the trainer."""
+
 METHOD_HINTS: dict[str, str] = {
-    "generate": "use trainer.policy_model.generate(...), or train() with reward_funcs, which samples itself",
-    "log_stats": "drop it: step() logs",
-    "tokenizer": "use trainer.processing_class",
+    "batched_forward_pass": "drop it: step() computes log-probabilities",
     "config": "use trainer.args",
+    "current_device": "use trainer.args.device",
+    "dataloader": "use trainer.get_train_dataloader()",
+    "generate": "use trainer.policy_model.generate(...), or train() with reward_funcs, which samples itself",
+    "kl_ctl": "pass kl_controller=...",
+    "log_stats": "drop it: step() logs",
+    "save_pretrained": "use trainer.save_model(...)",
+    "tokenizer": "use trainer.processing_class",
 }
 """Attribute of the trainer of TRL 0.11 that `PPOTrainer` does not have, and the line to write instead."""
+
+
+_OF_TRL = "from trl import {}"
+_VALUE_HEAD = "use AutoModelForCausalLM: PPOTrainer makes the value model itself, or takes value_model"
+
+IMPORT_HINTS: dict[str, str] = {
+    "AutoModelForCausalLMWithValueHead": _VALUE_HEAD,
+    "AutoModelForSeq2SeqLMWithValueHead": "PPO trains causal language models only",
+    "PreTrainedModelWrapper": _VALUE_HEAD,
+    "create_reference_model": "drop it: PPOTrainer makes the reference itself, or takes ref_model",
+    "LengthSampler": "set response_length: all responses have the same limit",
+    **dict.fromkeys(("GRPOConfig", "RLOOConfig", "PPOv2Config", "OnlineDPOConfig"), "use PPOConfig"),
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "PPOv2Trainer", "OnlineDPOTrainer"), "use PPOTrainer"),
+    **{
+        name: _OF_TRL.format(name)
+        for name in ("ModelConfig", "RewardConfig", "RewardTrainer", "ScriptArguments", "SFTConfig", "SFTTrainer",
+                     "TrlParser", "get_peft_config")
+    },
+}  # fmt: skip
+"""Name of TRL's that `rlhf_ppo` does not have, and the line to write instead."""
+
+
+def reject_order(owner: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise for positional arguments in the order of other trainers.
+
+    Raises:
+        TypeError: A model is first, or second as in TRL 0.11.
+    """
+    fix = f"write {owner}(args, model=..., ref_model=..., processing_class=...)"
+    if args and "args" in kwargs:
+        raise TypeError(f"the first argument of {owner} is args, got {type(args[0]).__name__}: {fix}")
+    if len(args) > 1 and (isinstance(args[1], str) or hasattr(args[1], "state_dict")):
+        kind = type(args[1]).__name__
+        raise TypeError(f"the second argument of {owner} is processing_class, a tokenizer, got {kind}: {fix}")
 
 
 def hint_for(name: str, known: Collection[str], hints: Mapping[str, str], elsewhere: Mapping[str, str]) -> str:

@@ -214,7 +214,7 @@ def _saved_splits(path: str, streaming: bool) -> Mapping[Any, Any]:
 
 
 def load_named(dataset: Any, argument: str, splits: tuple[str, ...]) -> Any:
-    """Return a trainer's data set; load one that is given as a path or a hub name.
+    """Return a trainer's data set; load one that is given as a path or a hub name; give pairs explicit prompts.
 
     Args:
         dataset: A data set, a path, a hub name, or a dict of these.
@@ -227,7 +227,8 @@ def load_named(dataset: Any, argument: str, splits: tuple[str, ...]) -> Any:
     if isinstance(dataset, dict) and argument == "eval_dataset":
         return {name: load_named(each, f"{argument}[{name!r}]", splits) for name, each in dataset.items()}
     if not isinstance(dataset, str | os.PathLike):
-        return dataset
+        is_pairs = {"chosen", "rejected"} <= {*(getattr(dataset, "column_names", None) or ())}
+        return separate_prompts(dataset, where_missing=True) if is_pairs and hasattr(dataset, "take") else dataset
     found = load_splits(os.fspath(dataset), argument=argument)
     names = [name for name in splits if name in found] or list(found)[: len(found) == 1]
     if not names:
@@ -235,7 +236,7 @@ def load_named(dataset: Any, argument: str, splits: tuple[str, ...]) -> Any:
             f"{argument}={os.fspath(dataset)!r} has the splits {list(found)}; load the wanted one: "
             f"{argument}=load_dataset({os.fspath(dataset)!r}, split=...)"
         )
-    return choose_split(found, names[0], argument)
+    return separate_prompts(choose_split(found, names[0], argument), where_missing=True)
 
 
 HH_TURN = "\n\nAssistant:"

@@ -63,6 +63,23 @@ trainer = PPOTrainer(
     peft_config=LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"),
 )
 """,
+    "GRPO: several responses to a prompt": """
+args = PPOConfig(output_dir="out", num_generations=2, max_prompt_length=32, temperature=0.9, **tiny)
+trainer = PPOTrainer(model="models/sft", reward_funcs=[reward_len], args=args, train_dataset="prompts.jsonl")
+""",
+    "DPO: preference pairs as data": """
+rows = load_dataset("json", data_files="pairs.jsonl", split="train")
+args = PPOConfig("out", **tiny)
+trainer = PPOTrainer(args, model="models/sft", reward_funcs=reward_len, train_dataset=rows, eval_dataset="pairs.jsonl")
+""",
+    "a reward that is a tensor": """
+import torch
+
+def reward(completions, **kwargs):
+    return torch.tensor([float(len(completion)) for completion in completions])
+
+trainer = PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward, train_dataset="saved")
+""",
     "the old trainer: a loop over queries and step()": """
 import torch
 
@@ -74,6 +91,68 @@ stats = trainer.step(queries, responses, [torch.tensor(1.0) for _ in responses])
 """,
 }
 FAILS = {
+    "the old trainer: models by position": (
+        """
+model = AutoModelForCausalLM.from_pretrained("models/sft")
+PPOTrainer(PPOConfig("out", **tiny), model, None, AutoTokenizer.from_pretrained("models/sft"))
+""",
+        "the second argument of PPOTrainer is processing_class, a tokenizer, got LlamaForCausalLM: write "
+        "PPOTrainer(args, model=..., ref_model=..., processing_class=...)",
+    ),
+    "the old trainer: a model with a value head": (
+        """from rlhf_ppo import AutoModelForCausalLMWithValueHead""",
+        "'AutoModelForCausalLMWithValueHead': use AutoModelForCausalLM: PPOTrainer makes the value model itself",
+    ),
+    "the old trainer: sizes": (
+        """
+config = PPOConfig("out", batch_size=16, mini_batch_size=4, **tiny)
+PPOTrainer(config, model="models/sft", reward_funcs=reward_len, train_dataset="prompts.jsonl")
+""",
+        "batch_size=16 was set, but the other arguments result in 4; leave it None",
+    ),
+    "the old trainer: its data loader": (
+        """
+trainer = PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward_len, train_dataset="saved")
+for batch in trainer.dataloader:
+    pass
+""",
+        "no attribute 'dataloader' (use trainer.get_train_dataloader())",
+    ),
+    "GRPO: its classes": (
+        "from rlhf_ppo import GRPOConfig, GRPOTrainer",
+        "module 'rlhf_ppo' has no attribute 'GRPOConfig': use PPOConfig",
+    ),
+    "GRPO: the model first": (
+        """PPOTrainer("models/sft", reward_funcs=reward_len, args=PPOConfig("out", **tiny), train_dataset="saved")""",
+        "the first argument of PPOTrainer is args, got str: write PPOTrainer(args, model=..., ",
+    ),
+    "GRPO: a reward model among the functions": (
+        """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_funcs="models/r", train_dataset="saved")""",
+        "a reward model is passed as reward_model",
+    ),
+    "GRPO: its configuration": (
+        """
+from trl import GRPOConfig
+args = GRPOConfig("out", use_cpu=True, bf16=False)
+PPOTrainer(args, model="models/sft", reward_funcs=reward_len, train_dataset="saved")
+""",
+        "args must be a PPOConfig, got GRPOConfig",
+    ),
+    "RLOO: several responses, and normalized rewards": (
+        """PPOConfig("out", rloo_k=2, normalize_reward=True, token_level_kl=False)""",
+        "'rloo_k' (use num_generations), 'normalize_reward' (use score_normalization), 'token_level_kl' (drop it: the",
+    ),
+    "DPO: options of the trainer": (
+        """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", beta=0.1, max_length=9, train_dataset="saved")""",
+        "'beta' (in PPOConfig: use kl_coef), 'max_length' (set max_prompt_length and response_length in PPOConfig)",
+    ),
+    "a column with another name": (
+        """
+rows = Dataset.from_list([{"query": "w1 w2"}] * 8)
+PPOTrainer(PPOConfig("out", **tiny), model="models/sft", reward_funcs=reward_len, train_dataset=rows)
+""",
+        "rename the column that holds the prompts",
+    ),
     "the old trainer: generate()": (
         """PPOTrainer(PPOConfig("out", **tiny), model="models/sft").generate([])""",
         "no attribute 'generate' (use trainer.policy_model.generate(...), or train() with reward_funcs",
@@ -112,6 +191,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = Dataset.from_list([{"prompt": f"w{index} w2 w3", "answer": "w4"} for index in range(8)])
     rows.to_json(folder / "prompts.jsonl")
     rows.save_to_disk(folder / "saved")
+    asked = "\n\nHuman: w1\n\nAssistant:"
+    Dataset.from_list([{"chosen": f"{asked} w2", "rejected": f"{asked} w3"}] * 8).to_json(folder / "pairs.jsonl")
     return folder
 
 
@@ -138,5 +219,5 @@ def test_it_trains(script: str, names: dict[str, object]) -> None:
 @pytest.mark.parametrize("script", FAILS)
 def test_the_error_names_the_line_to_write(script: str, names: dict[str, object]) -> None:
     text, said = FAILS[script]
-    with pytest.raises((AttributeError, TypeError, ValueError), match=re.escape(said)):
+    with pytest.raises((AttributeError, ImportError, TypeError, ValueError), match=re.escape(said)):
         exec(START + text, names)
