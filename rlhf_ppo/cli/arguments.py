@@ -76,11 +76,13 @@ class PPOArgumentParser(CommandParser, TrlParser):
     def _named(self, args: Sequence[str] | None) -> set[str]:
         """Return the options that the command line or the YAML file gives."""
         defaults = {action: action.default for action in self._actions}
+        of_command, self._defaults = self._defaults, {}
         try:
             for action in self._actions:
                 action.default = argparse.SUPPRESS
             given, _ = super().parse_known_args(args)
         finally:
+            self._defaults = of_command
             for action, default in defaults.items():
                 action.default = default
         return {*vars(given), *self._of_config}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_ppo import PPOConfig
+from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.config.unused import UNUSED, RunContext, unused_options
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, assert_identical, history, parameters
@@ -239,6 +240,13 @@ def test_an_option_without_its_partner_is_named_with_its_value_and_the_reason(
 def test_more_epochs_of_the_critic_give_its_clip_range_an_effect() -> None:
     args = PPOConfig("out", use_cpu=True, report_to="none", num_ppo_epochs=1, num_critic_epochs=2, cliprange_value=0.1)
     assert unused_options(args, RunContext()) == {}
+
+
+def test_the_default_of_a_command_is_not_the_users() -> None:
+    parser = PPOArgumentParser(PPOConfig)
+    parser.set_defaults(num_sample_generations=3)
+    (args,) = parser.parse_args_and_config(["--output_dir", "out", "--use_cpu", "--report_to", "none"])
+    assert args.num_sample_generations == 3 and unused_options(args, RunContext()) == {}
 
 
 def test_a_presets_options_are_not_the_users() -> None:
