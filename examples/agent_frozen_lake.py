@@ -131,6 +131,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     tokenizer, curve = make_tokenizer(), Curve()
     given = (options.size, options.moves, options.slippery, options.rate, options.progress)
+    share = 1.0 if options.gae == "turn" else 0.5  # of a turn: a word and the stop token
+    decay = {"num_decay_steps": options.updates // 2} if options.schedule == "warmup_stable_decay" else {}
     args = PPOConfig(
         options.output_dir,
         overwrite_output_dir=True,
@@ -143,10 +145,11 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         temperature=1.0,
         gae_level=options.gae,
         reward_weights={"won": 0.0},
-        gamma=0.99,
-        lam=0.95,
+        gamma=0.99**share,
+        lam=0.95**share,
         learning_rate=1e-3,
         lr_scheduler_type=options.schedule,
+        lr_scheduler_kwargs=decay,
         kl_coef=0.01,
         vf_coef=0.0 if options.credit == "episode" else 0.5,
         num_ppo_epochs=2,

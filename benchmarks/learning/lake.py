@@ -2,7 +2,6 @@
 
     python benchmarks/learning/lake.py              # all settings and seeds that agents.jsonl lacks
     python benchmarks/learning/lake.py plain token  # some settings
-    python benchmarks/learning/lake.py --table      # the table of the documentation
 
 Each run has a process of its own with one thread. The same command continues after an interruption.
 """
@@ -15,24 +14,24 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from intervals import mean
 from run import code_version
 
 FOLDER = Path(__file__).parent
 EXAMPLE = FOLDER.parents[1] / "examples" / "agent_frozen_lake.py"
 RESULTS = FOLDER / "agents.jsonl"
+EPISODES = 128
+"""Of an update."""
 SLIPPERY = "--slippery --moves 50 --updates 125"
 SETTINGS = {
     "plain": "",
     "token": "--gae token",
     "plain, longer": "--updates 47",
     "one credit, longer": "--updates 47 --credit episode",
-    "rate 0.8": "--slippery --rate 0.8 --updates 62",
+    "rate 0.8": "--slippery --rate 0.8 --updates 62 --schedule warmup_stable_decay",
     "8x8": "--size 8 --moves 40 --updates 23 --progress",
     "8x8, goal alone": "--size 8 --moves 40 --updates 23",
     "slippery": SLIPPERY,
@@ -97,59 +96,20 @@ def train(setting: str, seed: int) -> dict[str, Any]:
     return found | json.loads(run.stdout.splitlines()[-1]) | code_version()
 
 
-def results() -> list[dict[str, Any]]:
+def read_results() -> list[dict[str, Any]]:
     """Return the finished runs."""
     return [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()] if RESULTS.exists() else []
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table of the documentation."""
-    lines = [
-        "| Setting | optimum, random | won of 500 held-out games, by seed | episodes to 0.9 of the optimum | CPU s |",
-        "|---|---|---|---|---|",
-    ]
-    for setting in SETTINGS:
-        runs = sorted((row for row in rows if row["setting"] == setting), key=lambda row: row["seed"])
-        if runs:
-            won = ", ".join(f"{run['held_out']:.3f}" for run in runs)
-            reached = ", ".join(str(reached_at(run, 0.9) or "not reached") for run in runs)
-            seconds = fmean(run["cpu_seconds"] for run in runs)
-            share = f"{runs[0]['optimum']:.3f}, {runs[0]['random']:.4f}"
-            lines.append(f"| {setting} | {share} | {won} | {reached} | {seconds:.0f} |")
-    return "\n".join(lines)
-
-
-def reached_at(run: dict[str, Any], share: float) -> int | None:
-    """Return the episodes after which an update's games are won as often as a share of the optimum."""
-    wanted = share * run["optimum"]
-    return next((128 * (place + 1) for place, won in enumerate(run["curve"]) if won >= wanted), None)
-
-
-def ratio(rows: Sequence[dict[str, Any]]) -> str:
-    """Compare the episodes to 0.9 of one credit for all tokens with those of a critic, by seed."""
-    by_setting = {
-        name: {row["seed"]: reached_at(row, 0.9) for row in rows if row["setting"] == name}
-        for name in ("plain, longer", "one credit, longer")
-    }
-    critic, alike = by_setting.values()
-    longest = 47 * 128  # a lower bound for runs that do not get there
-    ratios = [(alike[seed] or longest) / (critic[seed] or longest) for seed in sorted(critic.keys() & alike.keys())]
-    return f"one credit / critic: {mean(ratios).shown(2)} over {len(ratios)} seeds: {[round(r, 2) for r in ratios]}"
-
-
 def main() -> None:
-    """Train what is missing, or print the table."""
+    """Train what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", default=list(SETTINGS), metavar="setting", help=", ".join(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
-    if given.table:
-        print(table(results()), ratio(results()), sep="\n\n")
-        return
     for setting in given.settings:
         for seed in given.seeds:
-            if not any(row["setting"] == setting and row["seed"] == seed for row in results()):
+            if not any(row["setting"] == setting and row["seed"] == seed for row in read_results()):
                 row = train(setting, seed)
                 with RESULTS.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
