@@ -133,6 +133,7 @@ def play(trainer_of: Any, num_turns: int) -> dict[str, float]:
 def ours(folder: str, model: Any, tokenizer: Any, **given: Any) -> tuple[Any, list[int]]:
     """Make our trainer, and a list that it fills with the episodes' tokens."""
     from rlhf_ppo import PPOTrainer
+    from rlhf_ppo.generation.transformers_engine import continues
 
     lengths: list[int] = []
 
@@ -142,7 +143,9 @@ def ours(folder: str, model: Any, tokenizer: Any, **given: Any) -> tuple[Any, li
             return super().estimate_advantages(rollout)
 
     options = {"per_device_train_batch_size": ROWS, "num_generations": 1, "response_length": 3400}
-    return Measured(ppo_config(folder, **options), tokenizer, model, **given), lengths
+    trainer = Measured(ppo_config(folder, **options), tokenizer, model, **given)
+    continues(model)  # is found out by trial, which the script would disturb
+    return trainer, lengths
 
 
 def trl(folder: str, model: Any, tokenizer: Any, **given: Any) -> tuple[Any, list[int]]:
