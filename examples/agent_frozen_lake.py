@@ -150,7 +150,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         learning_rate=1e-3,
         lr_scheduler_type=options.schedule,
         lr_scheduler_kwargs=decay,
-        kl_coef=0.01,
+        kl_coef=options.kl,
         vf_coef=0.0 if options.credit == "episode" else 0.5,
         num_ppo_epochs=2,
         num_mini_batches=4,
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1 / 3, help="success_rate with --slippery")
     parser.add_argument("--progress", action="store_true", help="pay each step towards the goal")
     parser.add_argument("--schedule", default="cosine", help="of the learning rate")
+    parser.add_argument("--kl", type=float, default=0.01, help="coefficient of the KL to the random player")
     parser.add_argument("--gae", default="turn", choices=("turn", "token"))
     parser.add_argument("--credit", default="turn", choices=("turn", "episode"))
     parser.add_argument("--output_dir", default="frozen_lake")

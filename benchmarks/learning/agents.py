@@ -1,10 +1,11 @@
-"""Write the tables and the picture of agents from `agents.jsonl`, which `lake.py` and `calculator.py` fill.
+"""Write tables and picture of the page *Agents* from `agents.jsonl`, which `lake.py` and `calculator.py` fill.
 
-python benchmarks/learning/agents.py  # prints the tables, and writes docs/assets/agents.svg
+python benchmarks/learning/agents.py
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +16,7 @@ from intervals import mean
 from lake import EPISODES, RESULTS, SETTINGS, read_results
 from matplotlib.figure import Figure
 
+PAGE = RESULTS.parents[2] / "docs" / "agents.md"
 PICTURE = RESULTS.parents[2] / "docs" / "assets" / "agents.svg"
 CALCULATOR = {"calculator": "calls are free", "calculator, calls cost": "each call costs 0.3"}
 COMPARED = ("plain, longer", "one credit, longer")
@@ -75,6 +77,14 @@ def calculator_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def filled(page: str, rows: Sequence[Row]) -> str:
+    """Return the page with the tables between its marks."""
+    for name, table in {"lake": lake_table(rows), "calculator": calculator_table(rows)}.items():
+        marks = rf"(<!-- {name} -->\n\n).*?(\n\n<!-- end -->)"
+        page = re.sub(marks, lambda found, table=table: found[1] + table + found[2], page, flags=re.DOTALL)
+    return page
+
+
 def draw(rows: Sequence[Row], file: Path) -> None:
     """Draw the share of won games, and the calculator's accuracy and calls; a line for each seed."""
     figure = Figure(figsize=(9, 2.8), layout="constrained")
@@ -102,10 +112,11 @@ def _lines(axes: Any, runs: Sequence[Row], key: str, episodes: int, label: str, 
 
 
 def main() -> None:
-    """Print the tables and write the picture."""
+    """Write the page's tables and picture; print the comparison of the critic with one credit."""
     matplotlib.rcParams["svg.hashsalt"] = "agents"  # the same results give the same file
     rows = read_results()
-    print(lake_table(rows), ratio(rows), calculator_table(rows), sep="\n\n")
+    PAGE.write_text(filled(PAGE.read_text("utf-8"), rows), "utf-8")
+    print(ratio(rows))
     draw(rows, PICTURE)
 
 
