@@ -30,7 +30,7 @@ from rlhf_ppo.algorithm.penalties import KLController
 from rlhf_ppo.checkpoints.complete import check_optimizer, explaining_load_error, optimizer_name
 from rlhf_ppo.checkpoints.state import PPOTrainerState
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.hints import HINTS_OF_CONFIG, METHOD_HINTS, TRAINER_HINTS, reject_order, reject_unknown
+from rlhf_ppo.config.hints import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.config.presets import describe_preset
 from rlhf_ppo.data.prompts import Prompts, num_rows
@@ -151,10 +151,9 @@ class TrainerBase(Trainer):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Explain unknown arguments, and keep all others for the trainers of a hyperparameter search."""
         known = inspect.signature(cls).parameters
-        reject_order(cls.__name__, args, kwargs)
         if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
             own = dict.fromkeys(PPOConfig.__dataclass_fields__, "PPOConfig")
-            reject_unknown(cls.__name__, kwargs, known, HINTS_OF_CONFIG | TRAINER_HINTS, own)
+            reject_call(cls.__name__, args, kwargs, known, own)
         self = super().__new__(cls)
         self._made_with = args, kwargs
         return self

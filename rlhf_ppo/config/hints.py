@@ -213,9 +213,6 @@ TRAINER_HINTS: dict[str, str] = {
 """Argument of other trainers that `PPOTrainer` does not have: the argument to use, or why there is none."""
 
 
-HINTS_OF_CONFIG = {name: f"in PPOConfig: {hint}" for name, hint in CONFIG_HINTS.items()}
-"""Hints for options of a configuration that are given to the trainer."""
-
 METHOD_HINTS: dict[str, str] = {
     "batched_forward_pass": "drop it: step() computes log-probabilities",
     "config": "use trainer.args",
@@ -250,11 +247,20 @@ IMPORT_HINTS: dict[str, str] = {
 """Name of TRL's that `rlhf_ppo` does not have, and the line to write instead."""
 
 
-def reject_order(owner: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise for positional arguments in the order of other trainers.
+def reject_call(
+    owner: str, args: Sequence[Any], kwargs: Mapping[str, Any], known: Collection[str], elsewhere: Mapping[str, str]
+) -> None:
+    """Raise for a trainer's arguments in the order, or with the names, of other trainers.
+
+    Args:
+        owner: Name of the trainer's class.
+        args: Positional arguments.
+        kwargs: Named arguments.
+        known: Names of the arguments that exist.
+        elsewhere: For each argument of another class, that class.
 
     Raises:
-        TypeError: A model is first, or second as in TRL 0.11.
+        TypeError: A model is first, or second as in TRL 0.11; or a name does not exist.
     """
     fix = f"write {owner}(args, model=..., ref_model=..., processing_class=...)"
     if args and "args" in kwargs:
@@ -262,6 +268,8 @@ def reject_order(owner: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if len(args) > 1 and (isinstance(args[1], str) or hasattr(args[1], "state_dict")):
         kind = type(args[1]).__name__
         raise TypeError(f"the second argument of {owner} is processing_class, a tokenizer, got {kind}: {fix}")
+    of_config = {name: f"in PPOConfig: {hint}" for name, hint in CONFIG_HINTS.items()}
+    reject_unknown(owner, kwargs, known, of_config | TRAINER_HINTS, elsewhere)
 
 
 def hint_for(name: str, known: Collection[str], hints: Mapping[str, str], elsewhere: Mapping[str, str]) -> str:
