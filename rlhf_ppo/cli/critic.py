@@ -62,8 +62,8 @@ def critic(argv: Sequence[str] | None = None) -> CriticTrainer:
             f"{' '.join(words[:1]) or 'no word'!r} is no task: write `rlhf-ppo critic train --completions RUN ...`",
         )
     groups: Any = (CriticScriptArguments, CriticArguments, ModelConfig)
-    problems = Problems()
-    script_args, args, model_args = parse(PPOArgumentParser(groups, prog=program), words[1:], problems)
+    problems, options = Problems(), words[1:] if words[:1] == ["train"] else words
+    script_args, args, model_args = parse(PPOArgumentParser(groups, prog=program), options, problems)
     problems.fail(program)
     with user_errors(program):
         check_ranges(script_args, ranges_of(CriticScriptArguments))
