@@ -396,7 +396,8 @@ def failing_row(function: Callable[..., Any], arguments: Mapping[str, Any], num_
             return None
         alone = {name: value[row : row + 1] if isinstance(value, list) else value for name, value in arguments.items()}
         try:
-            _call(function, alone, 1)
+            with naming_exits("it"):
+                _call(function, alone, 1)
         except Exception as error:
             if type(error) is kind:
                 return row

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo.checkpoints.files import parse_json, read_object, remove_leftovers, replacing, write_json, write_text
+from rlhf_ppo.checkpoints import files
+from rlhf_ppo.checkpoints.files import (
+    MANIFEST_NAME,
+    find_damage,
+    hash_share,
+    parse_json,
+    read_object,
+    replacing,
+    write_json,
+    write_manifest,
+    write_text,
+)
 from rlhf_ppo.config.validation import Interval
 from tests.faults.conftest import make_saving
 
@@ -157,14 +168,6 @@ def test_what_is_no_file_is_neither_written_nor_read(tmp_path: Path) -> None:
             read_object(tmp_path / name)
 
 
-def test_a_kill_in_the_middle_of_a_write_leaves_a_file_that_the_next_run_removes(tmp_path: Path) -> None:
-    with replacing(tmp_path / "a.csv") as temporary:
-        left = tmp_path / temporary.name
-    left.write_text("left")
-    remove_leftovers(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"a.csv"}
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"null", b"3", b"\xff\xfe", b"[" * 9999, b"1" * 9999])
 def test_what_is_no_object_is_said_by_the_files_name(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(content)
@@ -180,6 +183,33 @@ def test_a_value_of_another_kind_is_said_by_file_and_key(value: str, tmp_path: P
     with pytest.raises(ValueError, match=r"^its a\.json lacks name$"):
         read_object(tmp_path / "a.json", {"name": str})
     assert parse_json("[1, 2]") == [1, 2]
+
+
+def test_each_process_hashes_its_share_and_the_manifest_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a", "b", "c/d", "c/e", "f"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    write_manifest(str(tmp_path))
+    alone = (tmp_path / MANIFEST_NAME).read_bytes()
+
+    hashed: list[str] = []
+    original: Any = files._synced_hash
+
+    def noting(path: Path) -> str:
+        hashed.append(str(path.relative_to(tmp_path)))
+        return original(path)
+
+    monkeypatch.setattr(files, "_synced_hash", noting)
+    shares = [hash_share(str(tmp_path), index, 2) for index in range(2)]
+    assert [sorted(share) for share in shares] == [["a", "c/d", "f"], ["b", "c/e"]]
+    (tmp_path / MANIFEST_NAME).unlink()
+    write_manifest(str(tmp_path), shares[0] | shares[1])
+    assert (tmp_path / MANIFEST_NAME).read_bytes() == alone and sorted(hashed) == names
+    write_manifest(str(tmp_path), shares[1])  # what no process was asked for is hashed here
+    assert (tmp_path / MANIFEST_NAME).read_bytes() == alone and find_damage(str(tmp_path)) is None
 
 
 # ---- Whole runs ----

@@ -164,9 +164,18 @@ def test_what_a_killed_save_leaves_is_deleted_by_the_next_save_and_the_next_run(
 
 
 def test_only_temporary_files_are_deleted(tmp_path: Path) -> None:
-    names = [".tmpAbC123", "state.json.tmp", "notes.tmp", ".tmp", ".tmpAbC1234", "tmpAbC123", "model.safetensors"]
+    names = [
+        ".tmpAbC123",
+        "a.csv.0123abcd.tmp",
+        "state.json.tmp",
+        "notes.tmp",
+        ".tmp",
+        ".tmpAbC1234",
+        "tmpAbC123",
+        "model.safetensors",
+    ]
     for name in names:
         (tmp_path / name).touch()
     (tmp_path / ".tmpFolder").mkdir()
     remove_leftovers(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {*names[1:], ".tmpFolder"}
+    assert {path.name for path in tmp_path.iterdir()} == {*names[2:], ".tmpFolder"}

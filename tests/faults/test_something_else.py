@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from datasets import Dataset
 
 from rlhf_ppo.checkpoints import last_complete_checkpoint
 from rlhf_ppo.checkpoints.files import write_manifest
-from rlhf_ppo.checkpoints.state import FINGERPRINT_NAME
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.faults.conftest import make_saving
 
@@ -132,14 +130,6 @@ def test_nothing_is_said_where_nothing_changed(run: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         make_saving(run).train(resume_from_checkpoint=str(run / "checkpoint-1"))
     assert "is resumed with changes" not in caplog.text
-
-
-def test_no_secret_is_recorded(run: Path) -> None:
-    shutil.rmtree(run)
-    make_saving(run, hub_token="hf_QxToken", total_episodes=2).train()
-    record = run / "checkpoint-1" / FINGERPRINT_NAME
-    assert "QxToken" not in record.read_text() and "hub_token" not in record.read_text()
-    assert json.loads(record.read_text())["arguments"]["stop_token"] == "eos"
 
 
 # ---- More to train ----

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import math
 import pickle
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
@@ -248,6 +249,8 @@ def test_an_async_client_keeps_its_loop_between_calls(tokenizer: PreTrainedToken
         torch.tensor([1.0, 0.5, 1.0], requires_grad=True),
         torch.tensor([1.0, 0.5, 1.0], dtype=torch.bfloat16),
         np.array([1.0, 0.5, 1.0]),
+        np.array([1.0, 0.5, 1.0], dtype=object),
+        {"a": 1.0, "b": 0.5, "c": 1.0}.values(),
         [np.float32(1), torch.tensor(0.5), np.bool_(True)],
         (value for value in [1.0, 0.5, 1.0]),
     ],
@@ -294,6 +297,12 @@ def test_rewards_per_token_have_the_width_of_the_responses(is_async: bool, token
         (torch.tensor(0.5), TypeError, r"\(Tensor\)"),
         (None, TypeError, "returned None"),
         ({0: 1.0, 1: 2.0, 2: 3.0}, TypeError, r"\(dict\)"),
+        ({1.0, 2.0, 3.0}, TypeError, r"\(set\)"),
+        (bytearray(b"123"), TypeError, r"\(bytearray\)"),
+        (SimpleNamespace(rewards=[1.0, 2.0, 3.0]), TypeError, r"\(SimpleNamespace\)"),
+        ([Decimal("0.5"), 1.0, 2.0], TypeError, r"\(Decimal\) for row 0"),
+        ([{"score": 1.0}, 1.0, 2.0], TypeError, r"\(dict\) for row 0"),
+        ([[[1.0], [1.0]], None, None], TypeError, "for row 0, token 0"),
         (["0.5", 1.0, 2.0], TypeError, r"returned '0.5' \(str\) for row 0"),
         (torch.zeros(3, 1), ValueError, "returned 1 rewards for the 2 tokens of row 0"),
         ([[1.0, 2.0], None, [3.0]], ValueError, "returned 1 rewards for the 2 tokens of row 2"),
