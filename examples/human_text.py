@@ -65,7 +65,7 @@ def read_pairs(path: Path) -> list[Row]:
         path: JSON lines.
 
     Raises:
-        ValueError: A line is no pair.
+        ValueError: A line is not a pair.
     """
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

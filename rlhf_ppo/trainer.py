@@ -327,7 +327,7 @@ class PPOTrainer(TrainerBase):
             The update's metrics.
 
         Raises:
-            TypeError: A value is no tensor of integer ids, no bool mask, or no number. Nothing has changed.
+            TypeError: A value is not a tensor of integer ids, no bool mask, or no number. Nothing has changed.
             ValueError: The number of rows is not that of an update, a row is too long for the models, an id is not in
                 a vocabulary, a score is infinite, or a log-probability is above 0 or not finite. Nothing has changed.
             RuntimeError: The run has had all its updates, or `close` has ended it.

@@ -636,7 +636,7 @@ class TrainerBase(Trainer):
             if self.state.global_step > 0:
                 self.control.should_evaluate = True  # the resumed run repeats this evaluation
                 self._stop.save_where_it_stopped(as_module(self.model_wrapped), trial)
-                missing += f"; go on with resume_from_checkpoint={self._run.guard.last_checkpoint!r}"
+                missing += f"; continue with resume_from_checkpoint={self._run.guard.last_checkpoint!r}"
             raise ValueError(missing)
         if follows_metric(self.lr_scheduler) and not skip_scheduler:
             self.lr_scheduler.step(metrics[evaluated_name(self.args.metric_for_best_model or "score")])

@@ -59,7 +59,7 @@ def test_the_most_valued_of_n_is_chosen() -> None:
 def test_search_in_blocks_beats_best_of_as_many() -> None:
     """A beginning with many low ids is worth continuing, where the values count them."""
     torch.manual_seed(0)
-    prompts, how = PROMPTS * 4, Sampling(max_new_tokens=12, temperature=1.0, stop_token_id=50)  # which is no id
+    prompts, how = PROMPTS * 4, Sampling(max_new_tokens=12, temperature=1.0, stop_token_id=50)  # which is not an id
     best = best_of_n(*models(), prompts, 4, how)
     search = value_guided_search(*models(), prompts, width=4, block=1, sampling=how)
     beams = value_guided_search(*models(), prompts, width=4, block=1, sampling=how, keep=2)

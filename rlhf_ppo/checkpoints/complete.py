@@ -237,7 +237,7 @@ def check_optimizer(optimizer: Any, directory: str) -> None:
     before = load_fingerprint(directory).get("optimizer")
     if before not in (None, now := optimizer_name(optimizer)):
         raise ValueError(
-            f"resume_from_checkpoint={directory!r}: its optimizer is {before}, whose state {now} cannot go on with; "
+            f"resume_from_checkpoint={directory!r}: its optimizer is {before}, and {now} cannot use its state; "
             "choose the same optim, or start a new run from the checkpoint with model=<checkpoint> and "
             "value_model=<checkpoint>/value_model"
         )

@@ -265,8 +265,8 @@ def explaining_full_disk(
         if isinstance(error, DiskFullError) or not _is_full(error):
             raise
         complete = last_complete()
-        kept = "there is no checkpoint to go on from" if complete is None else f"{complete} is complete"
-        advice = "start again" if complete is None else "go on with resume_from_checkpoint=True"
+        kept = "there is no checkpoint to resume from" if complete is None else f"{complete} is complete"
+        advice = "start again" if complete is None else "continue with resume_from_checkpoint=True"
         place = f"{directory}, which is incomplete" if what is None else what
         raise DiskFullError(
             f"no space is left for {place} ({_free(directory)}; the error was: {error}). "

@@ -214,7 +214,7 @@ def check_start(output_dir: str, resume_from_checkpoint: str | bool | None, over
             _check_unused(output_dir)
     elif overwrite:
         raise ValueError(
-            f"overwrite_output_dir=True deletes the checkpoints, but resume_from_checkpoint={wanted!r} goes on from "
+            f"overwrite_output_dir=True deletes the checkpoints, but resume_from_checkpoint={wanted!r} needs "
             "one; leave one of the two out"
         )
     elif wanted is True and not finished_checkpoints(output_dir):
@@ -223,7 +223,7 @@ def check_start(output_dir: str, resume_from_checkpoint: str | bool | None, over
             "to start a new run"
         )
     elif isinstance(wanted, str) and not os.path.isdir(wanted):
-        raise ValueError(f"resume_from_checkpoint={wanted!r} is no complete checkpoint: there is no such directory")
+        raise ValueError(f"resume_from_checkpoint={wanted!r} is not a complete checkpoint: there is no such directory")
 
 
 def start_run(output_dir: str, overwrite: bool) -> Run:
@@ -408,8 +408,8 @@ def _open(path: Path, output_dir: str) -> int:
         os.close(file)
         reason = "has other names (hard links)" if stat.S_ISREG(status.st_mode) else "is not a regular file"
     raise InUseError(
-        f"output_dir={output_dir!r} cannot be locked: {path} {reason}; if nobody trains there, remove it, or choose "
-        "another output_dir"
+        f"output_dir={output_dir!r} cannot be locked: {path} {reason}; if no process trains there, remove it, or "
+        "choose another output_dir"
     )
 
 

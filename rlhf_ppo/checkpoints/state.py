@@ -188,12 +188,12 @@ _NOT_COMPARED = {
 """Paths, derived sizes, display options, and arguments that are compared with `Progress.optimization` instead."""
 
 _NOTES = {
-    "seed": "it orders the prompts and shuffles mini-batches from here on; responses are sampled with the random "
-    "numbers of the checkpoint",
-    "data_seed": "it orders the prompts from here on, so that some of this pass come again and others not at all",
+    "seed": "it now orders the prompts and shuffles mini-batches; responses are sampled with the checkpoint's random "
+    "numbers",
+    "data_seed": "the order of the prompts changes, so some prompts of this pass are repeated and some are skipped",
     "max_steps": "the run ends after that many updates, those before the checkpoint included",
     "world_size": "each process draws new random numbers",
-    "ignore_data_skip": "it says where in the pass the run goes on",
+    "ignore_data_skip": "it decides where in the pass the run continues",
 }
 _CHANGED_PARTS = {
     "processing_class": "the tokenizer has another vocabulary or other special tokens",
@@ -291,11 +291,11 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
             note = f": {_NOTES[name]}" if name in _NOTES else ""
-            lines.append(f"{name}={new[name]!r} is in force, which was {old[name]!r}{note}")
+            lines.append(f"{name}={new[name]!r} takes effect instead of {old[name]!r}{note}")
     for name, change in _CHANGED_PARTS.items():
         one, other = before.get(name), now.get(name)
         if one is not None and other is not None and one != other:
-            lines.append(f"{name}: {change}; what is passed now is in force{_difference(one, other)}")
+            lines.append(f"{name}: {change}; the new value takes effect{_difference(one, other)}")
     return lines
 
 
@@ -409,8 +409,8 @@ def check_same_update(before: Mapping[str, int], now: Mapping[str, int]) -> None
     names = [name for name in now if before.get(name) != now[name]]
     if changed := [f"{name} was {before.get(name)} and is {now[name]} now" for name in names]:
         raise ValueError(
-            "the checkpoint is of the middle of an update, which can only be finished as it was begun, but "
-            f"{', '.join(changed)}: keep what it was until that update is learned, or resume from an earlier "
+            "the checkpoint is from the middle of an update, which must end with the settings it began with, but "
+            f"{', '.join(changed)}: keep the old value until that update is learned, or resume from an earlier "
             "checkpoint by its directory"
         )
 

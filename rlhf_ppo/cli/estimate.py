@@ -113,7 +113,7 @@ def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
         try:
             config: Any = load_config_from_file(path)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, YAMLError) as error:  # of an empty one
-            raise ValueError(f"accelerate_config={path!r} is no configuration of accelerate: {error}") from error
+            raise ValueError(f"accelerate_config={path!r} is not a configuration of accelerate: {error}") from error
         count = config.num_processes
         stage, is_fsdp = (config.deepspeed_config or {}).get("zero_stage"), bool(config.fsdp_config)
     count = script_args.num_devices or count

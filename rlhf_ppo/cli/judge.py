@@ -228,7 +228,7 @@ def _options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"judge_options={redacted(text)!r} is no JSON: {error}") from None
+        raise ValueError(f"judge_options={redacted(text)!r} is not JSON: {error}") from None
     if not isinstance(options, dict) or options.keys() & {"model", "messages"}:
         raise ValueError(f"judge_options={redacted(text)!r} must be a JSON object without model and messages")
     return options

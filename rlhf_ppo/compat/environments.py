@@ -133,7 +133,7 @@ def _components(
     for name in by_name.keys() - components.keys() - {REWARD_MODEL}:
         if not has_more:
             raise ValueError(
-                f"multi_objective: reward_weights has {name!r}, which is no key of reward_components "
+                f"multi_objective: reward_weights has {name!r}, which is not a key of reward_components "
                 f"{list(components)}{_suggest(name, components)}"
             )
     for name in components.keys() - by_name.keys():

@@ -204,7 +204,7 @@ def check_dicts(args: TrainingArguments) -> None:
             try:
                 json.loads(value)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{name}={value!r} is no JSON: {error}") from error
+                raise ValueError(f"{name}={value!r} is not JSON: {error}") from error
 
 
 def check_inherited(args: TrainingArguments) -> None:

@@ -281,7 +281,7 @@ def parse_object(name: str, given: Any, example: str) -> dict[str, Any] | None:
             value = read_json(given)
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{name}={redacted(given)!r:.80} is no JSON: {error}; write an object in double quotes: {example}"
+                f"{name}={redacted(given)!r:.80} is not JSON: {error}; write an object in double quotes: {example}"
             ) from error
     if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
         raise TypeError(

@@ -318,7 +318,7 @@ class EpisodeEncoder(PromptEncoder):
         prompt = row["prompt"] if row.get("prompt") is not None else self.conversations.default_prompt()
         if name in self.needs_chat and not is_conversation(prompt):
             fix = "give it as a list of messages {'role': ..., 'content': ...}"
-            self._fail(index, f"has a prompt that is no conversation ({prompt!r:.60}), which tools need", fix)
+            self._fail(index, f"has a prompt that is not a conversation ({prompt!r:.60}), which tools need", fix)
         if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
             fix = "set tokenizer.chat_template, or give the prompt as text"
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)

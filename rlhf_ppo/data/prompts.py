@@ -126,7 +126,7 @@ class PromptEncoder:
     def _of_text(self, prompt: str, index: int) -> list[int]:
         try:
             return _as_list(self.tokenizer(prompt)["input_ids"])
-        except (TypeError, UnicodeError) as error:  # tokenizers takes what is no UTF-8 for another type
+        except (TypeError, UnicodeError) as error:  # tokenizers takes what is not UTF-8 for another type
             fix = "it may hold half of a surrogate pair; read the data with errors='replace'"
             self._fail(index, f"has a prompt that the tokenizer cannot read ({prompt!r:.60}; {error})", fix)
 
@@ -154,10 +154,10 @@ class PromptEncoder:
         if not ids:
             self._fail(index, "is empty", "drop such rows")
         if {*ids} <= self._says_nothing:
-            self._fail(index, f"holds nothing but BOS and PAD ({ids[:4]})", "drop such rows, or ask for something")
+            self._fail(index, f"holds only BOS and PAD ({ids[:4]})", "drop such rows, or add text")
         if is_text and ids[-1] == self.tokenizer.eos_token_id:
             fix = "leave EOS out of the prompt; a chat template must end in the opening of the assistant's turn"
-            self._fail(index, f"ends in the EOS token ({ids[-1]}), after which nothing is to be said", fix)
+            self._fail(index, f"ends in the EOS token ({ids[-1]}), so there is nothing to answer", fix)
         outside = min(ids) if min(ids) < 0 else max(ids)
         if outside < 0 or (self.vocab_size is not None and outside >= self.vocab_size):
             fix = "use the policy's own tokenizer, or resize_token_embeddings to the tokenizer's length"
@@ -413,7 +413,7 @@ def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]],
         check_columns: Checks the columns of a `datasets.Dataset`; None: one of them holds prompts.
 
     Raises:
-        TypeError: It is no data set, or its first row is no dict.
+        TypeError: It is no data set, or its first row is not a dict.
         ValueError: It has no rows, or a `datasets.Dataset` has no column with prompts.
     """
     if isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):

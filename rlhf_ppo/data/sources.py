@@ -175,7 +175,7 @@ def _check_text(path: str, name: str, argument: str, streaming: bool) -> None:
             while not streaming and file.read(2**20):
                 pass
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{argument}={name!r}: it cannot be read: {path} is no UTF-8 text: {error}") from error
+        raise ValueError(f"{argument}={name!r}: it cannot be read: {path} is not UTF-8 text: {error}") from error
     if twice := sorted({column for column in columns if columns.count(column) > 1}):
         raise ValueError(f"{argument}={name!r}: the column {', '.join(twice)!r} stands twice in {path}; rename one")
 
@@ -191,7 +191,7 @@ def _check_objects(lines: Iterable[str], path: str, name: str, argument: str, st
             return
         if start not in ("{", ""):
             raise ValueError(
-                f'{argument}={name!r}: line {number} of {path} is no JSON object, such as {{"prompt": "..."}}: '
+                f'{argument}={name!r}: line {number} of {path} is not a JSON object such as {{"prompt": "..."}}: '
                 f"{line.strip()[:60]!r}"
             )
 

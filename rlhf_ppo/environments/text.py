@@ -41,7 +41,7 @@ def text_environment(
         render: `render(observation, environment) -> text`. None takes observations that are texts or numbers.
         actions: Actions by text, such as `{"left": 0}`, or a function of the text that returns None if there is no
             such action. None passes the text.
-        invalid: Observation after a text that is no action; the environment does not step. `{observation}` in it
+        invalid: Observation after a text that is not an action; the environment does not step. `{observation}` in it
             stands for the observation before.
     """
     return functools.partial(TextEnvironment, factory, render, actions, invalid)
@@ -166,7 +166,7 @@ class TextEnvironment:
             self.info = getattr(result, "metadata", None) or {}
         else:
             raise AdapterError(
-                f"step of {type(self.inner).__name__} returned {type(result).__name__}, which is no step of "
+                f"step of {type(self.inner).__name__} returned {type(result).__name__}, which is not a step of "
                 "Gymnasium, Gym, SkyRL-gym, OpenRLHF or OpenEnv"
             )
         self.done, self.truncated = bool(self.done), bool(self.truncated)
@@ -199,7 +199,7 @@ class TextEnvironment:
             self.observation = str(observation)
             return self.observation
         raise AdapterError(
-            f"{type(self.inner).__name__} observes {type(observation).__name__}, which is no text; pass "
+            f"{type(self.inner).__name__} observes {type(observation).__name__}, which is not a text; pass "
             "render=function(observation, environment) to text_environment"
         )
 

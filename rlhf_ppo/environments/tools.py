@@ -150,8 +150,8 @@ class Host:
         """Return the rewards of turns that were added since the last report, and how the episode stands.
 
         Raises:
-            TypeError: `turn_rewards` is no list, or `done` or `truncated` no bool.
-            ValueError: A reward is no finite number, or `turn_rewards` became shorter within an episode.
+            TypeError: `turn_rewards` is not a list, or `done` or `truncated` no bool.
+            ValueError: A reward is not a finite number, or `turn_rewards` became shorter within an episode.
         """
         listed = self._turn_rewards()
         if len(listed) < self._paid:
@@ -375,7 +375,7 @@ def plain(value: Any, name: str | None = None) -> Any:
         name: Name of an attribute whose value must be data; None allows any object.
 
     Raises:
-        TypeError: `name` is given and the value holds an object that is no data.
+        TypeError: `name` is given and the value holds an object that is not data.
     """
     if isinstance(value, str):
         return clean(value)

@@ -30,8 +30,8 @@ from rlhf_ppo.terminal.text import print_text, visible_logger
 logger = visible_logger(__name__)
 
 NOT_COUNTED = (
-    "not counted is what each call costs however little it computes, most of the time of small models, nor reward "
-    "functions, evaluation and saving"
+    "not counted are the fixed cost of each call (most of the time of small models), reward functions, evaluation "
+    "and saving"
 )
 """Costs that the estimated time leaves out."""
 

@@ -160,14 +160,14 @@ def check_best_metric(
     with_speed = [*known, *(f"{part}{name}" for part in parts for name in _SPEED)]
     if evaluates and best is not None and best.removeprefix("eval_") not in with_speed:
         raise ValueError(
-            f"metric_for_best_model={best!r} is no metric of evaluation, which gives {with_speed}; a reward function "
-            "that logs another one must name log_metric in its signature"
+            f"metric_for_best_model={best!r} is not a metric of evaluation, which gives {with_speed}; a reward "
+            "function that logs another one must name log_metric in its signature"
         )
     judges = [evaluated_name(name) for name in known]
     is_known = args.health_judge in (PPOConfig.health_judge, *judges) or callbacks_may_log
     if args.health_checks and not is_known:
         raise ValueError(
-            f"health_judge={args.health_judge!r} is no metric of evaluation: name one of {judges}, or set "
+            f"health_judge={args.health_judge!r} is not a metric of evaluation: name one of {judges}, or set "
             "health_checks=False; a reward function that logs another one must name log_metric in its signature, and "
             "a callback that does must be in callbacks"
         )
@@ -188,7 +188,7 @@ def missing_best_metric(args: PPOConfig, metrics: Mapping[str, float]) -> str | 
         return None
     known = [name.removeprefix("eval_") for name in metrics if name.startswith("eval_")]
     return (
-        f"metric_for_best_model={wanted!r} is none of the metrics that the evaluation gave, {known}: name one of "
+        f"metric_for_best_model={wanted!r} is not a metric of this evaluation: {known}: name one of "
         "them, or let a reward function log it, log_metric(name, value), in evaluations too"
     )
 

@@ -174,7 +174,7 @@ def naming_the_model(model: torch.nn.Module, role: str, moment: str) -> Iterator
         name = f"{type(model).__name__}{f' from {path}' if path else ''}"
         raise NonFiniteLogitsError(
             f"{moment}: the {role} ({name}) gives no probabilities to sample from: {error}. Its weights are NaN or "
-            "too large: lower learning_rate or max_grad_norm, and go on from an earlier checkpoint"
+            "too large: lower learning_rate or max_grad_norm, and resume from an earlier checkpoint"
         ) from error
 
 

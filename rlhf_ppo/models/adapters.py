@@ -363,7 +363,7 @@ def activate_adapter(policy: nn.Module, name: str | None) -> None:
     adapted = with_adapters(policy)
     adapters = list(adapted.peft_config)
     if name is not None and name not in adapters:
-        raise ValueError(f"model_adapter_name={name!r} is no adapter of the policy, which has {adapters}")
+        raise ValueError(f"model_adapter_name={name!r} is not an adapter of the policy, which has {adapters}")
     adapted.set_adapter(active_adapter(policy) if name is None else name)
 
 
@@ -375,7 +375,7 @@ def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) 
     if is_peft_model(model):
         raise ValueError(
             f"{role} is already a PeftModel and {argument} is given too; call {role}.merge_and_unload() first, or "
-            f"leave {argument} out to go on training the adapter"
+            f"leave {argument} out to continue training the adapter"
         )
     if peft_config.is_prompt_learning:
         raise ValueError(f"{argument} is a {type(peft_config).__name__}: {PROMPT_LEARNING}")

@@ -57,7 +57,7 @@ def check_one_label(model: nn.Module, argument: str) -> None:
     """Check that a sequence-classification model has exactly one output.
 
     Raises:
-        ValueError: It has several labels, or is no sequence-classification model.
+        ValueError: It has several labels, or is not a sequence-classification model.
     """
     base = transformers_model(model)
     labels = getattr(base.config, "num_labels", None)
@@ -251,7 +251,7 @@ def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:
         in_float32: Multiply in float32.
 
     Raises:
-        ValueError: `in_float32`, but the head is no linear layer of torch.
+        ValueError: `in_float32`, but the head is not a linear layer of torch.
     """
     head = output_layer(policy)
     if in_float32:
@@ -303,8 +303,8 @@ def freeze_critic(value_model: nn.Module, policy: nn.Module, pattern: str) -> No
         pattern: "none", "attention", or a regular expression found in the names of the parameters to freeze.
 
     Raises:
-        ValueError: The pattern is no regular expression, matches no trainable parameter or all of them, or matches a
-            trainable parameter of the policy.
+        ValueError: The pattern is not a regular expression, matches no trainable parameter or all of them, or matches
+            a trainable parameter of the policy.
     """
     if pattern == "none":
         return
@@ -313,7 +313,7 @@ def freeze_critic(value_model: nn.Module, policy: nn.Module, pattern: str) -> No
         frozen = re.compile(_ATTENTION if pattern == "attention" else pattern, re.IGNORECASE)
     except re.error as error:
         raise ValueError(
-            f"{given} is no regular expression ({error}); use 'attention', or one like 'layers.0'"
+            f"{given} is not a regular expression ({error}); use 'attention', or one like 'layers.0'"
         ) from error
     trainable = {name: each for name, each in value_model.named_parameters() if each.requires_grad}
     found = {name: each for name, each in trainable.items() if frozen.search(name)}

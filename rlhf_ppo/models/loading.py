@@ -80,7 +80,7 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
         argument: Name of the caller's argument, for error messages.
 
     Raises:
-        ValueError: It cannot be loaded, or is no decoder-only language model.
+        ValueError: It cannot be loaded, or is not a decoder-only language model.
     """
     loaded = load_pretrained(AutoModelForCausalLM, model, argument) if isinstance(model, str | os.PathLike) else model
     _check_transformers_model(loaded, argument)
@@ -210,7 +210,7 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
     if type(backbone(value_model)) is not type(backbone(source)) or scalar_head(value_model) is None:
         raise ValueError(
             f"value_model=None, but {type(value_model).__name__}, the sequence classifier that transformers has for "
-            f"{type(source).__name__}, is built otherwise; pass value_model"
+            f"{type(source).__name__}, has another structure; pass value_model"
         )
     copy_weights(backbone(source), backbone(value_model))
     head = weight_of(head_of_scorer(value_model))
@@ -302,8 +302,8 @@ def _language_model(given: str, path: str | os.PathLike[str], **settings: Any) -
     names = {f"{name}.weight" for name, module in loaded.named_modules() if module is head and head is not None}
     if random := sorted(names & {*info["missing_keys"]}):
         raise ValueError(
-            f"{given} is no language model: {random[0]} of {type(loaded).__name__} is not in it and would be random; "
-            "pass a directory or name of a model that was saved with its head"
+            f"{given} is not a language model: {random[0]} of {type(loaded).__name__} is not in it and would be "
+            "random; pass a directory or name of a model that was saved with its head"
         )
     return loaded
 
@@ -382,8 +382,8 @@ def wants_code(error: Exception) -> bool:
 def _check_has_head(model: nn.Module, missing: Iterable[str], path: str | os.PathLike[str], argument: str) -> None:
     if missing := sorted(missing):
         raise ValueError(
-            f"{argument}={os.fspath(path)!r} is no reward model: {', '.join(missing)} of {type(model).__name__} would "
-            "be random; train one with `rlhf-ppo reward`, or save one with AutoModelForSequenceClassification"
+            f"{argument}={os.fspath(path)!r} is not a reward model: {', '.join(missing)} of {type(model).__name__} "
+            "would be random; train one with `rlhf-ppo reward`, or save one with AutoModelForSequenceClassification"
         )
 
 
@@ -431,7 +431,7 @@ def label_index(config: PreTrainedConfig, label: str) -> int:
         return names.index(label)
     if label.isdecimal() and int(label) < len(names):
         return int(label)
-    raise ValueError(f"reward_head={label!r} is no label of the reward model, which has {names}; name one of them")
+    raise ValueError(f"reward_head={label!r} is not a label of the reward model, which has {names}; name one of them")
 
 
 @torch.no_grad()

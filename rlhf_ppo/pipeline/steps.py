@@ -171,7 +171,7 @@ def _steps(
             yield _step(policy.replace("ppo", "judge"), "judge", folder / policy / JUDGED, options)
     if "report" in wanted:
         if "ppo" not in wanted:
-            raise ValueError("report is of PPO's runs, and there is no section `ppo`: write one, or leave report out")
+            raise ValueError("report is about PPO's runs, but the section `ppo` is missing: add it, or remove report")
         runs = tuple(str(folder / name) for name in policies.values())
         options = {"output": str(folder / "report.html"), **sections["report"]}
         yield Step("report", "report", folder, options, runs)

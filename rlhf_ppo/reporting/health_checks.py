@@ -371,7 +371,7 @@ def _critic(history: History, limits: HealthThresholds) -> str | None:
         return None
     return (
         f"the values explain {gain[0]:+.3g} more of the Monte Carlo returns' variance than the prompt's mean does "
-        f"(95% interval from {low[0]:.3g}); audit_critic() says more"
+        f"(95% interval from {low[0]:.3g}); audit_critic() shows more"
     )
 
 

@@ -116,7 +116,7 @@ def _read_state(path: Path) -> Log:
         for entry in log:
             _check_entry(path.name, entry)
     except ValueError as error:
-        raise ValueError(f"{path} is no trainer_state.json that Trainer wrote: {error}") from error
+        raise ValueError(f"{path} is not a trainer_state.json that Trainer wrote: {error}") from error
     return log
 
 
@@ -130,7 +130,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             entries.append(_entry(line))
         except ValueError as error:
             if line.endswith("\n"):
-                raise ValueError(f"{path} is damaged: line {number} is no entry of a log: {error}") from error
+                raise ValueError(f"{path} is damaged: line {number} is not an entry of a log: {error}") from error
     return entries
 
 
@@ -372,7 +372,7 @@ def _read_run(path: Path, name: str) -> RecordedRun:
         raise ValueError(f"{path} has logged nothing yet")
     if not any(key.startswith("objective/") for key in keys):
         raise ValueError(
-            f"{path} is no run of PPO: its log has {', '.join(keys[:4])} and nothing of objective/; `rlhf-ppo plot "
+            f"{path} is not a run of PPO: its log has {', '.join(keys[:4])} and nothing of objective/; `rlhf-ppo plot "
             f"--x step {path}` draws it"
         )
     root = _root(path)

@@ -170,7 +170,7 @@ class Formatting(TextReward):
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise ValueError(f"formatting: pattern={self.pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"formatting: pattern={self.pattern!r} is not a regular expression: {error}") from error
 
     def score(self, text: str) -> float:
         """Return 0 or 1."""

@@ -239,9 +239,7 @@ class HttpClient:
         except RecursionError:
             return _Failure("answered with JSON that is nested too deeply", is_repeated=False)
         except ValueError as error:
-            return _Failure(
-                f"answered something that is no JSON ({error}): check the address, and what the server logs"
-            )
+            return _Failure(f"answered something that is not JSON ({error}): check the address and the server's log")
 
     async def _read(self, response: httpx.Response) -> bytes:
         """Return the answer's body, as long as its status, encoding and size are those of an answer."""

@@ -445,7 +445,7 @@ def _reply(answer: Any, where: str, client: HttpClient) -> tuple[str, bool]:
         content = choice["message"]["content"]
     except (KeyError, IndexError, TypeError):
         shown = client.redacted(f"{json.dumps(answer):.200}")
-        raise ConnectionError(f"{where} answered {shown}, which is no chat completion") from None
+        raise ConnectionError(f"{where} answered {shown}, which is not a chat completion") from None
     return content if isinstance(content, str) else "", choice.get("finish_reason") == "length"
 
 
@@ -593,7 +593,7 @@ class PreferenceReward:
         if len(verdicts) != len(pairs):
             raise ValueError(
                 f"the judge of {self.__name__} returned {len(verdicts)} verdicts for {len(pairs)} pairs; return one "
-                "for each, -1 or None where it has none"
+                "for each, -1 or None for no verdict"
             )
         return [_verdict(value, self.__name__) for value in verdicts]
 

@@ -74,7 +74,7 @@ def resolve_reward(spec: RewardSpec, argument: str = "reward_funcs") -> Callable
     function = found_function(place, argument)
     if function is None:
         raise ValueError(
-            f"{argument} holds {redacted(place)!r}, which names no reward; write 'package.module.function', "
+            f"{argument} holds {redacted(place)!r}, which is not a reward's name; write 'package.module.function', "
             f"'path/file.py:function', 'http://host/path' or one of {[*BUILTIN_REWARDS, *TRL_REWARDS]}; a reward "
             f"model is passed as {'judge_model' if argument == 'judge' else 'reward_model'}"
         )
@@ -151,7 +151,7 @@ def resolve_tools(specs: Sequence[str] | None) -> list[Callable[..., Any]] | Non
     """Return the tools that a command names, as 'path/file.py:function' or 'package.module.function'.
 
     Raises:
-        TypeError: An object is no function.
+        TypeError: An object is not a function.
         ValueError: A file, module or function does not exist.
     """
     return None if specs is None else [_named_object(spec, "tools") for spec in specs]

@@ -425,7 +425,9 @@ def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) 
             return [*answer.prompt_ids, *answer.response_ids]
         tokenizer = answer.tokenizer
     if tokenizer is None:
-        raise ValueError("there is no tokenizer beside the reward model, which is to read a text; save it there")
+        raise ValueError(
+            "the reward model needs a tokenizer to read a text, and its directory has none; save it there"
+        )
     if is_conversation(answer.prompt):
         return _templated(answer, tokenizer)
     ids, eos = _ids(tokenizer(answer.text)), eos_id(tokenizer)

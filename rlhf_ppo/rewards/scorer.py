@@ -364,7 +364,7 @@ def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(
             f"reward_weights={dict(weights)} {' and '.join(problems)}: the rewards are {list(names)}"
-            f"{hint}; give each a weight, 0 for one that is only to be logged"
+            f"{hint}; give each a weight; 0 only logs a reward"
         )
     for name, weight in weights.items():
         check_range(f"reward_weights[{name!r}]", weight, WEIGHTS, "the factor of a reward in the score")
@@ -431,7 +431,7 @@ def check_scores(
     if len(values) != len(lengths):
         raise WrongRewardError(
             f"{who} returned {len(values)} rewards for {len(lengths)} completions: "
-            "return one per completion, None where it has none to give"
+            "return one per completion, and None for no score"
         )
     first = next((value for value in values if value is not None), None)
     if isinstance(_plain(first), list | tuple):

@@ -163,7 +163,7 @@ def check_models(reward_model: Any, has_functions: bool, **models: Any) -> None:
         **models: The other models by their arguments' names.
 
     Raises:
-        TypeError: A value is no model, path or function.
+        TypeError: A value is not a model, path or function.
         ValueError: There is no reward.
     """
     for name, model in models.items():
@@ -207,7 +207,7 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
         needs_prompts: Whether a column holds prompts; environments need none.
 
     Raises:
-        TypeError: A value is no data set, or its rows are no dicts.
+        TypeError: A value is not a data set, or its rows are no dicts.
         ValueError: Prompts are missing.
     """
     if train_dataset is None:
@@ -232,7 +232,7 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
             raise ValueError(f"{wanted[0]} evaluates, but eval_dataset=None: pass the prompts to evaluate on")
     elif isinstance(eval_dataset, Mapping):
         if not eval_dataset:
-            raise ValueError(f"eval_dataset={eval_dataset!r} holds no data set; pass one, or None")
+            raise ValueError(f"eval_dataset={eval_dataset!r} is not a data set; pass one, or None")
         if others := [name for name in eval_dataset if not isinstance(name, str)]:
             raise TypeError(f"eval_dataset has a data set of the name {others[0]!r}: names must be texts")
         for name, dataset in eval_dataset.items():
@@ -287,7 +287,7 @@ def check_others(
     for callback in callbacks or []:
         kind = callback if isinstance(callback, type) else type(callback)
         if not issubclass(kind, TrainerCallback):
-            raise TypeError(f"callbacks holds {callback!r:.60}, which is no TrainerCallback")
+            raise TypeError(f"callbacks holds {callback!r:.60}, which is not a TrainerCallback")
     checked_pair(optimizers)
     _check_doors(kl_controller, engine)
     if args.ptx_coef > 0 and ptx_dataset is None:

@@ -361,7 +361,7 @@ def _with_adapter(args: PPOConfig, policy: nn.Module, peft_config: Any, base_ser
         activate_adapter(policy, args.model_adapter_name)
     elif args.model_adapter_name is not None:
         raise ValueError(
-            f"model_adapter_name={args.model_adapter_name!r}, but model is no PeftModel; pass peft_config"
+            f"model_adapter_name={args.model_adapter_name!r}, but model is not a PeftModel; pass peft_config"
         )
     return policy
 

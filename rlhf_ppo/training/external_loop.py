@@ -254,7 +254,7 @@ def check_rows(
         vocabulary: Ids that all models embed.
 
     Raises:
-        TypeError: A value is no tensor of ids, or no bool mask.
+        TypeError: A value is not a tensor of ids, or no bool mask.
         ValueError: The number of rows is wrong, a row is empty, or an id is not in a vocabulary.
     """
     for name, rows in {"queries": queries, "responses": responses}.items():
@@ -310,8 +310,8 @@ def _check_ids(name: str, ids: Tensor, vocabulary: Vocabulary) -> None:
     if bool(outside.any()):
         token = int(outside.int().argmax())
         raise ValueError(
-            f"{name}[{token}]={int(ids[token])} is no token id: {vocabulary.limited_by} has {vocabulary.size}, 0 to "
-            f"{vocabulary.size - 1}; pass the ids of the trainer's own tokenizer, without padding"
+            f"{name}[{token}]={int(ids[token])} is not a token id: {vocabulary.limited_by} has {vocabulary.size}, 0 "
+            f"to {vocabulary.size - 1}; pass the ids of the trainer's own tokenizer, without padding"
         )
 
 
@@ -327,7 +327,7 @@ def padded_logprobs(given: Sequence[Tensor], rows: Responses) -> Tensor:
         rows: The padded responses.
 
     Raises:
-        TypeError: A value is no one-dimensional floating-point tensor.
+        TypeError: A value is not a one-dimensional floating-point tensor.
         ValueError: The number of values is wrong, or one of the policy's tokens is not finite or above 0.
     """
     if (found := _length("sampling_logprobs", given)) != len(rows):
@@ -398,7 +398,7 @@ def truths(name: str, given: Sequence[bool] | Tensor, num_rows: int) -> Tensor:
     """Return one truth value for each response, bool `(B,)`.
 
     Raises:
-        TypeError: Something is no truth value.
+        TypeError: Something is not a truth value.
         ValueError: There are more or fewer than `num_rows`.
     """
     if (found := _length(name, given)) != num_rows:
@@ -413,7 +413,7 @@ def scores_of(scores: Sequence[float] | Sequence[Tensor] | Tensor, num_rows: int
     """Return scores as a float32 tensor `(B,)`.
 
     Raises:
-        TypeError: A score is no number.
+        TypeError: A score is not a number.
         ValueError: The number of scores is wrong, or one is beyond `MAX_SCORE`.
     """
     if (found := _length("scores", scores)) != num_rows:

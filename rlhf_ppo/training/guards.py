@@ -182,7 +182,7 @@ class DivergenceGuard:
     def allows_step(self, statistics: UpdateStatistics, num_parts: int, loss: Tensor, grad_norm: Any) -> bool:
         """Return whether an optimizer step may be taken, with one exchange and one read from the device.
 
-        An overflow of gradients under fp16's loss scaling is no divergence: the scaler skips that step.
+        An overflow of gradients under fp16's loss scaling is not a divergence: the scaler skips that step.
 
         Args:
             statistics: Holds the sums of the step's micro-batches, the last `num_parts`.
@@ -299,7 +299,7 @@ class DivergenceGuard:
 
     def _told(self, reason: str, cause: str | None = None) -> str:
         """Build the error message: position, value, cause, next step."""
-        advice = "" if self.skips else "; on_divergence='skip' leaves out what is not finite instead"
+        advice = "" if self.skips else "; on_divergence='skip' skips values that are not finite instead"
         why = reason if cause is None else f"{reason}; {cause}"
         return f"{self.moment()}: {why}. Nothing of it was saved; {self._going_on()}{advice}"
 
@@ -307,7 +307,7 @@ class DivergenceGuard:
         saved = self.last_checkpoint
         if saved is None or not os.path.isdir(saved):
             return "no checkpoint was saved before"
-        return f"the last good checkpoint is {saved}: go on with resume_from_checkpoint={saved!r}"
+        return f"the last good checkpoint is {saved}: continue with resume_from_checkpoint={saved!r}"
 
     def _cause(self) -> str:
         """Return the likely cause: weights that are not finite already, and unusual settings."""
@@ -465,7 +465,7 @@ class SignalStop:
         if run.args.process_index == 0:
             say(
                 f"{signal.Signals(number).name}: the run has ended {where}, with the checkpoint {checkpoint}; "
-                "resume_from_checkpoint=True (--resume_from_checkpoint True) goes on from it."
+                "resume_from_checkpoint=True (--resume_from_checkpoint True) continues from it."
             )
         exit_despite_threads(128 + number)
         raise RunStopped(number, checkpoint)
@@ -486,5 +486,5 @@ def awaited(num_updates: int, phase: str, is_saving: bool, keeps_partial_update:
         return "the run ends with a checkpoint after the current pass of learning"
     if phase == "learn":  # of an overridden `learn`, or of a subclass of `Experience`
         update = num_updates + 1
-        return f"the run ends with a checkpoint when update {update} is learned, whose steps cannot be taken back"
+        return f"the run ends with a checkpoint when update {update} is learned, because its steps cannot be undone"
     return f"the run ends with a checkpoint of update {num_updates} after the current pass or reward"

@@ -164,7 +164,7 @@ def resolve_policy_loss(given: Any) -> PolicyLossFunction | None:
     function: Any = POLICY_LOSSES.get(given) or found_function(given, "policy_loss")
     if function is None:
         raise ValueError(
-            f"policy_loss={given!r} names no loss; write one of {['ppo', *POLICY_LOSSES]}, 'package.module.function' "
+            f"policy_loss={given!r} is not a loss; write one of {['ppo', *POLICY_LOSSES]}, 'package.module.function' "
             "or 'path/file.py:function'"
         )
     return function

@@ -341,11 +341,10 @@ def check_covers(optimizer: Optimizer, model: nn.Module) -> None:
     faults = []
     if missing:
         faults.append(
-            f"lacks {len(missing)} of the {len(trained)} tensors that are to be trained, which would never change: "
-            f"{_few(missing)}"
+            f"lacks {len(missing)} of the {len(trained)} trained tensors, which would never change: {_few(missing)}"
         )
     if num_foreign:
-        faults.append(f"holds {num_foreign} tensors that are none of the trainer's models")
+        faults.append(f"holds {num_foreign} tensors that are not of the trainer's models")
     if faults:
         raise ValueError(f"the optimizer ({type(optimizer).__name__}) {' and '.join(faults)}; {_FIX}")
 

@@ -216,4 +216,4 @@ def _upload_or_warn(args: PPOConfig, kept: str, upload: Callable[[], Any]) -> No
         with naming_hub(args, kept):
             upload()
     except Exception as error:
-        logger.warning(f"{error}; the run goes on, and uploads again with its next checkpoint")
+        logger.warning(f"{error}; the run continues and uploads again with its next checkpoint")

@@ -210,7 +210,7 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Speci
     """Return the special tokens from arguments and tokenizer.
 
     Raises:
-        TypeError: `processing_class` is no tokenizer.
+        TypeError: `processing_class` is not a tokenizer.
         ValueError: The tokenizer has neither PAD nor EOS, or lacks the EOS that an argument needs.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):

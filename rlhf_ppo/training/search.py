@@ -52,7 +52,7 @@ def trial_arguments(args: PPOConfig, hyperparameters: Mapping[str, Any], output_
 
     Raises:
         TypeError: `hp_space` returned no dict.
-        ValueError: A name is no argument, or the values are invalid.
+        ValueError: A name is not an argument, or the values are invalid.
     """
     if not isinstance(hyperparameters, Mapping):
         raise TypeError(f"hp_space must return a dict of arguments, got {hyperparameters!r}")
@@ -132,8 +132,8 @@ class Recipe:
         )
         if trial_trainer.args is not config:
             raise ValueError(
-                f"{self.trainer_class.__name__} makes its own PPOConfig, so that a trial's values would not be in "
-                "force; let it take args from its caller"
+                f"{self.trainer_class.__name__} makes its own PPOConfig, so a trial's values would have no effect; "
+                "let it take args from its caller"
             )
         return trial_trainer
 
@@ -169,7 +169,7 @@ def search(
         options: Options of Optuna.
 
     Raises:
-        TypeError: The number of trials is no whole number.
+        TypeError: The number of trials is not a whole number.
         ValueError: The search, or a trial, cannot run.
     """
     _check_options(args, eval_dataset, n_trials, direction, backend, options, compute_objective is None)

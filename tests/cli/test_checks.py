@@ -121,7 +121,7 @@ def test_a_dry_run_trains_and_writes_nothing(command, options, here, capsys, mon
 def test_a_dry_run_finds_errors_of_the_weights(here, capsys):
     options = f"{PPO_QUICK} --sft_model_path scorer --reward_funcs length --dataset_name rows.jsonl --dry_run"
 
-    assert "sft_model_path='scorer' is no language model" in problems_of("train", options, capsys)[0]
+    assert "sft_model_path='scorer' is not a language model" in problems_of("train", options, capsys)[0]
 
 
 def test_paths_that_an_earlier_step_writes_are_not_checked(here):

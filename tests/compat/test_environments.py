@@ -182,7 +182,7 @@ WITH_ALL = {"config": {"reward_components": {"length": {}, "formatting": {}}}}
     ("env_type", "arguments", "message"),
     [
         ("text-generation", {}, r"env_type='text-generation' must be .*did you mean 'text_generation'"),
-        (T, {"config": '{"a'}, r"config='\{\"a' is no JSON: .*double quotes"),
+        (T, {"config": '{"a'}, r"config='\{\"a' is not JSON: .*double quotes"),
         (T, {"config": "[1]"}, r"config='\[1\]' must be a dict"),
         (T, {"config": {"stop_string": ["a"]}}, r"stop_string=\['a'\], which .*did you mean 'stop_strings'"),
         (T, {"config": {"opponent": "self"}}, r"opponent='self', which text_generation does not know"),

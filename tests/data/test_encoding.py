@@ -126,7 +126,7 @@ def test_row_drops_the_mask_and_keeps_the_rest() -> None:
 )
 def test_empty_prompts_are_refused(row: dict[str, Any]) -> None:
     assert "is empty" in refused(row)
-    assert "is empty" in refused(row, word_tokenizer(post="<bos> $A"))  # BOS alone is no prompt either
+    assert "is empty" in refused(row, word_tokenizer(post="<bos> $A"))  # BOS alone is not a prompt either
 
 
 @pytest.mark.parametrize(

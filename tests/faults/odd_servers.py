@@ -91,7 +91,7 @@ def rewards(value: Any) -> Act:
 
 
 SHAPE = r'must answer \{"rewards": \[...\]\} with 2 entries'
-NO_JSON = "answered something that is no JSON"
+NO_JSON = "answered something that is not JSON"
 LATE = "did not answer .*timed out: no whole answer after 0.4 seconds"
 VALUE = "the reward function 'score' at http://127.0.0.1:[0-9]+/score returned"
 

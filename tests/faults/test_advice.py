@@ -14,7 +14,7 @@ DELETES = re.compile(r"\b(removes?|deletes?|erase|wipe|unlink|rm)\b", re.IGNOREC
 
 ALLOWED = {
     "checkpoints/run.py": (
-        "if nobody trains there, remove it",  # the lock that the message names
+        "if no process trains there, remove it",  # the lock that the message names
         "overwrite_output_dir=True",  # what that option does, and to which checkpoints
     ),
     "training/optimization.py": "remove both and set optim",  # two arguments

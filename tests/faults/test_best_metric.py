@@ -31,8 +31,8 @@ def test_it_is_said_at_the_first_evaluation_and_the_run_goes_on(tmp_path: Path) 
     with pytest.raises(ValueError) as error:
         make(run, metric_for_best_model="yours").train()
     said = str(error.value)
-    assert "metric_for_best_model='yours' is none of the metrics that the evaluation gave, ['score'" in said
-    assert "'mine'" in said and f"go on with resume_from_checkpoint='{run}/checkpoint-1'" in said
+    assert "metric_for_best_model='yours' is not a metric of this evaluation: ['score'" in said
+    assert "'mine'" in said and f"continue with resume_from_checkpoint='{run}/checkpoint-1'" in said
     assert last_complete_checkpoint(str(run)) == f"{run}/checkpoint-1"
     with pytest.raises(ValueError, match=r"metric_for_best_model='his' .*resume_from_checkpoint='.*checkpoint-1'"):
         make(run, metric_for_best_model="his").train(resume_from_checkpoint=True)
@@ -46,7 +46,7 @@ def test_it_is_said_at_the_first_evaluation_and_the_run_goes_on(tmp_path: Path) 
 
 def test_it_is_said_before_the_first_update_with_eval_on_start(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", metric_for_best_model="yours", eval_on_start=True)
-    with pytest.raises(ValueError, match="metric_for_best_model='yours' is none of the metrics"):
+    with pytest.raises(ValueError, match="metric_for_best_model='yours' is not a metric of this evaluation"):
         trainer.train()
     assert trainer.state.global_step == 0 and not list((tmp_path / "run").glob("checkpoint-*"))
 
@@ -88,7 +88,7 @@ def test_a_judge_that_no_evaluation_gives_is_refused(judge: str, tmp_path: Path)
     with pytest.raises(ValueError) as error:
         judged(tmp_path, judge)
     said = str(error.value)
-    assert said.startswith(f"health_judge={judge!r} is no metric of evaluation: name one of ['eval_score', ")
+    assert said.startswith(f"health_judge={judge!r} is not a metric of evaluation: name one of ['eval_score', ")
     assert "'eval_rewards/scored/mean'" in said and "health_checks=False" in said and "log_metric" in said
 
 

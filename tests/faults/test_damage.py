@@ -73,7 +73,7 @@ def test_a_damaged_newest_one_is_skipped_and_refused_by_name(run: Path, caplog: 
     path = run / "checkpoint-2" / "optimizer.pt"
     path.write_bytes(flip_one_bit(path.read_bytes()))
     trainer = make_saving(run)
-    with pytest.raises(ValueError, match=r"checkpoint-2' is no complete checkpoint: its optimizer.pt was changed"):
+    with pytest.raises(ValueError, match=r"checkpoint-2' is not a complete checkpoint: its optimizer.pt was changed"):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     whole = make_saving(run.with_name("whole"))
     whole.train()

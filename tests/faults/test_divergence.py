@@ -169,7 +169,7 @@ def test_what_is_not_finite_stops_the_run_before_it_is_saved(
     with pytest.raises(DivergenceError, match=f"update {AT}: .*{named}") as error:
         trainer.train()
     last = str(tmp_path / "run" / f"checkpoint-{AT - 1}")
-    assert f"the last good checkpoint is {last}: go on with resume_from_checkpoint={last!r}" in str(error.value)
+    assert f"the last good checkpoint is {last}: continue with resume_from_checkpoint={last!r}" in str(error.value)
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [f"checkpoint-{AT - 1}"]
     assert all(value.isfinite().all() for value in parameters(trainer).values())
 

@@ -55,7 +55,9 @@ def test_a_checkpoint_without_room_names_itself_and_the_one_that_is_whole(
             save(directory, *args)
 
     monkeypatch.setattr(trainer._checkpoints, "write", fill)
-    said = f"{SAYS.format(run / 'checkpoint-2')}{run}/checkpoint-1 is complete: make room, and go on with resume_from_"
+    said = (
+        f"{SAYS.format(run / 'checkpoint-2')}{run}/checkpoint-1 is complete: make room, and continue with resume_from_"
+    )
     with pytest.raises(DiskFullError, match=said):
         trainer.train()
     assert last_complete_checkpoint(str(run)) == str(run / "checkpoint-1")

@@ -56,7 +56,7 @@ def test_checkpoints_hold_the_end_of_the_log_and_the_file_all(logged_run: Path) 
 
 
 def test_an_evaluation_after_the_last_log_of_training_is_there(tmp_path: Path) -> None:
-    """Without a save, and before the run's end; one beside training is no part of the run's directory."""
+    """Without a save, and before the run's end; one beside training is not a part of the run's directory."""
     prompts = [{"input_ids": [5, 6]}] * 2
     trainer = make_saving(
         tmp_path, total_episodes=2, save_strategy="no", eval_strategy="steps", eval_steps=1,

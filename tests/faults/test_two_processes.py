@@ -158,7 +158,7 @@ def test_both_fall_back_when_a_file_of_one_is_damaged(ran: dict[str, Any]) -> No
 def test_what_changed_is_said_once(ran: dict[str, Any]) -> None:
     first, second = ran["learning rate"]
     text = " ".join(first["said"])
-    assert "learning_rate=0.0001" in text and "seed=9 is in force, which was 3" in text
+    assert "learning_rate=0.0001" in text and "seed=9 takes effect instead of 3" in text
     assert second["said"] == []
 
 
@@ -166,7 +166,7 @@ def test_what_changed_is_said_once(ran: dict[str, Any]) -> None:
     ("name", "message"),
     [
         ("batch", "batch_size=8 episodes per update, but with 2 processes it is 16 now"),
-        ("optimizer", "its optimizer is .*, whose state SGD cannot go on with"),
+        ("optimizer", "its optimizer is .*, and SGD cannot use its state"),
         ("bomb", "cannot be loaded: its random states"),
     ],
 )

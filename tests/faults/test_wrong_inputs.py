@@ -307,12 +307,12 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 
 BEST |= {"save_strategy": "steps", "eval_dataset": prompt_rows(4)}
 
 WITH_MODELS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "BOS alone": (lambda: ids(2), r"row 0 of train_dataset holds nothing but BOS and PAD \(\[2\]\)"),
-    "BOS as text": (lambda: {"train_dataset": texts(prompt=["<bos>"] * 8)}, "holds nothing but BOS and PAD"),
-    "PAD as text": (lambda: {"train_dataset": texts(prompt=["<pad> <pad>"] * 8)}, "holds nothing but BOS and PAD"),
+    "BOS alone": (lambda: ids(2), r"row 0 of train_dataset holds only BOS and PAD \(\[2\]\)"),
+    "BOS as text": (lambda: {"train_dataset": texts(prompt=["<bos>"] * 8)}, "holds only BOS and PAD"),
+    "PAD as text": (lambda: {"train_dataset": texts(prompt=["<pad> <pad>"] * 8)}, "holds only BOS and PAD"),
     "PAD alone": (lambda: ids(0, 0), "with the pad token"),
     "BOS and PAD with a mask": (
-        lambda: {"train_dataset": [{"input_ids": [2, 0], "attention_mask": [1, 1]}] * 8}, "nothing but BOS and PAD"
+        lambda: {"train_dataset": [{"input_ids": [2, 0], "attention_mask": [1, 1]}] * 8}, "only BOS and PAD"
     ),
     "a mask of zeros": (
         lambda: {"train_dataset": [{"input_ids": [5, 6], "attention_mask": [0, 0]}] * 8}, "row 0 .* is empty"
@@ -351,10 +351,10 @@ WITH_MODELS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"stop_token": None, "stop_token_id": 10**6}, "the stop token 1000000 lies outside .*set stop_token_id"
     ),
     "a metric that evaluation does not give": (
-        lambda: {**BEST, "metric_for_best_model": "scores"}, r"metric_for_best_model='scores' is no metric .*\['score'"
+        lambda: {**BEST, "metric_for_best_model": "scores"}, r"best_model='scores' is not a metric .*\['score'"
     ),
     "such a metric without a comparison": (
-        lambda: {**BEST, "load_best_model_at_end": False, "metric_for_best_model": "scores"}, "='scores' is no metric"
+        lambda: {**BEST, "load_best_model_at_end": False, "metric_for_best_model": "scores"}, "'scores' is not a metri"
     ),
     "a metric of no evaluation set": (
         lambda: {**BEST, "eval_dataset": {"a": prompt_rows(4)}}, r"metric_for_best_model='score' .*\['a_score'"
@@ -399,7 +399,7 @@ def test_a_function_may_log_any_metric(function: Any, models: Any, tmp_path: Any
 def test_a_language_model_is_no_reward_model_by_its_path_either(models: Any, tmp_path: Any) -> None:
     tiny_policy().save_pretrained(tmp_path / "writer")
     make_tokenizer().save_pretrained(tmp_path / "writer")
-    with pytest.raises(ValueError, match=r"reward_model='.*writer' is no reward model: score.weight of .* random"):
+    with pytest.raises(ValueError, match=r"reward_model='.*writer' is not a reward model: score.weight of .* random"):
         construct(tmp_path, **models, reward_model=str(tmp_path / "writer"), reward_funcs=None)
 
 

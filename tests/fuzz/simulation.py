@@ -340,7 +340,7 @@ def matched(episodes: Sequence[Episode], steps: Sequence[SeenStep]) -> list[list
             for row, episode in enumerate(episodes):
                 left.setdefault((tuple(episode.prompt), tuple(episode.response)), []).append(row)
         for key in step.rows:
-            assert left.get(key), f"{key} is no episode that this pass has left"
+            assert left.get(key), f"{key} is not an episode that this pass has left"
         found.append([left[key].pop(0) for key in step.rows])
     return found
 

@@ -58,7 +58,7 @@ def test_what_one_gpu_with_everything_installed_leaves_out(items: list[pytest.It
 
 
 def test_what_a_gpu_alone_leaves_out(items: list[pytest.Item]) -> None:
-    """On one without flash attention `continuous` is refused, which is no failure."""
+    """On one without flash attention `continuous` is refused, which is not a failure."""
     lacking = {item.name: lacks for item in items if (lacks := missing(item, {"cuda"}))}
     continuous = {name for name, lacks in lacking.items() if lacks == ["flash"]} - NOT_ON_A_CPU.keys()
     assert {name.partition("[")[0] for name in continuous} == {

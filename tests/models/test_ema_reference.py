@@ -115,7 +115,7 @@ def test_a_checkpoint_without_one_or_with_another_one(
     reference.resume(str(checkpoint), again.model)
     assert f"checkpoint-3 has no {MOVED_NAME}" in caplog.text
     save_file({"lm_head.weight": torch.zeros(2, 2)}, checkpoint / MOVED_NAME)
-    with pytest.raises(ValueError, match=rf"the {MOVED_NAME} in .*checkpoint-3 is no reference of this policy"):
+    with pytest.raises(ValueError, match=rf"the {MOVED_NAME} in .*checkpoint-3 is not a reference of this policy"):
         reference.resume(str(checkpoint), again.model)
     still: Any = trainer.reference
     still.resume(str(checkpoint), trainer.model)

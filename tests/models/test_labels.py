@@ -42,7 +42,7 @@ def test_a_name_comes_before_a_position() -> None:
 
 @pytest.mark.parametrize("label", ["helpfull", "3", "-1", ""])
 def test_a_label_that_is_not_there_is_an_error_that_names_those_that_are(label: str) -> None:
-    with pytest.raises(ValueError, match=rf"reward_head='{label}' is no label .*\['helpful', '1', 'harmless'\]"):
+    with pytest.raises(ValueError, match=rf"reward_head='{label}' is not a label .*\['helpful', '1', 'harmless'\]"):
         keep_label(tiny_scorer(num_labels=3, id2label=NAMES), label)
 
 
@@ -85,7 +85,7 @@ def test_several_labels_and_none_named(tmp_path: Path) -> None:
         load_reward_model(model, "reward_model", None)
     with pytest.raises(ValueError, match="of several labels reward_head takes one"):
         load_reward_model(str(tmp_path), "reward_model", None)
-    with pytest.raises(ValueError, match=r"reward_head='helpful' is no label .*\['LABEL_0'\]"):
+    with pytest.raises(ValueError, match=r"reward_head='helpful' is not a label .*\['LABEL_0'\]"):
         load_reward_model(tiny_scorer(), "reward_model", "helpful")
     assert num_labels(load_reward_model(tiny_scorer(), "reward_model", "0")) == 1
 

@@ -442,10 +442,10 @@ def test_a_quantized_base_with_an_adapter_and_a_frozen_quantized_reward_model_ca
             ValueError,
             "value_model is already a PeftModel and value_peft_config is given too",
         ),
-        (lambda: {"model": trained_adapter(), "model_adapter_name": "other"}, ValueError, "'other' is no adapter"),
-        (lambda: {"model": trained_adapter(), "ref_adapter_name": "other"}, ValueError, "'other' is no adapter"),
-        (lambda: {"model_adapter_name": "policy"}, ValueError, "model is no PeftModel"),
-        (lambda: {"ref_adapter_name": "sft"}, ValueError, "'sft' is no adapter"),
+        (lambda: {"model": trained_adapter(), "model_adapter_name": "other"}, ValueError, "'other' is not an adapter"),
+        (lambda: {"model": trained_adapter(), "ref_adapter_name": "other"}, ValueError, "'other' is not an adapter"),
+        (lambda: {"model_adapter_name": "policy"}, ValueError, "model is not a PeftModel"),
+        (lambda: {"ref_adapter_name": "sft"}, ValueError, "'sft' is not an adapter"),
         (lambda: {"model": trained_adapter(name="ref")}, ValueError, "already has an adapter 'ref'"),
         (
             lambda: {"peft_config": peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")},
@@ -466,7 +466,7 @@ def test_arguments_that_contradict_each_other(make_trainer: MakeTrainer, argumen
 
 
 def test_an_adapter_that_transformers_has_loaded_is_refused(make_trainer: MakeTrainer, tmp_path: Path):
-    """Such a model is no PeftModel: nothing of it would train, and the reference could not be told from it."""
+    """Such a model is not a PeftModel: nothing of it would train, and the reference could not be told from it."""
     save_adapter(tmp_path)
 
     with pytest.raises(ValueError, match=r"model holds an adapter.*is_trainable=True"):

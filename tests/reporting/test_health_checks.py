@@ -265,7 +265,7 @@ def test_windows_shrink_in_a_short_run() -> None:
     ("thresholds", "error", "words"),
     [
         ({"kll": 1}, ValueError, "health_thresholds has no 'kll'; there are patience, first_logratio, kl,"),
-        ("{", ValueError, "health_thresholds='{' is no JSON"),
+        ("{", ValueError, "health_thresholds='{' is not JSON"),
         ([1], TypeError, "must be a dict or the JSON text of an object, such as"),
         ({"kl": "much"}, TypeError, r"health_thresholds\['kl'\]='much' must be a number; None turns"),
         ({"kl": True}, TypeError, "must be a number"),

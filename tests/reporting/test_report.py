@@ -504,9 +504,9 @@ def foreign_table(run: Path) -> bytes:
     [
         (LOG, None, "one holds no run: there is no trainer_state.json or log_history.jsonl; pass the output_dir"),
         (LOG, "", "one has logged nothing yet"),
-        (LOG, '{"loss": 1.0, "step": 1}\n', "one is no run of PPO: its log has loss, step and nothing of objective/"),
-        (LOG, '{"step": 1, "objective/kl": 0}\n{"st\n', "log_history.jsonl is damaged: line 2 is no entry of a log"),
-        ("trainer_state.json", '{"log_history": [{"ste', "trainer_state.json is no trainer_state.json that Trainer"),
+        (LOG, '{"loss": 1.0, "step": 1}\n', "one is not a run of PPO: its log has loss, step and nothing of objec"),
+        (LOG, '{"step": 1, "objective/kl": 0}\n{"st\n', "log_history.jsonl is damaged: line 2 is not an entry of"),
+        ("trainer_state.json", '{"log_history": [{"ste', "trainer_state.json is not a trainer_state.json that Trai"),
         (TABLE, lambda run: (run / TABLE).read_bytes()[:-9], "completions_00003.parquet is damaged"),
         (TABLE, foreign_table, "completions_00003.parquet has no column 'step': it was not written by rlhf_ppo"),
         ("_samples/update-00002.csv", "query,score\na,b\n", "update-00002.csv is damaged"),

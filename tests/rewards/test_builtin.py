@@ -186,7 +186,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "trl_logger": (lambda: builtin_reward("accuracy_reward", log_extra=print), ValueError, r"no \['log_extra'\]"),
     "mode": (lambda: builtin_reward("correctness", mode="fuzzy"), ValueError, r"mode='fuzzy' must be one of \['auto'"),
     "unit": (lambda: builtin_reward("length", unit=0), ValueError, "unit=0 must be above 0"),
-    "pattern": (lambda: builtin_reward("formatting", pattern="("), ValueError, r"pattern='\(' is no regular"),
+    "pattern": (lambda: builtin_reward("formatting", pattern="("), ValueError, r"pattern='\(' is not a regular"),
     "no_keywords": (lambda: builtin_reward("keyword"), ValueError, r"keywords=\(\) must be a list"),
     "keyword_text": (lambda: builtin_reward("keyword", keywords="yes"), ValueError, "keywords='yes' must be a list"),
     "keyword_number": (lambda: builtin_reward("keyword", keywords=["a", 1]), ValueError, r"keywords=\['a', 1\]"),

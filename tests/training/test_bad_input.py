@@ -187,7 +187,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     ),
     "a reward of an unknown name": (
         lambda: {"reward_funcs": [count_w4, "corectness"]},
-        ValueError, "holds 'corectness', which names no reward; .*'path/file.py:function'"
+        ValueError, "holds 'corectness', which is not a reward's name; .*'path/file.py:function'"
     ),
     "a penalty and a replacement": (
         lambda: {"missing_eos_penalty": 1.0, "missing_eos_score": -1.0},
@@ -195,7 +195,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     ),
     "a label that is not there": (
         lambda: {"reward_model": tiny_scorer(num_labels=2), "reward_head": "helpful"},
-        ValueError, r"reward_head='helpful' is no label of the reward model, which has \['LABEL_0', 'LABEL_1'\]",
+        ValueError, r"reward_head='helpful' is not a label of the reward model, which has \['LABEL_0', 'LABEL_1'\]",
     ),
     "more labels than reward models": (
         lambda: {"reward_model": tiny_scorer(num_labels=2), "reward_head": ["0", "1"]},
@@ -234,14 +234,14 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     ),
     "an adapter that is not there": (
         lambda: {"model": lora_policy(), "model_adapter_name": "mine"},
-        ValueError, r"model_adapter_name='mine' is no adapter of the policy, which has \['default'\]",
+        ValueError, r"model_adapter_name='mine' is not an adapter of the policy, which has \['default'\]",
     ),
     "an adapter of a bare model": (
-        lambda: {"model_adapter_name": "mine"}, ValueError, "model_adapter_name='mine', but model is no PeftModel"
+        lambda: {"model_adapter_name": "mine"}, ValueError, "model_adapter_name='mine', but model is not a PeftModel"
     ),
     "a reference adapter that is not there": (
         lambda: {"model": lora_policy(), "ref_adapter_name": "old"},
-        ValueError, "ref_adapter_name='old' is no adapter of the policy",
+        ValueError, "ref_adapter_name='old' is not an adapter of the policy",
     ),
     "a reference adapter and a reference": (
         lambda: {"model": lora_policy(), "ref_adapter_name": "default", "ref_model": tiny_policy()},

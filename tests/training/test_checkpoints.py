@@ -110,7 +110,7 @@ def test_resuming_without_a_whole_checkpoint_is_an_error(make_trainer: MakeTrain
         ValueError, match=r"resume_from_checkpoint=True, but output_dir=.* holds no complete checkpoint"
     ):
         trainer.train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="resume_from_checkpoint='nowhere' is no complete checkpoint"):
+    with pytest.raises(ValueError, match="resume_from_checkpoint='nowhere' is not a complete checkpoint"):
         trainer.train(resume_from_checkpoint="nowhere")
     assert trainer.state.global_step == 0
 

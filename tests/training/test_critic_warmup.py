@@ -269,7 +269,7 @@ def test_frozen_parameters_of_the_value_model_stay_without_gradient_and_optimize
     [
         ({"critic_freeze": "nothing"}, "critic_freeze='nothing' matches none of the trainable parameters"),
         ({"critic_freeze": "."}, "critic_freeze='.' matches all trainable parameters"),
-        ({"critic_freeze": "("}, "critic_freeze='\\(' is no regular expression"),
+        ({"critic_freeze": "("}, "critic_freeze='\\(' is not a regular expression"),
         ({"critic_freeze": "attention", **over_one_trunk()}, "self_attn.*which the policy trains too"),
         ({"num_critic_epochs": 1}, "num_critic_epochs=1 is below num_ppo_epochs=2"),
         ({"num_critic_epochs": 3, "vf_coef": 0.0}, "num_critic_epochs=3 .* with vf_coef=0 it learns nothing"),

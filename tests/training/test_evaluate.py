@@ -235,7 +235,7 @@ def test_a_wrong_data_set_is_named(make_trainer: MakeTrainer) -> None:
 
 def test_metric_that_evaluation_does_not_give(make_trainer: MakeTrainer) -> None:
     evaluated = {"eval_dataset": FIVE_ROWS, "eval_strategy": "steps", "eval_steps": 1}
-    with pytest.raises(ValueError, match=r"metric_for_best_model='accuracy' is no metric of evaluation, .*'score'"):
+    with pytest.raises(ValueError, match=r"metric_for_best_model='accuracy' is not a metric of evaluation, .*'score'"):
         make_trainer(**QUICK, **evaluated, metric_for_best_model="accuracy")
 
 

@@ -96,7 +96,7 @@ def test_it_resumes_bit_for_bit_and_another_number_begins_a_new_pass(
         make("other", callbacks=[DieAt("on_step_begin", 1)]).train()
     other = make("other", num_generations=4)
     other.train(resume_from_checkpoint=True)
-    assert "num_generations is another than when" in caplog.text
+    assert "num_generations has changed since" in caplog.text
     assert len(history(other)) == 5 and other._run.progress.epoch == 1 and other._run.progress.batches_in_epoch == 3
 
 

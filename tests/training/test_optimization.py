@@ -70,7 +70,7 @@ def test_an_optimizer_without_the_adapter_made_inside_is_refused(make_trainer: M
 def test_an_optimizer_of_other_models_is_refused(make_trainer: MakeTrainer) -> None:
     policy, value_model, other = tiny_policy(), tiny_scorer(seed=2), torch.nn.Linear(2, 2)
     held = [*policy.parameters(), *value_model.parameters(), *other.parameters()]
-    with pytest.raises(ValueError, match="holds 2 tensors that are none of the trainer's models"):
+    with pytest.raises(ValueError, match="holds 2 tensors that are not of the trainer's models"):
         make_trainer(model=policy, value_model=value_model, optimizers=(SGD(held, 0.1), None))
 
 

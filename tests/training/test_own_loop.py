@@ -455,7 +455,7 @@ NO_UPDATE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"responses": (ids for ids in RESPONSES)}, TypeError, r"responses=<generator.* must be a list"),
     ({"responses": [torch.tensor([0.5]), RESPONSES[1]]}, TypeError, r"responses\[0\]=tensor\(\[0.5"),
     ({"responses": [RESPONSES[0][:0], RESPONSES[1]]}, ValueError, r"responses\[0\] is empty"),
-    ({"responses": [torch.tensor([8, -1, 1]), RESPONSES[1]]}, ValueError, r"responses\[0\]\[1\]=-1 is no token"),
+    ({"responses": [torch.tensor([8, -1, 1]), RESPONSES[1]]}, ValueError, r"responses\[0\]\[1\]=-1 is not a token"),
     ({"responses": [RESPONSES[0], torch.tensor([2**40])]}, ValueError, r"responses\[1\]\[0\]=1099511627776 is"),
     ({"responses": [RESPONSES[0] > 3, RESPONSES[1]]}, TypeError, r"responses\[0\]=.* torch.bool; a mask goes"),
     ({"responses": [RESPONSES[0], torch.tensor(7)]}, TypeError, r"responses\[1\]=tensor\(7\) must be .* one dim"),

@@ -135,7 +135,7 @@ def test_its_figures_are_logged(make_trainer: MakeTrainer) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ("grpo", ValueError, r"policy_loss='grpo' names no loss; write one of \['ppo', 'gspo', 'cispo', 'dis'\]"),
+        ("grpo", ValueError, r"policy_loss='grpo' is not a loss; write one of \['ppo', 'gspo', 'cispo', 'dis'\]"),
         ("missing.py:loss", ValueError, "policy_loss holds 'missing.py:loss', but there is no file"),
         ("os.path.curdir", TypeError, "policy_loss holds 'os.path.curdir', which is '.' and cannot be called"),
         (3, TypeError, "policy_loss=3 must be a name or a function"),

@@ -101,7 +101,7 @@ def test_what_needs_a_reference_has_one(make_trainer: MakeTrainer, needs: Any) -
 def test_models_cannot_be_compared_by_a_kl_that_is_not_there(make_trainer: MakeTrainer) -> None:
     held_out = Dataset.from_list(prompt_rows(2))
     how: dict[str, Any] = {"eval_dataset": held_out, "eval_strategy": "steps", "metric_for_best_model": "kl"}
-    with pytest.raises(ValueError, match=r"metric_for_best_model='kl' is no metric of evaluation"):
+    with pytest.raises(ValueError, match=r"metric_for_best_model='kl' is not a metric of evaluation"):
         make_trainer(**QUICK, kl_coef=0.0, **how)
     metrics = make_trainer(**QUICK, kl_coef=0.0, eval_dataset=held_out).evaluate()
     assert "eval_kl" not in metrics and "eval_score" in metrics

@@ -5,7 +5,7 @@ const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
 const COLOURS = isDark
   ? ["#4da3e0", "#f08232", "#2fc99a", "#e39ac4", "#e0b83c", "#9ad0f5", "#c79287", "#b0b0b0"]
   : ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#8c564b", "#7f7f7f"];
-const MINUS = "\u2212", LONG = 900; // characters of a text that is not folded
+const MINUS = "\u2212", LONG = 900, MANY_LINES = 10; // of a text that is not folded
 const shownGroups = data.groups.map(() => true);
 
 const byId = (id) => document.getElementById(id);
@@ -82,10 +82,11 @@ function turn(kind, title, ...children) {
   return make("div", { class: `turn of-${kind}` }, make("span", { class: "who" }, ...[title].flat()), ...children);
 }
 
-/** Fold a long text behind a button; a text that is searched stays open. */
+/** Fold a long text behind a button: a prompt shows its end, other texts their beginning; a text that is searched stays open. */
 function folded(element, wanted) {
   const length = element.textContent.length;
-  if (length <= LONG || wanted) return [element];
+  const isShort = length <= LONG && element.textContent.split("\n").length <= MANY_LINES;
+  if (isShort || wanted) return [element];
   const button = make("button", { type: "button", class: "unfold", "aria-expanded": "false" }, `Show all ${length} characters`);
   button.addEventListener("click", () => {
     const isOpen = !element.classList.toggle("folded");

@@ -209,7 +209,7 @@
     for (let from = 0, to = 0; from < spans.length; from = to) {
       while (to < spans.length && row.written[to] === row.written[from]) to += 1;
       const part = (name) => row.tokens[name].slice(from, to);
-      const figures = ` · value ${format(row.tokens.value[from])} · advantage ${format(sum(part("advantage")) / (to - from))} · reward ${format(sum(part("reward")))} (environment ${format(row.episode.turn_reward[number] ?? 0)})`;
+      const figures = ` · value ${format(row.tokens.value[from], 3)} · advantage ${format(sum(part("advantage")) / (to - from), 3)} · reward ${format(sum(part("reward")), 3)} (environment ${format(row.episode.turn_reward[number] ?? 0, 3)})`;
       blocks.push(row.written[from]
         ? block("response", [`Turn ${number + 1}`, make("span", { class: "about" }, figures)], spans.slice(from, to))
         : block("prompt", `Answer: ${row.episode.speakers[number - 1] || "environment"}`, spans.slice(from, to)));
