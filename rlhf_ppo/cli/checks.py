@@ -312,7 +312,7 @@ def _check_texts(name: str | None, dataset: Any, alternatives: Sequence[set[str]
                 "or give texts"
             )
         if isinstance(dataset, Dataset) and (row := first_null(dataset, column)) is not None:
-            raise ValueError(f"{place} of row {row} holds nothing; remove the row, or fill it in")
+            raise ValueError(f"{place} of row {row} holds nothing; leave the row out, or fill it in")
 
 
 def first_null(dataset: Dataset, column: str) -> int | None:

@@ -59,7 +59,7 @@ def critic(argv: Sequence[str] | None = None) -> CriticTrainer:
     if words[:1] != ["train"] and not {"-h", "--help"} & {*words}:
         fail(
             program,
-            f"{' '.join(words[:1]) or 'no word'!r} is no task: write `rlhf-ppo critic train --completions RUN ...`",
+            f"{' '.join(words[:1]) or 'no word'!r} is not a task: write `rlhf-ppo critic train --completions RUN ...`",
         )
     groups: Any = (CriticScriptArguments, CriticArguments, ModelConfig)
     problems, options = Problems(), words[1:] if words[:1] == ["train"] else words

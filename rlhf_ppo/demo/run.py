@@ -531,7 +531,7 @@ def pleasantness(response: str, hero: str) -> float:
         hero: "She" or "He", the opening's hero.
 
     Returns:
-        Sum of the pleasantness of the words, from -8 to 8; minus infinity where the response is no story.
+        Sum of the pleasantness of the words, from -8 to 8; minus infinity where the response is not a story.
     """
     sentences = re.findall(r" [^.]*\.", response)
     if not sentences or "".join(sentences) != response:

@@ -361,7 +361,7 @@ class EMAReference:
                     self._put(pair, exact.copy_(share))
         except (SafetensorError, RuntimeError, OSError) as error:
             raise ValueError(
-                f"the {MOVED_NAME} in {checkpoint} is no reference of this policy: {error!s:.200}"
+                f"the {MOVED_NAME} in {checkpoint} is not a reference of this policy: {error!s:.200}"
             ) from error
 
     def _exact_share(self, pair: _Pair) -> Tensor:
@@ -649,7 +649,9 @@ def _check_adapter(policy: nn.Module, ref_model: nn.Module | None, ref_adapter_n
         raise ValueError(f"ref_adapter_name={ref_adapter_name!r} and ref_model are both given; pass one of them")
     adapters = list(policy.peft_config) if is_peft_model(policy) else []
     if ref_adapter_name not in adapters:
-        raise ValueError(f"ref_adapter_name={ref_adapter_name!r} is no adapter of the policy, which has {adapters}")
+        raise ValueError(
+            f"ref_adapter_name={ref_adapter_name!r} is not an adapter of the policy, which has {adapters}"
+        )
 
 
 def _check_own_weights(policy: nn.Module, ref_model: nn.Module) -> None:

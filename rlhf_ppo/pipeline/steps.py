@@ -171,7 +171,9 @@ def _steps(
             yield _step(policy.replace("ppo", "judge"), "judge", folder / policy / JUDGED, options)
     if "report" in wanted:
         if "ppo" not in wanted:
-            raise ValueError("report is about PPO's runs, but the section `ppo` is missing: add it, or remove report")
+            raise ValueError(
+                "report is about PPO's runs, but the section `ppo` is missing: add it, or leave report out"
+            )
         runs = tuple(str(folder / name) for name in policies.values())
         options = {"output": str(folder / "report.html"), **sections["report"]}
         yield Step("report", "report", folder, options, runs)

@@ -560,7 +560,7 @@ def _check_whole(directory: str) -> None:
     reason = why_incomplete(directory)
     if reason is not None:
         raise ValueError(
-            f"resume_from_checkpoint={directory!r} is no complete checkpoint: {reason}; pass another directory, or "
+            f"resume_from_checkpoint={directory!r} is not a complete checkpoint: {reason}; pass another directory, or "
             "True for the newest complete one"
         )
 
@@ -626,14 +626,13 @@ def find_place(
     if state.global_step >= state.max_steps:
         logger.warning(
             f"{checkpoint} is of update {state.global_step} and the run has {state.max_steps}: nothing is left to "
-            "train; for more updates raise max_steps, total_episodes or num_train_epochs."
+            "train. For more updates raise max_steps, total_episodes or num_train_epochs."
         )
     if progress.batches_in_epoch > 0 and not same_batches:
         _begin_pass(progress)
         logger.warning(
-            f"num_generations is another than when {checkpoint} was written in the middle of a pass, and so is the "
-            "number of prompts of an update: a new pass begins. The run is not the one that it would have been "
-            "without the stop."
+            f"num_generations has changed since {checkpoint} was written in the middle of a pass, and with it the "
+            "number of prompts of an update: a new pass begins. The run differs from an uninterrupted run."
         )
     if not num_prompts:
         return
@@ -641,9 +640,8 @@ def find_place(
     if changed and progress.batches_in_epoch > 0:
         _begin_pass(progress)
         logger.warning(
-            f"train_dataset has {num_prompts} prompts now, and had another number when {checkpoint} was written in "
-            "the middle of a pass: a new pass begins, over the prompts of now. The run is not the one that it would "
-            "have been without the stop."
+            f"train_dataset now has {num_prompts} prompts, and had another number when {checkpoint} was written in "
+            "the middle of a pass: a new pass begins, over the new prompts. The run differs from an uninterrupted run."
         )
 
 
@@ -677,6 +675,6 @@ def apply_own_optimization(
         optimizer.state.clear()  # torch took an empty step to save it; Adam counts that step
     if (changed := optimization.put_in_force(run.progress.optimization, done)) is not None:
         logger.warning(
-            f"The checkpoint's optimization was another; in force from update {done + 1} on is: {changed}. The "
-            f"learning rate is {learning_rate():.4g} now."
+            f"The checkpoint has other optimization settings; from update {done + 1} on these take effect: {changed}. "
+            f"The learning rate is now {learning_rate():.4g}."
         )

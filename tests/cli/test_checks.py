@@ -58,7 +58,7 @@ PPO_QUICK = f"{QUICK} --response_length 4 --per_device_train_batch_size 4"
                 "kl_coef=-1.0 must be",
                 "sft_model_path='none' could not be loaded",
                 "reward_model_path='bare' could not be loaded",
-                "reward_funcs holds 'lenght', which names no reward",
+                "reward_funcs holds 'lenght', which is not a reward's name",
                 "reward_funcs holds 'nowhere.py:f', but there is no file",
                 "dataset_name='no.jsonl': there is no such file",
                 "ptx_dataset='gone.jsonl': there is no such file",

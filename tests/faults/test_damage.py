@@ -92,7 +92,7 @@ def test_a_missing_optimizer_does_not_start_anew_in_silence(name: str, run: Path
     """Also if somebody has written a new manifest without it."""
     (run / "checkpoint-2" / name).unlink()
     write_manifest(str(run / "checkpoint-2"))
-    with pytest.raises(ValueError, match=f"is no complete checkpoint: it has no {name}"):
+    with pytest.raises(ValueError, match=f"is not a complete checkpoint: it has no {name}"):
         make_saving(run).train(resume_from_checkpoint=str(run / "checkpoint-2"))
 
 

@@ -257,7 +257,7 @@ GIVEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "an evaluation set with a number for a name": (lambda: {"eval_dataset": {1: prompt_rows(4)}}, "of the name 1"),
     "a class as a model": (lambda: {"model": NoCallback}, "model is the class NoCallback: pass a model"),
     "a class as a reference": (lambda: {"ref_model": NoCallback}, "ref_model is the class NoCallback"),
-    "no evaluation sets": (lambda: {"eval_dataset": {}}, "eval_dataset={} holds no data set"),
+    "no evaluation sets": (lambda: {"eval_dataset": {}}, "eval_dataset={} is not a data set"),
     "an evaluation set that is none": (lambda: {"eval_dataset": {"a": None}}, r"eval_dataset\['a'\] is a NoneType"),
     "evaluation of nothing": (lambda: {"eval_strategy": "steps", "eval_steps": 1}, "eval_strategy='steps' evaluates"),
     "evaluation of nothing at the start": (lambda: {"eval_on_start": True}, "eval_on_start=True evaluates"),
@@ -268,7 +268,7 @@ GIVEN: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         },
         "length_column_name='prompt' holds no whole numbers",
     ),
-    "callbacks that are none": (lambda: {"callbacks": [NoCallback]}, "callbacks holds .*NoCallback.*no Train"),
+    "callbacks that are none": (lambda: {"callbacks": [NoCallback]}, "callbacks holds .*NoCallback.*not a Train"),
     "a class as a reward": (lambda: {"reward_funcs": NoCallback}, "reward_funcs holds the class NoCallback"),
     "a directory below a file": (lambda: {"output_dir": f"{__file__}/run"}, "output_dir=.*is a file"),
     "a directory of a name too long": (lambda: {"output_dir": "x" * 300}, "output_dir='xxx.*cannot be written"),
@@ -425,7 +425,7 @@ def test_what_is_asked_of_a_trainer(models: Any, tmp_path: Any) -> None:
             trainer.train(resume_from_checkpoint=value)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"eval_dataset='b' is none of \['a'\]"):
         trainer.evaluate("b")
-    with pytest.raises(ValueError, match=r"eval_dataset={} holds no data set"):
+    with pytest.raises(ValueError, match=r"eval_dataset={} is not a data set"):
         trainer.evaluate({})
     trainer.args.learning_rate = "fast"  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(TypeError, match=r"^learning_rate='fast' is not float"):

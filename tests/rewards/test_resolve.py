@@ -133,7 +133,7 @@ def test_settings_of_trls_rewards_and_of_functions(folder: Path) -> None:
         ("length_penalty(max_word=3)", "'length_penalty' cannot be made with the settings {'max_word': 3}"),
         ("https://h/score(timeot=5)", "unexpected keyword argument 'timeot'; it takes ['name', 'timeout'"),
         ("my-rewards.py:brief(completion_ids=1, x=2)(y=3)", "whose settings cannot be read"),
-        ("nonsense(a=1)", "'nonsense', which names no reward"),
+        ("nonsense(a=1)", "'nonsense', which is not a reward's name"),
     ],
 )
 def test_settings_that_cannot_be_read_or_are_not_there(spec: str, words: str, folder: Path) -> None:

@@ -256,7 +256,7 @@ def test_code_hidden_in_a_checkpoint_does_not_run(name: str, run: Path, make_tra
     mark = run / "mark"
     torch.save(Bomb(mark), run / "checkpoint-1" / name)
     trainer = make_trainer(**SAVING)
-    with pytest.raises(ValueError, match=f"is no complete checkpoint: its {name}"):
+    with pytest.raises(ValueError, match=f"is not a complete checkpoint: its {name}"):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
     write_manifest(str(run / "checkpoint-1"))
     if name == "training_args.bin":  # written for the reader, never read

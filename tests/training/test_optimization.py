@@ -181,7 +181,7 @@ def test_a_longer_run_has_the_schedule_of_its_length_and_its_rate(make_trainer: 
     said = [record.message for record in caplog.records if "learning_rate=" in record.message]
     assert len(said) == 1
     assert "learning_rate=0.0004 (was 0.001), num_total_batches=6 (was 3)" in said[0]
-    assert "The learning rate is 0.0002 now" in said[0]
+    assert "The learning rate is now 0.0002" in said[0]
 
 
 @pytest.mark.parametrize(

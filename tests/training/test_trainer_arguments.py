@@ -273,7 +273,7 @@ def test_save_only_model_leaves_out_what_resuming_needs(make_trainer: MakeTraine
     names = {path.name for path in checkpoint.iterdir()}
     assert not names & {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
     assert {"model.safetensors", "value_model"} <= names
-    with pytest.raises(ValueError, match=r"is no complete checkpoint: .*save_only_model=True"):
+    with pytest.raises(ValueError, match=r"is not a complete checkpoint: .*save_only_model=True"):
         make_trainer(**QUICK).train(resume_from_checkpoint=str(checkpoint))
 
 
