@@ -5,6 +5,7 @@ Save the critic with `save_critic=True`; load it with `AutoModelForSequenceClass
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,9 @@ class Candidate:
     is_finished: bool = False
 
 
+_VALUE = operator.attrgetter("value")
+
+
 @dataclass(frozen=True)
 class Decoded:
     """Responses to prompts, and the cost of finding them.
@@ -117,7 +121,7 @@ def best_of_n(
         raise ValueError(f"n={n} must be at least 1")
     search = _Search(policy, critic, tokenizer, prompts, sampling or Sampling())
     found = search.extend([[Candidate([])] for _ in prompts], n, search.how.max_new_tokens)
-    chosen = [_heaviest(each, search.text, answer) if weighted else max(each, key=_value) for each in found]
+    chosen = [_heaviest(each, search.text, answer) if weighted else max(each, key=_VALUE) for each in found]
     return search.result(chosen, found)
 
 
@@ -160,13 +164,9 @@ def value_guided_search(
     while any(not each.is_finished for beginnings in kept for each in beginnings):
         extended = search.extend(kept, width, block)
         for row, candidates in enumerate(extended):
-            kept[row] = sorted(candidates, key=_value, reverse=True)[:keep]
+            kept[row] = sorted(candidates, key=_VALUE, reverse=True)[:keep]
             finished[row] += [each for each in candidates if each.is_finished and each not in finished[row]]
-    return search.result([max(each, key=_value) for each in finished], finished)
-
-
-def _value(candidate: Candidate) -> float:
-    return candidate.value
+    return search.result([max(each, key=_VALUE) for each in finished], finished)
 
 
 def _heaviest(
@@ -178,7 +178,7 @@ def _heaviest(
     for each in candidates:
         of_answer.setdefault(answer(text(each)), []).append(each)
     group = max(of_answer.values(), key=lambda equal: sum(each.value - shift for each in equal))
-    return max(group, key=_value)
+    return max(group, key=_VALUE)
 
 
 class _Search:

@@ -92,8 +92,6 @@ class RewardFunction:
         refuse: Refuse = refuse_by_raising,
         timeout: float | None = None,
     ) -> None:
-        if not callable(function):
-            raise TypeError(f"reward_funcs holds {function!r}, which cannot be called; pass a function")
         self.function, self.tokenizer, self.trainer_state_getter = function, tokenizer, trainer_state_getter
         self.log_metric, self.log_extra = log_metric or discard, log_extra or discard
         self.refuse, self.timeout = refuse, timeout

@@ -189,8 +189,6 @@ class RewardModel:
         together: Callable[[], AbstractContextManager[object]] = nullcontext,
         refuse: Refuse = refuse_by_raising,
     ) -> None:
-        if rows_per_pass < 1:
-            raise ValueError(f"rows_per_pass={rows_per_pass} must be at least 1")
         self.scorer, self.rows_per_pass, self.autocast = scorer, rows_per_pass, autocast
         self.tokenizers, self.max_positions, self.together = tokenizers, max_positions, together
         self.refuse = refuse
