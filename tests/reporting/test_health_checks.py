@@ -278,3 +278,10 @@ def test_windows_shrink_in_a_short_run() -> None:
 def test_wrong_thresholds_are_named(thresholds: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         PPOConfig(output_dir="x", use_cpu=True, bf16=False, health_thresholds=thresholds)
+
+
+def test_the_judge_is_compared_with_scores_in_the_reward_s_unit() -> None:
+    """Normalized scores fall towards 0 as their running mean follows them."""
+    logs = judged([5.0, 4.0, 3.0, 2.0, 1.0], [5.0, 4.0, 3.0, 2.0, 1.0])
+    raw = [{**log, "objective/raw_scores": float(log["step"])} if "loss" in log else log for log in logs]
+    assert find("judge", logs) is None and find("judge", raw) is not None
