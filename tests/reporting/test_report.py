@@ -61,7 +61,8 @@ def response(step: int, index: int) -> dict[str, Any]:
     return {
         "step": step, "prompt": f"{HOSTILE} {index}" + " and so on" * 200 * (index == 5), "completion": "".join(texts),
         "score": None if index == 9 else index / 10 + step, "rewards/a": 1.0, "rewards/b": None, "kl": 0.5,
-        "length": 3, "ended": index % 2 == 0, "extra/note": HOSTILE, "prompt_id": [5], "token_id": [5, 6, 7, 1], "token_text": texts,
+        "length": 3, "ended": index % 2 == 0, "extra/note": HOSTILE, "prompt_id": [5],
+        "token_id": [5, 6, 7, 1], "token_text": texts,
         "token_written": [True, False, True, True], **{name: figures for name in TOKEN_VALUES},
     }  # fmt: skip
 
