@@ -60,7 +60,7 @@ from rlhf_ppo.reporting.metrics import UpdateStatistics, evaluation_columns, not
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.rewards.scorer import Scorer, Scores
 from rlhf_ppo.terminal.text import print_text
-from rlhf_ppo.training.checks import check_datasets, check_is_name, check_kept
+from rlhf_ppo.training.checks import check_datasets, check_kept
 from rlhf_ppo.training.construction import set_up_engine
 from rlhf_ppo.training.datasets import (
     PromptPreparation,
@@ -74,8 +74,8 @@ from rlhf_ppo.training.guards import SignalStop, awaited
 from rlhf_ppo.training.learning import (
     CriticWarmup,
     InterruptibleLearning,
+    gradient_norms,
     monte_carlo_returns,
-    unscaled_gradient_norms,
 )
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.training.publishing import naming_hub, push_checkpoint, push_policy
@@ -299,20 +299,17 @@ class TrainerBase(Trainer):
         run.streams.mark()
         due = run.progress.due
         if "samples" in due:
-            self._sample_if_due()
-            self._audit_if_due()
+            self._sample_and_audit()
         if "evaluation" in due and self._determine_best_metric(self._evaluate(None, None), None):
             self.state.best_model_checkpoint = run.guard.last_checkpoint
         due.clear()
 
-    def _sample_if_due(self) -> None:
-        num_tables = self.args.num_sample_generations
+    def _sample_and_audit(self) -> None:
+        """Make a sample table and an audit of the value model, if they are due."""
+        num_tables, audit_steps = self.args.num_sample_generations, self.args.critic_audit_steps
         if num_tables > 0 and is_due(self.state.global_step, self.state.max_steps, num_tables):
             self.generate_completions(sampling=True)
-
-    def _audit_if_due(self) -> None:
-        steps = self.args.critic_audit_steps
-        if steps > 0 and self.state.global_step % steps == 0:
+        if audit_steps > 0 and self.state.global_step % audit_steps == 0:
             found = self.audit_critic()
             self._run.window.add(found.metrics)
             logger.info(str(found))
@@ -328,8 +325,7 @@ class TrainerBase(Trainer):
     def _sample_or_leave(self) -> None:
         """Make a sample table and an audit if they are due; a resumed run repeats them if a signal interrupts them."""
         try:
-            self._sample_if_due()
-            self._audit_if_due()
+            self._sample_and_audit()
         except Stopped:
             self._run.progress.due.append("samples")
 
@@ -436,7 +432,7 @@ class TrainerBase(Trainer):
         """
         run, args, accelerator = self._run, self.args, self.accelerator
         self._warmup.drop_policy_gradients(self._unwrapped(model).policy)
-        norms = unscaled_gradient_norms(accelerator, self._unwrapped(model))
+        norms = gradient_norms(accelerator, self._unwrapped(model))
         clipped: Any = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         grad_norm: Any = self._get_grad_norm(model, grad_norm=clipped)
         if self.is_deepspeed_enabled and accelerator.optimizer_step_was_skipped:
@@ -615,7 +611,9 @@ class TrainerBase(Trainer):
             `eval_response_length_mean` (tokens), `eval_ended_frac`, `eval_rewards/<name>/mean|std`, and speed.
         """
         if isinstance(eval_dataset, str):
-            check_is_name(eval_dataset, self.eval_dataset)
+            names = list(self.eval_dataset) if isinstance(self.eval_dataset, Mapping) else []
+            if eval_dataset not in names:
+                raise ValueError(f"eval_dataset={eval_dataset!r} is none of {names}")
         elif eval_dataset is not None:
             check_datasets(self.args, self.train_dataset, eval_dataset, self._preparation.encoder is None)
             eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
@@ -734,7 +732,7 @@ class TrainerBase(Trainer):
             eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
         elif self.eval_dataset is None:
             raise ValueError("eval_dataset=None: an audit needs held-out prompts; pass eval_dataset")
-        run, sets = self._run, self.eval_dataset if eval_dataset is None else eval_dataset
+        run, sets = self._run, cast(Any, self.eval_dataset if eval_dataset is None else eval_dataset)
         generator = np.random.default_rng((self.args.seed, self.args.process_index))
         self._engine.policy_changed()
         with apart_from_training(run, self.model_wrapped) as model:

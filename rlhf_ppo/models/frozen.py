@@ -381,15 +381,6 @@ class EMAReference:
             stored.partition()
 
 
-def warn_of_unread(checkpoint: str) -> None:
-    """Warn of a checkpoint with an EMA reference that a run without `reference_ema` ignores."""
-    if Path(checkpoint, MOVED_NAME).exists():
-        logger.warning(
-            f"{checkpoint} has a reference that had moved, but reference_ema=None: the KL is to ref_model, or to the "
-            "policy as it was given."
-        )
-
-
 def check_can_move(decay: float | None, reference: nn.Module | None, policy: nn.Module) -> None:
     """Check that the reference has weights that can be averaged with the policy's.
 
@@ -557,8 +548,11 @@ class Reference:
         """
         if self.ema is not None and self.model is not None:
             self.ema.load(checkpoint, model, self.model)
-        else:
-            warn_of_unread(checkpoint)
+        elif Path(checkpoint, MOVED_NAME).exists():
+            logger.warning(
+                f"{checkpoint} has a reference that had moved, but reference_ema=None: the KL is to ref_model, or to "
+                "the policy as it was given."
+            )
 
     @property
     def own_policy(self) -> nn.Module | None:

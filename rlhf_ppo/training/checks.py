@@ -186,17 +186,6 @@ def _no_model(name: str, value: Any) -> str:
     )
 
 
-def check_is_name(name: str, datasets: Any) -> None:
-    """Check that an evaluation set has this name.
-
-    Raises:
-        ValueError: None has.
-    """
-    names = list(datasets) if isinstance(datasets, Mapping) else []
-    if name not in names:
-        raise ValueError(f"eval_dataset={name!r} is none of {names}")
-
-
 def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs_prompts: bool = True) -> None:
     """Check the types of the data sets, their first rows, and that evaluation has prompts.
 

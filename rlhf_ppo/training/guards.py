@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
@@ -78,12 +77,8 @@ class DivergenceGuard:
     not finite always raise, before anything is saved.
 
     Args:
-        args: The arguments.
-        accelerator: Gives the processes and the precision.
-        reduce_sum: Sums a tensor over all ranks.
+        run: The run, whose accelerator exists.
         model: Policy and value model, unwrapped; errors use the names of its weights.
-        moment: Returns the current position for errors, such as "update 3".
-        num_updates: Returns the number of completed updates.
 
     Attributes:
         skipped: Counts of this run.
@@ -92,17 +87,8 @@ class DivergenceGuard:
         num_steps: Allowed optimizer steps of the current update.
     """
 
-    def __init__(
-        self,
-        args: PPOConfig,
-        accelerator: Accelerator,
-        reduce_sum: Callable[[Tensor], Tensor],
-        model: nn.Module,
-        moment: Callable[[], str],
-        num_updates: Callable[[], int],
-    ) -> None:
-        self.args, self.accelerator, self.reduce_sum = args, accelerator, reduce_sum
-        self.model, self.moment, self.num_updates = model, moment, num_updates
+    def __init__(self, run: RunState, model: nn.Module) -> None:
+        self.run, self.args, self.accelerator, self.model = run, run.args, run.accelerator, model
         self.last_checkpoint: str | None = None
         self.start(Skipped())
 
@@ -202,7 +188,7 @@ class DivergenceGuard:
         norm = getattr(grad_norm, "full_tensor", lambda: grad_norm)()
         norm = norm.to(sums.device) if isinstance(norm, Tensor) else sums.new_full((), norm)  # no copy from the host
         not_finite = ~torch.stack([*watched, loss.detach().float(), norm.float()]).isfinite()
-        flags: list[float] = self.reduce_sum(not_finite.float()).tolist()  # pyright: ignore[reportUnknownMemberType]
+        flags: list[float] = self.run.sum_over_ranks(not_finite.float()).tolist()  # pyright: ignore[reportUnknownMemberType]
         names = [*_FIGURES.values(), "the loss", "the norm of the gradient"]
         found = next((name for name, flag in zip(names, flags, strict=True) if flag), None)
         if found is None or (found == names[-1] and self.accelerator.mixed_precision == "fp16"):
@@ -243,7 +229,7 @@ class DivergenceGuard:
         if num_rows:
             self._warn_of_rows(left_out)
         if cut_by is not None:
-            logger.warning(f"Skipped in {self.moment()}: {cut_by}; {self._cause()}")
+            logger.warning(f"Skipped in {self.run.moment()}: {cut_by}; {self._cause()}")
             self.check_weights()
         if self.skipped.in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise DivergenceError(self._told(f"{cut_by}, the last of {MAX_SKIPPED_IN_A_ROW} skipped updates in a row"))
@@ -284,24 +270,24 @@ class DivergenceGuard:
                 self.check_weights(together=False)
         elif found := weights_not_finite(self.model):
             raise DivergenceError(
-                f"after update {self.num_updates()}: {_weights(found)}; {self._settings()}. The model was not saved; "
-                f"{self._going_on()}"
+                f"after update {self.run.state.global_step}: {_weights(found)}; {self._settings()}. The model was not "
+                f"saved; {self._going_on()}"
             )
 
     # ---- Messages ----
 
     def _sum_of(self, number: int) -> int:
-        return int(self.reduce_sum(torch.tensor(float(number), device=self.accelerator.device)))
+        return int(self.run.sum_over_ranks(torch.tensor(float(number), device=self.accelerator.device)))
 
     def _warn_of_rows(self, left_out: Sequence[str]) -> None:
         told = gather_object(list(left_out))
-        logger.warning(f"Left out {len(told)} responses of {self.moment()}; the first because {told[0]}.")
+        logger.warning(f"Left out {len(told)} responses of {self.run.moment()}; the first because {told[0]}.")
 
     def _told(self, reason: str, cause: str | None = None) -> str:
         """Build the error message: position, value, cause, next step."""
         advice = "" if self.skips else "; on_divergence='skip' skips values that are not finite instead"
         why = reason if cause is None else f"{reason}; {cause}"
-        return f"{self.moment()}: {why}. Nothing of it was saved; {self._going_on()}{advice}"
+        return f"{self.run.moment()}: {why}. Nothing of it was saved; {self._going_on()}{advice}"
 
     def _going_on(self) -> str:
         saved = self.last_checkpoint

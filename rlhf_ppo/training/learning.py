@@ -562,22 +562,20 @@ def backward(accelerator: Accelerator, loss: Tensor) -> Tensor:
     return loss.detach()
 
 
-def unscaled_gradient_norms(accelerator: Accelerator, models: PolicyAndValue) -> Tensor | None:
-    """Return `gradient_norms` without fp16's loss scale; None under DeepSpeed, which holds the gradients."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return None
-    norms = gradient_norms(models)
-    return norms if norms is None or accelerator.scaler is None else norms / accelerator.scaler.get_scale()
-
-
-def gradient_norms(models: PolicyAndValue) -> Tensor | None:
-    """Return the gradient norms of policy and value model, float32 `(2,)`; None without gradients.
+def gradient_norms(accelerator: Accelerator, models: PolicyAndValue) -> Tensor | None:
+    """Return the gradient norms of policy and value model without fp16's loss scale, float32 `(2,)`.
 
     Shared parameters count for the policy. With sharded gradients (FSDP2) every rank calls this.
 
     Args:
+        accelerator: Gives the loss scale.
         models: Policy and value model, after the backward passes of a step.
+
+    Returns:
+        None without gradients, and under DeepSpeed, which holds them.
     """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return None
     policy = list(models.policy.parameters())
     of_policy = {id(parameter) for parameter in policy}
     critic = [parameter for parameter in models.value_model.parameters() if id(parameter) not in of_policy]
@@ -587,4 +585,5 @@ def gradient_norms(models: PolicyAndValue) -> Tensor | None:
     norms: list[Any] = [torch.nn.utils.get_total_norm(grads) for grads in owned]
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     device = next(grads[0].device for grads in owned if grads)
-    return torch.stack([norm.float().to(device) for norm in norms])
+    result = torch.stack([norm.float().to(device) for norm in norms])
+    return result if accelerator.scaler is None else result / accelerator.scaler.get_scale()

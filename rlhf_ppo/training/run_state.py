@@ -140,14 +140,7 @@ class RunState:
         """Set the objects that Trainer's constructor made, and make the parts that need them."""
         self.accelerator, self.callbacks = accelerator, callbacks
         self.sum_over_ranks, self.gather = sum_over_ranks(accelerator), gather_over_ranks(accelerator)
-        self.guard = DivergenceGuard(
-            self.args,
-            accelerator,
-            self.sum_over_ranks,
-            self.unwrapped(model),
-            self.moment,
-            num_updates=lambda: self.state.global_step,
-        )
+        self.guard = DivergenceGuard(self, self.unwrapped(model))
         self.streams = RngStreams(self.args.process_index, self.args.seed)
         self.logged = LoggedByFunctions(is_used=bool(self.reward_funcs))
 

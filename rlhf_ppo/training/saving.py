@@ -227,7 +227,7 @@ class CheckpointWriter:
         """Delete the run's checkpoints beyond `save_total_limit`."""
         if self.args.should_save:
             best = self.run.state.best_model_checkpoint
-            self.directory.rotate(output_directory(self.args), self.args.save_total_limit, best, newest)
+            rotate(output_directory(self.args), self.directory.run, self.args.save_total_limit, best, newest)
 
     def write(self, directory: str, write: Callable[[str], None]) -> None:
         """Write the files of a checkpoint: those of this package, and Trainer's.
@@ -298,7 +298,7 @@ class CheckpointWriter:
         with self.run.override_args(save_total_limit=None):
             yield
         if self.args.should_save and limit == 1 and best is not None:
-            self.directory.rotate(output_directory(self.args), limit, best, newest=None)
+            rotate(output_directory(self.args), self.directory.run, limit, best, None)
 
     def save_model(self, output_dir: str | None, is_of_checkpoint: bool, write: Callable[[], None]) -> None:
         """Save the policy and log its place; see `PPOTrainer.save_model`.
@@ -536,10 +536,6 @@ class RunDirectory:
         """Append the new log entries."""
         if self._history is not None:
             self._history.write(logged)
-
-    def rotate(self, directory: str, limit: int | None, best: str | None, newest: str | None) -> None:
-        """Delete the run's checkpoints beyond a limit; keep the best and the newest."""
-        rotate(directory, self.run, limit, best, newest)
 
 
 def _whole_checkpoint(directory: str, wanted: str | bool) -> str:
