@@ -37,23 +37,13 @@ from rlhf_ppo.models.heads import multiply_head_in_float32
 from tests.conftest import tiny_policy, tiny_scorer
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 50,
-    "pad_token_id": 0,
-}
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 50, "pad_token_id": 0,
+}  # fmt: skip
 WORKLOAD = Workload(
-    rows=6,
-    rows_per_call=4,
-    rows_per_micro_batch=2,
-    prompt_length=7,
-    response_length=5,
-    num_ppo_epochs=3,
+    rows=6, rows_per_call=4, rows_per_micro_batch=2, prompt_length=7, response_length=5, num_ppo_epochs=3,
     recomputes=False,
-)
+)  # fmt: skip
 
 
 def models() -> tuple[LlamaForCausalLM, LlamaForSequenceClassification, LlamaForCausalLM]:

@@ -10,6 +10,7 @@ import pytest
 from tests.distributed import processes, scenarios
 from tests.distributed.comparing import assert_same_end, updates
 
+pytestmark = pytest.mark.timeout(1800)  # a busy machine takes ten times as long as an idle one
 ENGINES = {  # distributed type and ZeRO stage of one process under a configuration
     "multi_gpu": ("MULTI_GPU", None),
     "deepspeed_zero1": ("DEEPSPEED", 1),
@@ -29,7 +30,7 @@ def launch(config: str, *calls: processes.Call, precision: str = "bf16", options
     """Make the calls in one process under a configuration; check how it was launched; return what each returned."""
     options = ["--mixed_precision", precision, *options]
     on_device = [(name, {**arguments, "ddp_backend": None}) for name, arguments in calls]
-    reports = [rank for (rank,) in processes.run_all(config, on_device, 1, 300, options=options)]
+    reports = [rank for (rank,) in processes.run_all(config, on_device, 1, 1500, options=options)]
     for report in reports:
         assert (report["distributed_type"], report["zero_stage"]) == ENGINES[config]
         assert report["mixed_precision"] == precision
