@@ -29,8 +29,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         "trainer_base.py",
         "tests/training/test_hooks.py::test_the_logged_loss_is_the_mean_over_the_optimizer_steps_since_the_last_log",
     ): [
-        ("loss / (num_epochs(args) * args.num_mini_batches)", "loss / num_epochs(args)"),
-        ("loss / (num_epochs(args) * args.num_mini_batches)", "loss / args.num_mini_batches"),
-        ("loss / (num_epochs(args) * args.num_mini_batches)", "loss"),
+        ("loss / self._learning.num_minibatches", "loss / args.num_ppo_epochs"),
+        ("loss / self._learning.num_minibatches", "loss / args.num_mini_batches"),
+        ("loss / self._learning.num_minibatches", "loss"),
     ],
 }
