@@ -32,6 +32,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("step += discount * following", "step += following"),
     ],
     ("losses.py", all_tests("losses")): [
+        ("zero_outside(log_ratio, mask).sum(dim=-1, keepdim=True)", "log_ratio.sum(dim=-1, keepdim=True)"),
+        ("(weights < 1 / clip_max) | (weights > clip_max)", "(weights > clip_max)"),
         ("unclipped_loss = -advantages * ratio\n", "unclipped_loss = advantages * ratio\n"),
         (
             "ratio = (logprobs.float() - old_logprobs.float()).exp()\n    unclipped",

@@ -1,6 +1,10 @@
 """Mutants of the room `models`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("heads.py", "tests/training/test_critic_warmup.py"): [
+        ("parameter.requires_grad_(False)", "pass"),
+        ("id(each) in of_policy), None)", "False), None)"),
+    ],
     ("fused.py", "tests/models/test_fused.py::test_values_and_gradients_are_those_of_whole_logits_in_float64"): [
         (
             "linear = self.factor / self.temperature\n            return",

@@ -17,6 +17,18 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     (
         "learning.py",
+        "tests/training/test_critic_warmup.py::test_the_policy_does_not_depend_on_num_critic_epochs_within_an_update",
+    ): [
+        ("self.warmup.in_critic_epoch = learned.num_minibatches >= num_shared", "pass"),
+        ("args.num_ppo_epochs if args.num_critic_epochs is None else args.num_critic_epochs", "args.num_ppo_epochs"),
+    ],
+    ("critic_fitting.py", "tests/training/test_critic_fitting.py"): [
+        ("gae(rewards, values, written, gamma, lam)[1]", "gae(rewards, values, written, gamma, 1.0)[1]"),
+        (".square()[mask].mean()", ".square().mean()"),
+        ("torch.cat((left_padded(prompts, 0), padded", "torch.cat((padded('token_id', 0), padded"),
+    ],
+    (
+        "learning.py",
         "tests/training/test_critic_warmup.py::"
         "test_warmup_ends_before_the_first_update_whose_values_are_good_and_stays_over",
     ): [("if found < gate:", "if found > gate:")],
