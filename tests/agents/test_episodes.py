@@ -13,45 +13,10 @@ from torch import Tensor
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations
 from rlhf_ppo.data.rollout import Rollout
+from tests.agents.box import Box
 from tests.agents.chat import ScriptedEngine, chat_model, chat_tokenizer, ppo_config, turn_text
 
 ASKED = [{"role": "user", "content": "Q"}]
-
-
-class Box:
-    """An environment that adds numbers, pays for them, and ends as its calls say."""
-
-    def reset(self, **row: Any) -> str:
-        self.turn_rewards: list[float | None] = []
-        self.done = self.truncated = False
-        self.seed = row.get("seed")
-        return "OBS"
-
-    def add(self, x: float) -> str:
-        """Add a number.
-
-        Args:
-            x: A number.
-        """
-        self.turn_rewards.append(x)
-        return f"got {x}"
-
-    def end(self) -> str:
-        """End."""
-        self.done = True
-        return "end"
-
-    def cut(self) -> str:
-        """Cut."""
-        self.truncated = True
-        return "cut"
-
-    def long(self) -> str:
-        """Answer at length."""
-        return "long " * 200
-
-    def get_reward(self) -> float:
-        return 1.0
 
 
 class Kept(PPOTrainer):
@@ -120,6 +85,8 @@ ENDS: dict[str, tuple[list[Any], dict[str, Any], bool, str]] = {
     "length in a turn": (["word " * 20], {"response_length": 30}, False, "length"),
     "too long": ([[("long", {})], DONE], {"response_length": 400}, False, "length"),
     "calls": ([[("add", {"x": 1.0})]], {"max_tool_calling_iterations": 1}, False, "calls"),
+    "time": ([[("add", {"x": 1.0})], [("hang", {})], DONE], {"tool_timeout": 0.3}, False, "time"),
+    "killed": ([[("add", {"x": 1.0})], [("die", {})], DONE], {"tool_isolation": "process"}, False, "environment"),
 }
 
 

@@ -89,6 +89,8 @@ def play(
             "tool_timeout": 0.7, **options,
         },
     )  # fmt: skip
+    if given is not None and "engine" in given:
+        checked_answers(trainer)
     turns: list[list[int]] = []
     collect = trainer.collect_rollout
 
@@ -98,7 +100,7 @@ def play(
         turns.append((starts.sum(dim=1) + rollout.response_mask[:, 0]).tolist())
         return rollout
 
-    trainer.collect_rollout = noting
+    trainer.collect_rollout = noting  # pyright: ignore[reportAttributeAccessIssue]
     trainer.train()
     return {
         **launched_as(trainer),
@@ -107,6 +109,40 @@ def play(
         "turns": turns[0],
         "calls": engine.calls,
     }
+
+
+def answer_to(prompt: list[int], most: int) -> list[int]:
+    """What the server of the test answers: a word that the whole context gives, and EOS."""
+    return [3 + sum(place * token for place, token in enumerate(prompt, 1)) % 20, EOS][:most]
+
+
+def checked_answers(trainer: Any) -> None:
+    """Check that each row gets the answer to its own context."""
+    sample = trainer._engine.sample
+
+    def checking(policy: Any, prompts: Any, config: Any) -> Sampled:
+        sampled = sample(policy, prompts, config)
+        for ids, length, prompt in zip(sampled.ids.tolist(), sampled.lengths, prompt_rows(prompts), strict=True):
+            assert ids[: int(length)] == answer_to(prompt, config.max_new_tokens)
+        return sampled
+
+    trainer._engine.sample = checking
+
+
+def play_with_server(address: str, **arguments: Any) -> dict[str, Any]:
+    """Play with vLLM's answers from a server; the NCCL group through which weights would go is not made."""
+    from trl.generation import vllm_client, vllm_generation
+
+    from rlhf_ppo.config import arguments as engine_arguments
+
+    for module in (vllm_generation, vllm_client, engine_arguments):
+        module.is_vllm_available = lambda: True  # pyright: ignore[reportAttributeAccessIssue]
+    client: Any = vllm_client.VLLMClient
+    client.init_communicator = lambda self, device: None
+    client.update_named_params = lambda self, metadata, named_params: [None for _ in named_params]
+    vllm_client._HAS_RESET_PREFIX_CACHE_SUCCESS = False  # pyright: ignore[reportAttributeAccessIssue]
+    options = {"generation_engine": "vllm", "vllm_mode": "server", "vllm_server_base_url": address}
+    return play(given={"engine": None}, **options, **arguments)
 
 
 def error_of_play(**arguments: Any) -> str:
