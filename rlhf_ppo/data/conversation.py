@@ -194,10 +194,10 @@ class Conversations:
         ids: list[int] = []
         for mark, text in zip(marks, texts, strict=True):
             around, rendered = rendered.split(mark, 1)
-            ids += self.text_ids(around) + self._defused(text)
+            ids += self.text_ids(around) + self.defused_ids(text)
         return ids + self.text_ids(rendered)
 
-    def _defused(self, text: str) -> list[int]:
+    def defused_ids(self, text: str) -> list[int]:
         """Tokenize a text in which no special token is read as one: each is cut behind its first character."""
         ids: list[int] = []
         start = 0

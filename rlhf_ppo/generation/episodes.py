@@ -332,7 +332,7 @@ class EpisodePlayer:
         if is_conversation(record.prompt):
             ids = self.conversations.answer_ids(messages) if messages else []
         else:
-            ids = [token for message in messages for token in self.conversations.text_ids(str(message["content"]))]
+            ids = [token for message in messages for token in self.conversations.defused_ids(str(message["content"]))]
         if not ids and not is_last:
             raise ValueError(
                 f"{record.episode.kind.description} answered row {record.episode.row} with a text of no tokens: "
