@@ -48,13 +48,8 @@ class Page(NamedTuple):
     more: str = "--help-all lists all options. --config FILE reads options from a YAML file."
 
 
-_DATA = """dataset_train_split = train: Split to train on.
-dataset_test_split = test: Split to evaluate on, if the data has it.
-trust_remote_code = false: Run Python code of a model's repository."""
-
 _MEMORY_AND_OUTPUT = """Memory and precision
 use_peft = false: Train LoRA adapters instead of all weights.
-lora_r = 16: Rank of the adapters.
 dtype = float32: Data type of the loaded weights.
 bf16 BOOL: Compute in bfloat16; on by default where the device supports it.
 gradient_checkpointing = true: Recompute activations: less memory, more time.
@@ -72,7 +67,7 @@ reward_model_path MODEL = EleutherAI/pythia-160m: Reward model; unused if only r
 reward_funcs FUNCTION ...: Reward functions: built-in names, file.py:function or addresses.
 Data
 dataset_name DATA: Prompts: a file, a directory or a hub name, with the column `prompt`.
-{_DATA}
+trust_remote_code = false: Run Python code of a model's repository.
 max_prompt_length N: Drop longer prompts; in tokens.
 Length of the run
 total_episodes N: Number of responses to learn from; by default num_train_epochs decides.
@@ -89,10 +84,8 @@ PPO
 learning_rate = 3e-6: Peak learning rate of the policy.
 kl_coef = 0.05: Weight of the KL penalty: higher keeps the policy closer to its start.
 num_ppo_epochs = 4: Passes over each rollout.
-num_mini_batches = 1: Optimizer steps per pass.
 cliprange = 0.2: Clip range of the importance ratio around 1.
 vf_coef = 0.1: Weight of the value loss.
-gamma = 1.0: Discount factor per token.
 lam = 0.95: Lambda of generalized advantage estimation.
 preset NAME: Settings of a published recipe, such as recommended.
 {_MEMORY_AND_OUTPUT}
@@ -102,7 +95,7 @@ num_sample_generations = 3: Tables of samples during the run."""
 _TRL = f"""Model and data
 model_name_or_path MODEL: Model to train: a directory or a hub name.
 dataset_name DATA: Training data: a file, a directory or a hub name, with COLUMNS.
-{_DATA}
+trust_remote_code = false: Run Python code of a model's repository.
 max_length = 1024: LONGER
 Optimization
 learning_rate = RATE: Peak learning rate.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ def print_commands() -> None:
     for name, (_, does) in COMMANDS.items():
         table.add_row(cell(f"  {name}", "cyan"), cell(does))
     console.print(table)
-    print_text("\n`rlhf-ppo COMMAND --help` shows the options of a command. Try `rlhf-ppo demo` first.")
+    console.print("\n`rlhf-ppo COMMAND --help` shows the options of a command.\nTry first: rlhf-ppo demo")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -165,8 +166,6 @@ def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
         OSError: A file cannot be written.
         ValueError: A file exists already and `overwrite` is False, or the directory is a file.
     """
-    from rlhf_ppo.checkpoints.files import write_text  # imports torch
-
     copies = {
         source: directory / folder / source.name
         for folder, patterns in FOLDERS.items()
@@ -180,7 +179,7 @@ def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
         raise ValueError(f"{', '.join(there)} {'exist' if len(there) > 1 else 'exists'} already: add --overwrite")
     for source, path in copies.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, source.read_text(encoding="utf-8"))
+        shutil.copyfile(source, path)
     return list(copies.values())
 
 

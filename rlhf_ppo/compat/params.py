@@ -290,7 +290,6 @@ def _flag(name: str, value: Any) -> str:
 
 # Arguments of PPOTrainer and of TRL's trainers
 
-logger = visible_logger(__name__)
 
 TRAINING: dict[str, str] = {
     "project_name": "output_dir",
@@ -472,6 +471,8 @@ def _max_prompt_length(params: LLMTrainingParams) -> int | None:
 
 def _tracker(name: str) -> str:
     if name == "wandb" and importlib.util.find_spec("wandb") is None:
-        logger.warning_once("log='wandb', but wandb is not installed, so nothing is reported; pip install wandb")
+        visible_logger(__name__).warning_once(  # its import takes a second
+            "log='wandb', but wandb is not installed, so nothing is reported; pip install wandb"
+        )
         return "none"
     return name

@@ -89,7 +89,7 @@ def format_duration(seconds: float) -> str:
 
 # Key in training, key in evaluation, format, and rank: a narrow terminal drops the parts of the highest rank first.
 _PPO_FIGURES: _Figures = (
-    ("episode", "", lambda value: f"episode {value:>5.0f}", 3),
+    ("episode", "", lambda value: f"episode {value:>5.0f}", 4),
     ("objective/scores", "score", lambda value: f"score {_decimals(value):>7}", 0),
     ("objective/kl", "kl", lambda value: f"KL {_decimals(value):>6}", 1),
     ("response/length_mean", "response_length_mean", lambda value: f"length {value:>6.1f}", 6),
@@ -123,7 +123,7 @@ def log_line(logs: Logs, position: RunPosition, width: int | None = None) -> str
         dataset = prefix.removeprefix("eval").strip("_")  # its name, if there are several
         figures = _figures(logs, lambda _, name: f"{prefix}_{name}")
         seconds = f"{float(logs[f'{prefix}_runtime']):.1f} s"
-        parts = [(_count(f"evaluated {dataset}".rstrip(), position), 0), *figures, (seconds, 4)]
+        parts = [(_count(f"evaluated {dataset}".rstrip(), position), 0), *figures, (seconds, 3)]
     else:
         parts = [(f"{key} {_value(value)}", 0) for key, value in logs.items() if key not in ("epoch", "total_flos")]
     return _fit(parts, width) if parts else None
@@ -148,7 +148,7 @@ def _times(position: RunPosition) -> _Parts:
     each, left = position.seconds_per_update, position.seconds_left
     if each is None or left is None or position.num_updates <= 0:
         return []
-    return [(f"{each:.1f} s" if each >= 0.1 else f"{each:.2f} s", 4), (f"{format_duration(left)} left", 5)]
+    return [(f"{each:.1f} s" if each >= 0.1 else f"{each:.2f} s", 3), (f"{format_duration(left)} left", 5)]
 
 
 def _value(value: Any) -> str:

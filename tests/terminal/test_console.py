@@ -57,6 +57,7 @@ def test_before_the_first_update_no_time_is_known():
     ("width", "line"),
     [
         (80, "update     7/20 | episode   448 | score  -0.530 | KL  0.000 | ended  50% | 4.0 s"),
+        (79, "update     7/20 | score  -0.530 | KL  0.000 | ended  50% | 4.0 s"),
         (60, "update     7/20 | score  -0.530 | KL  0.000 | ended  50%"),
         (30, "update     7/20"),
     ],
