@@ -264,8 +264,9 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
 
 
 def as_json(messages: Messages) -> str:
-    """Write messages as JSON."""
-    return json.dumps(list(messages), ensure_ascii=False, default=str)
+    """Write messages as JSON; lone surrogates, which a call may hold, are escaped."""
+    text = json.dumps(list(messages), ensure_ascii=False, default=str)
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def as_lines(messages: str) -> str:
