@@ -13,7 +13,7 @@ from types import TracebackType
 
 from rlhf_ppo.cli.errors import CommandParser, fail, user_errors
 from rlhf_ppo.config.redaction import redact_in_place, redact_traceback, restore_hidden_words
-from rlhf_ppo.terminal.text import cell, print_text
+from rlhf_ppo.terminal.text import cell, escape_library_messages, print_text
 
 COMMANDS = {
     "demo": ("rlhf_ppo.cli.main", "Run all steps with a toy model, in minutes on two cores."),
@@ -82,6 +82,8 @@ def main(argv: list[str] | None = None) -> None:
     options = ["--help" if word in ("--help-all", "--help_all") else word for word in options]
     redact_in_place(sys.argv)  # trackers write it into files; `options` is a copy
     module = importlib.import_module(COMMANDS[command][0])
+    if sys.excepthook is _show_traceback:
+        escape_library_messages()
     try:
         getattr(module, FUNCTIONS.get(command, command))(options)
     except KeyboardInterrupt:

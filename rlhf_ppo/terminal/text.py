@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import textwrap
+import warnings
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -129,6 +130,16 @@ def visible_logger(name: str) -> Any:
     logger: Any = transformers_logging.get_logger(name)
     logger.addFilter(_escape)
     return logger
+
+
+def escape_library_messages() -> None:
+    """Escape log messages and warnings of other libraries too, for the rest of the program."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub", "datasets")]
+    handlers = [*(handler for logger in loggers for handler in logger.handlers), logging.lastResort]
+    for handler in filter(None, handlers):
+        handler.addFilter(_escape)
+    written: Any = warnings.formatwarning
+    warnings.formatwarning = lambda *given, **named: visible(written(*given, **named))
 
 
 def _escape(record: logging.LogRecord) -> bool:

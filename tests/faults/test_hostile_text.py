@@ -11,6 +11,7 @@ import logging
 import re
 import runpy
 import sys
+import warnings
 import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -367,6 +368,23 @@ def test_a_command_shows_its_words(command: list[str], tmp_path: Path, monkeypat
 
     assert_shown(found.getvalue())
     assert r"\x1b[2J" in found.getvalue()
+
+
+def test_messages_of_libraries_are_visible_in_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["rlhf-ppo", "configs"])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    with printed():
+        main()
+    record = logging.LogRecord("transformers", logging.WARNING, "", 1, "it is %s", (TEXT,), None)
+    shown = warnings.formatwarning(TEXT, UserWarning, "", 1)
+    handlers = [*logging.getLogger("transformers").handlers, logging.lastResort]
+
+    assert handlers[0] is not None and all(handler.filter(record) for handler in handlers if handler)
+    assert_shown(record.getMessage())
+    assert_shown(shown)
+    assert r"\x1b[2J" in record.getMessage() and r"\x1b[2J" in shown
 
 
 def test_a_traceback_of_a_command_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
