@@ -6,9 +6,9 @@ reduces, and each storage that an operation makes is counted until it is freed. 
 are in bf16. Nothing is measured: streams, fragments of the allocator and NCCL's own buffers are not there.
 
 The table is in GB for each rank, and in brackets what the package estimates. *Construction*: the most while policy,
-value model and reference are sharded, of which the whole models are a node's. *Generation*: the most while 64 rows of
-512 + 512 tokens generate; *learning*: while 4 rows are learned from. *A micro-batch*, *an update*: bytes that each
-rank sends; an update has 16 micro-batches.
+value model and reference are sharded: the whole models, which are a node's, and a copy of the largest parameter.
+*Generation*: the most while 64 rows of 512 + 512 tokens generate; *learning*: while 4 rows are learned from. *A
+micro-batch*, *an update*: bytes that each rank sends; an update has 16 micro-batches.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ class Simulated:
 
     Attributes:
         construction: The most while policy, value model and reference were sharded, with the whole models.
+        largest: Bytes of the largest parameter, of which sharding makes a copy.
         resident: Weights, gradients and the optimizer's state.
         generation: The most in a decoding step with a full cache.
         learning: The most in a micro-batch.
@@ -146,6 +147,7 @@ class Simulated:
     """
 
     construction: int = 0
+    largest: int = 0
     resident: int = 0
     generation: int = 0
     learning: int = 0
@@ -209,6 +211,7 @@ def simulate(shape: Shape, world: int, workload: Workload = WORKLOAD) -> Simulat
         stack.enter_context(held.counting())
         stack.enter_context(mock.patch("rlhf_ppo.models.frozen.pack_rows"))  # whose proof reads numbers
         policy, value_model, reference = models_of(shape)
+        found.largest = max(value.nbytes for value in policy.parameters())
         models: Any = PolicyAndValue(policy, value_model, temperature=1.0)
         set_up_engine(accelerator, models)
         stack.enter_context(as_in_learning(True, None, policy, value_model))
@@ -288,7 +291,7 @@ def compared(found: Simulated, estimate: Estimate, world: int) -> dict[str, tupl
 
     exchanged = estimate.communication
     pairs = {
-        "construction": (found.construction, estimate.host),
+        "construction": (found.construction, estimate.host + found.largest),
         "resident": (found.resident, estimate.resident),
         "generation": (found.generation, estimate.resident + estimate.generation - estimate.freed),
         "learning": (found.learning, estimate.resident + estimate.learning),
