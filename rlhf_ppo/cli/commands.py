@@ -116,6 +116,11 @@ def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: Model
     rates = (script_args.device_flops, script_args.device_bandwidth)
     dtype = multiplied_dtype(args, policy)
     show(found, args, sizes, devices, prompt_length, rates, dtype, script_args.device_memory)
+    if episodes is not None and args.tool_isolation == "process":
+        print_text(
+            f"Beside each device, in the machine's memory: {sizes.local_batch_size} processes of environments, about "
+            "3 MB each, and what an environment itself takes."
+        )
     return found
 
 

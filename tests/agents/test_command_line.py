@@ -63,8 +63,10 @@ def test_an_estimate_counts_the_descriptions_of_tools_and_the_whole_episode(
     options = "--sft_model_path chat --dataset_name tasks.jsonl --response_length 300 --output_dir out --use_cpu"
     rates = "--report_to none --stop_token eos --device_flops 4e6 --device_bandwidth 3e5 --environment box.py:Box"
 
-    commands.estimate(f"{options} {rates}".split())
-    found = re.search(r"episodes of (\d+) \+ (\d+) tokens", " ".join(capsys.readouterr().out.split()))
+    commands.estimate(f"{options} {rates} --tool_isolation process --per_device_train_batch_size 6".split())
+    said = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"episodes of (\d+) \+ (\d+) tokens", said)
+    assert "6 processes of environments" in said
 
     schema = get_json_schema(resolve_environments(["box.py:Box"]).open)
     shown = tokenizer.apply_chat_template(row["prompt"], tools=[schema], add_generation_prompt=True, return_dict=False)

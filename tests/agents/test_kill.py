@@ -67,10 +67,13 @@ def run(folder: Path, name: str, *given: Any) -> tuple[int | None, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return {
+    runs = {
         engine: run(tmp_path_factory.mktemp(engine), "alone", engine, "thread", None, False)[1]
         for engine in ("transformers", "continuous")
     }
+    for found in runs.values():  # with each engine the importance ratio starts at 1
+        assert [log["val/first_logratio"] for log in found["log"] if "val/first_logratio" in log] == [0.0] * 3
+    return runs
 
 
 TERM, KILL = int(signal.SIGTERM), int(signal.SIGKILL)
