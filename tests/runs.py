@@ -55,6 +55,18 @@ class RecordingTrainer(PPOTrainer):
         return table
 
 
+class InOnePass(PPOTrainer):
+    """Overrides `compute_loss`, and so takes one backward pass for both models, as engines do."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def logged(trainer: Any, metric: str) -> list[float]:
+    """What was logged of a metric."""
+    return [entry[metric] for entry in trainer.state.log_history if metric in entry]
+
+
 def record_rollouts(trainer: PPOTrainer) -> list[Any]:
     """Collect the rollouts that a trainer makes."""
     rollouts: list[Any] = []

@@ -235,27 +235,21 @@ def _check(what: str, alone: Tensor, first: Tensor, second: Tensor, evaluated: T
     tolerance = rounding(evaluated)
     # Kernels of an accelerator may add up in any order; on a CPU the same pass gives the same bits.
     repeated = 0.0 if first.device.type == "cpu" else tolerance
-    if (error := deviation(second, first)) > repeated:
-        raise ValueError(
-            f"{what}, which computes at random: two passes over the same tokens differ by {error:.2g} of their "
-            "states, so that the importance ratio would not start at 1; use another architecture"
-        )
-    if (error := deviation(first, evaluated)) > tolerance:
-        raise ValueError(
-            f"{what}, which computes something else in training than in evaluation (by {error:.2g} of its states), so "
-            "that the importance ratio would not start at 1; use another architecture"
-        )
     own, row, twin = evaluated.split(LENGTHS)
-    if (error := deviation(twin[:-1], row[:-1])) > tolerance:
-        raise ValueError(
-            f"{what}, in which a token's state depends on later tokens (by {error:.2g}), so that it cannot generate "
-            "from left to right; use a decoder (models of BERT's kind need is_decoder=True in their configuration)"
-        )
-    if (error := deviation(own, alone)) > tolerance:
-        raise ValueError(
-            f"{what}, in which a row's states depend on the padding behind it (by {error:.2g}): rows of different "
-            "lengths cannot share a pass; use another architecture"
-        )
+    faults = (
+        (second, first, repeated, "which computes at random: two passes over the same tokens differ by {} of their "
+         "states, so that the importance ratio would not start at 1; use another architecture"),
+        (first, evaluated, tolerance, "which computes something else in training than in evaluation (by {} of its "
+         "states), so that the importance ratio would not start at 1; use another architecture"),
+        (twin[:-1], row[:-1], tolerance, "in which a token's state depends on later tokens (by {}), so that it cannot "
+         "generate from left to right; use a decoder (models of BERT's kind need is_decoder=True in their "
+         "configuration)"),
+        (own, alone, tolerance, "in which a row's states depend on the padding behind it (by {}): rows of different "
+         "lengths cannot share a pass; use another architecture"),
+    )  # fmt: skip
+    for states, expected, most, fault in faults:
+        if (error := deviation(states, expected)) > most:
+            raise ValueError(f"{what}, {fault.format(f'{error:.2g}')}")
 
 
 # ---- Non-finite weights and activations ----

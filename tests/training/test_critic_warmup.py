@@ -21,7 +21,7 @@ from rlhf_ppo.training import learning
 from rlhf_ppo.training.optimization import Optimization
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_peft import lora
-from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run, history, parameters
+from tests.runs import QUICK, DieAt, InOnePass, RunDied, assert_identical, end_of_run, history, parameters
 
 MakeTrainer = Callable[..., Any]
 
@@ -30,11 +30,6 @@ WARM: dict[str, Any] = QUICK | {
     **{"critic_warmup_steps": 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "weight_decay": 0.1},
 }
 """Three updates of two optimizer steps, of two micro-batches each; the first two are of warm-up."""
-
-
-class InOnePass(PPOTrainer):
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs)
 
 
 class Snapshots(TrainerCallback):

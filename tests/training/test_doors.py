@@ -25,13 +25,9 @@ from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
 from tests.conftest import tiny_policy
 from tests.estimate.test_update import peak_of_tensors
-from tests.runs import QUICK, history, parameters
+from tests.runs import QUICK, history, logged, parameters
 
 MakeTrainer = Callable[..., Any]
-
-
-def logged(trainer: Any, metric: str) -> list[float]:
-    return [entry[metric] for entry in trainer.state.log_history if metric in entry]
 
 
 class Doubling:
@@ -101,15 +97,6 @@ def test_a_coefficient_of_a_checkpoint_that_rewards_divergence_is_refused(make_t
 def test_a_coefficient_that_rewards_divergence_is_refused_at_once(make_trainer: MakeTrainer) -> None:
     with pytest.raises(ValueError, match=r"kl_controller: Doubling\.coef=-0\.5 must be finite and at least 0"):
         make_trainer(**QUICK, kl_controller=Doubling(-0.5))
-
-
-def test_without_one_the_coefficient_is_that_of_the_arguments(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK, ref_model=tiny_policy(seed=5), kl_coef=0.5)
-    trainer.train()
-
-    kl, paid = logged(trainer, "objective/kl"), logged(trainer, "objective/non_score_reward")
-    assert paid == pytest.approx([-0.5 * each for each in kl], rel=1e-5)
-    assert logged(trainer, "objective/kl_coef") == []
 
 
 def test_a_run_that_starts_anew_starts_from_the_controllers_first_state(make_trainer: MakeTrainer) -> None:

@@ -12,7 +12,7 @@ from peft import LoraConfig
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.models.unwrapping import backbone
-from tests.runs import QUICK, history, parameters
+from tests.runs import QUICK, InOnePass, history, parameters
 
 RUN = QUICK | {"gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "vf_coef": 0.7, "learning_rate": 0.01}
 SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -24,17 +24,10 @@ SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-class AtOnce(PPOTrainer):
-    """Overrides `compute_loss`, and so takes one backward pass for both models."""
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs)
-
-
 @pytest.mark.parametrize("setup", SETUPS)
 def test_it_trains_like_one_backward_pass_for_both(make_trainer: Callable[..., Any], setup: str) -> None:
     ends = []
-    for trainer_class in (PPOTrainer, AtOnce):
+    for trainer_class in (PPOTrainer, InOnePass):
         torch.manual_seed(0)  # of the adapters
         trainer = make_trainer(trainer_class, **{**RUN, **SETUPS[setup]()})
         before = parameters(trainer)

@@ -19,13 +19,9 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.rewards.scorer import Scores
 from rlhf_ppo.training.checks import KEPT
 from tests.conftest import prompt_rows, tiny_policy
-from tests.runs import QUICK, parameters
+from tests.runs import QUICK, logged, parameters
 
 MakeTrainer = Callable[..., Any]
-
-
-def logged(trainer: Any, metric: str) -> list[float]:
-    return [entry[metric] for entry in trainer.state.log_history if metric in entry]
 
 
 def changed_parts(trainer: Any, before: dict[str, Tensor]) -> set[str]:

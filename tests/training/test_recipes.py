@@ -17,7 +17,7 @@ from rlhf_ppo.algorithm.penalties import AdaptiveKLController
 from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.training.learning import resolve_policy_loss
 from tests.conftest import tiny_policy, tiny_scorer
-from tests.runs import QUICK, assert_identical, die_and_resume, history, parameters, record_rollouts
+from tests.runs import QUICK, InOnePass, assert_identical, die_and_resume, history, parameters, record_rollouts
 
 MakeTrainer = Callable[..., Any]
 
@@ -50,13 +50,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lam_critic": {"lam_critic": 1.0},
     "length_adaptive_alpha": {"length_adaptive_alpha": 0.3},
 }
-
-
-class InOnePass(PPOTrainer):
-    """Learns from both models at once, as engines do."""
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs)
 
 
 @pytest.fixture(scope="module")

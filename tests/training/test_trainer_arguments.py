@@ -19,7 +19,7 @@ from transformers.trainer_callback import ProgressCallback
 from rlhf_ppo import PPOTrainer, trainer_base
 from rlhf_ppo.data.prompts import Prompts
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK, assert_identical, end_of_run, history, parameters
+from tests.runs import QUICK, assert_identical, end_of_run, history, logged, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]
 EVALUATED: dict[str, Any] = {
@@ -43,10 +43,6 @@ def scores_by_update(*scores: float) -> Callable[..., list[float]]:
 
 def steps_with(trainer: PPOTrainer, key: str) -> list[int]:
     return [entry["step"] for entry in trainer.state.log_history if key in entry]
-
-
-def values_of(trainer: PPOTrainer, key: str) -> list[float]:
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
 def checkpoints(trainer: PPOTrainer) -> list[int]:
@@ -299,8 +295,8 @@ def test_learning_rate_follows_the_schedule_by_update(
 ) -> None:
     trainer = make_trainer(**{**QUICK, "total_episodes": 8, "num_ppo_epochs": 2}, learning_rate=0.001, **arguments)
     trainer.train()
-    assert values_of(trainer, "lr") == pytest.approx([0.001 * share for share in shares])
-    assert values_of(trainer, "learning_rate") == values_of(trainer, "lr")
+    assert logged(trainer, "lr") == pytest.approx([0.001 * share for share in shares])
+    assert logged(trainer, "learning_rate") == logged(trainer, "lr")
 
 
 @pytest.mark.parametrize(
@@ -323,7 +319,7 @@ def test_plateau_schedule_lowers_the_rate_when_the_score_gets_worse(
         greater_is_better=greater_is_better,
     )
     trainer.train()
-    assert values_of(trainer, "lr") == pytest.approx([0.001 * share for share in shares])
+    assert logged(trainer, "lr") == pytest.approx([0.001 * share for share in shares])
 
 
 def test_optimizer_arguments_reach_the_optimizer(make_trainer: MakeTrainer) -> None:
@@ -366,7 +362,7 @@ def test_optimizers_argument_is_used(make_trainer: MakeTrainer) -> None:
     )
     trainer.train()
     assert len(used) == 6
-    assert values_of(trainer, "lr") == pytest.approx([0.01, 0.01 / 2, 0.01 / 3])
+    assert logged(trainer, "lr") == pytest.approx([0.01, 0.01 / 2, 0.01 / 3])
 
 
 # ---- Precision and memory ----
@@ -417,7 +413,7 @@ def test_bf16_multiplies_in_bf16_everywhere_and_keeps_float32_weights(make_train
     moments = [state["exp_avg"].dtype for state in trainer.optimizer.state.values()]
     assert set(moments) == {torch.float32}
     # Old and new log-probabilities come from one path: before the first step they differ by less than bf16 resolves.
-    assert max(values_of(trainer, "policy/approxkl_avg")) < 1e-6
+    assert max(logged(trainer, "policy/approxkl_avg")) < 1e-6
     assert history(trainer) != history(_trained(make_trainer, bf16=False))
 
 
@@ -450,7 +446,7 @@ def test_torch_compile_compiles_and_changes_little(make_trainer: MakeTrainer, mo
 
     plain, compiled = run(), run(torch_compile=True, torch_compile_backend="eager")
     assert type(compiled.model_wrapped).__name__ == "OptimizedModule"
-    assert values_of(compiled, "loss") == pytest.approx(values_of(plain, "loss"), abs=1e-4)
+    assert logged(compiled, "loss") == pytest.approx(logged(plain, "loss"), abs=1e-4)
     compiled.save_model()
     assert Path(cast(str, compiled.args.output_dir), "model.safetensors").is_file()
 
@@ -558,7 +554,7 @@ def test_logging_nan_inf_filter_has_nothing_to_filter(filtered: bool, make_train
 
     trainer = make_trainer(OneNan, **QUICK, logging_nan_inf_filter=filtered, on_divergence="skip")
     trainer.train()
-    first, second, third = values_of(trainer, "loss")
+    first, second, third = logged(trainer, "loss")
     assert math.isfinite(first) and second == 0.0 and math.isfinite(third)
 
 
