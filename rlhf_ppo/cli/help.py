@@ -188,6 +188,42 @@ ESTIMATE = Page(
 )
 
 
+CRITIC = Page(
+    "Train a value model on the kept completions of runs (num_completions_to_keep).",
+    _groups("""Model and data
+model_name_or_path MODEL: Model to start from: a directory or a hub name.
+completions RUN ...: Output directories of runs with num_completions_to_keep.
+gamma = 1.0: Discount per token, as in the runs.
+lam = 0.95: Lambda of the returns; 1 uses rewards alone.
+eval_share = 0.1: Share of the completions that is held out.
+Training and output
+learning_rate = 5e-5: Peak learning rate.
+num_train_epochs = 3.0: Passes over the completions.
+per_device_train_batch_size = 8: Completions per device and step.
+output_dir DIR: Directory of the value model."""),
+    ("rlhf-ppo critic train --model_name_or_path runs/sft --completions runs/ppo --output_dir runs/critic",),
+)
+
+GENERATE = Page(
+    "Generate responses, of which a critic chooses the best.",
+    _groups("""Models and prompts
+model MODEL: The policy: a directory or a hub name.
+critic MODEL: The critic, such as RUN/critic of a run with save_critic.
+dataset_name DATA: Prompts: a file, a directory or a hub name, with the column `prompt`.
+num_prompts = 256: Number of prompts, from the first.
+Search
+n = 8: Best of n: responses to each prompt.
+weighted = false: Best of n: add up the values of equal responses.
+width N: Value-guided search instead: blocks of tokens in a round.
+block = 8: Value-guided search: tokens of a block.
+Responses
+max_new_tokens = 128: Maximum length of a response, in tokens.
+temperature = 0.7: Sampling temperature; use that of training.
+seed = 0: Seed of the sampling.
+output FILE = responses.jsonl: File to write: one JSON object per prompt."""),
+    ("rlhf-ppo generate --model runs/ppo --critic runs/ppo/critic --dataset_name prompts.jsonl --n 8",),
+)
+
 _PLACEHOLDERS = {bool: "", int: "N", float: "X"}
 
 
@@ -263,7 +299,14 @@ def page_of(command: str) -> Page | None:
     """Return the short help of a command; None if its parser prints its help."""
     if command in ("judge", "eval", "llm"):
         return _llm() if command == "llm" else _judge()
-    return {"train": TRAIN, "sft": SFT, "reward": REWARD, "estimate": ESTIMATE}.get(command)
+    return {
+        "train": TRAIN,
+        "sft": SFT,
+        "reward": REWARD,
+        "estimate": ESTIMATE,
+        "critic": CRITIC,
+        "generate": GENERATE,
+    }.get(command)
 
 
 def print_page(command: str, page: Page) -> None:

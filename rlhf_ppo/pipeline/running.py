@@ -172,9 +172,10 @@ def _run_steps(
         record[step.name] = replace(now, output=_written(step))
         write_record(pipeline.output_dir, record)
     rates = keep_win_rates(pipeline)
-    if verdict := keep_verdict(pipeline):
+    verdict = keep_verdict(pipeline)
+    if verdict:
         say("\n".join(verdict.lines()))
-    if rates:
+    if rates and (verdict is None or len(rates.rates) > 1):  # the verdict has that of one seed
         say("\n".join(rates.lines()))
     say(f"All steps are finished: {', '.join(step.name for step in pipeline.steps)}, in {pipeline.output_dir}")
     return 0
