@@ -12,6 +12,7 @@ import pytest
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.config.unused import UNUSED, RunContext, unused_options
+from rlhf_ppo.data.prompts import may_hold_chats
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, assert_identical, history, parameters
 
@@ -247,6 +248,12 @@ def test_the_default_of_a_command_is_not_the_users() -> None:
     parser.set_defaults(num_sample_generations=3)
     (args,) = parser.parse_args_and_config(["--output_dir", "out", "--use_cpu", "--report_to", "none"])
     assert args.num_sample_generations == 3 and unused_options(args, RunContext()) == {}
+
+
+def test_conversations_are_found_in_any_data_set() -> None:
+    texts, chats = [{"prompt": "x"}], [{"prompt": [{"role": "user", "content": "x"}]}]
+    assert not may_hold_chats(texts, None) and not may_hold_chats([{"input_ids": [1]}], {"a": texts})
+    assert may_hold_chats(chats) and may_hold_chats(texts, {"a": texts, "b": chats}) and may_hold_chats(iter(texts))
 
 
 def test_a_presets_options_are_not_the_users() -> None:
