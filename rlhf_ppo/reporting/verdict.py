@@ -121,13 +121,15 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
     )
     first = judgements[0]
     low, high = rates.interval
-    outcome: Outcome = "better" if low > 0.5 else "worse" if high < 0.5 else "undecided"
+    judge = next(filter(None, (_accuracy_at(first.judge, run.directory.parent) for run in runs)), None)
+    blind = judge if judge is not None and judge.is_at_chance else None
+    outcome: Outcome = "undecided" if blind or low <= 0.5 <= high else "better" if low > 0.5 else "worse"
     opponent = "the SFT model" if any(_is_sft(run, first) for run in runs) else visible(first.opponent, one_line=True)
     is_own = any(first.judge in run.settings.made_of.get("rewards", ()) for run in runs)
     reasons, advice = _explained(outcome, accuracy, figures, _Judged(rates, first.num_prompts, is_own))
     return Verdict(
         outcome,
-        _sentence(outcome, rates, first.num_prompts, opponent, "the policy" if runs else "the model"),
+        _sentence(outcome, rates, first.num_prompts, opponent, "the policy" if runs else "the model", blind),
         reasons,
         advice,
         rates.mean,
@@ -140,11 +142,20 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
     )
 
 
-def _sentence(outcome: Outcome, rates: SeedWinRates, num_prompts: int, opponent: str, subject: str) -> str:
+def _sentence(
+    outcome: Outcome,
+    rates: SeedWinRates,
+    num_prompts: int,
+    opponent: str,
+    subject: str,
+    blind: RewardAccuracy | None,
+) -> str:
     low, high = rates.interval
     of_seeds = f" over prompts and {len(rates.rates)} seeds" if len(rates.rates) > 1 else ""
     interval = f"95% interval{of_seeds} {100 * low:.1f} to {percent(high)}"
     figures = f"{percent(rates.mean)} of {num_prompts} prompts ({interval})"
+    if blind is not None:
+        return f"Undecided against {opponent}: {subject} wins {figures}, but the judge is at chance: {blind}."
     if outcome == "undecided":
         return f"Undecided against {opponent}: {subject} wins {figures}, and the interval includes 50%."
     return f"{outcome.capitalize()} than {opponent}: {subject} wins {figures}."
@@ -162,11 +173,13 @@ def _is_sft(run: RecordedRun, judgement: Judgement) -> bool:
 
 def _accuracy_of(run: RecordedRun) -> RewardAccuracy | None:
     """Return the accuracy of a run's reward model, which may have moved with the run's directory."""
-    for name in run.settings.made_of.get("rewards", ()):
-        for directory in (Path(name), run.directory.parent / Path(name).name):
-            if (found := read_accuracy(directory)) is not None:
-                return found
-    return None
+    names = run.settings.made_of.get("rewards", ())
+    return next(filter(None, (_accuracy_at(name, run.directory.parent) for name in names)), None)
+
+
+def _accuracy_at(name: str, folder: Path) -> RewardAccuracy | None:
+    """Return the accuracy of a reward model at a path, or in a folder to which it has moved."""
+    return read_accuracy(Path(name)) or read_accuracy(folder / Path(name).name)
 
 
 @dataclass(frozen=True)
@@ -321,7 +334,9 @@ def _of_judge(outcome: Outcome, judged: _Judged) -> Iterator[_Found]:
             "The judge is PPO's own reward: a policy wins its judgement long after it has stopped to improve.",
             "Judge with a reward model that PPO has not seen (the section judge_reward), or with a chat model.",
         )
-    if outcome == "undecided":
+    if outcome == "undecided" and (rates.interval[0] > 0.5 or rates.interval[1] < 0.5):
+        yield "", "Judge again with a chat model, or with a reward model that is right on held-out pairs."
+    elif outcome == "undecided":
         margin = abs(rates.mean - 0.5)
         enough = round((1.96 * 0.5 / max(margin, 1e-9)) ** 2, -1)
         if judged.num_prompts < enough <= 2000:

@@ -150,3 +150,20 @@ def test_a_model_without_a_run_is_judged_too(make_run: MakeRun, tmp_path: Path) 
     [judgement] = found_judgements(make_run(0.7).directory)
     found: Verdict = verdict_of(recorded_runs([tmp_path / "nowhere"]), [judgement])
     assert found.sentence.startswith("Better than out/sft: the model wins 70.0%")
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "outcome"), [(GOOD, "better"), (RewardAccuracy(0.55, (0.3, 0.78), 13), "undecided")]
+)
+def test_a_judge_at_chance_decides_nothing(
+    accuracy: RewardAccuracy, outcome: str, make_run: MakeRun, tmp_path: Path
+) -> None:
+    run = make_run(0.84)
+    (tmp_path / "judge_reward").mkdir()
+    accuracy.save(tmp_path / "judge_reward")  # the judge's path was out/judge_reward before the move
+    found = verdict_of([run])
+    assert found.outcome == outcome
+    assert ("84.0% of 100 prompts (95% interval 79.0 to 89.0%), but the judge is at chance" in found.sentence) == (
+        outcome == "undecided"
+    )
+    assert ("Judge again with a chat model" in found.next) == (outcome == "undecided")
