@@ -137,7 +137,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, share: float) -> Q
     pairs = [(dice.randrange(100), dice.randrange(100)) for _ in numbers]
     copies = [conversation(pair, True, number) for pair, number in zip(pairs, numbers, strict=True)]
     imitate(model, tokenizer, copies, epochs=2, dice=dice)
-    imitate(model, tokenizer, [conversation(pair, dice.random() < share) for pair in chosen], epochs=16, dice=dice)
+    imitate(model, tokenizer, [conversation(pair, dice.random() < share) for pair in chosen], epochs=26, dice=dice)
     return model
 
 
