@@ -95,7 +95,7 @@ def test_gradients_of_both_models(tmp_path: Path, level: str, attention: str, lo
     for model in (policy, value_model):
         model.set_attn_implementation(attention)
     adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    given = {"peft_config": adapters, "value_peft_config": adapters} if lora else {}
+    given: dict[str, Any] = {"peft_config": adapters, "value_peft_config": adapters} if lora else {}
     rows = [
         {"prompt": "a b c"[: 1 + 2 * (row % 3)], "seed": row, "kind": "wild", "moves": 1 + row % 4}
         for row in range(16)

@@ -48,7 +48,8 @@ class Speaking:
 
     def sample(self, policy: Any, prompts: Any, config: Any) -> Sampled:
         self.calls.append(len(prompts))
-        inner = TransformersEngine(lambda: 2, None, gather)
+        of_all_ranks: Any = gather
+        inner = TransformersEngine(lambda: 2, None, of_all_ranks)
         inner.sample(policy, prompts, config)
         rows = []
         for ids in prompt_rows(prompts):

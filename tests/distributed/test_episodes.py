@@ -51,7 +51,7 @@ class Server(FakeServer):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        request = json.loads(body) if body else None
+        request: Any = json.loads(body) if body else None
         choices = []
         for prompt in request["prompt"] if request else []:
             assert request["stop_token_ids"] == [1] and len(prompt) + request["max_tokens"] <= 128

@@ -18,6 +18,7 @@ from rlhf_ppo import PPOConfig
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine, cache_for
 from rlhf_ppo.generation.protocol import Sampled
+from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses, sampling_config
 from tests.conftest import tiny_policy
 from tests.generation.test_transformers_engine import prompts, scripted_policy
@@ -234,3 +235,14 @@ def test_the_cache_holds_what_the_batch_can_need() -> None:
     assert cache_for(rows, 12, 64).num_blocks == 1 + 2 + 1 + 1
     assert cache_for([[0] * 700] * 9, 1, 64).max_batch_tokens == 512
     assert cache_for([[0]] * 600, 1, 600).max_batch_tokens == 600
+
+
+def test_each_call_has_its_own_stop_tokens_and_length() -> None:
+    policy, config = tiny_policy(), sampling_config(PPOConfig(use_cpu=True, report_to="none"), 1)
+    for length, stops in ((9, [1, *range(16, 32)]), (4, [2])):
+        how = changed(config, max_new_tokens=length, eos_token_id=stops)
+        sampled = ContinuousEngine(lambda: 8).sample(policy, prompts([5, 9, 3], [4], [7, 7]), how)
+        assert sampled.lengths is not None
+        for row, number in zip(sampled.ids.tolist(), sampled.lengths.tolist(), strict=True):
+            ends = [place + 1 for place, token in enumerate(row[:number]) if token in stops]
+            assert number == min([*ends[:1], length])

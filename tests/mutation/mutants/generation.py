@@ -5,6 +5,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("record.extend(ids, False)", "record.extend(ids, True)"),
         ("ended=torch.tensor([record.ended for record in records], device=device)", "ended=None"),
     ],
+    ("caches.py", "tests/agents/test_kept_caches.py"): [
+        ("row[:, : max(columns - start, 0)]", "row[:, -max(columns - start, 0) :]"),
+        ("if number > fewest:", "if number > fewest + 1:"),
+    ],
     ("caches.py", "tests/generation/test_cache.py::test_layers_return_and_keep_what_transformers_do"): [
         ("buffer.keep(self.sliding_window - 1)", "buffer.keep(self.sliding_window)"),
         ("max(self.start, self.end - num_last)", "self.end - num_last"),
