@@ -80,7 +80,7 @@ def _mapped(path: str, shape: torch.Size, dtype: torch.dtype, is_written: bool =
     size = shape.numel() * dtype.itemsize
     if size == 0:
         return torch.empty(shape, dtype=dtype)
-    storage = torch.UntypedStorage.from_file(path, shared=is_written, nbytes=size)
+    storage: Any = torch.UntypedStorage.from_file(path, shared=is_written, nbytes=size)
     return torch.empty(0, dtype=dtype).set_(storage).view(shape)
 
 
