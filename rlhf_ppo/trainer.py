@@ -75,7 +75,8 @@ class PPOTrainer(TrainerBase):
     """Train a language model with PPO (Schulman et al., arXiv 1707.06347) against a reward, under a KL penalty.
 
     One Trainer step is one PPO update: generate `per_device_train_batch_size * gradient_accumulation_steps` responses
-    on every rank, score them, then take `num_ppo_epochs * num_mini_batches` optimizer steps on them.
+    on every rank, score them, then take `num_ppo_epochs * num_mini_batches` optimizer steps on them. With
+    `num_critic_epochs` more steps follow, which train the value model alone.
 
     Args:
         args: The training arguments.
@@ -450,8 +451,9 @@ class PPOTrainer(TrainerBase):
             prompts: This rank's prompts.
 
         Returns:
-            The rollout. Its `logprobs`, the old log-probabilities, come from the same forward pass as the optimizer
-            steps, not from the engine. The first importance ratio is therefore 1.
+            The rollout. Its `logprobs` come from the forward function that learning uses, so before the first
+            optimizer step the importance ratio is 1. With `old_logprobs="sampling"` the ratio uses the engine's
+            log-probabilities instead, and starts near 1.
         """
         model.eval()
         with self._run.timer.phase("generate"):
@@ -484,7 +486,9 @@ class PPOTrainer(TrainerBase):
     def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
         """Sample a response to each prompt and truncate it after the stop token or stop string.
 
-        A response that has neither keeps all its tokens and counts as not ended (`Rollout.stopped`).
+        A response that has neither keeps all its tokens and counts as not ended (`Rollout.stopped`): by default it is
+        scored and learned like the others; `missing_eos_penalty`, `missing_eos_score` and `bootstrap_truncated` change
+        that.
 
         Args:
             policy: The unwrapped policy.
@@ -571,7 +575,7 @@ class PPOTrainer(TrainerBase):
             rewards: Rewards from `shape_rewards`, whitened if `whiten_rewards` is set, `(B, T)`.
 
         Returns:
-            Advantages before whitening, and returns, float32 `(B, T)` each, in the reward's unit, 0 outside
+            Advantages before whitening, and returns, float32 `(B, T)` each, in the unit of `rewards`, 0 outside
             `rollout.loss_mask`.
         """
         return advantages_and_returns(rollout, rewards, self.args, self._warmup.is_active)
@@ -652,7 +656,7 @@ class PPOTrainer(TrainerBase):
             with self._forward_context():
                 loss, figures = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=num_tokens)
             return backward(self.accelerator, loss), figures
-        if freezes_policy:  # its log-probabilities are those of the rollout
+        if freezes_policy:  # the old log-probabilities take the place of a forward pass
             of_policy = ResponseLogprobs(part.logprobs, torch.full_like(part.logprobs, torch.nan))
             policy_share, policy = 0.0, no_policy_loss(part.logprobs)
         else:
@@ -686,9 +690,9 @@ class PPOTrainer(TrainerBase):
     ) -> Any:
         """Compute `policy loss + vf_coef * value loss` of a micro-batch, from `policy_loss` and `value_loss`.
 
-        To change a term, override `policy_loss` or `value_loss`. On one process without `torch_compile` training
-        computes the two terms one after the other to save memory; it calls this method only if you override it. In
-        critic warm-up the loss is the value term.
+        To change a term, override `policy_loss` or `value_loss`. Training calls this method if you override it, and
+        with several processes or `torch_compile`. Otherwise it computes the two terms one after the other to save
+        memory. Where only the value model learns (critic warm-up, `num_critic_epochs`) the loss is the value term.
 
         Args:
             model: The `PolicyAndValue`.

@@ -26,8 +26,7 @@ class HostMasks(NamedTuple):
 
     Attributes:
         attention: True on real tokens, `(B, L)`.
-        response: True on the tokens of a response that are learned from, which belongs to the last `T` columns,
-            `(B, T)`.
+        response: True on the response tokens that the policy wrote, in the last `T` columns, `(B, T)`.
         source: The tensors that they are copies of.
     """
 
@@ -167,10 +166,10 @@ def _falls(mask: Any) -> Any:
 class Responses:
     """Responses behind their prompts, with the two masks that everything later reads.
 
-    What `attention_mask` marks is context: prompt and response, whoever wrote it. What `response_mask` marks is what
-    the policy wrote, and is learned from. It may have holes: tokens of tools and environments between the policy's
-    turns, which the models see, and which no loss, reward, KL, advantage, statistic or length knows of. What neither
-    marks is padding.
+    `attention_mask` marks all real tokens: prompt and response, whoever wrote them. `response_mask` marks the response
+    tokens that the policy wrote. It may have holes: tokens of tools and environments between the policy's turns, which
+    the models read, and which losses, rewards, KL, advantages, statistics and lengths leave out. All other positions
+    are padding.
 
     Attributes:
         query_responses: Prompt and response ids, long `(B, C + T)`: left-padded prompt, right-padded response.
@@ -300,7 +299,8 @@ class Rollout(Responses):
     """Responses of the current policy with everything that was known when they were sampled.
 
     Attributes:
-        stopped: Whether the response holds the stop token, bool `(B,)`.
+        stopped: Whether the response ended by itself, with a stop token, a stop string or as the caller said, bool
+            `(B,)`.
         logprobs: Log-probabilities of the response tokens under the sampling policy, nats, float32 `(B, T)`.
         ref_logprobs: The same under the reference policy; None if there is none.
         values: Value estimate before each response token, float32 `(B, T)`.
@@ -433,8 +433,9 @@ class Experience(Responses):
         logprobs: Old log-probabilities, the denominator of the importance ratio, nats, float32 `(B, T)`.
         values: Value estimates when sampled, float32 `(B, T)`.
         advantages: Whitened advantages, float32 `(B, T)`, 0 outside the loss mask.
-        returns: Advantages before whitening plus values, float32 `(B, T)`, 0 outside the loss mask.
-        loss_mask: True on the tokens that are learned from, bool `(B, T)`: the real ones of responses with a score.
+        returns: Targets of the value loss, float32 `(B, T)`, 0 outside the loss mask: advantages before whitening plus
+            values, with the value model's lambda.
+        loss_mask: True on the tokens that are learned from, bool `(B, T)`: the policy's, in responses with a score.
             Rows without one stay in the batch, so that every rank makes the same passes.
         importance_weights: Factors of the policy's per-token losses, float32 `(B, T)`, or None: all 1.
         loss_weights: How much each token's policy loss counts in the mini-batch's, float32 `(B, T)`, or None: all 1.

@@ -158,9 +158,9 @@ class RewardSource(Protocol):
         """Score every response.
 
         Returns:
-            Float32 `(B,)`, one score per response; or `(B, T)`, one reward per response token. NaN for a response that
-            the source does not score, at least at the first token that the policy wrote. Rewards at tokens that the
-            policy did not write are not paid.
+            Float32 `(B,)`, one score per response; or `(B, T)`, one reward per response token. NaN leaves a response
+            unscored; in a `(B, T)` result, NaN at the policy's first token is enough. Tokens that the policy did not
+            write are not paid.
         """
         ...
 

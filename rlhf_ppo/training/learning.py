@@ -455,7 +455,10 @@ class InterruptibleLearning:
         self.partial = None
 
     def minibatches(self, learned: PartialUpdate, statistics: UpdateStatistics) -> Iterator[Experience]:
-        """Yield the remaining mini-batches; each counts as learned when the next one is requested.
+        """Yield the remaining mini-batches.
+
+        A mini-batch counts as learned when the caller asks for the next one. If a signal comes before, the resumed run
+        repeats it.
 
         Args:
             learned: The partial update.
@@ -471,8 +474,10 @@ class InterruptibleLearning:
             start = time.monotonic()
             num_shared = args.num_ppo_epochs * args.num_mini_batches
             self.warmup.in_critic_epoch = learned.num_minibatches >= num_shared
-            yield minibatch
-            self.warmup.in_critic_epoch = False
+            try:
+                yield minibatch
+            finally:
+                self.warmup.in_critic_epoch = False
             self.between.seconds = time.monotonic() - start
             learned.num_minibatches, learned.num_micro_batches = learned.num_minibatches + 1, 0
             learned.sums, learned.named = list(statistics.sums), list(statistics.named)
