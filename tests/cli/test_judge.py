@@ -341,7 +341,7 @@ def test_a_chat_model_judges(places, server, monkeypatch):
         ("--judge_model reward --judge_prompt none.txt", "judge_prompt is for a chat model"),
         ("--judge_model one", "is a language model, not a reward model"),
         ("--judge_model m --judge_url http://127.0.0.1:9/v1 --judge_options []", "must be a JSON object"),
-        ("--judge_model m --judge_url http://127.0.0.1:9/v1 --judge_options {", "is no JSON"),
+        ("--judge_model m --judge_url http://127.0.0.1:9/v1 --judge_options {", "is not JSON"),
         ("--judge_model m --judge_url nowhere", "must be an address"),
         ("--judge length --output_dir prompts.jsonl", "output_dir='prompts.jsonl' is a file"),
         ("--judge length --num_shown -1", "num_shown=-1"),
