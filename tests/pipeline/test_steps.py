@@ -130,7 +130,7 @@ def test_training_steps_are_launched(tmp_path: Path) -> None:
         ("output_dir: x\nsft: {a: 1, a: 2}", "the key a is repeated"),
         ("output_dir: x\nppo: {sft_model_path: m}", "ppo is paid by nothing"),
         ("output_dir: x\nppo: {reward_funcs: length}", "ppo has no language model to start from"),
-        ("output_dir: x\nsft: {}\nreport: {}", "there is no section `ppo`"),
+        ("output_dir: x\nsft: {}\nreport: {}", "the section `ppo` is missing"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(text: str, words: str, tmp_path: Path) -> None:
