@@ -221,7 +221,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "row 0 of train_dataset has environment='b'.*'a'",
     ),
-    "text prompt": ({"train_dataset": [{"prompt": "Q"}] * 2}, {}, "no conversation"),
+    "text prompt": ({"train_dataset": [{"prompt": "Q"}] * 2}, {}, "not a conversation"),
     "ids": ({"train_dataset": [{"input_ids": [1, 2]}] * 2}, {}, "input_ids.*`prompt`"),
     "no stop token": ({}, {"stop_token": None}, "stop_token=None: nothing ends a turn; set stop_token='eos'"),
     "rollout_func too": ({"rollout_func": print}, {}, "rollout_func.*environment_factory.*leave one"),
