@@ -355,7 +355,7 @@ def make_stepped(configuration: Configuration, output_dir: Path) -> PPOTrainer:
         options.pop(name, None)
     args = PPOConfig(**{**QUIET, "log_console": "none", **options, "output_dir": str(output_dir)})
     given = given_models(objects)
-    if given.pop("reward_model") is not None and given["value_model"] is None:
+    if given.pop("reward_model") is not None and given["value_model"] is None and not args.share_base_model:
         given["value_model"] = reward_model()  # which it is otherwise made from
     made_class = AtOnce if objects["loss"] == "at once" else PPOTrainer
     return made_class(args, make_tokenizer(), **given, ptx_dataset=TEXTS if options.get("ptx_coef") else None)
