@@ -32,7 +32,7 @@ class CriticScriptArguments:
     lam: Share = option(
         0.95, "Lambda of the returns. Below 1 they build on the values of the runs' own critics; 1: rewards alone."
     )
-    eval_share: PositiveShare = option(0.1, "Share of the completions that is held out.")
+    eval_share: PositiveShare = option(0.1, "Share of the prompts whose completions are held out.")
     trust_remote_code: bool = option(False, "Run Python code of a model's repository.")
 
 
@@ -99,8 +99,8 @@ def critic_trainer(
     num_held_out = round(script_args.eval_share * len(prompts))
     if not 0 < num_held_out < len(prompts):
         raise ValueError(
-            f"completions={script_args.completions!r} hold {len(prompts)} prompts, of which eval_share="
-            f"{script_args.eval_share:g} sets {num_held_out} aside: keep more completions, or change it"
+            f"completions={script_args.completions!r} hold {len(prompts)} prompts, and eval_share="
+            f"{script_args.eval_share:g} holds out {num_held_out} of them: keep more completions, or change it"
         )
     held_out = set(prompts[-num_held_out:])
     train = [each for each in examples if tuple(each["prompt_id"]) not in held_out]
