@@ -83,8 +83,8 @@ def _check(
     "first_ratio",
     "the importance ratio is not 1 before the first optimizer step of an update",
     "the models do not give the same log-probabilities twice: dropout or noise in a model, 16-bit rounding, an "
-    "overridden step that evaluates tokens in another way than it learns from them, or old_logprobs='sampling' with "
-    "an engine that samples from another distribution",
+    "overridden step whose rollout and learning passes differ, or old_logprobs='sampling' with an engine that samples "
+    "from another distribution",
     ("compute in float32 (bf16=False)", "leave torch_compile off", "leave use_liger_kernel off"),
     thresholds=("first_logratio",),
 )
@@ -176,7 +176,7 @@ def _clip_fraction(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "entropy",
-    "the policy has become sure of every token",
+    "the policy is nearly certain of every token",
     "entropy collapse: a single way of answering has replaced all alternatives, so the policy no longer explores",
     ("raise kl_coef", "lower learning_rate", "raise temperature", "lower num_ppo_epochs"),
 )
@@ -439,20 +439,20 @@ def _cut_episodes(history: History, limits: HealthThresholds) -> str | None:
 
 @_check(
     "invalid_turns",
-    "most turns are no valid action",
-    "the policy has left the format of the environment's actions, or never knew it",
+    "most turns are not valid actions",
+    "the policy has unlearned the format of the environment's actions, or never knew it",
     ("raise kl_coef", "lower learning_rate", "start from a model that knows the format (sft_model_path)"),
 )
 def _invalid_turns(history: History, limits: HealthThresholds) -> str | None:
     share = _share_above(history, limits.invalid_turns, ("episode/invalid_turns_frac",), limits.patience)
-    return None if share is None else f"{share:.0%} of the turns are no valid action"
+    return None if share is None else f"{share:.0%} of the turns are not valid actions"
 
 
 @_check(
     "no_calls",
     "the policy no longer calls tools",
     "calls cost more than they bring: they fail, they take length, or the answer without them is paid as well",
-    ("raise the weight of what calls bring (reward_weights)", "raise kl_coef", "lower learning_rate"),
+    ("raise the weight of the reward that calls earn (reward_weights)", "raise kl_coef", "lower learning_rate"),
 )
 def _no_calls(history: History, limits: HealthThresholds) -> str | None:
     calls, first = history.last("tools/call_frequency", limits.patience), history.first("tools/call_frequency")
