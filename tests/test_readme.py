@@ -28,6 +28,7 @@ from rlhf_ppo.cli.judge import JudgeArguments
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
+from tests.agents.test_episodes import DONE, made
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -249,7 +250,10 @@ def test_make_targets_that_are_named_exist(page):
     assert named <= targets
 
 
-def test_metrics_page_lists_exactly_what_a_run_logs(make_trainer):
+OF_EPISODES = ("episode/", "environment/", "tools/", "time/environment", "rewards/turns/mean")
+
+
+def test_metrics_page_lists_exactly_what_a_run_logs(make_trainer, tmp_path):
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
     trainer = make_trainer(
         eval_dataset=[{"input_ids": [5, 6]}] * 8,
@@ -272,6 +276,11 @@ def test_metrics_page_lists_exactly_what_a_run_logs(make_trainer):
 
     entries = [entry for entry in trainer.state.log_history if "train_runtime" not in entry]
     logged = {key.replace("/count_w4/", "/<name>/") for entry in entries for key in entry} - {"step"}
+    played = made(tmp_path, [("add", {"x": 2.0})], DONE)
+    played.train()
+    of_episodes = {key for entry in played.state.log_history for key in entry if key.startswith(OF_EPISODES)}
+    logged |= {re.sub(r"^tools/\w+/", "tools/<name>/", key) for key in of_episodes}
+    logged.add("episode/invalid_turns_frac")  # of text environments alone
     assert {re.sub("^health/.*", "health/<check>", key) for key in logged} == set(rows)
     assert len(rows) == len(set(rows))
 

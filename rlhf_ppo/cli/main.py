@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Sequence
@@ -181,7 +180,9 @@ def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
         raise ValueError(f"{', '.join(there)} {'exist' if len(there) > 1 else 'exists'} already: add --overwrite")
     for source, path in copies.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, path)
+        path.unlink(missing_ok=True)
+        with path.open("xb") as file:  # follows no link
+            file.write(source.read_bytes())
     return list(copies.values())
 
 

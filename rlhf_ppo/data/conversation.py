@@ -18,6 +18,7 @@ from accelerate.utils import compare_versions
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.data.prompts import PromptEncoder, ids_of, is_conversation
+from rlhf_ppo.terminal.text import CONTROL
 
 EPISODE_COLUMN = "<episode>"
 """Column of a rollout's prompts that holds what is known of each row's episode; reward functions do not get it."""
@@ -264,9 +265,9 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
 
 
 def as_json(messages: Messages) -> str:
-    """Write messages as JSON; lone surrogates, which a call may hold, are escaped."""
+    """Write messages as JSON, with escapes for the characters that `visible` would change."""
     text = json.dumps(list(messages), ensure_ascii=False, default=str)
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def as_lines(messages: str) -> str:

@@ -7,6 +7,7 @@ their texts unchanged.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import sys
@@ -18,8 +19,10 @@ from rich.console import Console
 from rich.text import Text
 
 _BIDI = "\u202a-\u202e\u2066-\u2069"
-_CONTROL = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029{_BIDI}\ud800-\udfff]")
-_CONTROL_IN_LINE = re.compile(f"[\t\n]|{_CONTROL.pattern}")
+CONTROL = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029{_BIDI}\ud800-\udfff]")
+"""Characters that `visible` escapes."""
+
+_CONTROL_IN_LINE = re.compile(f"[\t\n]|{CONTROL.pattern}")
 _FORMULA = re.compile("'*[=+\\-@\t\n\uff1d\uff0b\uff0d\uff20]")
 _MARKUP = re.compile(r"""(?<!\w)[_./-]|[_./-](?!\w)|(?<=www)\.|[!"#$&()*+:<=>@\[\\\]^`{|}~]""", re.IGNORECASE)
 _CODE = re.compile("`[^`]*`")
@@ -36,7 +39,7 @@ def visible(text: str, *, one_line: bool = False) -> str:
         text: Any text.
         one_line: Whether to escape newlines and tabs too.
     """
-    pattern = _CONTROL_IN_LINE if one_line else _CONTROL
+    pattern = _CONTROL_IN_LINE if one_line else CONTROL
     return pattern.sub(lambda found: repr(found[0])[1:-1], text)
 
 
@@ -98,7 +101,8 @@ def print_text(text: object, file: TextIO | None = None, style: str = "") -> Non
     stream = file or sys.stdout
     shown = _fitted(visible(str(text)), stream)
     if style:
-        Console(file=stream).print(Text(shown, style), soft_wrap=True)
+        no_color = bool(os.environ.get("NO_COLOR"))
+        Console(file=stream, no_color=no_color).print(Text(shown, style), soft_wrap=True)
     else:
         print(shown, file=stream, flush=True)
 

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 import pytest
@@ -414,11 +415,13 @@ def test_bf16_is_on_where_an_accelerator_can_do_it_and_gives_way(
 @pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
 def test_the_main_process_says_once_that_bf16_stays_off(rank: str, times: int, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(inherited, "is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr(inherited.logger, "warning", said.append)
     type(inherited.logger).warning_once.cache_clear()  # pyright: ignore
     monkeypatch.setenv("RANK", rank)
     for _ in range(2):
-        assert inherited.default_bf16(make(use_cpu=True, bf16=False)) is False
+        assert inherited.default_bf16(SimpleNamespace(fp16=False, use_cpu=False)) is False  # pyright: ignore
     assert len(said) == times and all("bf16" in text for text in said)
 
 

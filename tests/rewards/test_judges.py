@@ -224,7 +224,7 @@ def test_a_conversation_is_judged_through_the_chat_template(places: None, read: 
     [
         ("length --opponent-column answer --model nowhere", "opponent_column='answer': the data set has only the col"),
         ("nonsense", "judge holds 'nonsense', which is not a reward's name"),
-        ("judges_here.py:nobody", "judges_here.py has no 'nobody'; it has ['Judge',"),
+        ("judges_here.py:nobody", "judges_here.py has no 'nobody'; it defines ['scores',"),
         ("http://127.0.0.1:99999/x", "has no valid port"),
     ],
 )
