@@ -160,20 +160,25 @@ def page(sizes: Iterable[str] = SIZES) -> str:
 
 TEXT = """# How much memory
 
-GB (10^9 bytes) on each GPU, as estimated by the line with which a run starts. `python
-docs/hooks/memory_guide.py` wrote this page.
+Estimated GB (10^9 bytes) on each GPU. A run prints the same estimate at its start, and `rlhf-ppo estimate` prints
+it for your models, lengths and engine ([Command line](command-line.md)). `python docs/hooks/memory_guide.py` wrote
+this page.
 
 {table}
 
-*All weights*: policy and value model are trained in float32 with bf16 arithmetic, beside a frozen reference.
-*LoRA*: adapters of rank 16 on all linear layers of both, over bases in bfloat16; the reference is the policy
-without its adapter. *LoRA over one base*: `share_base_model`, which ZeRO-3 and FSDP refuse. The reward is a
-function; a reward model of the same size costs as much as the reference, in the type that it is loaded in.
-The shapes are those of Qwen2.5 0.5B, Llama 3.2 1B and 3B and Llama 3.1 8B.
+| trained | meaning |
+| --- | --- |
+| all weights | policy and value model in float32 with bf16 arithmetic, beside a frozen reference |
+| LoRA | adapters of rank 16 on all linear layers of both, over bases in bfloat16; the reference is the policy \
+without its adapter |
+| LoRA over one base | `share_base_model`; not possible with ZeRO-3 and FSDP |
 
-Prompts and responses of 512 tokens, 64 episodes on each GPU and update, generated at once, learned from in
-micro-batches of 4; gradient checkpointing; AdamW. Of memory {not_counted}: leave a fifth free. None of this
-was measured on a GPU.
+The shapes are those of Qwen2.5 0.5B, Llama 3.2 1B and 3B and Llama 3.1 8B. The reward is a function. A reward
+model of the same size takes as much memory as the reference, in the type in which you load it.
+
+Prompts and responses have 512 tokens. Each GPU has 64 episodes per update, generates them at once, and learns in
+micro-batches of 4, with gradient checkpointing and AdamW. Not counted are
+{not_counted}: leave a fifth free. Nothing was measured on a GPU.
 
 | column | accelerate configuration |
 | --- | --- |
@@ -182,19 +187,25 @@ was measured on a GPU.
 | ZeRO-3 | `accelerate_configs/deepspeed_zero3.yaml`; `deepspeed_zero3_offload.yaml` uses the CPU, too |
 | FSDP2 | `accelerate_configs/fsdp2.yaml` |
 
-If your run does not fit, use smaller micro-batches (`per_device_train_batch_size`, or `max_tokens_per_micro_batch`),
-fewer rows in generation (`local_rollout_forward_batch_size`), `offload_frozen`, or an 8-bit optimizer (`optim`).
-`rlhf-ppo estimate` gives you the same figures for your models, lengths and engine ([Command line](command-line.md)).
+If your run does not fit, use
+
+- smaller micro-batches (`per_device_train_batch_size`, or `max_tokens_per_micro_batch`);
+- fewer rows in generation (`local_rollout_forward_batch_size`);
+- `offload_frozen`;
+- an 8-bit optimizer (`optim`).
 
 ## Host memory and communication
 
-The same runs on a node of 8 GPUs. *loading*: GB of the node's host memory while models are loaded. Its
-processes map one copy of the weights, also of models that are made from others; the first process has one
-more model while it converts a 16-bit checkpoint. *full checkpoint*, *sharded checkpoint*: GB that an FSDP2
-checkpoint gathers in the first process's host memory, with `FULL_STATE_DICT` and with `SHARDED_STATE_DICT`.
-ZeRO-3 gathers the weights alone, in 16 bits. Other columns: GB that each GPU sends in an update of 64
-micro-batches and 4 optimizer steps, and the time at 300 GB/s (NVLink within a node) and at 50 GB/s (400 Gbit/s
-per GPU between nodes).
+The same runs on a node of 8 GPUs:
+
+| column | GB |
+| --- | --- |
+| loading | host memory of the node while models are loaded. Its processes map one copy of the weights; the \
+first process has one more model while it converts a 16-bit checkpoint |
+| full checkpoint, sharded checkpoint | host memory that the first process needs for an FSDP2 checkpoint, with \
+`FULL_STATE_DICT` and with `SHARDED_STATE_DICT`. ZeRO-3 gathers the weights alone, in 16 bits |
+| ZeRO-2, ZeRO-3, FSDP2 | data that each GPU sends in an update of 64 micro-batches and 4 optimizer steps, with \
+the time at 300 GB/s (NVLink within a node) and at 50 GB/s (400 Gbit/s per GPU between nodes) |
 
 {exchanges}
 

@@ -272,7 +272,7 @@ def show(
     total = timedelta(seconds=round(seconds * num_updates))
     console = Console()
     console.print(table)
-    console.print(f"Of memory {MEMORY_NOT_COUNTED}.", highlight=False, soft_wrap=True)
+    console.print(f"Memory does not count {MEMORY_NOT_COUNTED}.", highlight=False, soft_wrap=True)
     console.print(
         f"One update: {sizes.batch_size} episodes of {prompt_length} + {args.response_length} tokens; on each device "
         f"{rate(estimate.flops)}FLOP and {rate(estimate.decoded)}B read in generation: at least {seconds:.2g} s at "

@@ -36,8 +36,8 @@ NOT_COUNTED = (
 """Costs that the estimated time leaves out."""
 
 MEMORY_NOT_COUNTED = (
-    "not counted are the libraries' own memory, what the allocator holds in fragments, buffers of DeepSpeed, vLLM, "
-    "activations of passes without gradients, and what single operations need for a moment"
+    "the memory of libraries, fragments of the allocator, buffers of DeepSpeed, vLLM, activations of passes without "
+    "gradients, and temporary memory of single operations"
 )
 """Memory that the estimate leaves out."""
 
