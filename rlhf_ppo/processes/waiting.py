@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import ctypes
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -150,7 +151,7 @@ def end_thread(identifier: int) -> None:
     with contextlib.suppress(_TakenError):
         _raise_in(threading.get_ident(), _TakenError)
         for _ in range(1_000_000):
-            pass
+            loop.call_soon(os._exit, 0)
 
 
 class _TakenError(BaseException):
@@ -159,6 +160,17 @@ class _TakenError(BaseException):
 
 def _raise_in(identifier: int, kind: type[BaseException]) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(identifier), ctypes.py_object(kind))
+
+
+def _end_copy() -> None:
+    """End a copy of this process that a coroutine forked as soon as the coroutine gives the loop back."""
+    for loop, thread in _threads.items():
+        if thread == threading.get_ident():
+            loop.call_soon(os._exit, 0)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_copy)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlhf_ppo import PPOTrainer
@@ -13,7 +14,7 @@ from tests.environments.hostile import Hostile, do, do_async
 from tests.environments.test_misbehaviour import DIES, FAILS, SUCCEEDS, assert_nothing_is_left
 
 QUESTION = [{"role": "user", "content": "Q"}]
-SURVIVED = [*FAILS, *(what for what in SUCCEEDS if what != "100 MB"), "recursion"]
+SURVIVED = [*FAILS, *(what for what in SUCCEEDS if what != "100 MB"), "recursion", "forks and returns"]
 HANGS = ["sleep", "spin", "object whose text hangs"]
 ONLY_IN_A_PROCESS = [*DIES, "forks", "takes 4 GB", "power", "regex"]
 
@@ -29,7 +30,9 @@ ONLY_IN_A_PROCESS = [*DIES, "forks", "takes 4 GB", "power", "regex"]
 def test_a_run_survives_its_tools(tmp_path: Path, isolation: str, deeds: list[str], last: str) -> None:
     """Each deed by a standalone tool, then one that costs the environment its episode."""
     tokenizer = chat_tokenizer()
-    calls = [("do", {"what": what}) for what in deeds] + [("do_async", {"what": what}) for what in ("sleep", "wait")]
+    calls = [("do", {"what": what}) for what in deeds] + [
+        ("do_async", {"what": what}) for what in ("sleep", "wait", "forks and returns")
+    ]
     script = [turn_text(tokenizer, "qwen3", call) for call in [*calls, ("act", {"what": last})]]
     options = {
         **{"response_length": 14_000, "per_device_train_batch_size": 2, "tool_timeout": 1.5, "max_steps": 1},
@@ -45,7 +48,7 @@ def test_a_run_survives_its_tools(tmp_path: Path, isolation: str, deeds: list[st
     trainer.train()
     log = next(log for log in trainer.state.log_history if "objective/kl" in log)
 
-    fine = (*SUCCEEDS, "forks")
+    fine = (*SUCCEEDS, "forks", "forks and returns")
     failed = sum(given["what"] not in fine for _, given in calls) + 1
     assert log["tools/call_frequency"] == len(calls) + 1
     assert log["tools/failure_frequency"] == pytest.approx(failed / (len(calls) + 1))
@@ -54,4 +57,8 @@ def test_a_run_survives_its_tools(tmp_path: Path, isolation: str, deeds: list[st
 
     del trainer
     gc.collect()
+    _, left = psutil.wait_procs(psutil.Process().children(), timeout=20)  # reaps forks, for which no tool waits
+    for process in left:
+        process.kill()  # it holds stdout
+    assert left == []
     assert_nothing_is_left()

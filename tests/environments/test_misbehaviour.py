@@ -241,18 +241,17 @@ def test_what_a_tool_forks_ends_with_its_process(make: Make) -> None:
     assert_ended(left)
 
 
-def test_a_copy_of_the_process_ends_and_does_not_continue_the_run(make: Make, isolation: str) -> None:
+@pytest.mark.parametrize("tool", ["do", "do_async", "act", "act_async"])
+def test_a_copy_of_the_process_ends_and_does_not_continue_the_run(tool: str, make: Make, isolation: str) -> None:
     pool = make(timeout=60.0)
 
-    first, second = answers(pool, call("act", "forks and returns"), call("act", "fine"))
+    first, second = answers(pool, call(tool, "forks and returns"), call(tool, "fine"))
 
     assert second.content == "fine"
     if isolation == "thread":
-        assert os.waitpid(int(first.content), 0) == (int(first.content), 0)
+        assert psutil.Process(int(first.content)).wait(20) == 0
     else:  # its parent is the environment's process, which does not wait for it
-        copy = psutil.Process(int(first.content))
-        while copy.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
+        assert_ended([psutil.Process(int(first.content))])
 
 
 @pytest.mark.parametrize("at", ["reset", "get_reward"])
