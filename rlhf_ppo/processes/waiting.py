@@ -151,7 +151,7 @@ def end_thread(identifier: int) -> None:
     with contextlib.suppress(_TakenError):
         _raise_in(threading.get_ident(), _TakenError)
         for _ in range(1_000_000):
-            loop.call_soon(os._exit, 0)
+            pass
 
 
 class _TakenError(BaseException):
