@@ -319,14 +319,14 @@ def findings(figures: Mapping[str, Estimate], std_of_values: float, std_of_retur
     if std_of_values < 0.02 * std_of_returns:
         return ["The values hardly vary: the critic's head is frozen, or its learning rate is too low."]
     if get("explained_variance_turned").low > 0:
-        return ["The values fall where the returns rise: a sign is turned."]
+        return ["The values fall where the returns rise: the sign is flipped."]
     knows_nothing = get("explained_variance").low <= 0 and get("tau").low <= 0
     found = []
     for side in ("previous", "following"):
         if not knows_nothing and get(f"{side}_fits_better").low > 0:
             found.append(f"The values are a token off: the {side} token's value fits the returns better.")
     if knows_nothing:
-        found.append("The values tell nothing of the returns: they belong to other tokens, or to another reward.")
+        found.append("The values do not predict the returns: they belong to other tokens, or to another reward.")
     elif not found and get("gain_over_prompt").high < 0:
         found.append("The critic is worse than the mean return of the prompt.")
     elif not found and get("gain_over_prompt").low <= 0:

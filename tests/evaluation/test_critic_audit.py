@@ -46,10 +46,10 @@ def true_values(rollout: Rollout, tokens: tuple[int, ...] = (W4, W5), share: flo
 
 BROKEN: dict[str, tuple[Callable[[Rollout], Tensor], str]] = {
     "frozen": (lambda rollout: torch.full_like(rollout.values, 0.3), "head is frozen"),
-    "sign turned": (lambda rollout: -true_values(rollout), "sign is turned"),
+    "sign turned": (lambda rollout: -true_values(rollout), "sign is flipped"),
     "shuffled": (
         lambda rollout: true_values(rollout).flatten()[torch.randperm(rollout.values.numel())].view_as(rollout.values),
-        "tell nothing of the returns",
+        "do not predict the returns",
     ),
     "another reward": (lambda rollout: true_values(rollout, (9,), 0.01), "another reward"),
     "a token late": (lambda rollout: true_values(rollout).roll(1, dims=1), "a token off: the following"),
