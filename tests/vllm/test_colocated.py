@@ -12,6 +12,9 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.environments.text import text_environment
+from rlhf_ppo.generation.protocol import sample_with
+from rlhf_ppo.generation.transformers_engine import sampling_config
 from tests.conftest import prompt_rows
 from tests.vllm.training import (
     EOS,
@@ -23,6 +26,7 @@ from tests.vllm.training import (
     make_vllm_trainer,
     policy_of,
     sample_as,
+    some_prompts,
 )  # fmt: skip
 
 NEAR = 1e-4
@@ -96,14 +100,17 @@ def test_ids_are_suppressed_in_the_calls_that_ask_for_it_only(trained: PPOTraine
     assert differences(trained, sampled, prompts).max() < NEAR
 
 
-def test_rows_end_at_the_stop_token_or_have_all_tokens(trained: PPOTrainer) -> None:
-    sampled, _ = sample_as(trained, temperature=2.0)
+@pytest.mark.parametrize("stops", [[EOS], [EOS, 5, 6, 7]])
+def test_rows_end_at_a_stop_token_or_have_all_tokens(trained: PPOTrainer, stops: list[int]) -> None:
+    config = sampling_config(trained.args, trained.tokens.stop, None)
+    config.temperature, config.eos_token_id = 2.0, stops
+    sampled = sample_with(trained._engine, policy_of(trained), some_prompts(), config)
     assert sampled.lengths is not None
     lengths = sampled.lengths.tolist()
     assert len(set(lengths)) > 1 and max(lengths) == 12
     for ids, length in zip(sampled.ids.tolist(), lengths, strict=True):
-        assert length == 12 or ids[length - 1] == EOS
-        assert EOS not in ids[: length - 1]
+        assert length == 12 or ids[length - 1] in stops
+        assert not set(ids[: length - 1]) & set(stops)
 
 
 def test_a_prompt_that_just_fits_has_its_whole_response(trained: PPOTrainer) -> None:
@@ -119,6 +126,93 @@ def test_what_vllm_cuts_all_the_same_is_an_error(trained: PPOTrainer, monkeypatc
     rows = [{"input_ids": [4 + row] * 60} for row in range(6)]
     with pytest.raises(RuntimeError, match=r"'vllm' cut the response to row \d .*: 4 tokens after a prompt of 60, wh"):
         trained.evaluate(rows)
+
+
+# ---- Episodes ----
+
+STOP = 13
+"""Ends a turn; the model's own EOS does not."""
+
+
+class Counter:
+    """Says how many words a turn had; a game lasts 4 turns."""
+
+    def reset(self) -> tuple[str, dict[str, Any]]:
+        self.turns = 0
+        return "w20", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turns += 1
+        return f"w{len(action.split())} w21", 1.0, self.turns == 4, False, {}
+
+
+def test_episodes_of_several_turns(saved: Path, tmp_path: Path) -> None:
+    """vLLM sees every turn's context, limit and stop tokens; it and the trainer agree on what the policy wrote."""
+    rows = Dataset.from_list([{"prompt": f"w{row % 9} w{row % 7}"} for row in range(16)])
+    trainer = make_vllm_trainer(
+        saved, tmp_path, train_dataset=rows, eval_dataset=None, total_episodes=16, response_length=40,
+        stop_token=None, stop_token_id=STOP, environment_factory=text_environment(Counter),
+    )  # fmt: skip
+    calls, played, vllm = [], [], trainer._engine.vllm  # type: ignore
+    generate, play = vllm.generate, trainer._rollouts.play
+
+    def asked(prompts: list[list[int]], **how: Any) -> Any:
+        answer = generate(prompts, **how)
+        calls.append((prompts, answer[1], vllm.max_completion_length))
+        return answer
+
+    def kept(*given: Any) -> Any:
+        responses, prompts = play(*given)  # type: ignore
+        positions = (responses.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+        with torch.no_grad():
+            logits = policy_of(trainer)(
+                responses.query_responses, attention_mask=responses.attention_mask, position_ids=positions
+            ).logits[:, prompts.input_ids.shape[1] - 1 : -1]
+        own = (logits / trainer.args.temperature).log_softmax(dim=-1)
+        own = own.gather(-1, responses.responses[..., None]).squeeze(-1)
+        played.append((responses, own))
+        return responses, prompts
+
+    vllm.generate, trainer._rollouts.play = asked, kept
+    trainer.train()
+
+    for prompts, answers, most in calls:
+        assert len(prompts) == len(answers)
+        for ids in answers:
+            assert STOP not in ids[:-1] and (ids[-1] == STOP or len(ids) == most)
+    assert len({most for *_, most in calls}) > 2 and any(EOS in ids[:-1] for _, answers, _ in calls for ids in answers)
+
+    texts = [Text(responses, row) for responses, _ in played for row in range(len(responses))]
+    assert sum(len(text.turns) > 1 for text in texts) > 8
+    for text in texts:
+        expected = [[3 + sum(token > 2 for token in turn), 3 + 21] for turn in text.turns]  # w0 is token 3
+        assert text.gaps == expected[: len(text.gaps)] and len(text.turns) - len(text.gaps) in (0, 1)
+        assert sum(map(len, text.turns + text.gaps)) <= 40
+    for responses, own in played:
+        mask = responses.response_mask
+        assert torch.isfinite(responses.sampling_logprobs[mask]).all()
+        assert (own - responses.sampling_logprobs)[mask].abs().max() < NEAR
+        assert (responses.sampling_logprobs[~mask] == 0).all()
+    logs = first_logs(trainer)
+    assert len(logs) == 2 and [log["val/first_logratio"] for log in logs] == [0, 0]
+    assert max(log["sampling/sampling_logp_difference/max"] for log in logs) < NEAR
+
+
+class Text:
+    """An episode's turns and what stands between them, as token ids."""
+
+    def __init__(self, responses: Any, row: int) -> None:
+        self.turns: list[list[int]] = []
+        self.gaps: list[list[int]] = []
+        behind, before = responses.episode_mask[row], None
+        for token, written in zip(
+            responses.responses[row][behind].tolist(), responses.response_mask[row][behind].tolist(), strict=True
+        ):
+            parts = self.turns if written else self.gaps
+            if written != before:
+                parts.append([])
+            parts[-1].append(token)
+            before = written
 
 
 # ---- Adapters ----

@@ -53,7 +53,7 @@ def make_vllm_trainer(saved: Path, output_dir: Path, **given: Any) -> PPOTrainer
         "eval_dataset": Dataset.from_list(prompt_rows(6, seed=5)),
         "reward_funcs": share_of_even_ids,
     }
-    models |= {name: given.pop(name) for name in [*models, "peft_config"] if name in given}
+    models |= {name: given.pop(name) for name in [*models, "peft_config", "environment_factory"] if name in given}
     options = {
         **QUIET, "output_dir": str(output_dir), "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "num_ppo_epochs": 2, "num_mini_batches": 2, "total_episodes": 24, "response_length": 12, "stop_token": "eos",
