@@ -11,7 +11,14 @@ import pytest
 from rlhf_ppo import PPOTrainer
 from tests.agents.chat import ScriptedEngine, chat_model, chat_tokenizer, ppo_config, turn_text
 from tests.environments.hostile import Hostile, do, do_async
-from tests.environments.test_misbehaviour import DIES, FAILS, SUCCEEDS, assert_nothing_is_left
+from tests.environments.test_misbehaviour import (  # noqa: F401  the fixture is for all tests here
+    DIES,
+    FAILS,
+    SUCCEEDS,
+    assert_nothing_is_left,
+    children,
+    note_children,
+)
 
 QUESTION = [{"role": "user", "content": "Q"}]
 SURVIVED = [*FAILS, *(what for what in SUCCEEDS if what != "100 MB"), "recursion", "forks and returns"]
@@ -35,7 +42,12 @@ def test_a_run_survives_its_tools(tmp_path: Path, isolation: str, deeds: list[st
     ]
     script = [turn_text(tokenizer, "qwen3", call) for call in [*calls, ("act", {"what": last})]]
     options = {
-        **{"response_length": 14_000, "per_device_train_batch_size": 2, "tool_timeout": 1.5, "max_steps": 1},
+        **{
+            "response_length": 14_000,
+            "per_device_train_batch_size": 2,
+            "tool_timeout": 1.5 if isolation == "thread" else 5.0,
+            "max_steps": 1,
+        },
         **{"tool_isolation": isolation, "max_tool_response_length": 40, "bootstrap_truncated": True},
         **{"tool_memory_limit": 500 if isolation == "process" else None},
     }
@@ -57,7 +69,7 @@ def test_a_run_survives_its_tools(tmp_path: Path, isolation: str, deeds: list[st
 
     del trainer
     gc.collect()
-    _, left = psutil.wait_procs(psutil.Process().children(), timeout=20)  # reaps forks, for which no tool waits
+    _, left = psutil.wait_procs(children(), timeout=20)  # reaps forks, for which no tool waits
     for process in left:
         process.kill()  # it holds stdout
     assert left == []

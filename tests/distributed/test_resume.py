@@ -186,7 +186,7 @@ def test_sigterm_to_one_rank_saves_a_checkpoint_from_which_the_run_goes_on(confi
 
 
 IS_FULL = (
-    "DiskFullError: no space is left for {} .*the error was: .*/checkpoint-1 is complete: make room, and go on with"
+    "DiskFullError: no space is left for {} .*the error was: .*/checkpoint-1 is complete: make room, and continue with"
 )
 
 

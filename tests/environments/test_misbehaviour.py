@@ -80,12 +80,27 @@ def make(isolation: str) -> Iterator[Make]:
     assert_nothing_is_left()
 
 
+_earlier: set[int] = set()
+"""Child processes of other tests, such as the server that forks the processes of distributed runs."""
+
+
+@pytest.fixture(autouse=True)
+def note_children() -> None:
+    _earlier.clear()
+    _earlier.update(process.pid for process in psutil.Process().children())
+
+
+def children() -> list[psutil.Process]:
+    """The child processes that this test has started."""
+    return [process for process in psutil.Process().children() if process.pid not in _earlier]
+
+
 def assert_nothing_is_left() -> None:
     """No child process, and no thread that runs Python code of a tool."""
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and (psutil.Process().children() or _spinning()):
+    while time.monotonic() < deadline and (children() or _spinning()):
         time.sleep(0.02)
-    assert psutil.Process().children() == []
+    assert children() == []
     assert not _spinning()
 
 

@@ -188,7 +188,7 @@ def test_a_push_that_fails_loses_nothing(make_trainer, hub, monkeypatch, caplog)
     with caplog.at_level("WARNING", logger="rlhf_ppo"):
         trainer.train()
     [warning] = [record.getMessage() for record in caplog.records if "was not uploaded" in record.getMessage()]
-    assert "quota is used up" in warning and "the run goes on" in warning
+    assert "quota is used up" in warning and "the run continues" in warning
     Path(trainer.args.output_dir, "model.safetensors").unlink()
 
     with pytest.raises(HubError, match=r"the policy is saved in .*run and was not uploaded to 'some-org/mine'"):

@@ -221,7 +221,7 @@ FAILURES: dict[str, tuple[Callable[..., Any] | list[Reply], type[Exception], str
     "a function raises": (
         lambda _: [][0],
         IndexError,
-        "raised by the reward function 'judge', given the rows 0 to 3 in the first update",
+        "raised by the reward function 'judge', given the rows 0 to 3 after update 2",
     ),
     "a function returns NaN": (lambda ids: [0.0] * (len(ids) - 1) + [np.nan], ValueError, "'judge' .* nan for row 3"),
     "a function returns too few": (lambda _: [1.0], ValueError, "'judge' returned 1 rewards for 4 completions"),
