@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -168,6 +169,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 needs_continuous = pytest.mark.skipif(not is_recent_enough("continuous"), reason="needs a newer transformers")
 needs_vllm_of_trl = pytest.mark.skipif(not is_recent_enough("vllm"), reason="needs a newer TRL")
 """For tests of generation engines that the oldest libraries do not have."""
+
+
+@pytest.fixture(autouse=True)
+def rich_reads_the_environment() -> None:
+    """Some test or library leaves another `os.environ` than the one that rich has kept since its import."""
+    Console._environ = os.environ
 
 
 @pytest.fixture(autouse=True)
