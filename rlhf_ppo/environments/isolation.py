@@ -202,14 +202,18 @@ class ProcessSeat:
                 raise ProcessDiedError
             if self._connection is None:
                 self._pid, self._connection = self.server.fork(self.kind)
+            connection = self._connection
+            if self.lost:  # closed meanwhile
+                self.close()
+                raise ProcessDiedError
             expired = threading.Event()
             timer = threading.Timer(seconds or 0.0, lambda: (expired.set(), self.give_up()))
             timer.daemon = True
             if seconds is not None:
                 timer.start()
             try:
-                self._connection.send_bytes(message)
-                return json.loads(self._connection.recv_bytes(LARGEST_REPLY))
+                connection.send_bytes(message)
+                return json.loads(connection.recv_bytes(LARGEST_REPLY))
             except (EOFError, OSError, ValueError):
                 self.give_up()
                 raise (TimeUpError if expired.is_set() else ProcessDiedError) from None
@@ -240,15 +244,14 @@ class ProcessSeat:
             for kill in (os.killpg, os.kill):  # before its first instruction it leads no group
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
-        if self._connection is not None:  # a process that the tool started may keep its end open
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
+        if (connection := self._connection) is not None:  # a process that the tool started may keep its end open
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as pipe:
                 pipe.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Kill the process."""
         self.give_up()
-        if self._connection is not None:
-            self._connection.close()
+        self._connection = None  # closes when no thread reads or writes: the system gives its number out again
 
 
 Seat = ThreadSeat | ProcessSeat

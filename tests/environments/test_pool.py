@@ -2,15 +2,19 @@
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_ppo.environments.calls import EpisodeError, answer_calls, ask_rewards
+from rlhf_ppo.environments.isolation import ProcessDiedError, ProcessSeat
 from rlhf_ppo.environments.pool import Environments
 from rlhf_ppo.environments.tools import MARK, shortened
 from tests.environments.kinds import Base, Broken, Counter, Derived, Plain, later, multiply
@@ -320,6 +324,50 @@ def test_an_environment_of_the_script_itself(guard: str, printed: str, tmp_path:
 
     assert printed in (ran.stdout if ran.returncode == 0 else ran.stderr), ran.stderr
     assert (ran.returncode == 0) == (printed in ran.stdout)
+
+
+@pytest.mark.parametrize("use", ["a request that is sent", "a time limit that ends the call"])
+def test_a_connection_stays_open_while_it_is_used(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the system gives its number to the next connection, which the late use would hit."""
+    pool = Environments(Counter, isolation="process", timeout=60.0)
+    (episode,) = pool.start([{"start": 1}])
+    seat, has_number, is_closed = episode.seat, threading.Event(), threading.Event()
+    assert isinstance(seat, ProcessSeat)
+
+    def ask() -> None:
+        with pytest.raises(ProcessDiedError):
+            seat.ask(60.0, "describe")
+
+    def send(connection: Connection, message: bytes) -> None:
+        os.write(late(connection.fileno()), message)
+
+    def late(number: int) -> int:
+        has_number.set()
+        assert is_closed.wait(60)
+        return number
+
+    duplicate = os.dup
+    with monkeypatch.context() as patched:
+        if use == "a request that is sent":
+            patched.setattr(Connection, "send_bytes", send)
+            thread = threading.Thread(target=ask)
+        else:
+            patched.setattr(os, "dup", lambda number: duplicate(late(number)))
+            thread = threading.Thread(target=seat.give_up)
+        thread.start()
+        assert has_number.wait(60)
+    seat.close()
+    pairs = [socket.socketpair() for _ in range(4)]
+    is_closed.set()
+    thread.join()
+
+    for one, other in pairs:
+        for sender, receiver in ((one, other), (other, one)):
+            sender.send(b"x")
+            assert receiver.recv(64) == b"x"
+        one.close()
+        other.close()
+    pool.close()
 
 
 def test_an_environment_of_a_file_that_no_import_finds(tmp_path: Path) -> None:

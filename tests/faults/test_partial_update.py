@@ -233,7 +233,7 @@ def test_an_update_is_finished_as_it_was_begun(name: str, tmp_path: Path) -> Non
     stopped_in_learning(tmp_path / "run")
     before = RUN.get(name, 3)
 
-    with pytest.raises(ValueError, match=f"finished as it was begun, but {name} was {before} and is 1 now: keep"):
+    with pytest.raises(ValueError, match=f"with the settings it began with, but {name} was {before} and is 1 now"):
         make(tmp_path / "run", **{name: 1}).train(resume_from_checkpoint=True)
     make(tmp_path / "run", **{name: 1}).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
 
