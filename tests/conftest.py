@@ -173,7 +173,7 @@ needs_vllm_of_trl = pytest.mark.skipif(not is_recent_enough("vllm"), reason="nee
 
 @pytest.fixture(autouse=True)
 def rich_reads_the_environment() -> None:
-    """Some test or library leaves another `os.environ` than the one that rich has kept since its import."""
+    """`datasets.map` with processes leaves a copy as `os.environ`; rich keeps the one of its import."""
     Console._environ = os.environ
 
 

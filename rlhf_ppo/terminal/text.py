@@ -142,8 +142,14 @@ def escape_library_messages() -> None:
     handlers = [*(handler for logger in loggers for handler in logger.handlers), logging.lastResort]
     for handler in filter(None, handlers):
         handler.addFilter(_escape)
-    written: Any = warnings.formatwarning
-    warnings.formatwarning = lambda *given, **named: visible(written(*given, **named))
+    warnings.formatwarning = _escaped_warning
+
+
+_format_warning: Any = warnings.formatwarning
+
+
+def _escaped_warning(*given: Any, **named: Any) -> str:
+    return visible(_format_warning(*given, **named))
 
 
 def _escape(record: logging.LogRecord) -> bool:
