@@ -26,7 +26,22 @@ def tokenized(task: Task, num_rows: int) -> Any:
 
 
 def train_ours(task: Task, policy: PreTrainedModel, arguments: dict[str, Any], points: Points) -> Log:
-    """Train with rlhf_ppo; a value model is made from the policy where the reward is a function."""
+    """Train with rlhf_ppo."""
+    trainer = our_trainer(task, policy, arguments | {"health_judge": "eval_judge"}, callbacks=[points])
+    points.log = trainer.log
+    trainer.train()
+    return trainer.state.log_history
+
+
+def our_trainer(task: Task, policy: PreTrainedModel, arguments: dict[str, Any], **others: Any) -> Any:
+    """Make rlhf_ppo's trainer; a value model is made from the policy where the reward is a function.
+
+    Args:
+        task: What to learn.
+        policy: The language model.
+        arguments: Of `PPOConfig`.
+        **others: Further arguments of the trainer, which win.
+    """
     from rlhf_ppo import PPOConfig, PPOTrainer
 
     reward = (
@@ -34,19 +49,15 @@ def train_ours(task: Task, policy: PreTrainedModel, arguments: dict[str, Any], p
         if isinstance(task.reward, Path)
         else {"reward_funcs": in_words(task.reward)}
     )
-    args = PPOConfig(**arguments, num_completions_to_keep=0, health_judge="eval_judge")
-    trainer = PPOTrainer(
+    args = PPOConfig(**{"num_completions_to_keep": 0} | arguments)
+    return PPOTrainer(
         args,
         task.tokenizer,
         policy,
         train_dataset=tokenized(task, arguments["total_episodes"]),
         ptx_dataset=texts_of(task) if args.ptx_coef else None,
-        callbacks=[points],
-        **reward,
+        **(reward | others),
     )
-    points.log = trainer.log
-    trainer.train()
-    return trainer.state.log_history
 
 
 def texts_of(task: Task) -> Any:

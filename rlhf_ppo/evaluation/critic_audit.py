@@ -7,6 +7,7 @@ continuations of the prefix from the policy, and compare the mean of their retur
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,11 +50,12 @@ class AuditedPrefixes:
     """Prefixes of responses, each with the critic's value and the returns of sampled continuations.
 
     Attributes:
-        prompts: Index of the prompt of each prefix, int `(N,)`.
+        prompts: Index of the prompt of each prefix, int `(N,)`; rows of the data set may share a prompt.
         positions: Number of response tokens that the prefix keeps, int `(N,)`.
         values: The critic's value of the prefix, in the reward's unit, `(N,)`.
         previous: The value one token earlier, NaN at the start of a response, `(N,)`.
         following: The value one token later, NaN at the end of a response, `(N,)`.
+        scores: The score of the prefix as it is, before shaping, NaN at the start of a response, `(N,)`.
         returns: Discounted sum of the rewards behind the prefix, for each of M continuations, `(N, M)`; M >= 2.
     """
 
@@ -62,6 +64,7 @@ class AuditedPrefixes:
     values: Array
     previous: Array
     following: Array
+    scores: Array
     returns: Array
 
     def __post_init__(self) -> None:
@@ -72,7 +75,7 @@ class AuditedPrefixes:
 
     def take(self, rows: Array, prompts: Array | None = None) -> AuditedPrefixes:
         """Return some prefixes, with other prompt indices if given."""
-        columns = (self.positions, self.values, self.previous, self.following, self.returns)
+        columns = (self.positions, self.values, self.previous, self.following, self.scores, self.returns)
         return AuditedPrefixes(self.prompts[rows] if prompts is None else prompts, *(each[rows] for each in columns))
 
     @property
@@ -97,7 +100,8 @@ class CriticAudit:
             `_turned`, of the values with the other sign.
             `gain_over_prompt`, `_position`, `_both`: the critic's explained variance minus a baseline's.
             `tau`: Kendall's tau-b between values and returns among the prefixes of one prompt; `tau_of_position`, of
-            the position; `tau_ceiling`, between two halves of the continuations.
+            the position; `tau_of_score`, of the prefix's own score; `tau_ceiling`, between two halves of the
+            continuations.
             `slope`: of the returns on the values, 1 for a calibrated critic. `bias`: mean value minus mean return.
             `previous_fits_better`, `following_fits_better`: variance of the error of the value minus that of its
             neighbour, positive if the values are a token off.
@@ -209,8 +213,11 @@ def _figures(prefixes: AuditedPrefixes, pairs: Array) -> dict[str, float]:
         f"{name}_fits_better": _fits_better(returns, values, each)
         for name, each in (("previous", prefixes.previous), ("following", prefixes.following))
     }
-    ranks = dict(zip(("tau", "tau_of_position", "tau_ceiling"), map(_tau, pairs), strict=True))
+    ranks = dict(zip(_RANKS, map(_tau, pairs), strict=True))
     return explained | gains | ranks | {"slope": slope, "bias": float(values.mean() - returns.mean())} | neighbours
+
+
+_RANKS = ("tau", "tau_of_position", "tau_of_score", "tau_ceiling")
 
 
 def _signal(prefixes: AuditedPrefixes) -> float:
@@ -259,18 +266,25 @@ def _fits_better(returns: Array, values: Array, neighbours: Array) -> float:
 
 
 def _pairs(prefixes: AuditedPrefixes, rows: Array) -> Array:
-    """Count the pairs of one prompt's prefixes behind `tau`, `tau_of_position` and `tau_ceiling`, float `(3, 3)`.
+    """Count the pairs of one prompt's prefixes behind each of `_RANKS`, float `(4, 3)`.
 
-    Values and positions are compared with either half of the continuations, so that they bear the ceiling's noise.
+    All are compared with either half of the continuations, so that they bear the ceiling's noise.
     """
     first, second = prefixes.returns[rows, ::2].mean(axis=1), prefixes.returns[rows, 1::2].mean(axis=1)
-    values, positions = prefixes.values[rows], prefixes.positions[rows]
-    compared = [((values, first), (values, second)), ((positions, first), (positions, second)), ((first, second),)]
-    return np.array([np.sum([pair_counts(*each) for each in pairs], axis=0) for pairs in compared])
+    ranked = (prefixes.values[rows], prefixes.positions[rows], prefixes.scores[rows], second)
+    halves = ((first, second),) * 3 + ((first,),)
+    return np.array(
+        [np.sum([pair_counts(each, half) for half in of], axis=0) for each, of in zip(ranked, halves, strict=True)]
+    )
 
 
 def pair_counts(first: Array, second: Array) -> tuple[float, float, float]:
-    """Count pairs for Kendall's tau-b: concordant minus discordant, untied in `first`, untied in `second`."""
+    """Count pairs for Kendall's tau-b: concordant minus discordant, untied in `first`, untied in `second`.
+
+    Pairs with a NaN are left out.
+    """
+    known = np.isfinite(first) & np.isfinite(second)
+    first, second = first[known], second[known]
     above = np.triu_indices(len(first), k=1)
     x, y = (np.sign(each[:, None] - each[None, :])[above] for each in (first, second))
     return float(x @ y), float(x @ x), float(y @ y)
@@ -414,33 +428,44 @@ def joined(rollout: Responses, rows: Sequence[Continuation], sampled: Tensor, wi
     return whole
 
 
-def columns_of(rollout: Rollout, cuts: Array, returns: Array) -> Tensor:
-    """Return position, value, previous and following value, and M returns of each prefix, float64 `(B, K, 4 + M)`.
+def prompt_keys(rollout: Responses) -> list[int]:
+    """Return a number for each row that is the same for rows with the same prompt."""
+    prompts, real = rollout.query_responses[:, : rollout.context_length].cpu().numpy(), rollout.masks.attention
+    return [zlib.crc32(ids[mask[: len(ids)]].tobytes()) for ids, mask in zip(prompts, real, strict=True)]
+
+
+def columns_of(rollout: Rollout, cuts: Array, scores: Array, returns: Array) -> Tensor:
+    """Return the columns of each prefix that `prefixes_of` reads, float64 `(B, K, 6 + M)`.
+
+    They are prompt, position, value, previous and following value, score, and M returns.
 
     Args:
         rollout: The responses, with values `(B, T)`.
         cuts: Tokens that each prefix keeps, int `(B, K)`.
+        scores: Score of each prefix, `(B, K)`.
         returns: Monte Carlo returns, `(B, K, M)`.
     """
+    keys = torch.tensor(prompt_keys(rollout), dtype=torch.float64, device=rollout.values.device)
     values = rollout.values.double().masked_fill(~rollout.response_mask, torch.nan)
     nothing, places = torch.full_like(values[:, :1], torch.nan), sent(torch.as_tensor(cuts), values.device)
     neighbours = torch.cat((nothing, values[:, :-1]), dim=1), torch.cat((values[:, 1:], nothing), dim=1)
-    columns = [places.double(), *(each.gather(1, places) for each in (values, *neighbours))]
+    columns = [keys[:, None].expand(*cuts.shape), places.double()]
+    columns += [each.gather(1, places) for each in (values, *neighbours)]
+    columns.append(torch.as_tensor(scores, device=values.device))
     return torch.cat((torch.stack(columns, dim=2), torch.as_tensor(returns, device=values.device)), dim=2)
 
 
 def prefixes_of(columns: Tensor) -> AuditedPrefixes:
-    """Make prefixes of the gathered `columns_of` all prompts; those with an unscored continuation are left out.
+    """Make prefixes of the gathered `columns_of` all rows; those with an unscored continuation are left out.
 
     Raises:
         ValueError: No prefix is left, or those of one prompt.
     """
-    num_prompts, num_cuts, width = columns.shape
-    rows = columns.reshape(num_prompts * num_cuts, width).cpu().numpy()
-    positions, values, previous, following = rows[:, :4].T
-    prompts = np.repeat(np.arange(num_prompts), num_cuts)
-    scored = np.isfinite(rows[:, 4:]).all(axis=1)
-    arrays = (prompts, positions.astype(int), values, previous, following, rows[:, 4:])
+    rows = columns.flatten(0, 1).cpu().numpy()
+    keys, positions, values, previous, following, scores = rows[:, :6].T
+    _, prompts = np.unique(keys, return_inverse=True)
+    scored = np.isfinite(rows[:, 6:]).all(axis=1)
+    arrays = (prompts, positions.astype(int), values, previous, following, scores, rows[:, 6:])
     return AuditedPrefixes(*(each[scored] for each in arrays))
 
 

@@ -26,6 +26,10 @@ def count_of_w4(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [float(ids.count(W4) + ids.count(W5)) for ids in completion_ids]
 
 
+def length_of_text(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
 def uniform_policy() -> Any:
     """A policy that always samples w4 and w5 with probability 1/4 each, and any other word with 1/60."""
     policy = tiny_policy()
@@ -74,9 +78,12 @@ def make_audited(make_trainer: Callable[..., PPOTrainer]) -> Callable[..., PPOTr
 
 
 def test_monte_carlo_returns_are_those_of_the_policy(make_audited: Callable[..., PPOTrainer]) -> None:
-    """160 prefixes x 16 continuations of a known policy: the critic that knows the values is calibrated."""
+    """160 prefixes x 16 continuations of a known policy: the critic that knows the values is calibrated.
+
+    Two of the 40 rows have the same prompt.
+    """
     found = make_audited(true_values, kl_coef=0.0).audit_critic()
-    assert (found.num_prompts, found.num_prefixes, found.num_continuations) == (40, 160, 16)
+    assert (found.num_prompts, found.num_prefixes, found.num_continuations) == (39, 160, 16)
     assert found.findings == []
     assert found.figures["explained_variance"].value > 0.97
     assert found.figures["slope"].value == pytest.approx(1, abs=0.05)
@@ -147,10 +154,23 @@ def test_an_impossible_audit_is_refused(
         make_audited(true_values, **options).audit_critic(**numbers)
 
 
+def test_the_score_of_a_prefix_ranks_too_and_rows_with_one_prompt_belong_together(
+    make_audited: Callable[..., PPOTrainer],
+) -> None:
+    """Paid words so far plus half of the words to come is the true value; the score alone ranks worse."""
+    held_out = Dataset.from_list(prompt_rows(12, seed=5) * 3)
+    found = make_audited(true_values, kl_coef=0.0, eval_dataset=held_out).audit_critic()
+    assert (found.num_prompts, found.num_prefixes) == (12, 144)
+    ranks = [found.figures[f"tau{of}"].value for of in ("_of_position", "_of_score", "")]
+    assert ranks == sorted(ranks) and ranks[1] > ranks[0] + 0.05 and ranks[2] > ranks[1] + 0.05
+    late = make_audited(true_values, kl_coef=0.0, reward_funcs=length_of_text, eval_dataset=held_out).audit_critic()
+    assert late.figures["tau_of_score"].value == 0  # the return is always that of 8 words
+
+
 def prefixes(values: Any, returns: Any, prompts: Any, positions: Any) -> AuditedPrefixes:
     nothing = np.full(len(values), np.nan)
     return AuditedPrefixes(
-        np.array(prompts), np.array(positions), np.array(values), nothing, nothing, np.array(returns)
+        np.array(prompts), np.array(positions), np.array(values), nothing, nothing, nothing, np.array(returns)
     )
 
 
