@@ -36,7 +36,8 @@ from rlhf_ppo.rewards.reward_model import answers_of
 from rlhf_ppo.rewards.scorer import Refuse, ScoringBatch, WrongRewardError, check_scores, refuse_by_raising, short_repr
 from rlhf_ppo.terminal.text import visible
 
-LogMetric = Callable[[str, float], None]
+LogMetric = Callable[[str, float, float], None]
+"""Takes a metric's name, its value, and the weight of the value: the number of rows that it is about."""
 LogExtra = Callable[[str, list[Any]], None]
 
 # Arguments that the trainer passes. A column of the same name would be hidden.
@@ -426,21 +427,21 @@ class LoggedByFunctions:
 
     Attributes:
         is_used: Whether there are reward functions, on all ranks alike.
-        values: This rank's metrics by name.
+        values: This rank's metrics by name, each value with its weight.
         columns: Columns for the sample table, one value per row of the last batch.
     """
 
     is_used: bool = True
-    values: dict[str, list[float]] = field(default_factory=dict)
+    values: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Store a column of the current batch."""
         self.columns[column] = list(values)
 
-    def log_metric(self, name: str, value: float) -> None:
+    def log_metric(self, name: str, value: float, weight: float = 1.0) -> None:
         """Store one value of a metric."""
-        self.values.setdefault(name, []).append(float(value))
+        self.values.setdefault(name, []).append((float(value), float(weight)))
 
     def drain_columns(self) -> dict[str, list[Any]]:
         """Return and clear this rank's columns of the last batch."""
@@ -448,20 +449,31 @@ class LoggedByFunctions:
         return columns
 
     def drain(self) -> dict[str, float]:
-        """Return the metrics' means over calls and ranks, and clear everything; all ranks must call this together."""
+        """Return the metrics' means over calls and ranks, and clear everything; all ranks must call this together.
+
+        A call counts by its rows: the last batch of an evaluation may be smaller than the others.
+        """
         own = self.values
         self.forget()
         if not self.is_used or not any_rank(bool(own)):
             return {}
-        merged: dict[str, list[float]] = {}
+        merged: dict[str, list[tuple[float, float]]] = {}
         for of_one_rank in gather_object([own]):
             for name, numbers in of_one_rank.items():
                 merged.setdefault(name, []).extend(numbers)
-        return {name: sum(numbers) / len(numbers) for name, numbers in merged.items()}
+        return {name: _weighted_mean(numbers) for name, numbers in merged.items()}
 
     def forget(self) -> None:
         """Clear metrics and columns."""
         self.values, self.columns = {}, {}
+
+
+def _weighted_mean(numbers: Sequence[tuple[float, float]]) -> float:
+    largest = max(weight for _, weight in numbers) or 1.0
+    parts = [
+        (value, weight / largest) for value, weight in numbers
+    ]  # equal weights are 1: the plain mean, bit for bit
+    return sum(value * part for value, part in parts if part) / (sum(part for _, part in parts) or 1.0)
 
 
 @dataclass(frozen=True)
@@ -487,7 +499,7 @@ class CheckedLog:
             WrongRewardError: The name is not a text, or the value is not a number that a float holds.
         """
         name = self._name("log_metric", name)
-        self.metric(name, self._float("log_metric", name, value))
+        self.metric(name, self._float("log_metric", name, value), self.num_rows)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Log a column of the sample table.

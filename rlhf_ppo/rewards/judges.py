@@ -493,8 +493,8 @@ class PreferenceReward:
 
     with `v(first, second)` the judge's verdict, 0 for the first, 1 for the second: the judge's preference for a
     position cancels. A response equal to `z` scores 0 without being judged. Rows with a failed verdict are not scored.
-    The metrics are `<name>/win_rate`, the share of scored rows won, with a tie as half, and `<name>/failed`, the
-    number of failed rows.
+    The metrics are `<name>/win_rate`, the share of scored rows won, with a tie as half, and `<name>/failed_frac`,
+    the share of failed rows.
 
     Args:
         judge: An argument of `rlhf_ppo.rewards.judges.as_judge`.
@@ -544,7 +544,7 @@ class PreferenceReward:
             if scored:
                 log_metric(f"{self.__name__}/win_rate", (1 + sum(scored) / len(scored)) / 2)
             failed = [reward is None and other is not None for reward, other in zip(rewards, theirs, strict=True)]
-            log_metric(f"{self.__name__}/failed", sum(failed))
+            log_metric(f"{self.__name__}/failed_frac", sum(failed) / len(failed))
         return rewards
 
     def compare(

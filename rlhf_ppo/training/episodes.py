@@ -274,8 +274,9 @@ class EpisodeRollouts:
             logged |= {"tools/call_frequency": called / num, "tools/failure_frequency": failures / max(called, 1)}
             logged |= {"tools/latency_s": latency / max(called, 1)}
             logged |= {f"tools/{name}/calls": more[len(CUTS) + place] / num for place, name in enumerate(names)}
+        weights = {"tools/failure_frequency": called, "tools/latency_s": called, "episode/invalid_turns_frac": actions}
         for name, value in logged.items():
-            run.logged.log_metric(name, value)
+            run.logged.log_metric(name, value, weights.get(name, num))
         run.logged.log_extra(EPISODE_COLUMN, [record.summary for record in records])
 
     def _roll_out(self, trainer: Trainer, run: RunState, *given: Any) -> tuple[Responses, Prompts]:

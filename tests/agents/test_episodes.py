@@ -172,6 +172,37 @@ def test_sample_tables_and_evaluations_play_episodes(tmp_path: Any) -> None:
     assert "got 2.0" in table["model response"][0] and table["score"][0] == pytest.approx(3.0)
 
 
+def test_an_evaluation_in_unequal_batches_has_trainings_figures(tmp_path: Any) -> None:
+    """Three episodes of one, two and four turns, in training at once, in evaluation as two and one."""
+    tokenizer = chat_tokenizer()
+    call, unknown = (turn_text(tokenizer, "qwen3", (name, {"x": 1.0})) for name in ("add", "gone"))
+
+    def script(context: str, number: int) -> str:
+        wanted = next(count for count in (0, 1, 3) if f"Q{count}" in context)
+        made_calls = context.count("<tool_response>")
+        return DONE if made_calls >= wanted else unknown if made_calls == 2 else call
+
+    rows = [{"prompt": [{"role": "user", "content": f"Q{count}"}]} for count in (0, 1, 3)]
+    trainer = made(
+        tmp_path,
+        options={"per_device_train_batch_size": 3, "num_generations": 1, "per_device_eval_batch_size": 2},
+        engine=ScriptedEngine(tokenizer, script),
+        train_dataset=rows,
+        eval_dataset=rows,
+    )
+    trainer.train()
+    training = next(log for log in trainer.state.log_history if "objective/scores" in log)
+    kinds = ("episode/", "environment/", "tools/", "rewards/")
+    expected = {f"eval_{key}": value for key, value in training.items() if key.startswith(kinds)}
+    metrics = {key: value for key, value in trainer.evaluate().items() if key.removeprefix("eval_").startswith(kinds)}
+
+    seconds = "eval_tools/latency_s"
+    assert 0 < metrics.pop(seconds) < 1 and 0 < expected.pop(seconds) < 1
+    assert metrics == pytest.approx(expected)
+    assert metrics["eval_episode/turns_mean"] == pytest.approx(7 / 3)
+    assert metrics["eval_tools/failure_frequency"] == 0.25
+
+
 # ---- What cannot be trained ----
 
 

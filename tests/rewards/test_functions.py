@@ -97,7 +97,7 @@ def test_arguments_and_scores_are_those_of_grpo(form: str, is_async: bool, token
         args=SimpleNamespace(report_to=[]),
         state=STATE,
         _log_completion_extra=lambda column, values: None,
-        _log_metric=lambda name, value: None,
+        _log_metric=lambda *given: None,
         environments=None,
         reward_funcs=[function],
         reward_processing_classes=[None],
@@ -387,7 +387,7 @@ def test_all_ranks_raise_the_same() -> None:
 
 @pytest.mark.parametrize("value", [1, True, 0.5, float("nan"), np.float32(2), torch.tensor([3.0]), "4"])
 def test_what_python_takes_for_a_number_is_logged(value: Any) -> None:
-    (logged,) = scored(lambda metric, extra: metric("m", value)).values["m"]
+    ((logged, _),) = scored(lambda metric, extra: metric("m", value)).values["m"]
 
     assert logged == float(value) or logged != logged
 
@@ -396,7 +396,7 @@ def test_columns_hold_any_values_and_names_are_visible() -> None:
     values = [None, {"a": [1]}, torch.zeros(2)]
     logged = scored(lambda metric, extra: (extra("c\x1b[2J\n", iter(values)), metric("m\x1b", 1.0)))
 
-    assert logged.columns == {r"c\x1b[2J\n": values} and logged.values == {r"m\x1b": [1.0]}
+    assert logged.columns == {r"c\x1b[2J\n": values} and logged.values == {r"m\x1b": [(1.0, 3.0)]}
 
 
 def test_nothing_logged_exchanges_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,4 +404,4 @@ def test_nothing_logged_exchanges_no_objects(monkeypatch: pytest.MonkeyPatch) ->
     exchanged: list[Any] = []
     monkeypatch.setattr("rlhf_ppo.rewards.functions.gather_object", lambda own: exchanged.extend(own) or own)
     assert LoggedByFunctions().drain() == {} and exchanged == []
-    assert scored(lambda metric, extra: metric("m", 2.0)).drain() == {"m": 2.0} and exchanged == [{"m": [2.0]}]
+    assert scored(lambda metric, extra: metric("m", 2.0)).drain() == {"m": 2.0} and exchanged == [{"m": [(2.0, 3.0)]}]

@@ -72,14 +72,14 @@ def test_a_failed_verdict_leaves_the_row_unscored_and_is_counted(failure: Any, o
         Recorder(verdict), ours, ["theirs", "theirs", "same", "theirs"], log_metric=lambda *entry: logged.append(entry)
     )
     assert rewards == [1.0, None, 0.0, -1.0]
-    assert dict(logged) == {"preference/win_rate": 0.5, "preference/failed": 1}
+    assert dict(logged) == {"preference/win_rate": 0.5, "preference/failed_frac": 0.25}
 
 
 def test_a_row_without_an_opponent_is_not_scored_and_no_failure() -> None:
     logged: list[tuple[str, float]] = []
     rewards = compare(Recorder(longer), ["a", "bb"], [None, "b"], log_metric=lambda *entry: logged.append(entry))
     assert rewards == [None, 1.0]
-    assert dict(logged) == {"preference/win_rate": 1.0, "preference/failed": 0}
+    assert dict(logged) == {"preference/win_rate": 1.0, "preference/failed_frac": 0.0}
 
 
 def test_trls_judges_are_not_to_shuffle() -> None:

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.reporting.metrics import EVALUATED
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK, RecordingTrainer, assert_identical, die_and_resume, end_of_run, history
 
@@ -71,6 +72,78 @@ def test_keys_and_values_follow_their_definitions(make_trainer: MakeTrainer) -> 
     assert metrics["eval_rewards/count_w4/mean"] == pytest.approx(float(rollout.scores.mean()))
     penalty = 2.0 * (1 - metrics["eval_ended_frac"])
     assert metrics["eval_score"] == pytest.approx(float(rollout.scores.mean()) - penalty)
+
+
+def by_token(completion_ids: list[list[int]], **columns: Any) -> list[list[float]]:
+    """Reward: something for each token."""
+    return [[token % 5 / 10 for token in ids] for ids in completion_ids]
+
+
+def odd(number: list[int], log_metric: Any, **columns: Any) -> list[float | None]:
+    """Reward: none for the third row."""
+    log_metric("mean_number", sum(number) / len(number))
+    return [None if value == 2 else float(value) for value in number]
+
+
+ALIKE = {f"eval_{name}": key for key, name in EVALUATED.items()} | {
+    f"eval_{key}": key
+    for key in ("mean_number", *(f"rewards/{name}/{kind}" for name in ("by_token", "odd") for kind in ("mean", "std")))
+}
+"""Each figure of an evaluation, and the figure of training that it must equal on the same responses."""
+
+
+class OneRollout(PPOTrainer):
+    """Uses the first rollout of five rows, in which two responses ended, again and again, a batch after the other."""
+
+    first, start = cast(Any, None), 0
+
+    def collect_rollout(self, *args: Any, **kwargs: Any) -> Any:
+        rollout = super().collect_rollout(*args, **kwargs)
+        if self.first is None:
+            self.first = dataclasses.replace(rollout, stopped=torch.tensor([True, False, False, True, False]))
+            return self.first
+        self.start += len(rollout)
+        rows = slice(self.start - len(rollout), self.start)
+        by_source = {name: values[rows] for name, values in self.first.scores_by_source.items()}
+        return dataclasses.replace(self.first[rows], scores_by_source=by_source)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"kl_estimator": "k3", "temperature": 0.7},
+        {"score_clip": 1.5, "missing_eos_penalty": 2.0, "reward_weights": [2.0, 0.5]},
+        {"missing_eos_score": -3.0},
+        {"score_scaling": True, "missing_eos_penalty": 1.0},
+        {"score_normalization": True, "missing_eos_score": -1.0, "score_clip": 0.5},
+    ],
+)
+def test_every_figure_equals_trainings_on_the_same_responses(
+    settings: dict[str, Any], make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(
+        OneRollout,
+        **{**QUICK, "per_device_train_batch_size": 5, "total_episodes": 5, "per_device_eval_batch_size": 2},
+        train_dataset=FIVE_ROWS,
+        eval_dataset=FIVE_ROWS,
+        ref_model=tiny_policy(seed=9),
+        reward_funcs=[by_token, odd],
+        **settings,
+    )
+    trainer.train()
+    training = next(log for log in trainer.state.log_history if "objective/scores" in log)
+    metrics = trainer.evaluate()
+
+    assert metrics.keys() == ALIKE.keys() | SPEED | {"epoch"}
+    assert training["objective/kl"] != 0 and training["rewards/by_token/std"] > 0
+    unit = trainer.score_moments if {"score_scaling", "score_normalization"} & settings.keys() else None
+    if unit is not None:  # training's scores are in standard deviations, an evaluation's in the reward's unit
+        mean = unit.moments.mean if "score_normalization" in settings else 0.0
+        assert unit.std != pytest.approx(1.0, abs=0.1)
+        training = training | {"objective/scores": mean + unit.std * training["objective/scores"]}
+    for evaluated, key in ALIKE.items():
+        assert metrics[evaluated] == pytest.approx(training[key], rel=1e-5), (evaluated, key)
 
 
 @pytest.mark.parametrize(
