@@ -37,7 +37,7 @@ from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch, masked_kl, positive_responses, shape_scores, whole_scores
-from rlhf_ppo.terminal.console import hide_library_warnings
+from rlhf_ppo.terminal.console import hide_library_logs, hide_library_warnings
 from rlhf_ppo.trainer_base import TrainerBase
 from rlhf_ppo.training import checks, construction
 from rlhf_ppo.training.construction import ModelOrPath
@@ -289,7 +289,7 @@ class PPOTrainer(TrainerBase):
         if self._is_stepped:
             raise ValueError("train_dataset=None: pass the prompts to train on, or call step() with responses")
         self._check_columns(train_dataset=self.train_dataset)
-        with self._open_run(trial, resume_from_checkpoint) as checkpoint:
+        with self._open_run(trial, resume_from_checkpoint) as checkpoint, hide_library_logs():
             return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def step(

@@ -146,10 +146,7 @@ def configs(argv: Sequence[str] | None = None) -> list[Path]:
         written = write_configs(options.directory, options.overwrite)
     for path in written:
         print_text(path)
-    print_text(
-        f"In {options.directory.resolve()}: accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml "
-        "examples/ppo.py --help"
-    )
+    print_text(f"Try, in {options.directory.resolve()}: python examples/first_run.py")
     return written
 
 

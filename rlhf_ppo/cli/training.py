@@ -54,6 +54,7 @@ from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.terminal.console import (
     hide_data_bars,
+    hide_library_logs,
     hide_library_warnings,
     hide_model_bars,
     use_console,
@@ -474,6 +475,7 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
         trainer.remove_callback(callback)
 
 
+@hide_library_logs()
 @hide_model_bars(unless_terminal=True)
 def train_and_save(
     trainer: Trainer, dataset_name: str | None, *, merge: bool = False, show_samples: bool = False

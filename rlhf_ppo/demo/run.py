@@ -193,8 +193,8 @@ def _train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
-    special_tokens = ["<pad>", "<eos>"]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1024, special_tokens=special_tokens))
+    trainer = trainers.BpeTrainer(vocab_size=1024, special_tokens=["<pad>", "<eos>"], show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
@@ -236,7 +236,8 @@ def metrics_table(before: dict[str, float], after: dict[str, float]) -> Table:
     """
     table = Table("", "before PPO", "after PPO", title="On held-out openings")
     for key, meaning in METRICS.items():
-        table.add_row(meaning, f"{before[key]:.2f}", f"{after[key]:.2f}")
+        form = "{:.0%}" if "share" in meaning else "{:.2f}"
+        table.add_row(meaning, form.format(before[key]), form.format(after[key]))
     return table
 
 

@@ -230,11 +230,11 @@ def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_u
         num_updates: Updates of the run.
     """
     seconds = estimate.seconds(*measure_rates(device, dtype))
-    total = timedelta(seconds=round(seconds * num_updates))
+    in_all = f", {timedelta(seconds=round(seconds * num_updates))} in all" if seconds * num_updates >= 1 else ""
     device_memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     besides = describe_processes(estimate, seconds, device_memory)
     return (
-        f"Estimate per device: {size(estimate.peak)}; at least {seconds:.2g} s an update, {total} in all."
+        f"Estimate per device: {size(estimate.peak)}; at least {seconds:.2g} s an update{in_all}."
     ) + f"\n{besides}" * bool(besides)
 
 

@@ -212,8 +212,8 @@ def _mentions_log_metric(code: types.CodeType) -> bool:
 
 # Sample tables: prompts, responses and scores, in the terminal, in files and in the experiment trackers
 
-NUM_PRINTED, NUM_LINES = 2, 3
-"""Rows of a table in the terminal, and lines of a text; files and reports have all of them."""
+NUM_PRINTED, NUM_LINES, NARROWEST = 2, 3, 20
+"""Rows of a table in the terminal, lines of a text, and least columns for a text; files and reports have all."""
 
 
 def sample_rows(
@@ -322,19 +322,25 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
 def print_table(df: pd.DataFrame, num_rows: int = NUM_PRINTED, title: str | None = None) -> None:
     """Print the first `num_rows` samples in the terminal, with texts cut to a few lines."""
     console, num_lines = Console(), NUM_LINES * (4 if "messages" in df else 1)
-    df = _in_turns(df)
+    df, width = _fitting(_in_turns(df).head(num_rows), console.width)
     table = Table(show_lines=True, title=None if title is None else cell(title), title_justify="left")
     for column in df.columns:
         table.add_column(cell(column))
-    rows = [[*row] for row in df.head(num_rows).itertuples(index=False)]
-    num_texts = max((sum(isinstance(value, str) for value in row) for row in rows), default=0)
-    others = sum(3 + max(len(str(column)), 10) for column in df.columns[num_texts:])
-    width = max(12, (console.width - others) // max(num_texts, 1) - 3)
-    for row in rows:
+    for row in df.itertuples(index=False):
         table.add_row(
             *[cell(_cut(value, width, num_lines) if isinstance(value, str) else _figure(value)) for value in row]
         )
     console.print(table)
+
+
+def _fitting(df: pd.DataFrame, width: int) -> tuple[pd.DataFrame, int]:
+    """Drop columns behind the score until texts have room, and return the room of each text."""
+    figures = [column for column in df if not any(isinstance(value, str) for value in df[column])]
+    num_texts = max(len(df.columns) - len(figures), 1)
+    room = (width - sum(3 + max(len(str(column)), 10) for column in figures)) // num_texts - 3
+    if room < NARROWEST and len(df.columns) > 3:
+        return _fitting(df.iloc[:, :-1], width)
+    return df, max(12, room)
 
 
 def _in_turns(df: pd.DataFrame) -> pd.DataFrame:

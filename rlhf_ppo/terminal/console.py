@@ -43,6 +43,8 @@ HIDDEN_LOGS = (
     ("DeepSpeed", "Setting accelerator to CPU"),
     # Trainer does not find a head that is tied to the embeddings; weights that are really missing raise before.
     ("transformers.trainer", "There were missing keys in the checkpoint model loaded"),
+    # Trainer writes the tokenizer's special tokens into the policy's configuration, as it should.
+    ("transformers.trainer_utils", "The tokenizer has new PAD/BOS/EOS tokens"),
 )
 """Loggers, and the beginnings of their messages that need no action of the user."""
 
@@ -206,6 +208,7 @@ def summary_table(log_history: Sequence[Logs]) -> Table | None:
         for key, meaning in rows.items():
             if values := [float(log[key]) for log in logs if key in log]:
                 form = "{:.0%}".format if "share" in meaning else format_number
+                form = "{:.0f}".format if "per second" in meaning else form
                 table.add_row(cell(meaning), *map(form, (values[0], values[-1], min(values), max(values))))
     return table
 
@@ -263,11 +266,17 @@ class UpdateBar(ProgressCallback):
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the batches of an evaluation with several batches."""
         loader: Any = kwargs.get("eval_dataloader")
-        if _shows_bars() and has_length(loader) and len(loader) > 1:
-            super().on_prediction_step(args, state, control, **kwargs)
+        if state.is_world_process_zero and _shows_bars() and has_length(loader) and len(loader) > 1:
+            if self.prediction_bar is None:
+                self.prediction_bar = tqdm(total=len(loader), leave=False, dynamic_ncols=True, unit="batch")
+            self.prediction_bar.update(1)
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
-        """Print nothing: `LogLines` does."""
+        """Remove the bar of an evaluation, before `LogLines` prints its result."""
+        if self.prediction_bar is not None:
+            self.prediction_bar.clear()  # `close` erases no bar that it drew only once
+            self.prediction_bar.close()
+            self.prediction_bar = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the bar."""
@@ -326,14 +335,20 @@ def _shows_bars() -> bool:
 @contextmanager
 def hide_library_warnings() -> Iterator[None]:
     """Hide `HIDDEN_WARNINGS` and `HIDDEN_LOGS` in the block; all other warnings pass."""
+    with hide_library_logs(), warnings.catch_warnings():
+        for beginning, category in HIDDEN_WARNINGS:
+            warnings.filterwarnings("ignore", beginning, category)
+        yield
+
+
+@contextmanager
+def hide_library_logs() -> Iterator[None]:
+    """Hide `HIDDEN_LOGS` in the block, which may run code of the user: Python's warnings stay as they are."""
     filters = [(logging.getLogger(name), _filter(beginning)) for name, beginning in HIDDEN_LOGS]
     for logger, hides in filters:
         logger.addFilter(hides)
     try:
-        with warnings.catch_warnings():
-            for beginning, category in HIDDEN_WARNINGS:
-                warnings.filterwarnings("ignore", beginning, category)
-            yield
+        yield
     finally:
         for logger, hides in filters:
             logger.removeFilter(hides)

@@ -27,7 +27,7 @@ def test_every_configuration_and_example_is_written(tmp_path, capsys):
     assert all(copy.read_bytes() == own.read_bytes() for copy, own in zip(written, SHIPPED, strict=True))
     printed = capsys.readouterr().out
     assert all(str(path) in printed for path in written)
-    assert "accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml examples/ppo.py" in printed
+    assert "python examples/first_run.py" in printed
 
 
 def test_the_current_directory_is_the_default(tmp_path, monkeypatch):

@@ -49,7 +49,10 @@ def test_columns_with_one_and_with_several_rewards(table: pd.DataFrame) -> None:
     assert like_columns.iloc[0].tolist() == ["q", "r", 3.0, 1.0, 2.0]
 
 
-def test_the_terminal_shows_texts_as_they_are(table: pd.DataFrame, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_texts_as_they_are(
+    table: pd.DataFrame, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
     print_table(table)
     printed = capsys.readouterr().out
     for text in ("[/INST]", "[bold]", "1.250", "-0.500", "not scored", "brevity"):
@@ -86,6 +89,18 @@ def test_the_terminal_cuts_texts_to_three_lines(
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= width
     assert len(printed.splitlines()) == 7 and "..." in printed and "short" in printed
+
+
+@pytest.mark.parametrize(("width", "shown"), [(60, []), (80, ["reward_model"]), (140, ["reward_model", "brevity"])])
+def test_a_narrow_terminal_shows_fewer_rewards(
+    width: int, shown: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_table(samples(["word " * 9], ["word " * 9], [0.5], reward_model=[1.0], brevity=[2.0]))
+
+    printed = capsys.readouterr().out
+    assert "0.500" in printed and [name for name in ("reward_model", "brevity") if name in printed] == shown
+    assert "word word word word" in printed
 
 
 def test_comet_gets_the_table_when_a_run_is_active(table: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,19 @@ def test_a_resumed_run_misses_no_head_that_is_the_embeddings(
     assert [record.getMessage() for record in caplog.records if "missing keys" in record.getMessage()] == []
 
 
+def test_special_tokens_of_the_tokenizer_are_adopted_without_a_warning(
+    make_trainer: Callable[..., PPOTrainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = tiny_policy()
+    policy.config.eos_token_id = 3
+    logging.getLogger("transformers.trainer_utils").addHandler(caplog.handler)
+    trainer = make_trainer(**QUICK, model=policy)
+    trainer.train()
+    logging.getLogger("transformers.trainer_utils").removeHandler(caplog.handler)
+    assert policy.config.eos_token_id == trainer.processing_class.eos_token_id != 3  # pyright: ignore
+    assert [record.getMessage() for record in caplog.records if "PAD/BOS/EOS" in record.getMessage()] == []
+
+
 def test_other_warnings_pass_and_the_users_filters_stay() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
