@@ -4,7 +4,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Annotated, Any
 
 import torch
@@ -29,6 +28,7 @@ from rlhf_ppo.estimate.run import (
     MEMORY_NOT_COUNTED,
     NOT_COUNTED,
     describe_processes,
+    duration,
     mean_prompt_length,
     measure_rates,
     rate,
@@ -42,7 +42,7 @@ from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.processes.distributed import mixed_precision_dtype
 from rlhf_ppo.rewards.reward_model import shares_tokens, tokenizer_beside
 from rlhf_ppo.terminal.console import hide_library_warnings
-from rlhf_ppo.terminal.text import cell
+from rlhf_ppo.terminal.text import cell, print_text
 from rlhf_ppo.training.datasets import PromptPreparation
 from rlhf_ppo.training.episodes import EpisodeRollouts
 
@@ -269,17 +269,13 @@ def show(
     measured = measure_rates(args.device, dtype) if None in rates else (0, 0)
     flops, bandwidth = (given or own for given, own in zip(rates, measured, strict=True))
     seconds, num_updates = estimate.seconds(flops, bandwidth), sizes.num_total_batches
-    total = timedelta(seconds=round(seconds * num_updates))
-    console = Console()
-    console.print(table)
-    console.print(f"Memory does not count {MEMORY_NOT_COUNTED}.", highlight=False, soft_wrap=True)
-    console.print(
+    Console().print(table)
+    print_text(f"Not counted in memory: {MEMORY_NOT_COUNTED}.")
+    print_text(
         f"One update: {sizes.batch_size} episodes of {prompt_length} + {args.response_length} tokens; on each device "
         f"{rate(estimate.flops)}FLOP and {rate(estimate.decoded)}B read in generation: at least {seconds:.2g} s at "
-        f"{rate(flops)}FLOP/s and {rate(bandwidth)}B/s; {NOT_COUNTED}.\n"
-        f"All {num_updates} updates, {sizes.total_episodes} episodes: {total} or more.",
-        highlight=False,
-        soft_wrap=True,
+        f"{rate(flops)}FLOP/s and {rate(bandwidth)}B/s. Not counted in time: {NOT_COUNTED}.\n"
+        f"All {num_updates} updates, {sizes.total_episodes} episodes: {duration(seconds * num_updates)} or more."
     )
     if besides := describe_processes(estimate, seconds, memory):
-        console.print(besides, highlight=False, soft_wrap=True)
+        print_text(besides)

@@ -151,7 +151,7 @@ def configs(argv: Sequence[str] | None = None) -> list[Path]:
 
 
 def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
-    """Copy the files, or none if a file exists already.
+    """Copy the files, or none if another file of the same name exists.
 
     Args:
         directory: The directory to write to; created if missing.
@@ -162,7 +162,7 @@ def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
 
     Raises:
         OSError: A file cannot be written.
-        ValueError: A file exists already and `overwrite` is False, or the directory is a file.
+        ValueError: Another file exists and `overwrite` is False, or the directory is a file.
     """
     copies = {
         source: directory / folder / source.name
@@ -172,15 +172,20 @@ def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
     }
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"directory={str(directory)!r} is a file; name a directory")
-    there = [str(path) for path in copies.values() if path.exists()]
-    if there and not overwrite:
-        raise ValueError(f"{', '.join(there)} {'exist' if len(there) > 1 else 'exists'} already: add --overwrite")
+    others = [str(path) for source, path in copies.items() if path.exists() and not _is_copy(source, path)]
+    if others and not overwrite:
+        verb = "exist" if len(others) > 1 else "exists"
+        raise ValueError(f"{', '.join(others)} {verb} already, with other contents: add --overwrite to replace")
     for source, path in copies.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         with path.open("xb") as file:  # follows no link
             file.write(source.read_bytes())
     return list(copies.values())
+
+
+def _is_copy(source: Path, path: Path) -> bool:
+    return path.is_file() and path.read_bytes() == source.read_bytes()
 
 
 def _shipped() -> Path:

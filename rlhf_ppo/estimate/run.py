@@ -29,10 +29,7 @@ from rlhf_ppo.terminal.text import print_text, visible_logger
 
 logger = visible_logger(__name__)
 
-NOT_COUNTED = (
-    "not counted are the fixed cost of each call (most of the time of small models), reward functions, evaluation "
-    "and saving"
-)
+NOT_COUNTED = "the fixed cost of each call (most of the time of small models), reward functions, evaluation and saving"
 """Costs that the estimated time leaves out."""
 
 MEMORY_NOT_COUNTED = (
@@ -230,12 +227,17 @@ def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_u
         num_updates: Updates of the run.
     """
     seconds = estimate.seconds(*measure_rates(device, dtype))
-    in_all = f", {timedelta(seconds=round(seconds * num_updates))} in all" if seconds * num_updates >= 1 else ""
     device_memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     besides = describe_processes(estimate, seconds, device_memory)
     return (
-        f"Estimate per device: {size(estimate.peak)}; at least {seconds:.2g} s an update{in_all}."
+        f"Estimate per device: {size(estimate.peak)}; at least {seconds:.2g} s an update, "
+        f"{duration(seconds * num_updates)} in all."
     ) + f"\n{besides}" * bool(besides)
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as 1:02:03, or as 0.25 s."""
+    return str(timedelta(seconds=round(seconds))) if seconds >= 1 else f"{seconds:.2g} s"
 
 
 # Several processes
@@ -268,9 +270,9 @@ def describe_processes(estimate: Estimate, seconds: float, memory: float | None)
 def _advice(estimate: Estimate, memory: float | None) -> str:
     exchanged = estimate.communication
     advice = (
-        f"{size(exchanged.per_micro_batch)} of it are sent for each of {exchanged.micro_batches} micro-batches, "
-        "longer than they compute at 50 GB/s: the largest micro-batches that fit are the fastest "
-        "(raise per_device_train_batch_size and lower gradient_accumulation_steps)"
+        f"Each of {exchanged.micro_batches} micro-batches sends {size(exchanged.per_micro_batch)} of it; at 50 GB/s "
+        "this takes longer than the computation. Use the largest micro-batches that fit: raise "
+        "per_device_train_batch_size and lower gradient_accumulation_steps"
     )
     if memory is None:
         return f"{advice}."

@@ -45,10 +45,14 @@ def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path, capsys):
         configs([str(tmp_path)])
 
     assert ended.value.code == 2 and own.read_text() == "mine"
-    assert capsys.readouterr().err == f"rlhf-ppo configs: error: {own} exists already: add --overwrite\n"
+    assert (
+        capsys.readouterr().err
+        == f"rlhf-ppo configs: error: {own} exists already, with other contents: add --overwrite to replace\n"
+    )
     assert not (tmp_path / "accelerate_configs").exists()  # all or nothing
 
     configs([str(tmp_path), "--overwrite"])
+    configs([str(tmp_path)])  # the same files once more
     assert own.read_bytes() == (ROOT / "examples" / "ppo.py").read_bytes()
 
 

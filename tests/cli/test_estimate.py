@@ -129,7 +129,7 @@ def test_times_come_from_the_given_rates_and_the_number_of_updates(monkeypatch: 
     found = estimate(*WITH_MODEL, "--num_train_epochs", "2")
     seconds = found.flops / 4e6 + found.decoded / 3e5
     printed = capsys.readouterr().out
-    assert f"{seconds:.2g} s at 4 MFLOP/s and 300 kB/s; not counted are the fixed cost of each call" in printed
+    assert f"{seconds:.2g} s at 4 MFLOP/s and 300 kB/s. Not counted in time: the fixed cost of each call" in printed
     assert "All 18 updates, 72 episodes" in printed  # of 40 rows, 4 are kept for evaluation
     main.main(["estimate", *OPTIONS, *WITH_MODEL, "--device_flops", "4e6"])
     assert "at 4 MFLOP/s and 100 kB/s" in capsys.readouterr().out

@@ -104,7 +104,7 @@ def test_what_is_said_of_several_processes() -> None:
     without = replace(estimate, gathered_weights=0, gathered_optimizer=0)
     assert describe_processes(without, 1.0, None) == said.partition(" A checkpoint")[0]
     advised = describe_processes(estimate, 0.06, None)
-    assert advised.startswith(said) and "512 MiB of it are sent for each of 4 micro-batches" in advised
+    assert advised.startswith(said) and "Each of 4 micro-batches sends 512 MiB of it" in advised
     assert describe_processes(estimate, 0.06, 56 / 0.9).endswith("4 rows would fit, and 2 GiB would be sent.")
     assert describe_processes(estimate, 0.06, 30 / 0.9).endswith("; none larger would fit.")
     assert [largest_micro_batch(estimate, memory / 0.9) for memory in (1, 31, 41, 1000)] == [1, 2, 3, 8]
