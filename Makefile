@@ -11,7 +11,8 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 WORKERS ?= 2
 # Each file in one process, so that its fixtures are made once, in the order of tests/conftest.py: the longest first.
-PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
+# A worker that crashed is not replaced: xdist would wait for its other tests for ever.
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 20
 ONE_PROCESS := not learning and not slow and not distributed and not vllm
 FAST := $(ONE_PROCESS) and not thorough
 # Tests of what only this package, Python, torch and the operating system decide.
@@ -55,12 +56,8 @@ test: install ## Lint, types, and every test that needs one process and no long 
 test-one-process: install
 	$(PYTEST) -m "$(ONE_PROCESS)"
 
-# The commands and examples have workers of their own: TRL's reward trainer with LoRA has crashed twice in a worker that
-# had run hundreds of other tests, and never in a new one.
-COMMANDS := cli examples
 test-long: install ## The learning, distributed and slow tests
-	$(PYTEST) -m "not ($(ONE_PROCESS)) and not vllm" $(COMMANDS:%=--ignore=tests/%)
-	$(PYTEST) -m "not ($(ONE_PROCESS)) and not vllm" $(COMMANDS:%=tests/%)
+	$(PYTEST) -m "not ($(ONE_PROCESS)) and not vllm"
 
 test-all: test test-long ## Everything
 

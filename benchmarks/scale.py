@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_ppo.data.rollout import PackedIndices
+from rlhf_ppo.estimate.counting import NoStorage
 from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_update
 from rlhf_ppo.models.frozen import FrozenPolicy
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
@@ -207,7 +208,7 @@ def simulate(shape: Shape, world: int, workload: Workload = WORKLOAD) -> Simulat
     held, found = Held(), Simulated()
     with ranks(world), ExitStack() as stack:
         accelerator = accelerator_of(world)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(NoStorage(allow_non_fake_inputs=True))
         stack.enter_context(held.counting())
         stack.enter_context(mock.patch("rlhf_ppo.models.frozen.pack_rows"))  # whose proof reads numbers
         policy, value_model, reference = models_of(shape)
@@ -275,7 +276,7 @@ def _rollout(models: Any, frozen: nn.Module, accelerator: Any, workload: Workloa
 
 def estimated(shape: Shape, world: int, workload: Workload = WORKLOAD) -> Estimate:
     """Return what the package estimates of the same run."""
-    with FakeTensorMode():
+    with NoStorage():
         policy, value_model, reference = models_of(shape)
     sharding = Sharding.of(None, True, world, torch.bfloat16)
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)

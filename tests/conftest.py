@@ -29,6 +29,7 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -54,6 +55,12 @@ hypothesis.settings.load_profile("any speed")
 # No test cuts the power, and on a busy disk each call waits for tenths of a second.
 os.fsync = lambda descriptor: None
 
+
+def _never_copied(self: StorageWeakRef, protocol: int) -> Any:
+    raise AssertionError("a copy of a StorageWeakRef is released twice: the process crashes later, somewhere else")
+
+
+StorageWeakRef.__reduce_ex__ = _never_copied  # pyright: ignore[reportAttributeAccessIssue]
 
 # A shell's background jobs ignore SIGINT, and those of nohup SIGHUP: a run would rightly ignore them too.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -12,11 +12,10 @@ from unittest.mock import patch
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_ppo.estimate import update as estimates
-from rlhf_ppo.estimate.counting import PassCost, stored_bytes
+from rlhf_ppo.estimate.counting import NoStorage, PassCost, stored_bytes
 from rlhf_ppo.estimate.run import BANDWIDTHS, MEMORY_NOT_COUNTED, rounded_seconds
 from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_update
 from rlhf_ppo.models.unwrapping import as_in_learning, backbone
@@ -53,7 +52,7 @@ def models_of(size: str, lora: bool) -> tuple[nn.Module, nn.Module, list[nn.Modu
         pad_token_id=0, num_labels=1,
     )  # fmt: skip
     dtype = torch.bfloat16 if lora else torch.float32
-    with FakeTensorMode():
+    with NoStorage():
         policy: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
         value_model: Any = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
         if not lora:

@@ -11,7 +11,6 @@ from accelerate.commands.config.config_args import load_config_from_file
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.trainer_utils import has_length
 from trl.trainer.model_config import ModelConfig
@@ -24,6 +23,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited import reduces_once
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.config.validation import AtLeastOne, Interval, check_ranges, option, ranges_of
+from rlhf_ppo.estimate.counting import NoStorage
 from rlhf_ppo.estimate.run import (
     MEMORY_NOT_COUNTED,
     NOT_COUNTED,
@@ -196,7 +196,7 @@ def without_weights(auto: Any, path: str, argument: str, device: torch.device, s
     labels = {"num_labels": 1} if auto is AutoModelForSequenceClassification else {}
     config = load_pretrained(AutoConfig, path, argument, **loading, **labels)
     dtype = settings["dtype"] if isinstance(settings["dtype"], torch.dtype) else config.dtype or torch.float32
-    with FakeTensorMode(), device:
+    with NoStorage(), device:
         return auto.from_config(
             config,
             dtype=dtype,

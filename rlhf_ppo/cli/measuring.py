@@ -11,12 +11,12 @@ import numpy as np
 import psutil
 import torch
 from accelerate import PartialState
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_ppo.cli.arguments import check_columns
 from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column
 from rlhf_ppo.data.sources import HH_TURN, choose_split, load_splits, separate_prompts
+from rlhf_ppo.estimate.counting import NoStorage
 from rlhf_ppo.estimate.run import measure_rates
 from rlhf_ppo.models.capabilities import position_limit
 from rlhf_ppo.models.loading import load_pretrained
@@ -193,7 +193,7 @@ def measure_machine(path: str) -> Machine:
         path: A directory or hub name; weights are not loaded.
     """
     config = load_pretrained(AutoConfig, path, "model")
-    with FakeTensorMode():
+    with NoStorage():
         empty = AutoModelForCausalLM.from_config(config)
         parameters = sum(weight.numel() for weight in empty.parameters())
         limit = position_limit(empty)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,16 @@ _CPU_ATTENTION = {
     )
 }
 """The attention that torch's counter does not know."""
+
+
+class NoStorage(FakeTensorMode):
+    """A context in which new tensors have shapes and a device, and no storage; a copy of one stays in its context.
+
+    torch would copy the context too, with weak references that are then released twice: later, the program crashes.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ def count_pass(
     body = backbone(model)
     saved: dict[int, int] = {}
     kept: list[Tensor] = []  # a storage that was freed could give its address to another
-    with FakeTensorMode(allow_non_fake_inputs=True), autocast():
+    with NoStorage(allow_non_fake_inputs=True), autocast():
         state = _state_without_storage(body, stored)
         own = {value.untyped_storage()._cdata for value in state.values()}
 
@@ -86,7 +96,7 @@ def count_cache_bytes(
     """Count the key-value cache of `rows` full rows, under autocast in its type; arguments: those of `count_pass`."""
     body, device = backbone(model), next(model.parameters()).device.type
     # With recomputed activations, training mode makes no cache.
-    with in_eval_mode(body), FakeTensorMode(allow_non_fake_inputs=True), autocast():
+    with in_eval_mode(body), NoStorage(allow_non_fake_inputs=True), autocast():
         output = _run(body, _state_without_storage(body, stored), rows, length, use_cache=True)
         dtype = autocast_dtype(device)
     return _cache_bytes(getattr(output, "past_key_values", None), dtype)
@@ -165,7 +175,7 @@ def copy_without_storage(model: nn.Module, kept: Iterable[Tensor]) -> nn.Module:
         kept: Parameters that it may share with another model; the copy shares them too.
     """
     own = {id(value): value for value in kept}
-    with FakeTensorMode():
+    with NoStorage():
         for value in (*model.parameters(), *model.buffers()):
             if id(value) not in own:
                 empty = _without_storage(value, None)
