@@ -174,9 +174,6 @@ def _train(command: str, config: type, make_trainer: Callable[..., Trainer], arg
     return trainer
 
 
-NUM_TABLES = 3
-"""Tables of samples that the command prints unless `num_sample_generations` is given."""
-
 NO_PROBLEMS = "Dry run: no problems found; the run would write into {}."
 
 OPTIONS = {
@@ -209,8 +206,6 @@ def parse_options(program: str, command: str, argv: Sequence[str], problems: Pro
 def _parse(program: str, script: type, config: type, argv: Sequence[str] | None, problems: Problems) -> Any:
     groups: Any = (script, config, ModelConfig)
     parser: Any = PPOArgumentParser(groups, prog=program)
-    if config is PPOConfig and argv is not None:  # TRL's scripts keep its default
-        parser.set_defaults(num_sample_generations=NUM_TABLES)
     script_args, args, model_args = parse(parser, argv, problems)
     checks = (  # PPOConfig has checked its numbers, TRL's configurations have not
         lambda: quantization_options(model_args),

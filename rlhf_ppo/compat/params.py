@@ -68,7 +68,7 @@ _ABSENT: dict[str, dict[str, Any]] = {
     "use gradient_accumulation": {"gradient_accumulation_steps": 1},
     "use gradient_accumulation, or rl_mini_batch_size with ppo": {"optimizer_step_frequency": 1},
     "use max_grad_norm": {"grad_clip_value": 1.0},
-    "PPO prints ten tables of greedy samples; num_sample_generations of `rlhf-ppo train` sets the number": {
+    "PPO prints three tables of greedy samples; num_sample_generations of `rlhf-ppo train` sets the number": {
         **{"sample_every_n_steps": 0, "sample_prompts": None, "sample_temperature": 1.0},
         **{"sample_top_k": 50, "sample_top_p": 1.0},
     },

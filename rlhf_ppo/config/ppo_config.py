@@ -184,7 +184,7 @@ class PPOConfig(
         "With DeepSpeed ZeRO-3, gather the policy's weights for generation: faster, but the whole policy must fit on "
         "one device.",
     )
-    num_sample_generations: Count = _option(10, "Tables of samples to print, evenly over the run; 0: none.")
+    num_sample_generations: Count = _option(3, "Tables of samples to print, evenly over the run; 0: none.")
     num_completions_to_keep: Count = _option(
         32,
         "Responses of each logged update to save in output_dir/completions, with value, advantage, KL and reward of "

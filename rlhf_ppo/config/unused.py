@@ -60,7 +60,6 @@ _PROMPTS = ("max_prompt_length", "dataset_num_proc", "reward_weights", "reward_t
 _WEIGHTS = ("importance_sampling_mode", "importance_sampling_clip_max")
 _CORRECTION = ("importance_sampling_correction", *_WEIGHTS)
 _CLIPS = ("cliprange", "cliprange_high", "dual_clip")
-_TABLES = "num_sample_generations"  # of which commands have another default
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _WARM_UP = ("warmup_ratio", "warmup_steps")
 _WITHOUT_BETAS = {*("sgd", "schedule_free_sgd", "adafactor", "adagrad", "lomo"), *("rmsprop", "rmsprop_bnb")}
@@ -141,7 +140,7 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, RunContext], bool], st
      "no frozen model has weights of its own", "pass ref_model or reward_model"),
     (("reward_timeout",), lambda _, run: not run.has_functions, "there are no reward functions", "pass reward_funcs"),
     (("num_sample_generations",),
-     lambda args, run: not run.has_evaluation and args.num_sample_generations > 0 and args.was_given(_TABLES),
+     lambda args, run: not run.has_evaluation and args.num_sample_generations > 0,
      "there is no eval_dataset to sample from", "pass eval_dataset"),
     (("health_thresholds", "health_judge"), lambda args, _: not args.health_checks,
      "health_checks is False", "set health_checks=True"),

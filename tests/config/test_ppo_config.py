@@ -74,7 +74,7 @@ CASES = [
     Case("local_rollout_forward_batch_size", 64, "2", 2, (*COUNT, None)),
     Case("generation_batch_size", None, "2", 2, COUNT),
     Case("ds3_gather_for_generation", True, "false", False, ("no", None)),
-    Case("num_sample_generations", 10, "0", 0, (-1, 1.5, None)),
+    Case("num_sample_generations", 3, "0", 0, (-1, 1.5, None)),
     Case("num_completions_to_keep", 32, "0", 0, (-1, 1.5, None)),
     Case("hub_files", None, "completions/* *.html", ["completions/*", "*.html"], (3, [1], "completions/*")),
     Case(

@@ -79,3 +79,12 @@ def test_methods_of_the_other_classes_have_what_is_shown(name) -> None:
     thing = pkgutil.resolve_name(name)
 
     assert [method for method in public_methods(thing) if not inspect.getdoc(getattr(thing, method))] == []
+
+
+def test_each_level_of_the_navigation_has_six_to_eight_entries_and_the_readme_ninety_lines() -> None:
+    levels = [yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text())["nav"]]
+    for level in levels:
+        levels += [entry for each in level for entry in each.values() if isinstance(entry, list)]
+        assert 6 <= len(level) <= 8, level
+    assert len(levels) == 7
+    assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 90

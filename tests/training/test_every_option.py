@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.config.unused import UNUSED, RunContext, unused_options
 from rlhf_ppo.data.prompts import may_hold_chats
 from tests.conftest import tiny_policy
@@ -97,7 +96,7 @@ IDLE_ALONE: dict[str, Any] = {
     "offload_frozen": True,
     "lm_head_float32": True,
     "ds3_gather_for_generation": False,
-    "num_sample_generations": 3,
+    "num_sample_generations": 2,
     "health_judge": "eval_kl",
     "hub_files": ["completions/*"],
     "chat_template_kwargs": {"enable_thinking": False},
@@ -241,13 +240,6 @@ def test_an_option_without_its_partner_is_named_with_its_value_and_the_reason(
 def test_more_epochs_of_the_critic_give_its_clip_range_an_effect() -> None:
     args = PPOConfig("out", use_cpu=True, report_to="none", num_ppo_epochs=1, num_critic_epochs=2, cliprange_value=0.1)
     assert unused_options(args, RunContext()) == {}
-
-
-def test_the_default_of_a_command_is_not_the_users() -> None:
-    parser = PPOArgumentParser(PPOConfig)
-    parser.set_defaults(num_sample_generations=3)
-    (args,) = parser.parse_args_and_config(["--output_dir", "out", "--use_cpu", "--report_to", "none"])
-    assert args.num_sample_generations == 3 and unused_options(args, RunContext()) == {}
 
 
 def test_conversations_are_found_in_any_data_set() -> None:
