@@ -45,6 +45,11 @@ HIDDEN_LOGS = (
     ("transformers.trainer", "There were missing keys in the checkpoint model loaded"),
     # Trainer writes the tokenizer's special tokens into the policy's configuration, as it should.
     ("transformers.trainer_utils", "The tokenizer has new PAD/BOS/EOS tokens"),
+    # PPO lists all changed arguments; in `sft` and `reward` it is the interval of logs, which fits the run's length.
+    (
+        "transformers.trainer_utils",
+        "Warning: The following arguments do not match the ones in the `trainer_state.json`",
+    ),
 )
 """Loggers, and the beginnings of their messages that need no action of the user."""
 

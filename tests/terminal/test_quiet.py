@@ -61,6 +61,18 @@ def test_special_tokens_of_the_tokenizer_are_adopted_without_a_warning(
     assert [record.getMessage() for record in caplog.records if "PAD/BOS/EOS" in record.getMessage()] == []
 
 
+def test_other_arguments_than_the_checkpoints_are_not_listed_twice(
+    make_trainer: Callable[..., PPOTrainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {**QUICK, "save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(RunDied):
+        make_trainer(**settings, callbacks=[DieAt("on_save", 1)]).train()
+    logging.getLogger("transformers.trainer_utils").addHandler(caplog.handler)
+    make_trainer(**settings | {"save_steps": 2}).train(resume_from_checkpoint=True)
+    logging.getLogger("transformers.trainer_utils").removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records if "do not match" in record.getMessage()] == []
+
+
 def test_other_warnings_pass_and_the_users_filters_stay() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
