@@ -486,7 +486,7 @@ class PPOTrainer(TrainerBase):
     def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
         """Sample a response to each prompt and truncate it after the stop token or stop string.
 
-        A response that has neither keeps all its tokens and counts as not ended (`Rollout.stopped`): by default it is
+        A response that has neither keeps all its tokens and counts as not ended (`Rollout.ended`): by default it is
         scored and learned like the others; `missing_eos_penalty`, `missing_eos_score` and `bootstrap_truncated` change
         that.
 
@@ -705,10 +705,13 @@ class PPOTrainer(TrainerBase):
         """
         num_tokens = float(inputs.loss_mask.sum() if num_items_in_batch is None else num_items_in_batch)
         output = PolicyAndValueOutput(*model(*inputs.batch, places=inputs.places))
-        policy, value = self.policy_loss(output.logprobs, inputs), self.value_loss(output.values, inputs)
-        policy_share = policy_term(policy, output, inputs, num_tokens, self.args)
+        value = self.value_loss(output.values, inputs)
         if self._warmup.freezes_policy:  # a gradient of 0, because DDP and DeepSpeed wait for every gradient
-            policy_share = 0.0 * policy_share
+            policy_share = 0.0 * output.logprobs.sum()
+            policy, output = no_policy_loss(inputs.logprobs), output._replace(logprobs=inputs.logprobs)
+        else:
+            policy = self.policy_loss(output.logprobs, inputs)
+            policy_share = policy_term(policy, output, inputs, num_tokens, self.args)
         loss = policy_share + value_term(value, inputs, num_tokens, self.args)
         return (loss, (output, policy, value)) if return_outputs else loss
 

@@ -21,14 +21,14 @@ WHO_WRITES = ("p", "pt", "tp", "ptp", "tpt", "ptptp", "ptpt", "tptp")
 def episode_of(prompt: list[int]) -> Episode:
     """A response drawn from its prompt alone; the policy ends its turns with EOS, the last one perhaps."""
     draw = random.Random(str(prompt))
-    ids, written, stopped = list[int](), list[bool](), draw.random() < 0.5
+    ids, written, ended = list[int](), list[bool](), draw.random() < 0.5
     writers = draw.choice(WHO_WRITES)
     for number, who in enumerate(writers):
         turn = [draw.randrange(1 + (who == "p"), 32) for _ in range(draw.randint(1, 4))]
-        if who == "p" and (stopped or number < writers.rindex("p")):
+        if who == "p" and (ended or number < writers.rindex("p")):
             turn[-1] = EOS
         ids, written = ids + turn, written + [who == "p"] * len(turn)
-    return Episode(prompt, ids, stopped, written)
+    return Episode(prompt, ids, ended, written)
 
 
 class RespondsInTurns(PPOTrainer):

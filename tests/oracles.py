@@ -26,7 +26,7 @@ class Episode:
 
     prompt: list[int]
     response: list[int]
-    stopped: bool
+    ended: bool
     written: list[bool] | None = None
 
     @property
@@ -194,7 +194,7 @@ def estimate(
         mean = np.concatenate(rewards).mean()
         rewards = [row + mean for row in _whiten(rewards)]
     ends = [
-        value if settings.bootstrap_truncated and not episode.stopped else 0.0
+        value if settings.bootstrap_truncated and not episode.ended else 0.0
         for value, episode in zip(final, episodes, strict=True)
     ]
     advantages = [
@@ -206,10 +206,10 @@ def estimate(
 
 
 def _paid(score: float, episode: Episode, settings: Settings) -> float:
-    if not episode.stopped and settings.missing_eos_score is not None:
+    if not episode.ended and settings.missing_eos_score is not None:
         return settings.missing_eos_score
     limit = np.inf if settings.score_clip is None else settings.score_clip
-    return min(max(score, -limit), limit) - (0.0 if episode.stopped else settings.missing_eos_penalty)
+    return min(max(score, -limit), limit) - (0.0 if episode.ended else settings.missing_eos_penalty)
 
 
 def _kl(logprobs: Array, ref_logprobs: Array, estimator: str) -> Array:
@@ -311,7 +311,7 @@ def metrics(
     """Every logged number of the update that does not come from a clock or the scheduler, and Trainer's `loss`."""
     num_episodes = len(episodes)
     lengths = [len(episode.own) for episode in episodes]
-    stopped = sum(episode.stopped for episode in episodes)
+    ended = sum(episode.ended for episode in episodes)
     values, returns = np.concatenate(known.values), np.concatenate(known.returns)
     charged = np.concatenate(known.non_score_reward).sum() / num_episodes
     of_steps = [
@@ -345,7 +345,7 @@ def metrics(
         "val/ratio": mean(lambda tokens: tokens.ratio),
         "val/ratio_var": float(np.var(ratios, ddof=1)) if len(ratios) > 1 else 0.0,
         "val/first_logratio": 0.0,  # by definition: the policy has not moved
-        "val/num_eos_tokens": stopped,
+        "val/num_eos_tokens": ended,
         "val/explained_variance": 1 - float((returns - values).var() / returns.var()),
         "val/values_mean": values.mean(),
         "val/values_min": values.min(),
@@ -354,7 +354,7 @@ def metrics(
         "response/length_mean": float(np.mean(lengths)),
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
-        "response/ended_frac": stopped / num_episodes,
+        "response/ended_frac": ended / num_episodes,
         "response/unique_frac": len({tuple(own_ids(episode)) for episode in episodes}) / num_episodes,
         "loss": float(np.mean([total_loss(tokens, settings) for tokens in of_steps])),
         **sources,

@@ -225,10 +225,10 @@ def _account(
 
 
 def _episode(prompt: list[int], sampled: list[int], stop: int | None) -> Episode:
-    stopped = stop in sampled
-    response = sampled[: sampled.index(stop) + 1] if stopped else sampled
+    ended = stop in sampled
+    response = sampled[: sampled.index(stop) + 1] if ended else sampled
     # Without a stop token, what the penalty asks for is the tokenizer's EOS.
-    return Episode(prompt, response, stopped or (stop is None and EOS in sampled))
+    return Episode(prompt, response, ended or (stop is None and EOS in sampled))
 
 
 def _settings(args: PPOConfig) -> Settings:
@@ -274,7 +274,7 @@ def check_update(update: Update) -> None:
         assert_allclose(rollout.scores_by_source[name], scores, **TOLERANCE, err_msg=name)
     first_step = len(update.steps[0].micro_batches)
     assert_allclose(torch.cat(trainer.ratios[:first_step]), 1, rtol=0, atol=1e-4, err_msg="ratio at the first step")
-    assert rollout.stopped.tolist() == [episode.stopped for episode in update.episodes]
+    assert rollout.ended.tolist() == [episode.ended for episode in update.episodes]
     check_metrics(update)
 
 

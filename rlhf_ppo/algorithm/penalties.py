@@ -48,21 +48,21 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     )
 
 
-def penalize_missing_eos(scores: Tensor, stopped: Tensor, penalty: float | None) -> Tensor:
-    """Subtract a penalty from the score of every response that did not stop: `score - penalty * [not stopped]`.
+def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float | None) -> Tensor:
+    """Subtract a penalty from the score of every response that did not stop: `score - penalty * [not ended]`.
 
     A softer form of the *EOS trick* (N+ implementation details, 2403.17031, section 7), which replaces the score.
 
     Args:
         scores: `(B,)`, in the reward's unit.
-        stopped: Whether the response has a stop token or string, bool `(B,)`.
+        ended: Whether the response has a stop token or string, bool `(B,)`.
         penalty: Positive, in the reward's unit; None does not change the scores.
 
     Returns:
         float32 `(B,)`.
     """
     scores = scores.float()
-    return scores if penalty is None else torch.where(stopped, scores, scores - penalty)
+    return scores if penalty is None else torch.where(ended, scores, scores - penalty)
 
 
 def clip_scores(scores: Tensor, score_clip: float | None) -> Tensor:
@@ -79,21 +79,21 @@ def clip_scores(scores: Tensor, score_clip: float | None) -> Tensor:
     return scores if score_clip is None else scores.clamp(-score_clip, score_clip)
 
 
-def replace_missing_eos(scores: Tensor, stopped: Tensor, replacement: float | None) -> Tensor:
-    """Replace the score of every response that did not stop: `score if stopped else replacement`.
+def replace_missing_eos(scores: Tensor, ended: Tensor, replacement: float | None) -> Tensor:
+    """Replace the score of every response that did not stop: `score if ended else replacement`.
 
     The *EOS trick* of the N+ implementation details, 2403.17031, section 7.
 
     Args:
         scores: `(B,)`, in the reward's unit; NaN, a missing score, stays NaN.
-        stopped: Whether the response has a stop token or string, bool `(B,)`.
+        ended: Whether the response has a stop token or string, bool `(B,)`.
         replacement: In the reward's unit; None does not change the scores.
 
     Returns:
         float32 `(B,)`.
     """
     scores = scores.float()
-    return scores if replacement is None else torch.where(stopped | scores.isnan(), scores, replacement)
+    return scores if replacement is None else torch.where(ended | scores.isnan(), scores, replacement)
 
 
 def token_rewards(

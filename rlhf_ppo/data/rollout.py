@@ -299,7 +299,7 @@ class Rollout(Responses):
     """Responses of the current policy with everything that was known when they were sampled.
 
     Attributes:
-        stopped: Whether the response ended by itself, with a stop token, a stop string or as the caller said, bool
+        ended: Whether the response ended by itself, with a stop token, a stop string or as the caller said, bool
             `(B,)`.
         logprobs: Log-probabilities of the response tokens under the sampling policy, nats, float32 `(B, T)`.
         ref_logprobs: The same under the reference policy; None if there is none.
@@ -312,7 +312,7 @@ class Rollout(Responses):
         scores_by_source: What each reward source gave, unweighted, float32 `(B,)` each; NaN where it gave none.
     """
 
-    stopped: Tensor
+    ended: Tensor = field(kw_only=True)
     logprobs: Tensor
     ref_logprobs: Tensor | None
     values: Tensor
@@ -326,7 +326,7 @@ class Rollout(Responses):
         for name in ("logprobs", "ref_logprobs", "values", "token_scores"):
             if (values := getattr(self, name)) is not None:
                 check_shape(name, values, tuple(self.response_mask.shape))
-        for name in ("stopped", "final_values", "scores"):
+        for name in ("ended", "final_values", "scores"):
             check_shape(name, getattr(self, name), (len(self),))
 
     @property

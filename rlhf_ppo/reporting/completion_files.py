@@ -178,7 +178,7 @@ class KeptCompletions:
                     **{name: values[row] for name, values in columns.items() if name.startswith("rewards/")},
                     "kl": columns["kl"][row] if "kl" in columns else None,
                     "length": sum(own),
-                    "ended": bool(columns["stopped"][row]),
+                    "ended": bool(columns["ended"][row]),
                     **{f"extra/{name}": _plain(values[row]) for name, values in extra.items()},
                     "prompt_id": prompt,
                     "token_id": response,

@@ -50,7 +50,7 @@ def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor | None, kl_coef
         "entropy": -zero_outside(rollout.logprobs, rollout.response_mask).sum(dim=1),
         "non_score_reward": torch.zeros_like(scores) if kl is None else (-kl_coef * kl).sum(dim=1),
         "length": rollout.response_mask.sum(dim=1).float(),
-        "stopped": rollout.stopped.float(),
+        "ended": rollout.ended.float(),
         **{f"rewards/{name}": values for name, values in rollout.scores_by_source.items()},
     }
 
@@ -126,11 +126,11 @@ def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
         "objective/non_score_reward": means["non_score_reward"],
         "objective/rlhf_reward": float(score) + means["non_score_reward"],
         "objective/scores": float(score),
-        "val/num_eos_tokens": float(columns["stopped"].sum()),
+        "val/num_eos_tokens": float(columns["ended"].sum()),
         "response/length_mean": means["length"],
         "response/length_min": float(columns["length"].min()),
         "response/length_max": float(columns["length"].max()),
-        "response/ended_frac": means["stopped"],
+        "response/ended_frac": means["ended"],
     }
     if score.isnan():
         del metrics["objective/rlhf_reward"], metrics["objective/scores"]

@@ -529,12 +529,12 @@ def shape_scores(rollout: Rollout, args: PPOConfig, unit: ScoreMoments | None = 
     how = (args.score_normalization, args.score_clip, args.missing_eos_penalty, args.missing_eos_score)
     return rollout.once(
         ("shaped scores", unit, *how),
-        lambda: (_shaped(rollout.scores, rollout.stopped, args, unit), _of_tokens(rollout) / std),
+        lambda: (_shaped(rollout.scores, rollout.ended, args, unit), _of_tokens(rollout) / std),
     )
 
 
 def scores_in_reward_unit(
-    scores: Tensor, token_scores: Tensor, stopped: Tensor, args: PPOConfig, unit: ScoreMoments | None
+    scores: Tensor, token_scores: Tensor, ended: Tensor, args: PPOConfig, unit: ScoreMoments | None
 ) -> Tensor:
     """Compute each response's shaped score, converted back to the reward's unit.
 
@@ -546,7 +546,7 @@ def scores_in_reward_unit(
     Args:
         scores: Weighted sums, before shaping, `(N,)`; NaN for responses that no source scored.
         token_scores: Sums of the token rewards, `(N,)`.
-        stopped: Whether the response has its stop token or stop string, bool `(N,)`.
+        ended: Whether the response has its stop token or stop string, bool `(N,)`.
         args: As for `shape_scores`.
         unit: The moments of the run so far; None without `score_scaling` and `score_normalization`. Without any
             scores, before the first update, the moments of these scores are used.
@@ -555,18 +555,18 @@ def scores_in_reward_unit(
         float32 `(N,)`, in the reward's unit.
     """
     if unit is None:
-        return _shaped(scores, stopped, args) + token_scores
+        return _shaped(scores, ended, args) + token_scores
     if unit.count == 0:
         total = scores + token_scores
         unit = unit.including(total[~total.isnan()], lambda summand: summand)
-    return _mean(args, unit) + unit.std * _shaped(scores, stopped, args, unit) + token_scores
+    return _mean(args, unit) + unit.std * _shaped(scores, ended, args, unit) + token_scores
 
 
-def _shaped(scores: Tensor, stopped: Tensor, args: PPOConfig, unit: ScoreMoments | None = None) -> Tensor:
+def _shaped(scores: Tensor, ended: Tensor, args: PPOConfig, unit: ScoreMoments | None = None) -> Tensor:
     if unit is not None:
         scores = (scores - _mean(args, unit)) / unit.std
-    scores = penalize_missing_eos(clip_scores(scores, args.score_clip), stopped, args.missing_eos_penalty)
-    return replace_missing_eos(scores, stopped, args.missing_eos_score)
+    scores = penalize_missing_eos(clip_scores(scores, args.score_clip), ended, args.missing_eos_penalty)
+    return replace_missing_eos(scores, ended, args.missing_eos_score)
 
 
 def _mean(args: PPOConfig, unit: ScoreMoments) -> float:

@@ -61,7 +61,7 @@ def advantages_and_returns(
     Returns:
         Advantages and returns, float32 `(B, T)` each, in the reward's unit, 0 outside `rollout.loss_mask`.
     """
-    cut = rollout.final_values.masked_fill(rollout.stopped, 0.0) if args.bootstrap_truncated else None
+    cut = rollout.final_values.masked_fill(rollout.ended, 0.0) if args.bootstrap_truncated else None
 
     estimator = turn_gae if args.gae_level == "turn" else gae
 

@@ -247,7 +247,7 @@ def rollout_of(
         response_mask=responses.response_mask,
         sampling_logprobs=responses.sampling_logprobs,
         on_host=responses.on_host,
-        stopped=ended,
+        ended=ended,
         logprobs=output.logprobs,
         ref_logprobs=ref_logprobs,
         values=output.values,
@@ -388,7 +388,7 @@ def metrics_of_evaluation(
         prefix: Prefix of each key.
         score_unit: Moments that scale scores in training, or None.
     """
-    shaped = (columns["scores"], columns.pop("token_scores"), columns["stopped"].bool(), run.args)
+    shaped = (columns["scores"], columns.pop("token_scores"), columns["ended"].bool(), run.args)
     columns["scores"] = scores_in_reward_unit(*shaped, score_unit)
     run.timer.drain()
     extra = {f"{prefix}_{name}": value for name, value in run.logged.drain().items()}

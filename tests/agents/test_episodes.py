@@ -59,7 +59,7 @@ def test_a_turn_is_paid_at_its_own_last_token_and_the_episode_at_its_end(tmp_pat
     assert paid == {ends[0]: 0.5, ends[1]: -1.0}
     assert rollout.scores_by_source["turns"].tolist() == [-0.5, -0.5]
     assert rollout.scores_by_source["Box"].tolist() == [1.0, 1.0] == rollout.scores.tolist()
-    assert rollout.stopped.all()
+    assert rollout.ended.all()
 
 
 def test_a_run_whose_policy_samples_begins_at_ratio_one_and_learns_from_its_own_tokens_alone(tmp_path: Any) -> None:
@@ -104,7 +104,7 @@ class TestEnds:
         rollout, row = trainer.kept, trainer.kept.response_mask[0]
         log = next(log for log in trainer.state.log_history if "objective/scores" in log)
 
-        assert rollout.stopped.tolist() == [ended] * 2
+        assert rollout.ended.tolist() == [ended] * 2
         assert {name: log[f"episode/cut_by_{name}_frac"] for name in ("length", "calls", "time", "environment")} == {
             name: float(name == cut) for name in ("length", "calls", "time", "environment")
         }
@@ -308,7 +308,7 @@ def test_rollout_func_gives_whole_rollouts_and_columns(tmp_path: Any) -> None:
     assert kept.query_responses.tolist()[0] == [5, 6, 8, 9, chat_tokenizer().eos_token_id]
     assert kept.response_mask.tolist() == [[True, False, True], [True, True, False]]
     assert kept.sampling_logprobs[0].tolist() == [-0.5, 0.0, -0.25]
-    assert kept.stopped.tolist() == [True, False]
+    assert kept.ended.tolist() == [True, False]
 
 
 @pytest.mark.parametrize(

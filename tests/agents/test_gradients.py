@@ -64,7 +64,7 @@ def expected_gradients(policy: Any, value_model: Any, rollout: Rollout, level: s
         all_values = body.score(body.model(input_ids=unpadded[None]).last_hidden_state)[0, :, 0]
         rewards = rollout.token_scores[row][real[-width:]][written].double().numpy().copy()
         rewards[-1] += float(rollout.scores[row])
-        end = 0.0 if bool(rollout.stopped[row]) else float(all_values[-1].detach())
+        end = 0.0 if bool(rollout.ended[row]) else float(all_values[-1].detach())
         starts = [k for k, place in enumerate(places.tolist()) if k == 0 or place != places[k - 1] + 1]
         given = (rewards, all_values[places - 1].detach().numpy(), end, starts, level)
         advantages, returns = advantages_of_row(*given)

@@ -54,8 +54,8 @@ def test_an_unknown_estimator_is_an_error_that_names_the_choices(estimator):
 
 def test_only_responses_without_the_stop_token_are_penalised():
     scores = torch.tensor([1.0, -2.0, 0.5])
-    stopped = torch.tensor([True, False, False])
-    torch.testing.assert_close(penalize_missing_eos(scores, stopped, 1.5), torch.tensor([1.0, -3.5, -1.0]))
+    ended = torch.tensor([True, False, False])
+    torch.testing.assert_close(penalize_missing_eos(scores, ended, 1.5), torch.tensor([1.0, -3.5, -1.0]))
     assert scores.tolist() == [1.0, -2.0, 0.5]  # the caller's scores are left alone
 
 
@@ -66,10 +66,10 @@ def test_scores_are_clipped_on_both_sides():
 
 
 def test_scores_of_responses_without_the_stop_token_are_replaced():
-    scores, stopped = torch.tensor([1.0, -2.0, NAN, NAN]), torch.tensor([True, False, False, True])
+    scores, ended = torch.tensor([1.0, -2.0, NAN, NAN]), torch.tensor([True, False, False, True])
     expected = torch.tensor([1.0, -1.0, NAN, NAN])  # what has no score is left out of the update, not punished
-    torch.testing.assert_close(replace_missing_eos(scores, stopped, -1.0), expected, equal_nan=True)
-    torch.testing.assert_close(replace_missing_eos(scores, stopped, None), scores, equal_nan=True)
+    torch.testing.assert_close(replace_missing_eos(scores, ended, -1.0), expected, equal_nan=True)
+    torch.testing.assert_close(replace_missing_eos(scores, ended, None), scores, equal_nan=True)
     assert replace_missing_eos(torch.tensor([5.0]), torch.tensor([False]), 0.0).tolist() == [0.0]
 
 

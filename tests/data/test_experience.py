@@ -52,7 +52,7 @@ def experience() -> Experience:
 
 def rollout() -> Rollout:
     return responses(
-        stopped=torch.tensor([True, False, True, False, True]),
+        ended=torch.tensor([True, False, True, False, True]),
         **{name: per_token(100 * index) for index, name in enumerate(("logprobs", "ref_logprobs", "values"))},
         final_values=torch.arange(5.0),
         scores=torch.arange(5.0) + 10,
@@ -337,7 +337,7 @@ def test_no_two_updates_share_a_shuffling_seed(keys: list[tuple[int, int, int]])
 @pytest.mark.parametrize(
     "name",
     [
-        *("logprobs", "ref_logprobs", "values", "stopped", "final_values", "scores", "token_scores"),
+        *("logprobs", "ref_logprobs", "values", "ended", "final_values", "scores", "token_scores"),
         "sampling_logprobs",
     ],
 )

@@ -72,7 +72,7 @@ def test_an_update_equals_numpy(make_trainer: MakeTrainer, variant: str) -> None
     written = [episode.written for episode in update.episodes]
     assert any(False in row[: len(episode.own)] for row, episode in zip(written, update.episodes, strict=True))
     assert {row[-1] for row in written} == {row[0] for row in written} == {True, False}
-    assert any(EOS in np.array(row.response)[row.own] and not row.stopped for row in update.episodes)
+    assert any(EOS in np.array(row.response)[row.own] and not row.ended for row in update.episodes)
     assert 0 < update.logged["response/ended_frac"] < 1
     check_update(update)
 
@@ -104,8 +104,8 @@ def test_a_tools_tokens_may_be_masked_out_of_a_rollout_that_holds_figures_of_the
         def collect_rollout(self, *args: Any) -> Rollout:
             rollout = super().collect_rollout(*args)
             assert rollout.logprobs[rollout.response_mask & ~self.in_turns.response_mask].any()
-            stopped = torch.tensor([episode.stopped for episode in self.episodes])
-            return dataclasses.replace(rollout, response_mask=self.in_turns.response_mask, stopped=stopped)
+            ended = torch.tensor([episode.ended for episode in self.episodes])
+            return dataclasses.replace(rollout, response_mask=self.in_turns.response_mask, ended=ended)
 
     run: dict[str, Any] = {"total_episodes": 8, "missing_eos_penalty": 1.0, "ref_model": tiny_policy(seed=5)}
     late, early = make_trainer(MasksLate, **run), make_trainer(RespondsInTurns, **run)
@@ -147,13 +147,13 @@ def a_rollout(real: Tensor, written: Tensor, seed: int) -> Rollout:
         drawn = torch.randn(shape, generator=generator)
         return drawn.masked_fill(~written, 0.0) if len(shape) == 2 else drawn
 
-    scores, stopped = figures(rows), torch.arange(rows) % 2 == 0
+    scores, ended = figures(rows), torch.arange(rows) % 2 == 0
     return Rollout(
         query_responses=torch.randint(3, 32, (rows, 2 + real.shape[1]), generator=generator),
         attention_mask=torch.cat((torch.ones(rows, 2).bool(), real), dim=1),
         response_mask=written,
         sampling_logprobs=figures(*real.shape),
-        stopped=stopped,
+        ended=ended,
         logprobs=figures(*real.shape),
         ref_logprobs=figures(*real.shape),
         values=figures(*real.shape),
@@ -367,7 +367,7 @@ def test_opponents_answer_with_whole_responses_and_win_by_what_they_wrote(make_t
     episodes = trainer.episodes
     assert columns["opponent_self_ids"] == [episode.response for episode in episodes]
     assert columns["opponent_self_written"] == [episode.written for episode in episodes]
-    assert columns["opponent_self_ended"] == [episode.stopped for episode in episodes]
+    assert columns["opponent_self_ended"] == [episode.ended for episode in episodes]
 
     batch = trainer.generate_responses(None, prompts, None)
     ours = answers_of(ScoringBatch.of(batch, prompts, trainer.tokens.ended(batch)), trainer.processing_class)
@@ -397,4 +397,4 @@ def test_tables_and_evaluation_show_whole_responses_and_count_the_policys_tokens
     own = [len(episode.own) for episode in trainer.episodes]
     assert any(len(episode.response) > len(episode.own) for episode in trainer.episodes)
     assert metrics["eval_response_length_mean"] == sum(own) / 2
-    assert metrics["eval_ended_frac"] == sum(episode.stopped for episode in trainer.episodes) / 2
+    assert metrics["eval_ended_frac"] == sum(episode.ended for episode in trainer.episodes) / 2

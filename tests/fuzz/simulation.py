@@ -123,7 +123,7 @@ class Simulation:
         for _ in range(2):
             advantages, known.returns = [], []
             for row, episode in enumerate(known.episodes):
-                end = 0.0 if episode.stopped or not self.settings.bootstrap_truncated else known.final_values[row]
+                end = 0.0 if episode.ended or not self.settings.bootstrap_truncated else known.final_values[row]
                 given = (episode, rewards[row], known.values[row], end, self.settings, self.warms_up)
                 advantage, returns = advantages_of(*given)
                 advantages.append(advantage)
@@ -173,7 +173,7 @@ class Simulation:
             std = std if std > 0 else 1.0
         paid = np.clip((scores - mean) / std, -settings.score_clip, settings.score_clip)
         for row, episode in enumerate(episodes):
-            if not episode.stopped and not np.isnan(paid[row]):
+            if not episode.ended and not np.isnan(paid[row]):
                 replaced = settings.missing_eos_score
                 paid[row] = paid[row] - settings.missing_eos_penalty if replaced is None else replaced
         return paid, [row / std for row in of_tokens]
@@ -379,11 +379,11 @@ def rollout_figures(known: Known, run: Simulation) -> dict[str, float]:
     logged = {
         "objective/entropy": float(np.mean([-row.sum() for row in known.logprobs])),
         "objective/non_score_reward": charged,
-        "val/num_eos_tokens": sum(episode.stopped for episode in episodes),
+        "val/num_eos_tokens": sum(episode.ended for episode in episodes),
         "response/length_mean": float(np.mean(lengths)),
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
-        "response/ended_frac": float(np.mean([episode.stopped for episode in episodes])),
+        "response/ended_frac": float(np.mean([episode.ended for episode in episodes])),
         "response/unique_frac": len(different) / len(episodes),
         "val/explained_variance": explained(known, settings),
     }

@@ -135,7 +135,7 @@ def check_known(known: Known, rollout: Any) -> None:
         assert (given is None) == (expected is None), name
         for row, episode in enumerate(known.episodes if expected is not None else []):
             assert_allclose(given[row][episode.own], expected[row], rtol=1e-4, atol=2e-5, err_msg=f"{name} of {row}")
-    assert rollout.stopped.tolist() == [episode.stopped for episode in known.episodes]
+    assert rollout.ended.tolist() == [episode.ended for episode in known.episodes]
 
 
 def check_weights(what: str, given: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ def check_resumed(configuration: Configuration, trainer: Any, whole: dict[str, A
     """Go on where a kill would have left the run, or where a signal did: it ends bit for bit as if left alone."""
     output_dir = f"{trainer.args.output_dir}-killed"
     if configuration["seed"] % 4 == 0 and trainer.updates[1].steps[0].before:
-        output_dir = f"{trainer.args.output_dir}-stopped"
+        output_dir = f"{trainer.args.output_dir}-ended"
         with pytest.raises(RunStopped):
             make(configuration, Path(output_dir), callbacks=(SignalAt(1, 1),)).train()
     resumed = make(configuration, Path(output_dir))

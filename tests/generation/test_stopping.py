@@ -271,11 +271,11 @@ def test_a_run_with_stop_strings(make_trainer: Any, padding_side: str, stop_toke
         assert end in (None, len(ids))
     by_string = [end is not None for end in expected_ends]
     assert any(by_string) and not all(len(ids) == len(rows[0]) for ids in rows)
-    assert rollout.stopped.tolist() == [hit or 1 in ids for hit, ids in zip(by_string, rows, strict=True)]
+    assert rollout.ended.tolist() == [hit or 1 in ids for hit, ids in zip(by_string, rows, strict=True)]
     entry = trainer.state.log_history[0]
-    assert entry["response/ended_frac"] == pytest.approx(sum(rollout.stopped.tolist()) / 8)
+    assert entry["response/ended_frac"] == pytest.approx(sum(rollout.ended.tolist()) / 8)
     scores = [sum(i == 7 for i in ids) / len(ids) for ids in rows]
-    paid = [score if stopped else -5.0 for score, stopped in zip(scores, rollout.stopped.tolist(), strict=True)]
+    paid = [score if ended else -5.0 for score, ended in zip(scores, rollout.ended.tolist(), strict=True)]
     assert entry["objective/scores"] == pytest.approx(sum(paid) / 8)
 
     table = trainer.generate_completions()

@@ -35,7 +35,7 @@ def test_every_output_equals_numpy() -> None:
     policy, value_model = oracles.weights_of(model.policy), oracles.weights_of(model.value_model)
     for row, length in enumerate(RESPONSES):
         tokens = ids[row][attention_mask[row]].tolist()
-        episode = Episode(tokens[:-length], tokens[-length:], stopped=False)
+        episode = Episode(tokens[:-length], tokens[-length:], ended=False)
         values = llama.values(value_model, episode)
         logprobs, entropy = llama.response(policy, episode, 0.7)
         for ours, exact in zip(output, (logprobs, entropy, values[:-1]), strict=False):

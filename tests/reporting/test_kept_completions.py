@@ -61,13 +61,13 @@ def test_every_logged_update_has_its_responses_token_by_token(make_trainer: Any)
             assert kept["prompt"] == tokenizer.decode(prompt, skip_special_tokens=True)
             assert kept["prompt_id"] == prompt[rollout.attention_mask[index, : rollout.context_length]].tolist()
             kl = (rollout.logprobs - rollout.ref_logprobs)[index][written]
-            score = rollout.scores[index] - (0.0 if rollout.stopped[index] else 0.5)
+            score = rollout.scores[index] - (0.0 if rollout.ended[index] else 0.5)
             paid = -trainer.args.kl_coef * kl
             paid[-1] += score
             of_tokens = (rollout.values[index][written], experience.advantages[index][written], kl, paid)
             for name, expected in zip(TOKEN_VALUES, of_tokens, strict=True):
                 torch.testing.assert_close(torch.tensor(kept[name]), expected)
-            assert (kept["length"], kept["ended"]) == (len(ids), bool(rollout.stopped[index]))
+            assert (kept["length"], kept["ended"]) == (len(ids), bool(rollout.ended[index]))
             assert kept["score"] == pytest.approx(float(score)) and kept["kl"] == pytest.approx(float(kl.sum()))
             assert kept["rewards/logs_a_note"] == pytest.approx(float(rollout.scores[index]))
             assert kept["extra/note"] == f"{len(ids)} tokens"

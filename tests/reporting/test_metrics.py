@@ -35,7 +35,7 @@ def rollout(**overrides: Any) -> Rollout:
         "query_responses": torch.ones(3, 4, dtype=torch.long),
         "attention_mask": torch.cat((torch.ones(3, 1, dtype=torch.bool), MASK), dim=1),
         "response_mask": MASK,
-        "stopped": torch.tensor([True, False, True]),
+        "ended": torch.tensor([True, False, True]),
         "logprobs": torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -0.25, -0.25], [-3.0, -9.0, -9.0]]),
         "ref_logprobs": torch.zeros(3, 3),
         "values": torch.zeros(3, 3),
@@ -62,7 +62,7 @@ def test_episode_columns_by_hand() -> None:
         "entropy": [3.0, 1.0, 3.0],
         "non_score_reward": [-0.04, -0.03, -0.1],
         "length": [2.0, 3.0, 1.0],
-        "stopped": [1.0, 0.0, 1.0],
+        "ended": [1.0, 0.0, 1.0],
         "rewards/a": [1.0, 2.0, 3.0],
         "rewards/b": [0.0, 3.0, NAN],
     }

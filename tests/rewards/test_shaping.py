@@ -18,13 +18,13 @@ NAN = float("nan")
 
 
 def rollout(**overrides: Any) -> Rollout:
-    """Four responses of two tokens: stopped, cut, cut, and cut without a score."""
+    """Four responses of two tokens: ended, cut, cut, and cut without a score."""
     real, zeros = torch.ones(4, 2, dtype=torch.bool), torch.zeros(4, 2)
     values = {
         "query_responses": torch.ones(4, 3, dtype=torch.long),
         "attention_mask": torch.ones(4, 3, dtype=torch.bool),
         "response_mask": real,
-        "stopped": torch.tensor([True, False, False, False]),
+        "ended": torch.tensor([True, False, False, False]),
         "logprobs": zeros,
         "ref_logprobs": zeros,
         "values": zeros,
@@ -79,7 +79,7 @@ def test_an_evaluation_s_scores_keep_the_reward_s_unit(settings: dict[str, Any],
     """A response's score is what training would pay for it, times the deviation, plus the mean."""
     args, made = PPOConfig(**settings), rollout()
     unit = ScoreMoments(2, 3.0, 4.0) if args.score_scaling or args.score_normalization else None
-    given = (made.scores, made.token_scores.sum(dim=1), made.stopped, args)
+    given = (made.scores, made.token_scores.sum(dim=1), made.ended, args)
     ours = scores_in_reward_unit(*given, unit)
     assert ours.tolist() == pytest.approx(expected, nan_ok=True) and ours.dtype == torch.float32
     paid, of_tokens = shape_scores(made, args, unit)
@@ -89,7 +89,7 @@ def test_an_evaluation_s_scores_keep_the_reward_s_unit(settings: dict[str, Any],
 
 def test_before_the_first_update_an_evaluation_takes_the_moments_of_its_own_scores() -> None:
     args, made = PPOConfig(score_normalization=True, missing_eos_score=-1.0), rollout()
-    given = (made.scores, made.token_scores.sum(dim=1), made.stopped, args)
+    given = (made.scores, made.token_scores.sum(dim=1), made.ended, args)
     mean, std = np.mean([10, -10, 1]), np.std([10, -10, 1], ddof=1)
     expected = [10, mean - std - 4, mean - std, NAN]
     assert scores_in_reward_unit(*given, ScoreMoments()).tolist() == pytest.approx(expected, nan_ok=True)

@@ -54,7 +54,7 @@ def test_responses_with_a_good_score_are_imitated(make_trainer: MakeTrainer, thr
     rollouts = record_rollouts(added)
     for trainer in (plain, added):
         trainer.train()
-    scores = rollouts[0].scores - 0.5 * ~rollouts[0].stopped
+    scores = rollouts[0].scores - 0.5 * ~rollouts[0].ended
     positive = scores > threshold
     logged = history(added)[0]
     share = float((rollouts[0].response_mask & positive[:, None]).sum() / rollouts[0].response_mask.sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,24 @@ MODELS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+class OfAnEngine(PPOTrainer):
+    """Has old log-probabilities that are not the policy's own, as with `old_logprobs="sampling"`."""
+
+    def learn(self, model: nn.Module, experience: Experience) -> float | Tensor:
+        others = experience.logprobs - 0.5 * experience.response_mask
+        return super().learn(model, dataclasses.replace(experience, logprobs=others))
+
+
+class OfAnEngineInOnePass(InOnePass, OfAnEngine):
+    """Both."""
+
+
 @pytest.mark.parametrize(
     ("models", "trainer_class"),
-    [*((models, PPOTrainer) for models in MODELS), ("two models", InOnePass)],
+    [
+        *((models, PPOTrainer) for models in MODELS),
+        *(("two models", each) for each in (OfAnEngine, OfAnEngineInOnePass)),
+    ],
 )
 def test_the_policy_stays_and_nothing_of_it_is_begun(
     make_trainer: MakeTrainer, models: str, trainer_class: type[PPOTrainer]
@@ -93,8 +109,7 @@ def test_the_policy_stays_and_nothing_of_it_is_begun(
     *warm, last = (log for log in history(trainer) if "val/ratio" in log)
     for log in warm:
         assert log["val/critic_warmup"] == 1 and log["policy/grad_norm"] == 0 and log["val/grad_norm"] > 0
-        if trainer_class is PPOTrainer:
-            assert (log["val/ratio"], log["policy/approxkl_avg"], log["policy/clipfrac_avg"]) == (1, 0, 0)
+        assert (log["val/ratio"], log["policy/approxkl_avg"], log["policy/clipfrac_avg"]) == (1, 0, 0)
         assert not {"policy/entropy_avg", "loss/policy_avg", "val/first_logratio"} & log.keys()
         assert log["loss"] == pytest.approx(0.1 * log["loss/value_avg"], rel=0.2)
     assert last["val/critic_warmup"] == 0 and last["policy/grad_norm"] > 0 and "policy/entropy_avg" in last

@@ -65,7 +65,7 @@ def test_keys_and_values_follow_their_definitions(make_trainer: MakeTrainer) -> 
     metrics = trainer.evaluate()
     assert KEYS | SPEED | {"epoch"} == metrics.keys()
     rollout = cast(Any, trainer).rollout
-    assert 0 <= metrics["eval_ended_frac"] == float(rollout.stopped.float().mean())
+    assert 0 <= metrics["eval_ended_frac"] == float(rollout.ended.float().mean())
     assert metrics["eval_kl"] == pytest.approx(float((rollout.logprobs - rollout.ref_logprobs).sum(1).mean()))
     assert metrics["eval_entropy"] == pytest.approx(float(-rollout.logprobs.sum(1).mean()))
     assert metrics["eval_response_length_mean"] == pytest.approx(float(rollout.response_mask.sum(1).float().mean()))
@@ -100,7 +100,7 @@ class OneRollout(PPOTrainer):
     def collect_rollout(self, *args: Any, **kwargs: Any) -> Any:
         rollout = super().collect_rollout(*args, **kwargs)
         if self.first is None:
-            self.first = dataclasses.replace(rollout, stopped=torch.tensor([True, False, False, True, False]))
+            self.first = dataclasses.replace(rollout, ended=torch.tensor([True, False, False, True, False]))
             return self.first
         self.start += len(rollout)
         rows = slice(self.start - len(rollout), self.start)
@@ -165,7 +165,7 @@ def test_scores_are_clipped_and_judged_for_their_stop_token(
     class TwoStop(PPOTrainer):
         def collect_rollout(self, *args: Any, **kwargs: Any) -> Any:
             rollout = super().collect_rollout(*args, **kwargs)
-            return dataclasses.replace(rollout, stopped=rollout.scores < 2)
+            return dataclasses.replace(rollout, ended=rollout.scores < 2)
 
     trainer = make_trainer(TwoStop, **QUICK, eval_dataset=FIVE_ROWS, reward_funcs=numbers, **settings)
     assert trainer.evaluate()["eval_score"] == pytest.approx(expected)
@@ -183,8 +183,8 @@ def test_the_best_model_is_the_one_that_stops(
             rollout = super().collect_rollout(*args, **kwargs)
             if not self._run.is_evaluating:
                 return dataclasses.replace(rollout, scores=torch.tensor([0.0, 100.0]))
-            stops = torch.full_like(rollout.stopped, self.state.global_step < 2)
-            return dataclasses.replace(rollout, stopped=stops, scores=torch.where(stops, 50.0, 60.0))
+            stops = torch.full_like(rollout.ended, self.state.global_step < 2)
+            return dataclasses.replace(rollout, ended=stops, scores=torch.where(stops, 50.0, 60.0))
 
     trainer = make_trainer(
         UnlearnsToStop,

@@ -563,5 +563,5 @@ def test_rewards_of_tokens_and_ended_are_taken_as_they_are(make_stepper: Steps) 
     trainer.step(queries, responses, paid, masks, ended=[False, True])
 
     assert trainer.kept.token_scores.tolist() == [[0.5, 0.0, -1.0], [2.0, 0.0, 0.0]]
-    assert trainer.kept.scores.tolist() == [0.0, 0.0] and trainer.kept.stopped.tolist() == [False, True]
+    assert trainer.kept.scores.tolist() == [0.0, 0.0] and trainer.kept.ended.tolist() == [False, True]
     assert trainer.shape_rewards(trainer.kept).tolist() == [[0.5, 0.0, -4.0], [2.0, 0.0, 0.0]]

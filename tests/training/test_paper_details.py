@@ -136,10 +136,10 @@ def test_queries_are_padded_left_and_neither_padding_nor_dropout_changes_a_log_p
 def test_responses_are_cut_after_eos_and_padded_with_another_token(run: Run) -> None:
     """PAD is not EOS, so that ending is learned; a fixed length, cut at EOS."""
     first = run.rollouts[0]
-    assert first.stopped.any() and not first.stopped.all()
+    assert first.ended.any() and not first.ended.all()
     for row, (_, response) in enumerate(run.rows):
-        assert bool(first.stopped[row]) == (response[-1] == EOS)
-        assert len(response) == RESPONSE_LENGTH or first.stopped[row]
+        assert bool(first.ended[row]) == (response[-1] == EOS)
+        assert len(response) == RESPONSE_LENGTH or first.ended[row]
         expected = torch.arange(first.response_mask.shape[1]) < len(response)
         assert torch.equal(first.response_mask[row], expected) and torch.equal(first.loss_mask[row], expected)
         assert (first.query_responses[row, first.context_length + len(response) :] == PAD).all()
@@ -149,9 +149,9 @@ def test_the_score_is_read_at_the_last_token_and_is_minus_one_without_eos(run: R
     """The reward is that of the EOS token; the EOS trick."""
     first, logged = run.rollouts[0], history(run.trainer)[0]
     scores = np.array([values_of(run.reward, *row)[-1] for row in run.rows])
-    stopped = np.array([response[-1] == EOS for _, response in run.rows])
-    assert_allclose(first.scores[torch.tensor(stopped)], scores[stopped], atol=2e-5)
-    assert logged["objective/scores"] == pytest.approx(np.where(stopped, scores, -1).mean(), abs=2e-5)
+    ended = np.array([response[-1] == EOS for _, response in run.rows])
+    assert_allclose(first.scores[torch.tensor(ended)], scores[ended], atol=2e-5)
+    assert logged["objective/scores"] == pytest.approx(np.where(ended, scores, -1).mean(), abs=2e-5)
 
 
 def rewards_of(run: Run) -> list[Any]:

@@ -101,7 +101,7 @@ def test_advantages_and_loss_are_the_oracle_s_of_the_scored_rows(
         context = rollout.context_length
         prompt = rollout.query_responses[row, :context][rollout.attention_mask[row, :context]].tolist()
         response = rollout.responses[row][rollout.response_mask[row]].tolist()
-        episodes.append(Episode(prompt, response, stopped=1 in response))
+        episodes.append(Episode(prompt, response, ended=1 in response))
     llama, before = Llama.of(trainer.policy_model.config), snapshots.weights[0]
     settings = Settings(temperature=0.7, whiten_rewards=whiten_rewards)
     scores = share_of_w4([episode.response for episode in episodes])
@@ -133,7 +133,7 @@ def test_advantages_by_hand(make_trainer: MakeTrainer, caplog: pytest.LogCapture
         query_responses=torch.full((3, 3), 5),
         attention_mask=torch.cat([torch.ones(3, 1).bool(), response_mask], dim=1),
         response_mask=response_mask,
-        stopped=torch.ones(3).bool(),
+        ended=torch.ones(3).bool(),
         logprobs=zeros,
         ref_logprobs=zeros,
         values=zeros,

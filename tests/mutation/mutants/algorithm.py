@@ -155,7 +155,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("torch.expm1(-log_ratio) + log_ratio", "torch.expm1(log_ratio) - log_ratio"),
         ("torch.expm1(-log_ratio) + log_ratio", "(-log_ratio).exp() - 1 + log_ratio"),
         ("scores - penalty", "scores + penalty"),
-        ("torch.where(stopped,", "torch.where(~stopped,"),
+        ("torch.where(ended,", "torch.where(~ended,"),
         ("zero_outside(-kl_coef *", "zero_outside(kl_coef *"),
         ("zero_outside(-kl_coef * kl.float(), response_mask)", "-kl_coef * kl.float()"),
         ("num_tokens_left == 1", "num_tokens_left == 2"),
