@@ -153,7 +153,7 @@ def test_parts_of_any_size_put_together_are_the_whole(size: int) -> None:
     restored = pad_right([part.values.masked_fill(~part.response_mask, 0) for part in parts], width=6)
     assert torch.equal(restored, whole.values.masked_fill(~whole.response_mask, 0))
     assert torch.equal(torch.cat([part.scores for part in parts]), whole.scores)
-    assert torch.equal(torch.cat([part.stopped for part in parts]), whole.stopped)
+    assert torch.equal(torch.cat([part.ended for part in parts]), whole.ended)
 
 
 @pytest.mark.parametrize(
