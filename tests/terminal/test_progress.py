@@ -61,6 +61,23 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_the_bar_of_an_evaluation_is_gone_before_its_result(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bar of an evaluation without training stood in front of what was printed next."""
+    trainer = make_trainer(
+        **QUICK, disable_tqdm=False, eval_dataset=Dataset.from_list(prompt_rows(4)), per_device_eval_batch_size=1
+    )
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    trainer.evaluate()
+    terminal.write("next")
+    before, _, result = terminal.getvalue().rpartition("evaluated 0")
+    assert "/4" in before and before.endswith("\r")
+    assert not re.search("[\r]|it/s|batch/s|/4", result) and result.endswith(" s\nnext")
+
+
 class Clock:
     """Shows a second more at each update."""
 
