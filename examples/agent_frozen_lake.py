@@ -132,9 +132,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer, curve = make_tokenizer(), Curve()
     given = (options.size, options.moves, options.slippery, options.rate, options.progress)
     share = 1.0 if options.gae == "turn" else 0.5  # of a turn: a word and the stop token
-    decay = {"num_decay_steps": options.updates // 2} if options.schedule == "warmup_stable_decay" else {}
-    args = PPOConfig(
-        options.output_dir,
+    settings = dict[str, Any](
         overwrite_output_dir=True,
         max_steps=options.updates,
         per_device_train_batch_size=128,
@@ -148,9 +146,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         gamma=0.99**share,
         lam=0.95**share,
         learning_rate=1e-3,
-        lr_scheduler_type=options.schedule,
-        lr_scheduler_kwargs=decay,
-        kl_coef=options.kl,
+        lr_scheduler_type="cosine",
+        kl_coef=0.01,
         vf_coef=0.0 if options.credit == "episode" else 0.5,
         num_ppo_epochs=2,
         num_mini_batches=4,
@@ -165,11 +162,12 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         log_console="none",
         disable_tqdm=True,
     )
+    args = PPOConfig(options.output_dir, **(settings | json.loads(options.options)))
     trainer = (OneCredit if options.credit == "episode" else PPOTrainer)(
         args,
         tokenizer,
         make_player(tokenizer, options.size, options.seed),
-        eval_dataset=[{"prompt": ""}] * 500,
+        eval_dataset=[{"prompt": ""}] * options.held_out,
         callbacks=[curve],
         reward_funcs=[won],
         environment_factory=text_environment(lambda: make_lake(*given), place, MOVES, "what ? {observation}"),
@@ -196,10 +194,10 @@ def main() -> None:
     parser.add_argument("--slippery", action="store_true")
     parser.add_argument("--rate", type=float, default=1 / 3, help="success_rate with --slippery")
     parser.add_argument("--progress", action="store_true", help="pay each step towards the goal")
-    parser.add_argument("--schedule", default="cosine", help="of the learning rate")
-    parser.add_argument("--kl", type=float, default=0.01, help="coefficient of the KL to the random player")
     parser.add_argument("--gae", default="turn", choices=("turn", "token"))
     parser.add_argument("--credit", default="turn", choices=("turn", "episode"))
+    parser.add_argument("--held_out", type=int, default=500, help="episodes of the last evaluation")
+    parser.add_argument("--options", default="{}", help="further options of PPOConfig, as JSON")
     parser.add_argument("--output_dir", default="frozen_lake")
     print(json.dumps(train(parser.parse_args())))
 

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, EpisodeEncoder, check_versions
-from rlhf_ppo.data.prompts import PromptEncoder, Prompts
+from rlhf_ppo.data.prompts import PromptEncoder, Prompts, smallest
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.environments.pool import Environments
 from rlhf_ppo.evaluation.critic_audit import check_audit
@@ -224,7 +224,8 @@ class EpisodeRollouts:
             return sample_with(turns, policy, contexts, how, run.tokens.stop_strings)
 
         given = (self.args.response_length, self.args.max_tool_calling_iterations, stops, run.tokens.stop_strings)
-        limits = EpisodeLimits(*given, run.longest_sequence, run.tokens.pad)
+        longest = smallest((run.longest_sequence, getattr(engine, "longest_sequence", None)))
+        limits = EpisodeLimits(*given, longest, run.tokens.pad)
         ranks = Ranks(partial(_most_of_ranks, run), partial(raise_on_all_ranks, run.accelerator))
         assert self.conversations is not None
         player = EpisodePlayer(sample, self.conversations, limits, ranks if self._needs_step(run, policy) else Ranks())

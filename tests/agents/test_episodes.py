@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.compat.environments import make_environment
+from rlhf_ppo.data import conversation
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations
+from rlhf_ppo.data.prompts import PositionLimit
 from rlhf_ppo.data.rollout import Rollout
 from tests.agents.box import Box
 from tests.agents.chat import ScriptedEngine, chat_model, chat_tokenizer, ppo_config, turn_text
@@ -123,6 +126,26 @@ class TestEnds:
         assert not rollout.response_mask[0, -1] and rollout.attention_mask[0, -1]
         behind = rollout.responses[0][~rollout.response_mask[0]].tolist()
         assert "cut" in chat_tokenizer().decode(behind)
+
+
+def test_no_turn_is_asked_for_longer_than_the_engine_has_room_behind_the_longest_row(tmp_path: Any) -> None:
+    """One episode's first turn is long, the other's short: the limit of a round is that of the row with most left."""
+    tokenizer = chat_tokenizer()
+
+    def script(context: str, number: int) -> str:
+        content = "word " * (60 if "QQ" in context else 1)
+        return turn_text(tokenizer, "qwen3", ("add", {"x": 1.0}), content=content) if number == 0 else DONE
+
+    rows = [{"prompt": [{"role": "user", "content": name}]} for name in ("QQ", "Q")]
+    room = 0
+    for has_limit in (False, True):
+        engine: Any = ScriptedEngine(tokenizer, script)
+        engine.longest_sequence = PositionLimit(room, "this engine has room for so many", "-") if has_limit else None
+        trainer = made(tmp_path, train_dataset=rows, engine=engine, options={"num_generations": 1})
+        trainer.train()
+        asked = [max(map(len, rows)) + most for rows, most in engine.asked]
+        room = asked[0]  # of the longest prompt and response_length
+        assert len(asked) == 2 and (asked[1] <= room) is has_limit
 
 
 def test_seeds_are_those_of_the_prompt_not_of_the_copy_and_other_ones_in_evaluation(tmp_path: Any) -> None:
@@ -257,6 +280,15 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no stop token": ({}, {"stop_token": None}, "stop_token=None: nothing ends a turn; set stop_token='eos'"),
     "rollout_func too": ({"rollout_func": print}, {}, "rollout_func.*environment_factory.*leave one"),
     "audit": ({}, {"critic_audit_steps": 5}, "critic_audit_steps=5"),
+    "opponent": (
+        {
+            "reward_funcs": make_environment(
+                "preference_comparison", {"judge": "length", "opponent": "reference"}
+            ).reward_funcs
+        },
+        {},
+        r"reward_funcs compare with \['reference'\], but an opponent plays no episodes",
+    ),
 }
 
 
@@ -265,6 +297,13 @@ def test_construction_names_argument_value_and_fix(tmp_path: Any, case: str) -> 
     given, options, message = WRONG[case]
     with pytest.raises((TypeError, ValueError), match=message):
         made(tmp_path, DONE, options=options, **given)
+
+
+@pytest.mark.parametrize("name", ["trl", "transformers"])
+def test_older_versions_are_one_sentence(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation, "compare_versions", lambda library, *_: library == name)
+    with pytest.raises(ValueError, match=rf"^tools and environment_factory need {name} [\d.]+ or newer: `pip install"):
+        made(tmp_path, DONE)
 
 
 def test_a_template_without_tools_is_an_error(tmp_path: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +49,28 @@ def test_the_first_environment_trains_under_trl_and_here_with_the_same_tools(tmp
     assert ours.metrics["rewards/turns/mean"] == pytest.approx(-0.02) and ours.metrics["episode/turns_mean"] == 2
     assert tokenizer.decode(ours.rows[0][0]).count('"name": "') == 1
     assert len(ours.rows[0][1]) < len(trl.rows[0][1])
+
+
+@pytest.mark.parametrize(
+    ("example", "options"),
+    [
+        ("agent_frozen_lake", ["--held_out", "64", "--options", '{"kl_coef": 0.02, "lam_policy": 0.8}']),
+        (
+            "agent_frozen_lake",
+            ["--held_out", "64", "--size", "8", "--moves", "9", "--progress", "--credit", "episode"],
+        ),
+        ("agent_calculator", ["--price", "0.3"]),
+    ],
+)
+def test_the_examples_run(
+    example: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """For one update; what they learn is in `benchmarks/learning`, and the calculator's model learns nothing here."""
+    monkeypatch.syspath_prepend(str(PAGE.parents[1] / "examples"))
+    module = importlib.import_module(example)
+    if hasattr(module, "imitate"):
+        monkeypatch.setattr(module, "imitate", lambda *given, **how: None)
+    monkeypatch.setattr(sys, "argv", [example, "--updates", "1", "--output_dir", str(tmp_path), *options])
+    module.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(found["curve"]) == 1 and 0 <= found["curve"][0] <= 1

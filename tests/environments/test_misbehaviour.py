@@ -1,5 +1,6 @@
 """Tools and environments that misbehave, in threads and in processes: the run continues and nothing is left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -316,6 +317,15 @@ def test_the_calls_of_a_round_run_side_by_side(tool: str, make: Make, tmp_path: 
     rounds = answer_calls(episodes, [[call(tool)]] * 32)  # none returns before all have begun
 
     assert [played.answers[0].content for played in rounds] == ["met"] * 32
+
+
+def test_a_process_takes_little_memory() -> None:
+    """Less than the 30 MB that 64 environments may take each; the estimate says 3."""
+    with contextlib.closing(Environments(Hostile, (), isolation="process", timeout=60.0)) as pool:
+        rounds = answer_calls(pool.start([{}] * 16), [[call("act", "fine")]] * 16)
+        taken = [process.memory_full_info().uss / 2**20 for process in psutil.Process().children(recursive=True)]
+    assert [played.answers[0].content for played in rounds] == ["fine"] * 16
+    assert len(taken) >= 17 and sorted(taken)[15] < 10  # the largest forks the others
 
 
 KILLED = """

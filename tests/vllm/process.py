@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
+from tests.vllm.episodes import check_episodes
 from tests.vllm.training import first_logs, make_vllm_trainer
 
 
@@ -65,6 +66,14 @@ def two(folder: Path, saved: Path, tensor_parallel: str) -> dict[str, Any]:
     largest = max(log["sampling/sampling_logp_difference/max"] for log in first_logs(trainer) or [{}])
     trainer.evaluate()
     return {"sampled": ids, "next": torch.rand(4).tolist(), "largest": largest}
+
+
+def episodes(folder: Path, saved: Path) -> dict[str, Any]:
+    """Two updates of episodes of two processes with one vLLM; rank 0's have one turn."""
+    turns = 1 if os.environ["RANK"] == "0" else 4
+    return check_episodes(
+        saved, folder / "run", turns, vllm_tensor_parallel_size=2, ddp_backend="gloo", total_episodes=32
+    )
 
 
 def served(folder: Path, saved: Path, address: str, group_port: str, server: str) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.environments.text import text_environment
 from rlhf_ppo.generation.protocol import sample_with
 from rlhf_ppo.generation.transformers_engine import sampling_config
 from tests.conftest import prompt_rows
+from tests.vllm.episodes import check_episodes
 from tests.vllm.training import (
     EOS,
     MOST,
+    NEAR,
     differences,
     first_logs,
     greedy_agreement,
@@ -28,9 +29,6 @@ from tests.vllm.training import (
     sample_as,
     some_prompts,
 )  # fmt: skip
-
-NEAR = 1e-4
-"""Nats between two float32 passes."""
 
 
 def test_prompts_that_vllm_would_cut_the_responses_of_are_an_error_at_construction(
@@ -128,91 +126,8 @@ def test_what_vllm_cuts_all_the_same_is_an_error(trained: PPOTrainer, monkeypatc
         trained.evaluate(rows)
 
 
-# ---- Episodes ----
-
-STOP = 13
-"""Ends a turn; the model's own EOS does not."""
-
-
-class Counter:
-    """Says how many words a turn had; a game lasts 4 turns."""
-
-    def reset(self) -> tuple[str, dict[str, Any]]:
-        self.turns = 0
-        return "w20", {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        self.turns += 1
-        return f"w{len(action.split())} w21", 1.0, self.turns == 4, False, {}
-
-
 def test_episodes_of_several_turns(saved: Path, tmp_path: Path) -> None:
-    """vLLM sees every turn's context, limit and stop tokens; it and the trainer agree on what the policy wrote."""
-    rows = Dataset.from_list([{"prompt": f"w{row % 9} w{row % 7}"} for row in range(16)])
-    trainer = make_vllm_trainer(
-        saved, tmp_path, train_dataset=rows, eval_dataset=None, total_episodes=16, response_length=40,
-        stop_token=None, stop_token_id=STOP, environment_factory=text_environment(Counter),
-    )  # fmt: skip
-    calls, played, vllm = [], [], trainer._engine.vllm  # type: ignore
-    generate, play = vllm.generate, trainer._rollouts.play
-
-    def asked(prompts: list[list[int]], **how: Any) -> Any:
-        answer = generate(prompts, **how)
-        calls.append((prompts, answer[1], vllm.max_completion_length))
-        return answer
-
-    def kept(*given: Any) -> Any:
-        responses, prompts = play(*given)  # type: ignore
-        positions = (responses.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-        with torch.no_grad():
-            logits = policy_of(trainer)(
-                responses.query_responses, attention_mask=responses.attention_mask, position_ids=positions
-            ).logits[:, prompts.input_ids.shape[1] - 1 : -1]
-        own = (logits / trainer.args.temperature).log_softmax(dim=-1)
-        own = own.gather(-1, responses.responses[..., None]).squeeze(-1)
-        played.append((responses, own))
-        return responses, prompts
-
-    vllm.generate, trainer._rollouts.play = asked, kept
-    trainer.train()
-
-    for prompts, answers, most in calls:
-        assert len(prompts) == len(answers)
-        for ids in answers:
-            assert STOP not in ids[:-1] and (ids[-1] == STOP or len(ids) == most)
-    assert len({most for *_, most in calls}) > 2 and any(EOS in ids[:-1] for _, answers, _ in calls for ids in answers)
-
-    texts = [Text(responses, row) for responses, _ in played for row in range(len(responses))]
-    assert sum(len(text.turns) > 1 for text in texts) > 8
-    for text in texts:
-        expected = [[3 + sum(token > 2 for token in turn), 3 + 21] for turn in text.turns]  # w0 is token 3
-        assert text.gaps == expected[: len(text.gaps)] and len(text.turns) - len(text.gaps) in (0, 1)
-        assert sum(map(len, text.turns + text.gaps)) <= 40
-    for responses, own in played:
-        mask = responses.response_mask
-        assert torch.isfinite(responses.sampling_logprobs[mask]).all()
-        assert (own - responses.sampling_logprobs)[mask].abs().max() < NEAR
-        assert (responses.sampling_logprobs[~mask] == 0).all()
-    logs = first_logs(trainer)
-    assert len(logs) == 2 and [log["val/first_logratio"] for log in logs] == [0, 0]
-    assert max(log["sampling/sampling_logp_difference/max"] for log in logs) < NEAR
-
-
-class Text:
-    """An episode's turns and what stands between them, as token ids."""
-
-    def __init__(self, responses: Any, row: int) -> None:
-        self.turns: list[list[int]] = []
-        self.gaps: list[list[int]] = []
-        behind, before = responses.episode_mask[row], None
-        for token, written in zip(
-            responses.responses[row][behind].tolist(), responses.response_mask[row][behind].tolist(), strict=True
-        ):
-            parts = self.turns if written else self.gaps
-            if written != before:
-                parts.append([])
-            parts[-1].append(token)
-            before = written
+    assert check_episodes(saved, tmp_path, total_episodes=16)["several"] > 8
 
 
 # ---- Adapters ----

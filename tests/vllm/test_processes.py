@@ -19,6 +19,13 @@ def test_two_processes(tensor_parallel: int, saved: Path, tmp_path: Path) -> Non
     assert one["next"] != other["next"] and 0 < one["largest"] < 1e-4
 
 
+def test_episodes_of_two_processes_with_one_vllm(saved: Path, tmp_path: Path) -> None:
+    """Rank 0's episodes have one turn and rank 1's four: both ask vLLM as often, and each gets its own answers."""
+    one, other = launched(tmp_path, 2, "episodes", saved)
+    assert one["calls"] == other["calls"] >= 2 * 3
+    assert one["several"] == 0 and other["several"] > 8
+
+
 def test_a_killed_run_resumes_bit_for_bit(saved: Path, tmp_path: Path) -> None:
     """Colocated, with one process: vLLM draws from the generator of the process, which checkpoints hold."""
     straight = finished(tmp_path, "straight", start(tmp_path, "straight", saved))

@@ -15,9 +15,11 @@ from peft import LoraConfig
 
 from rlhf_ppo.generation import vllm
 from tests.ports import free_port
+from tests.vllm.episodes import check_episodes
 from tests.vllm.launching import Server, launched, serving
 from tests.vllm.training import (
     MOST,
+    NEAR,
     differences,
     first_logs,
     greedy_agreement,
@@ -26,8 +28,6 @@ from tests.vllm.training import (
     policy_of,
     sample_as,
 )  # fmt: skip
-
-NEAR = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,11 @@ def test_lora_in_a_second_run_at_the_same_server(server: Server, saved: Path, tm
     now = dict(trainer.model.named_parameters())
     assert before and all(torch.equal(now[name], weight) for name, weight in before.items())
     assert max(log["sampling/sampling_logp_difference/max"] for log in first_logs(trainer)) < NEAR
+
+
+def test_episodes_of_several_turns(server: Server, saved: Path, tmp_path: Path) -> None:
+    address = {"vllm_server_base_url": server.url, "vllm_group_port": free_port()}
+    assert check_episodes(saved, tmp_path, vllm_mode="server", **address, total_episodes=16)["several"] > 8
 
 
 def test_prompts_that_the_server_would_cut_the_responses_of(server: Server, saved: Path, tmp_path: Path) -> None:

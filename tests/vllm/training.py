@@ -22,6 +22,8 @@ from tests.gpu.conftest import small_config, small_policy
 EOS = 1
 MOST = 64
 """Tokens that vLLM has room for."""
+NEAR = 1e-4
+"""Nats between two float32 passes."""
 
 
 def save_policy(folder: Path) -> Path:
