@@ -149,6 +149,28 @@ def preallocated_cache(model: Any, keeps_all: bool = False) -> dict[str, Any]:
     return {"past_key_values": cache}
 
 
+def read_once(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> None:
+    """Read equal prompts of adjacent rows once, all but the last token, whose logits `generate` needs.
+
+    Args:
+        model: A transformers model whose rows can be continued beside others than before.
+        ids: Prompts, long `(B, C)`, left-padded.
+        mask: 1 on real tokens, long `(B, C)`.
+        cache: An empty cache. It stays empty if no rows are equal or a prompt has one token; otherwise it then holds
+            `C - 1` columns of all `B` rows.
+    """
+    marked, places = ids.masked_fill(mask == 0, -1).unique_consecutive(return_inverse=True, dim=0)
+    read = marked[:, :-1]
+    if len(read) == len(ids) or not (read >= 0).any(dim=1).all():
+        return
+    given = {"input_ids": read.clamp(min=0), "attention_mask": (read >= 0).long(), "past_key_values": cache}
+    model.generate(**given, generation_config=_READING)
+    cache.reorder_cache(places)
+
+
+_READING = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
+"""Reads all given tokens; the token that it adds is not read."""
+
 # ---- Kept between turns ----
 
 KeptRows = dict[int, tuple[np.ndarray, list[tuple[Tensor, Tensor]]]]
@@ -205,8 +227,7 @@ class KeptCaches:
         starts = (mask == 0).sum(dim=1).tolist()
         first, rows = min(starts), torch.arange(len(places))
         cache = self._taken(model, places, [start - first for start in starts], ids.shape[1] - first - most)
-        how = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
-        given = {"input_ids": ids[:, first:], "attention_mask": mask[:, first:], "generation_config": how}
+        given = {"input_ids": ids[:, first:], "attention_mask": mask[:, first:], "generation_config": _READING}
         output = model.generate(**given, **cache)
         of_rows = KeptCaches(self.kept, [self.names[place] for place in places])
         of_rows.keep(rows, rows >= 0, output.past_key_values, output.sequences, mask[:, first:])

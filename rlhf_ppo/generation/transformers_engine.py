@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import pad_right, padding_columns, sent, split_until
-from rlhf_ppo.generation.caches import KeptCaches, KeptRows, preallocated_cache, rows_of_cache
+from rlhf_ppo.generation.caches import KeptCaches, KeptRows, preallocated_cache, read_once, rows_of_cache
 from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled, length_and_filling, stop_tokens
 from rlhf_ppo.generation.sampling import (
     FiniteLogitsCheck,
@@ -191,6 +191,7 @@ def sample_responses(
     if in_step and gather is not None:
         sizes = split_until(sizes, int(gather(torch.tensor([len(sizes)], device=device)).max()))
     preallocates = needs.preallocates[_autocast_dtype(policy)]
+    shares = preallocates and kept is None and _repeats(prompts) and continues(policy)
     parts = []
     # Activation checkpointing, active in training mode, forbids the KV cache.
     with (
@@ -204,9 +205,15 @@ def sample_responses(
             mask = prompts.attention_mask[indices]
             ids = prompts.input_ids[indices].masked_fill(~mask, 0)
             caches = KeptCaches(kept, names[rows].tolist()) if kept is not None and is_kept[rows].all() else None
-            how = (config, stop_strings, in_step, needs.keeps_cache, preallocates, caches)
+            how = (config, stop_strings, in_step, needs.keeps_cache, preallocates, caches, shares)
             parts.append(generate_compacting(model, ids[:, first:], mask[:, first:].long(), *how))
     return pad_right(parts, padding_value=filling)[sent(torch.from_numpy(longest_first.argsort()), device)]
+
+
+def _repeats(prompts: Prompts) -> bool:
+    """Return whether a prompt equals the one before it, as with `num_generations` above 1."""
+    ids = prompts.input_ids.masked_fill(~prompts.attention_mask, -1)
+    return bool((ids[1:] == ids[:-1]).all(dim=1).any())
 
 
 def call_sizes(lengths: Sequence[int], max_new_tokens: int, max_rows: int, equal_lengths: bool = False) -> list[int]:
@@ -305,6 +312,7 @@ def generate_compacting(
     keeps_cache: bool = True,
     preallocates: bool = False,
     kept: KeptCaches | None = None,
+    shares: bool = False,
 ) -> Tensor:
     """Generate, and drop the finished rows and their key-value cache whenever a quarter of the rows has ended.
 
@@ -318,6 +326,7 @@ def generate_compacting(
         keeps_cache: Keep the unfinished rows of the cache; otherwise read their tokens again.
         preallocates: Use a preallocated cache.
         kept: Continues the rows' caches, and keeps them.
+        shares: Read equal prompts of adjacent rows once, into a preallocated cache.
 
     Returns:
         Sampled ids, long `(B, T)` with `T <= max_new_tokens`; `pad_token_id` follows a row's end.
@@ -332,6 +341,8 @@ def generate_compacting(
     how, processors = sampling_processors(changed(config, return_dict_in_generate=True), input_ids.device)
     new_cache = (lambda: preallocated_cache(model)) if preallocates else dict
     check, cache = FiniteLogitsCheck(), new_cache() if kept is None else kept.cache(model, input_ids, attention_mask)
+    if shares:
+        read_once(model, input_ids, attention_mask, cache["past_key_values"])
     while len(rows) and input_ids.shape[1] < longest:
         how.max_new_tokens = longest - input_ids.shape[1]
         most_left, none_yet = 0 if synced_gpus else int(UNFINISHED_SHARE * len(rows)), rows < 0

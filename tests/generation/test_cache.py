@@ -10,9 +10,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rlhf_ppo.generation import caches as caching
+from rlhf_ppo.generation import transformers_engine
 from rlhf_ppo.generation.caches import PreallocatedLayer, PreallocatedSlidingLayer, preallocated_cache
-from rlhf_ppo.generation.transformers_engine import generate_compacting, generation_needs
+from rlhf_ppo.generation.sampling import changed
+from rlhf_ppo.generation.transformers_engine import continues, generate_compacting, generation_needs, sample_responses
 from tests.generation.test_dropping import given_rows, greedy, model_of
+from tests.generation.test_transformers_engine import prompts
 from tests.models.architectures import tiny_model
 
 LAYERS = {
@@ -52,6 +55,33 @@ def test_responses_are_the_same(name: str, autocast: bool) -> None:
         ours = generate_compacting(model, ids, mask, greedy(), preallocates=True)
         theirs = generate_compacting(model, ids, mask, greedy())
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "mistral"])
+def test_a_prompt_of_several_rows_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same samples as when each row reads its prompt, though some rows end and leave; other prompts stay apart."""
+    model, read = model_of(name), []
+    given = prompts([2, 3, 4, 5, 6, 7], [3, 4, 5], [2, 2], [7, 6, 5, 4, 3]).repeated(3)
+    forward = model.forward
+
+    def seen(**inputs: Any) -> Any:
+        read.append(inputs["input_ids"].numel())
+        return forward(**inputs)
+
+    def sampled(shares: bool) -> tuple[torch.Tensor, int]:
+        monkeypatch.setattr(transformers_engine, "_repeats", lambda _: shares)
+        torch.manual_seed(0)
+        read.clear()
+        config = changed(greedy(), do_sample=True)
+        return sample_responses(model, given, config, rows_per_call=12), max(read)
+
+    generation_needs(model)
+    assert transformers_engine._repeats(given) and not transformers_engine._repeats(given.take([0, 3, 6, 9]))
+    assert continues(model)
+    monkeypatch.setattr(model, "forward", seen)
+    (each, most), (once, fewer) = sampled(False), sampled(True)
+    assert torch.equal(once, each) and len(each.unique(dim=0)) > 4
+    assert fewer == 4 * 5 and most == 12 * 6
 
 
 def test_it_is_in_the_type_that_autocast_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
