@@ -266,7 +266,9 @@ class TrainerBase(Trainer):
         self._tr_loss, self._total_loss_scalar = torch.tensor(loss, device=args.device), 0.0
         self._globalstep_last_logged = run.progress.last_logged_step
         model.zero_grad()
-        made_of = names_of_parts(self.policy_model, self.reward_models, self.scorer.names)
+        functions = self._made_with[1].get("reward_funcs")
+        parts = (self.policy_model, self.reward_models, self.scorer.names)
+        made_of = names_of_parts(*parts, functions, self.dataset_name)
         health = health_settings(self.callback_handler.callbacks)
         self._directory.note(self._get_output_dir(trial), self.state.log_history, made_of, health)
         run.stateful.start(checkpoint)

@@ -1,29 +1,256 @@
-"""The command `rlhf-ppo critic`: train a value model on the kept completions of runs."""
+"""The command `rlhf-ppo critic`: audit the critic of a run, or train one on the kept completions of runs."""
 
+import math
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
 from transformers import TrainingArguments, set_seed
+from trl.scripts.utils import ScriptArguments
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.arguments import PPOArgumentParser
-from rlhf_ppo.cli.checks import Problems, parse
-from rlhf_ppo.cli.errors import fail, program_name, user_errors
+from rlhf_ppo.cli.checks import Problems, parse, train_and_eval_rows
+from rlhf_ppo.cli.errors import CommandParser, program_name, user_errors
 from rlhf_ppo.cli.training import DefaultBf16, check_model, load_tokenizer, running
+from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.validation import PositiveShare, Share, check_ranges, option, ranges_of
+from rlhf_ppo.evaluation.critic_audit import AUDIT_NAME, CriticAudit, Estimate
+from rlhf_ppo.models.adapters import is_adapter_directory
+from rlhf_ppo.models.frozen import asks_for_reference
 from rlhf_ppo.models.loading import load_scalar_model
+from rlhf_ppo.reporting.run_log import SETTINGS_NAME, RunSettings, has_log, training_log
 from rlhf_ppo.terminal.text import print_text
+from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.checks import check_output_dir
 from rlhf_ppo.training.critic_fitting import CriticTrainer, examples_of
+from rlhf_ppo.training.saving import CRITIC_DIR
+
+
+def critic(argv: Sequence[str] | None = None) -> CriticAudit | CriticTrainer:
+    """Audit the critic of a run, or with `train` as first word train one on kept completions.
+
+    Args:
+        argv: A run's directory and options, see `audit_parser`; or "train" and its options, see `train_critic`. None
+            takes the program's own.
+
+    Returns:
+        The audit, or the trainer after training and saving.
+
+    Raises:
+        SystemExit: An option, a file or a model is wrong; the message names it.
+    """
+    program = program_name("critic", argv)
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    if words[:1] == ["train"]:
+        return train_critic(words[1:], f"{program} train")
+    options = audit_parser(program).parse_args(words)
+    with user_errors(program):
+        found = audited_run(options).audit_critic(
+            num_prefixes=options.num_prefixes, num_continuations=options.num_continuations
+        )
+    show_audit(found)
+    print_text(f"The audit is in {os.path.join(options.run, AUDIT_NAME)}; `rlhf-ppo report {options.run}` shows it.")
+    return found
+
+
+# ---- Audit ----
+
+
+def audit_parser(program: str) -> CommandParser:
+    """Return the parser of the audit's options.
+
+    Args:
+        program: Start of error messages.
+    """
+    parser = CommandParser(
+        program,
+        description="Compare the critic of a finished run with Monte Carlo returns on held-out prompts. "
+        "`rlhf-ppo critic train --help` shows how to train a critic on kept completions.",
+    )
+    parser.add_argument("run", metavar="RUN", help="Output directory of a run with save_critic.")
+    parser.add_argument("--dataset_name", help="Prompts: a file, a directory or a hub name; by default the run's.")
+    parser.add_argument(
+        "--dataset_test_split", default="test", help="Split with the held-out prompts; without it, the last rows."
+    )
+    parser.add_argument("--num_prompts", type=int, default=200, help="Most held-out prompts, from the first.")
+    parser.add_argument("--num_prefixes", type=int, default=4, help="Beginnings of each response.")
+    parser.add_argument("--num_continuations", type=int, default=16, help="Continuations of each beginning.")
+    parser.add_argument(
+        "--reward_funcs", nargs="+", help="The run's reward functions, if it was given them as Python objects."
+    )
+    parser.add_argument("--ref_model", help="Reference of the KL penalty; by default the model the run started from.")
+    parser.add_argument("--batch_size", type=int, help="Rows in a batch; by default the run's for evaluation.")
+    parser.add_argument("--trust_remote_code", action="store_true", help="Run Python code of a model's repository.")
+    return parser
+
+
+_OF_DEVICE = ("bf16", "fp16", "use_cpu", "seed", "per_device_eval_batch_size")
+"""Arguments of TrainingArguments that an audit takes from the run; it takes PPO's own except `_OF_TRAINING`."""
+
+_OF_TRAINING = frozenset(
+    (
+        "preset exp_name overwrite_output_dir sft_model_path reward_model_path model_adapter_name ref_adapter_name "
+        "share_base_model total_episodes num_mini_batches num_generations num_sample_generations hub_files "
+        "num_completions_to_keep max_tokens_per_micro_batch critic_audit_steps critic_warmup_steps "
+        "critic_warmup_explained_variance kl_target kl_horizon kl_stop ptx_coef warmup_ratio health_judge"
+    ).split()
+)
+
+_MOVING = ("score_scaling", "score_normalization", "reference_ema")
+"""Options whose state only checkpoints hold."""
+
+
+def audited_run(options: Any) -> PPOTrainer:
+    """Load policy, critic and rewards of a finished run into a trainer that can audit.
+
+    Args:
+        options: Those of `audit_parser`.
+
+    Raises:
+        OSError, ValueError: The run, its critic, its rewards or the prompts are missing or wrong.
+    """
+    run, trust = options.run, options.trust_remote_code
+    settings, directory = RunSettings.load(run), os.path.join(run, CRITIC_DIR)
+    if not settings.arguments:
+        raise ValueError(f"{run} is not the output directory of a run: it has no {SETTINGS_NAME}")
+    if not os.path.isdir(directory):
+        raise ValueError(f"{run} has no {CRITIC_DIR}/: train with save_critic=True, which saves the critic")
+    args = audit_arguments(settings.arguments, run, options.batch_size)
+    models, functions = reward_sources(settings.made_of, options.reward_funcs)
+    reference = options.ref_model or settings.made_of.get("policy")
+    is_whole = asks_for_reference(args) and not is_adapter_directory(run)
+    if is_whole and reference is None:
+        raise ValueError(f"ref_model=None: {run} does not say from which model it started, so give ref_model")
+    rows = held_out_rows(options, settings.made_of.get("dataset"))
+    tokenizer = load_tokenizer(run, trust, "run")
+    return PPOTrainer(
+        args,
+        tokenizer,
+        run,
+        reference if is_whole else None,
+        models or None,
+        train_dataset=rows,
+        value_model=directory,
+        eval_dataset=rows,
+        reward_funcs=functions or None,
+    )
+
+
+def audit_arguments(recorded: Mapping[str, Any], run: str, batch_size: int | None) -> PPOConfig:
+    """Return the arguments of a run that decide what its responses, returns and values are.
+
+    Args:
+        recorded: All arguments of the run, as JSON values.
+        run: Its directory.
+        batch_size: Rows in a batch; None for the run's.
+
+    Raises:
+        ValueError: Its rewards or its reference depend on a state that the directory does not hold.
+    """
+    if moving := [name for name in _MOVING if recorded.get(name)]:
+        raise ValueError(
+            f"{moving[0]}={recorded[moving[0]]} of {run}: the unit of its returns moved with training and was not "
+            "kept; audit during training, with critic_audit_steps"
+        )
+    inherited = {each.name for each in fields(TrainingArguments)} - {*_OF_DEVICE}
+    own = [each for each in fields(PPOConfig) if each.name not in inherited | _OF_TRAINING and each.name in recorded]
+    chosen: dict[str, Any] = {
+        each.name: recorded[each.name]
+        for each in own
+        if recorded[each.name] != (None if each.default is MISSING else each.default)
+        and not str(each.metadata.get("help", "")).startswith("Derived")
+    }
+    logs = training_log(run) if has_log(run) else []
+    if coefficients := [entry["objective/kl_coef"] for entry in logs if "objective/kl_coef" in entry]:
+        chosen["kl_coef"] = coefficients[-1]
+    if batch_size is not None:
+        chosen["per_device_eval_batch_size"] = batch_size
+    chosen |= {"per_device_train_batch_size": 1, "max_steps": 1, "num_sample_generations": 0}
+    chosen |= {"output_dir": run, "report_to": "none", "health_checks": False, "log_console": "none"}
+    return PPOConfig(**chosen)
+
+
+def reward_sources(made_of: Mapping[str, Any], given: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Return the paths of a run's reward models, and the names of its reward functions.
+
+    Args:
+        made_of: Of `RunSettings`.
+        given: Reward functions given for the audit, instead of the run's.
+
+    Raises:
+        ValueError: The run was given functions without a name, or another number of them.
+    """
+    rewards, functions = made_of.get("rewards", []), made_of.get("reward_funcs", given or [])
+    models = rewards[: len(rewards) - len(functions)]
+    chosen = functions if given is None else given
+    if None in chosen or len(chosen) != len(functions):
+        raise ValueError(
+            f"reward_funcs={given!r}: the run had the reward functions {', '.join(rewards[len(models) :])}; give all "
+            "of them, such as rewards.py:score"
+        )
+    return models, list(chosen)
+
+
+def held_out_rows(options: Any, recorded: str | None) -> Any:
+    """Return the held-out prompts: the run's, or those of another data set.
+
+    Args:
+        options: Those of `audit_parser`.
+        recorded: The run's data set, if known.
+
+    Raises:
+        ValueError: There are none.
+    """
+    name = options.dataset_name or recorded
+    if name is None:
+        raise ValueError("dataset_name=None: the run does not say which prompts it had, so give dataset_name")
+    given = ScriptArguments(dataset_name=name, dataset_test_split=options.dataset_test_split)
+    _, rows = train_and_eval_rows(given, always_evaluates=True)  # pyright: ignore[reportArgumentType]
+    if rows is None or not hasattr(rows, "select"):
+        raise ValueError(f"dataset_name={name!r} has no held-out prompts; give another file, or dataset_test_split")
+    return rows.select(range(min(options.num_prompts, len(rows))))
+
+
+_SHOWN = {
+    "explained_variance": "explained variance",
+    "explained_variance_of_prompt": "  of the prompt's mean",
+    "explained_variance_of_position": "  of the position",
+    "explained_variance_of_both": "  of both",
+    "gain_over_both": "  gain over both",
+    "tau": "Kendall's tau",
+    "tau_of_score": "  of the beginning's own score",
+    "tau_of_position": "  of the position",
+    "tau_ceiling": "  ceiling",
+    "slope": "slope",
+    "bias": "bias",
+}
+
+
+def show_audit(found: CriticAudit) -> None:
+    """Print the figures of an audit as a table, and its findings."""
+    table = Table("figure", "value", "95% interval")
+    for name, title in _SHOWN.items():
+        value, low, high = Estimate(*found.figures[name])
+        interval = f"{low:.3g} to {high:.3g}" if math.isfinite(low) else ""
+        table.add_row(title, f"{value:.3g}", interval)
+    Console().print(table)
+    sizes = f"{found.num_prefixes} beginnings, {found.num_prompts} prompts, {found.num_continuations} continuations"
+    print_text(f"{sizes}. {' '.join(found.findings) or 'No defect found.'}")
+
+
+# ---- Training ----
 
 # TrlParser reads the annotations, so they are not postponed.
 
 
 @dataclass
 class CriticScriptArguments:
-    """Options of `rlhf-ppo critic` besides those of `TrainingArguments` and `ModelConfig`."""
+    """Options of `rlhf-ppo critic train` besides those of `TrainingArguments` and `ModelConfig`."""
 
     completions: list[str] = field(
         default_factory=list, metadata={"help": "Output directories of runs with num_completions_to_keep."}
@@ -41,12 +268,13 @@ class CriticArguments(DefaultBf16, TrainingArguments):
     """`TrainingArguments` with the `bf16` of `PPOConfig`."""
 
 
-def critic(argv: Sequence[str] | None = None) -> CriticTrainer:
+def train_critic(words: Sequence[str], program: str) -> CriticTrainer:
     """Train a value model on the kept completions of runs: `rlhf-ppo critic train`.
 
     Args:
-        argv: "train" and the options: those of `CriticScriptArguments`, `TrainingArguments` and TRL's `ModelConfig`,
-            or a YAML file with them after `--config`. None takes the program's own.
+        words: The options: those of `CriticScriptArguments`, `TrainingArguments` and TRL's `ModelConfig`, or a YAML
+            file with them after `--config`.
+        program: Start of error messages.
 
     Returns:
         The trainer, after training and saving.
@@ -54,16 +282,9 @@ def critic(argv: Sequence[str] | None = None) -> CriticTrainer:
     Raises:
         SystemExit: An option, the completions or the model is wrong; the message names it.
     """
-    program = program_name("critic", argv)
-    words = [*(sys.argv[1:] if argv is None else argv)]
-    if words[:1] != ["train"] and not {"-h", "--help"} & {*words}:
-        fail(
-            program,
-            f"{' '.join(words[:1]) or 'no word'!r} is not a task: write `rlhf-ppo critic train --completions RUN ...`",
-        )
     groups: Any = (CriticScriptArguments, CriticArguments, ModelConfig)
-    problems, options = Problems(), words[1:] if words[:1] == ["train"] else words
-    script_args, args, model_args = parse(PPOArgumentParser(groups, prog=program), options, problems)
+    problems = Problems()
+    script_args, args, model_args = parse(PPOArgumentParser(groups, prog=program), words, problems)
     problems.fail(program)
     with user_errors(program):
         check_ranges(script_args, ranges_of(CriticScriptArguments))

@@ -13,7 +13,7 @@ from torch import nn
 
 from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.redaction import redact_urls
+from rlhf_ppo.config.redaction import redact_urls, redacted
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import Judgement, found_judgements
 from rlhf_ppo.reporting.run_log import installed_versions, training_log
@@ -265,9 +265,23 @@ def reward_origins(models: Sequence[nn.Module], names: Sequence[str]) -> list[st
     return [origin or name for origin, name in zip(origins, names, strict=False)] + list(names[len(origins) :])
 
 
-def names_of_parts(policy: nn.Module, reward_models: Sequence[nn.Module], names: Sequence[str]) -> dict[str, Any]:
-    """Return the origins of a run's `policy` and `rewards`, see `reward_origins`."""
-    return {"policy": model_origin(policy), "rewards": reward_origins(reward_models, names)}
+def names_of_parts(
+    policy: nn.Module, reward_models: Sequence[nn.Module], names: Sequence[str], reward_funcs: Any, dataset: str | None
+) -> dict[str, Any]:
+    """Return what a run is made of, as `RunSettings` records it.
+
+    Args:
+        policy: The policy.
+        reward_models: The reward models.
+        names: The names of all reward sources.
+        reward_funcs: The reward functions, as the trainer was given them; texts are recorded, without secrets.
+        dataset: Hub name or path of the prompts, if known.
+    """
+    given = reward_funcs if isinstance(reward_funcs, list | tuple) else [] if reward_funcs is None else [reward_funcs]
+    texts = [each if isinstance(each, str) and redacted(each) == each else None for each in given]
+    found = {"policy": model_origin(policy), "rewards": reward_origins(reward_models, names)}
+    others = {"reward_funcs": texts, "dataset": redacted(dataset)}
+    return found | {name: value for name, value in others.items() if value}
 
 
 def model_origin(model: nn.Module) -> str | None:
