@@ -189,8 +189,14 @@ ESTIMATE = Page(
 
 
 CRITIC = Page(
-    "Train a value model on the kept completions of runs (num_completions_to_keep).",
-    _groups("""Model and data
+    "Audit the critic of a finished run (critic RUN), or train one on kept completions (critic train).",
+    _groups("""Audit: critic RUN
+dataset_name DATA: Held-out prompts; by default those that the run held out.
+num_prompts = 200: Most held-out prompts, from the first.
+num_prefixes = 4: Beginnings of each response.
+num_continuations = 16: Continuations of each beginning.
+reward_funcs FUNCTION ...: The run's reward functions, if they were Python objects.
+Training: critic train
 model_name_or_path MODEL: Model to start from: a directory or a hub name.
 completions RUN ...: Output directories of runs with num_completions_to_keep.
 gamma = 1.0: Discount per token, as in the runs.
@@ -201,7 +207,10 @@ learning_rate = 5e-5: Peak learning rate.
 num_train_epochs = 3.0: Passes over the completions.
 per_device_train_batch_size = 8: Completions per device and step.
 output_dir DIR: Directory of the value model."""),
-    ("rlhf-ppo critic train --model_name_or_path runs/sft --completions runs/ppo --output_dir runs/critic",),
+    (
+        "rlhf-ppo critic runs/ppo",
+        "rlhf-ppo critic train --model_name_or_path runs/sft --completions runs/ppo --output_dir runs/critic",
+    ),
 )
 
 GENERATE = Page(

@@ -22,7 +22,7 @@ COMMANDS = {
     "sft": ("rlhf_ppo.cli.commands", "Train a language model on texts (TRL's SFTTrainer)."),
     "reward": ("rlhf_ppo.cli.commands", "Train a reward model on preference pairs (TRL's RewardTrainer)."),
     "estimate": ("rlhf_ppo.cli.commands", "Estimate memory and time of `train` with the same options."),
-    "critic": ("rlhf_ppo.cli.critic", "Train a value model on the kept completions of runs."),
+    "critic": ("rlhf_ppo.cli.critic", "Audit the critic of a run, or train one on kept completions."),
     "generate": ("rlhf_ppo.cli.generate", "Generate responses, of which a critic chooses the best."),
     "judge": ("rlhf_ppo.cli.judge", "Measure how often a judge prefers one model over another."),
     "eval": ("rlhf_ppo.cli.judge", "The same as judge."),

@@ -90,7 +90,7 @@ def test_the_command_fits_a_critic_that_a_run_takes(run: Any, tmp_path: Path, ma
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["fit"], "'fit' is not a task"),
+        (["fit"], "fit is not the output directory of a run"),
         (["train", "--output_dir", "out"], "completions=None"),
         (["train", "--output_dir", "out", "--completions", "nowhere"], "model_name_or_path=None"),
         (["train", "--output_dir", "out", "--completions", "nowhere", "--eval_share", "2"], "eval_share=2"),

@@ -1,0 +1,76 @@
+"""Print the tables of the documentation from `results.jsonl`: means over seeds with 95% intervals of Student's t."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parent / "learning"))
+
+import intervals  # noqa: E402
+from run import read_results  # noqa: E402
+
+FIGURES = {
+    "explained_variance": "EV", "gain_over_prompt": "EV above the prompt's mean", 
+    "gain_over_position": "above position",
+    "gain_over_both": "above both", "tau": "tau", "tau_of_position": "tau of position",
+    "tau_of_score": "tau of the beginning's score", "tau_ceiling": "ceiling", "slope": "slope",
+}  # fmt: skip
+Cell = dict[str, Any]
+
+
+def tables(results: list[Cell]) -> Iterator[str]:
+    """Yield the lines of two tables for each task: the audits, and the use at inference."""
+    for task in dict.fromkeys(cell["task"] for cell in results):
+        groups: dict[str, list[Cell]] = {}
+        for cell in results:
+            if cell["task"] == task:
+                groups.setdefault(cell["variant"], []).append(cell)
+        yield from ("", f"### {task.capitalize()}", "")
+        yield line("critic", "seeds", "named by the health check", *FIGURES.values())
+        yield line(*["---"] * (3 + len(FIGURES)))
+        for variant, cells in groups.items():
+            named = sum("critic" in cell["health"] for cell in cells)
+            figures = [intervals.mean([cell["audit"][name]["value"] for cell in cells]).shown(2) for name in FIGURES]
+            yield line(f"`{variant}`", len(cells), named, *figures)
+        for variant, cells in groups.items():
+            yield from ("", f"`{variant}`: {', '.join(sorted({each for cell in cells for each in cell['findings']}))}")
+            yield from ("", *inference(cells))
+
+
+def inference(cells: list[Cell]) -> Iterator[str]:
+    """Yield the lines of a table with the gold reward of each way to choose responses, paired with other ways."""
+    ways = cells[0]["inference"]
+    yield line("", "gold", "above random", "above best of 4 by the critic", "log-ratio", "tokens", "critic", "reward")
+    yield line(*["---"] * 8)
+    for way in ways:
+        found = {name: fmean(cell["inference"][way][name] for cell in cells) for name in ways[way]}
+        gold = {cell["seed"]: cell["inference"][way]["gold"] for cell in cells}
+        above = [
+            intervals.difference(gold, {cell["seed"]: cell["inference"][other]["gold"] for cell in cells})
+            for other in ("random", "best of 4 by the critic")
+        ]
+        shown = (each.shown(signed=True).removesuffix(" paired") for each in above)
+        costs = (f"{found[name]:.1f}" for name in ("tokens", "valued", "scored"))
+        yield line(way, intervals.mean([*gold.values()]).shown(), *shown, f"{found['log_ratio']:.2f}", *costs)
+
+
+def line(*cells: object) -> str:
+    """Return a row of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> None:
+    """Read the command line and print the tables."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
+    parser.add_argument("--work", type=Path, default=FOLDER, help="that of measure.py; by default the kept results")
+    print("\n".join(tables(read_results(parser.parse_args().work))))
+
+
+if __name__ == "__main__":
+    main()

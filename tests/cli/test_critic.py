@@ -1,0 +1,80 @@
+"""The command `rlhf-ppo critic RUN`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_ppo.cli.main import main
+from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
+
+SMALL = ["--num_prefixes", "2", "--num_continuations", "4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    """A finished run with `save_critic`, a reward model and a reward function of a file."""
+    folder = tmp_path_factory.mktemp("critic")
+    for name, model in (("policy", tiny_policy()), ("reward", tiny_scorer())):
+        model.save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+    texts = [make_tokenizer().decode(row["input_ids"]) for row in prompt_rows(40, seed=1)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    (folder / "paid.py").write_text(
+        "def score(completion_ids, **columns):\n    return [1.0 * len(set(ids)) for ids in completion_ids]\n"
+    )
+    words = {
+        "sft_model_path": "policy",
+        "reward_model_path": "reward",
+        "dataset_name": "prompts.jsonl",
+        "output_dir": "run",
+    }
+    words = [word for name, path in words.items() for word in (f"--{name}", str(folder / path))]
+    words += ["--reward_funcs", f"{folder / 'paid.py'}:score", "--response_length", "5", "--total_episodes", "8"]
+    words += ["--per_device_train_batch_size", "4", "--report_to", "none", "--use_cpu", "--save_critic"]
+    main(["train", *words, "--num_sample_generations", "0"])
+    return folder
+
+
+def test_it_audits_a_run_with_its_own_prompts_and_rewards(folder: Path, capsys: Any) -> None:
+    run = folder / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    main(["critic", str(run), *SMALL])
+    assert "explained variance" in capsys.readouterr().out
+    found = json.loads((run / "critic_audit.json").read_text())
+    assert (found["num_prefixes"], found["num_continuations"]) == (8, 4)
+    assert found["figures"]["bias"]["value"] < -1, "both rewards count: the function pays 1 to 5, the values are small"
+    assert before == {path: path.read_bytes() for path in before}
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "message"),
+    [
+        ([], None, "is not the output directory of a run"),
+        ([], {}, "has no critic/"),
+        ([], {"whiten_rewards": True}, "whiten_rewards=True"),
+        ([], {"score_scaling": True}, "score_scaling=True"),
+        (["--dataset_name", "nowhere.jsonl"], {"seed": 1}, "nowhere.jsonl"),
+        (["--reward_funcs", "nowhere.py:score"], {"seed": 1}, "nowhere.py"),
+        (["--num_prefixes", "1"], {"seed": 1}, "num_prefixes=1"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    folder: Path, tmp_path: Path, options: list[str], change: dict[str, Any] | None, message: str, capsys: Any
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    if change is not None:
+        shutil.copytree(folder / "run", run, dirs_exist_ok=True)
+        settings = json.loads((run / "ppo_settings.json").read_text())
+        settings["arguments"] |= change
+        (run / "ppo_settings.json").write_text(json.dumps(settings))
+        if not change:
+            shutil.rmtree(run / "critic")
+    with pytest.raises(SystemExit) as error:
+        main(["critic", str(run), *options])
+    assert error.value.code == 2 and message in capsys.readouterr().err
