@@ -190,13 +190,13 @@ ESTIMATE = Page(
 
 CRITIC = Page(
     "Audit the critic of a finished run (critic RUN), or train one on kept completions (critic train).",
-    _groups("""Audit: critic RUN
+    _groups("""Audit of a run
 dataset_name DATA: Held-out prompts; by default those that the run held out.
 num_prompts = 200: Most held-out prompts, from the first.
 num_prefixes = 4: Beginnings of each response.
 num_continuations = 16: Continuations of each beginning.
 reward_funcs FUNCTION ...: The run's reward functions, if they were Python objects.
-Training: critic train
+Training on completions
 model_name_or_path MODEL: Model to start from: a directory or a hub name.
 completions RUN ...: Output directories of runs with num_completions_to_keep.
 gamma = 1.0: Discount per token, as in the runs.
