@@ -54,7 +54,7 @@ def critic(argv: Sequence[str] | None = None) -> CriticAudit | CriticTrainer:
             num_prefixes=options.num_prefixes, num_continuations=options.num_continuations
         )
     show_audit(found)
-    print_text(f"The audit is in {os.path.join(options.run, AUDIT_NAME)}; `rlhf-ppo report {options.run}` shows it.")
+    print_text(f"The audit is in {os.path.join(options.run, AUDIT_NAME)}.")
     return found
 
 
